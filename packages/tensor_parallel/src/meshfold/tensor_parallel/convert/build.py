@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import functools
-import inspect
-import textwrap
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,6 +10,7 @@ from torch import nn
 from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel.convert.analysis import Analysis
+from meshfold.tensor_parallel.convert.forward_code import children_called
 from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
 from meshfold.tensor_parallel.layers.attention import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.base import BatchShape
@@ -141,7 +137,7 @@ class LayerBuilder:
             for other, role in roles.items()
             if other == name or (other.rpartition(".")[0] == parent and role in ("column", "row"))
         ]
-        calls = _calls(self.analysis.modules[parent])
+        calls = children_called(self.analysis.modules[parent])
         if all(other.rpartition(".")[2] in calls for other in beside):
             beside.sort(key=lambda other: calls.index(other.rpartition(".")[2]))
         place = beside.index(name)
@@ -176,38 +172,6 @@ class LayerBuilder:
         if found is None:
             find_lowering(self.lowering, plan)
         return self.lowering if found is not None and not found.refuses(plan) else "gather"
-
-
-def _calls(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of children in the order of their first call in a module's forward, as far as its source tells."""
-    return _called_in(type(module).forward)
-
-
-@functools.lru_cache(maxsize=256)  # every layer of a model asks for the same few
-def _called_in(forward: Callable[..., object]) -> tuple[str, ...]:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):  # a class typed in at a prompt has no source
-        return ()
-    found = _Calls()
-    found.visit(tree)
-    return tuple(dict.fromkeys(found.names))
-
-
-class _Calls(ast.NodeVisitor):
-    """Visitor that lists the children that are called, the arguments of a call before it."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        if (
-            isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "self"
-        ):
-            self.names.append(node.func.attr)
 
 
 def meta_twin(module: nn.Module) -> nn.Module:

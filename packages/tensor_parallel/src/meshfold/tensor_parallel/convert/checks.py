@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from meshfold.mesh import LayoutError
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.attention_check import BIASES, AttentionTrial
+from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.convert.roles import (
     ROLES,
@@ -212,12 +212,12 @@ def _check_code(analysis: Analysis, name: str, heads: Heads) -> None:
             return
         where = (
             ""
-            if not _splits_rows(analysis) or not set(BIASES) & set(_takes(analysis.modules[name]))
+            if not _splits_rows(analysis) or not set(BIASES) & set(parameters_of(analysis.modules[name]))
             else ", in mode '1d' or '1d+sequence', where that is made for all rows"
         )
         where = (
             ", in mode '1d'"
-            if _splits_stream(analysis) and "residual" in _takes(analysis.modules[name])
+            if _splits_stream(analysis) and "residual" in parameters_of(analysis.modules[name])
             else where
         )
         raise LayoutError(
@@ -249,7 +249,7 @@ def _check_joined(analysis: Analysis, name: str) -> None:
     """Raise a LayoutError for a whole module with a second argument of the stream, or made for a rank's rows: only the
     first is gathered.
     """
-    takes = _takes(analysis.modules[name])
+    takes = parameters_of(analysis.modules[name])
     split = ["residual"] if _splits_stream(analysis) else []
     split += BIASES if _splits_rows(analysis) else []
     if wrong := [argument for argument in split if argument in takes]:
@@ -322,8 +322,3 @@ def _only_attention(analysis: Analysis, name: str) -> bool:
 def _everywhere(name: str) -> str:
     """Return a pattern for modules of that name in all blocks, quoted."""
     return repr(f"*.{name.rpartition('.')[2]}" if "." in name else name)
-
-
-def _takes(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of what a module's forward takes."""
-    return tuple(inspect.signature(type(module).forward).parameters)

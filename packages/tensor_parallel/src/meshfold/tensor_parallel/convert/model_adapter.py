@@ -2,7 +2,7 @@
 
 - A batch that the mode cannot split is padded with rows whose labels are ignored (−100); their rows of the output are cut off.
 - Logits stay split when the model computes its own loss, and are gathered when they are read
-  (:mod:`meshfold.tensor_parallel.convert.model_adapter`). Otherwise they come out whole.
+  (:class:`LazyOutputs`). Otherwise they come out whole.
 - The residual stream of a model without a head comes out whole.
 - A model whose modules have ``attended_rows = True`` gets its positions whole. These modules, which make masks and rotary
   tables of them, get the rows that attention has.
@@ -10,10 +10,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +25,7 @@ from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import bind_collect, take_block
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, ShardedOutput, lazy_gather, map_tensors
 from meshfold.mesh.tracking import axes_of, block, is_unknown, tracker, untracked
+from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.convert.stream_layout import check_stream, joined_rows, spanning_axes
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter
 from meshfold.tensor_parallel.layers.linear import Linear
@@ -114,7 +115,8 @@ class ModelAdapter(StreamAdapter):
             bind_collect(mesh, -1, residual["h"]),
         )
         self._of_attention = [m for m in model.modules() if getattr(m, "attended_rows", False)]
-        self._parameters = _positional(type(model).forward)
+        kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        self._parameters = tuple(name for name, p in parameters_of(model).items() if p.kind in kinds)
 
     def attach_to_model(self) -> None:
         """Register the hooks on the model, and let :func:`row_multiple` know."""
@@ -276,12 +278,6 @@ class ModelAdapter(StreamAdapter):
                 f"the model return its logits"
             )
         return value[: self._batch.given] if value.shape[0] == self._batch.rows else value
-
-
-def _positional(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a forward's parameters that may be given by position, ``self`` left out."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, p in inspect.signature(forward).parameters.items() if p.kind in kinds)[1:]
 
 
 class LazyOutputs(OnMesh):
