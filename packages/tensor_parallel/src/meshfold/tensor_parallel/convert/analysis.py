@@ -10,7 +10,6 @@ from torch import nn
 
 from meshfold.mesh import Mesh
 from meshfold.tensor_parallel.convert.boundary import Boundary
-from meshfold.tensor_parallel.convert.gathered_input import changes_tokens
 from meshfold.tensor_parallel.convert.heads import find_heads
 from meshfold.tensor_parallel.convert.roles import WHOLE, classify
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
@@ -93,7 +92,7 @@ class Analysis:
         """Return True if attention's own code would miscount its tokens where its layers gather their input themselves."""
         if name not in self.heads or self.flat:
             return False
-        return changes_tokens(self.mode_at(name).plans["column"]) or self.flat_at(name) is not None
+        return self.mode_at(name).plans["column"].changes_tokens or self.flat_at(name) is not None
 
     def _is_whole(self, name: str) -> bool:
         """Return True if a module stays whole, or lies in one that does."""

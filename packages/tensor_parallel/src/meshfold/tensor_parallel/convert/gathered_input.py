@@ -1,10 +1,11 @@
-"""Attention with other tokens than the stream, in 3D and where tokens are split within sequences.
+"""Gathers of an input that several linear layers read: queries, keys and values; gate and up.
 
-Attention's code reads batch and length from its input. So the input is gathered in front of the module, once for all of its
-linear layers, and gets the batch and length of their outputs.
+:class:`SharedInput` gathers once for layers that are given the same tensor.
 
-Code that takes its width from its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a stand-in as wide as
-this rank's heads, with a shape and no values; its linear layers read the gathered input.
+:class:`Region` is for attention that has other tokens than the stream, in 3D and where tokens are split within sequences. Its
+code reads batch and length from its input. So the input is gathered in front of the module, and gets the batch and length of
+its layers' outputs. Code that takes its width from its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a
+stand-in as wide as this rank's heads, with a shape and no values; its linear layers read the gathered input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter, lowered
 from meshfold.tensor_parallel.layers.linear import Linear, flattened, fold, unfolded
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
-from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 class Region(StreamAdapter):
@@ -189,8 +189,3 @@ class SharedInput(OnMesh):
     def _forget(self) -> None:
         self._seen = self._whole = None
         self._version = self._calls = 0
-
-
-def changes_tokens(plan: MatmulPlan) -> bool:
-    """Return True if a rank's input and output have other tokens: x or y is gathered or scattered along m."""
-    return any(dim == plan.m for operand in ("x", "y") for dim, _ in plan.extras(operand))

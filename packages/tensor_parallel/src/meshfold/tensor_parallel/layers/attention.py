@@ -2,6 +2,15 @@
 
 Tokens are split by whole sequences and features by whole heads wherever attention runs, so nothing is communicated.
 With fewer key/value heads than ranks (GQA, arXiv 2305.13245) neighbouring ranks hold the same key/value head.
+
+Torch's own ``nn.MultiheadAttention`` (Vaswani et al. 2017, arXiv 1706.03762) has parameters rather than layers as projections,
+so the rules for linear layers do not reach them. The module is split as it is, under the same names::
+
+    in_proj_weight   3e e   this rank's heads of queries, keys and values
+    out_proj.weight  e e    the columns that read these heads
+    out_proj.bias    e      whole, added to the sum over the ranks
+
+Its input is whole on every rank and enters (its gradient is summed over the ranks); its output is summed.
 """
 
 from __future__ import annotations

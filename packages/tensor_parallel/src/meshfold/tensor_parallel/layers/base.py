@@ -1,4 +1,17 @@
-"""Base of sharded layers: their parameters are blocks that keep their metadata when they are copied or moved."""
+"""Base of sharded layers: their parameters are blocks that keep their metadata when they are copied or moved.
+
+Under ``torch.autocast`` in a model's own forward they compute in the dtype that torch's layers compute in there:
+
+========================= =================================================================
+layer                     under autocast
+========================= =================================================================
+linear, patches           input, weight and bias in autocast's dtype; float64 stays
+LayerNorm, RMSNorm        in float32, returned as torch returns it on the device
+vocab-parallel loss       in float32
+========================= =================================================================
+
+Inside of a layer nothing is cast: some operations that sums are made with would be cast too.
+"""
 
 from __future__ import annotations
 

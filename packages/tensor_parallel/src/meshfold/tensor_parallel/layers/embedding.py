@@ -1,8 +1,8 @@
-"""Embedding tables.
+"""Embeddings of tokens, positions and image patches, and the bias of a head.
 
 Looking rows up is a matmul with a one-hot matrix that is never built, so the plan is the mode's: ids are whole on
 every rank, each rank looks up the tokens and the rows that its layout of the one-hot matrix says, and what comes out
-leaves as y does.
+leaves as y does. A patch embedding is a convolution whose stride is its kernel: a matmul of unfolded patches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Picture of a sharded matmul: the cube of multiplications, and the blocks of x, w and y round it.
+"""Pictures of a mesh, ranks as discs in a grid, and of a sharded matmul: its cube with the blocks of x, w and y round it.
 
 Every rank has its colour. A tensor is a square, cut into its blocks; a disc with a number is a rank that holds the
 block. x stands left of y and w above it, so that rows and columns that belong together are in line.
