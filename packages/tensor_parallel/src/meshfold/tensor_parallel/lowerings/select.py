@@ -7,6 +7,7 @@ one part of the shorter, the pipeline's filling; the rest adds up. Only the orde
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -276,3 +277,17 @@ def matmul_cost(
     plan.check_sizes(sizes, mesh)
     found = find_lowering(lowering, plan)
     return found.cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+
+
+def _cost(self: MatmulPlan, *args: Any, **kwargs: Any) -> Cost:
+    """Return ``matmul_cost(plan, ...)``: the method of version 0.1, for one minor version."""
+    warnings.warn(
+        "MatmulPlan.cost(...) is now a function: write matmul_cost(plan, ...)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return matmul_cost(self, *args, **kwargs)
+
+
+# Not in the class: a plan does not import how it is carried out.
+MatmulPlan.cost = _cost  # type: ignore[attr-defined]
