@@ -47,9 +47,6 @@ class Microbatch:
     weight: Tensor
 
 
-Form = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
 def split(
     batch: Any,
     count: int,
