@@ -108,8 +108,8 @@ class _Run:
 
     def joins(self, other: _Run) -> bool:
         """Take in the rows that follow, if the ends go on as they did."""
-        first = _goes_on(self.first, self.first_moves, self.rows, other.first, other.first_moves)
-        stop = _goes_on(self.stop, self.stop_moves, self.rows, other.stop, other.stop_moves)
+        first = _continued(self.first, self.first_moves, self.rows, other.first, other.first_moves)
+        stop = _continued(self.stop, self.stop_moves, self.rows, other.stop, other.stop_moves)
         if first is None or stop is None:
             return False
         self.rows += other.rows
@@ -125,7 +125,7 @@ def tiles(queries: Pieces, keys: Pieces, mask: Mask) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-def _goes_on(value: int, moves: int | None, rows: int, then: int, then_moves: int | None) -> int | None:
+def _continued(value: int, moves: int | None, rows: int, then: int, then_moves: int | None) -> int | None:
     """Return how an end moves over two runs of rows; None if they differ."""
     if moves is None:
         moves = then - value if rows == 1 else 0

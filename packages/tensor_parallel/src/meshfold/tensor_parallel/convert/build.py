@@ -12,7 +12,11 @@ from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.forward_code import children_called
 from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
-from meshfold.tensor_parallel.layers.attention import SplitMultiheadAttention, why_torchs, why_whole
+from meshfold.tensor_parallel.layers.attention import (
+    SplitMultiheadAttention,
+    why_keep_forward,
+    why_keep_whole,
+)
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
 from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PatchEmbedding, PositionEmbedding
@@ -102,7 +106,7 @@ class LayerBuilder:
         hidden, boundary = self.analysis.roles.hidden, self.analysis.flat_at(name)
         adapter(module, self.mesh, mode, hidden, self.batch, boundary).keep_whole(module)
         if isinstance(module, nn.MultiheadAttention) and role == "attention":
-            whole = why_whole(module, self.mesh, self.analysis.mode)
+            whole = why_keep_whole(module, self.mesh, self.analysis.mode)
             said = f"{said}: {whole}" if whole else f"heads split over {', '.join(self.analysis.mode.axes)}"
         if role == "mixture":
             leaf = experts_of(module)
@@ -113,7 +117,7 @@ class LayerBuilder:
                 splitter.split(experts)
                 said = f"{leaf} split by their inner dim over {', '.join(splitter.axes)}, the rest whole"
         for path, parent in module.named_modules(prefix=name):
-            if isinstance(parent, nn.MultiheadAttention) and not why_torchs(parent):
+            if isinstance(parent, nn.MultiheadAttention) and not why_keep_forward(parent):
                 axes = self.analysis.mode.axes if role == "attention" and not whole else ()
                 dropout = self.dropout(f"{path}.functional", 0.0, mode, whole=True)
                 SplitMultiheadAttention.split(parent, self.mesh, axes, dropout, self.blocks)

@@ -18,7 +18,7 @@ from meshfold.tensor_parallel.convert.roles import (
     offered_rules,
     usual_role,
 )
-from meshfold.tensor_parallel.layers.attention import why_torchs
+from meshfold.tensor_parallel.layers.attention import why_keep_forward
 from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linear, norm_kind, norm_size
 
 
@@ -135,7 +135,11 @@ def _columns_before(analysis: Analysis, name: str) -> list[str]:
 def _check_torchs_attention(analysis: Analysis) -> None:
     """Raise a LayoutError for attention with dropout that keeps torch's forward: it would drop other weights on every rank."""
     for name, module in analysis.modules.items():
-        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0 and (why := why_torchs(module)):
+        if (
+            isinstance(module, nn.MultiheadAttention)
+            and module.dropout > 0
+            and (why := why_keep_forward(module))
+        ):
             raise LayoutError(
                 f"{name}: {type(module).__name__} with dropout={module.dropout} would drop different weights on each rank, as "
                 f"it keeps torch's own code: {why}. Set its dropout to 0"

@@ -19,7 +19,7 @@ from torch import Size, Tensor, nn
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import say, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
-from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter, lowered
+from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter, to_autocast_dtype
 from meshfold.tensor_parallel.layers.linear import Linear, flattened, fold, unfolded
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 
@@ -68,7 +68,7 @@ class Region(StreamAdapter):
         """
         if self.boundary is None:
             self._check_order(x)
-        whole = self._gather_input(lowered(x.reshape(-1, x.shape[-1])))
+        whole = self._gather_input(to_autocast_dtype(x.reshape(-1, x.shape[-1])))
         if self.boundary is None:
             lead = lead_shape(x.shape[:-1], whole.shape[0])
         else:
@@ -172,7 +172,7 @@ class SharedInput(OnMesh):
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Size]:
         """Gather ``.. k`` of the residual layout to ``m k``."""
-        x = lowered(x)
+        x = to_autocast_dtype(x)
         version = 0 if torch.compiler.is_compiling() else x._version  # of a tensor that was changed in place
         whole = self._whole
         if whole is None or x is not self._seen or version != self._version:

@@ -256,7 +256,7 @@ class ModelAdapter(StreamAdapter):
         """Return an output of a model that has computed its loss, gathered when it is read."""
         if not value.dim():
             return value
-        found = self._outputs.when_read(name, value, self._batch.given, self._batch.rows)
+        found = self._outputs.gather_when_read(name, value, self._batch.given, self._batch.rows)
         return self._cut(name, value) if found is None else found
 
     def _join(self, name: str, value: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ class LazyOutputs(OnMesh):
         self._heads = {math.ceil(head.out_features / multiple) * multiple // blocks: head for head in heads}
         self._seen: dict[tuple[str, int], tuple[tuple[str, ...] | None, ...]] = {}
 
-    def when_read(self, name: str, value: Tensor, rows: int, padded: int) -> Tensor | None:
+    def gather_when_read(self, name: str, value: Tensor, rows: int, padded: int) -> Tensor | None:
         """Return an output that is split as a tensor that is gathered when it is read; None for one that is not split.
 
         Args:

@@ -20,12 +20,12 @@ from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.convert.stream_dims import DimFinder, StreamDims
 from meshfold.tensor_parallel.convert.stream_layout import (
+    block_dims,
     check_stream,
     joined_rows,
     mark_gathered,
     mark_split,
     spanning_axes,
-    split_places,
     split_rows,
 )
 from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
@@ -182,7 +182,7 @@ class Replicated(StreamAdapter):
         key, found = (place, x.dim()), tracker()
         if found is None or any(map(is_open, found.dims(x))):
             return self._known.get(key) or guess(x)
-        rows, columns = split_places(found.dims(x), *self._real)
+        rows, columns = block_dims(found.dims(x), *self._real)
         dims = StreamDims(rows, -1 if columns == x.dim() - 1 else columns)
         before = self._known.setdefault(key, dims)
         if before is not None and before != dims:

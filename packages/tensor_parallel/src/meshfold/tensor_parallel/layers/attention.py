@@ -83,7 +83,7 @@ def attention_weights(
     return weights.masked_fill(blind, 0.0).to(q.dtype)
 
 
-def why_torchs(module: nn.MultiheadAttention) -> str:
+def why_keep_forward(module: nn.MultiheadAttention) -> str:
     """Return why an attention keeps torch's own forward; empty if it can have that of :class:`SplitMultiheadAttention`."""
     if type(module) is not nn.MultiheadAttention:
         return f"{type(module).__name__} may have a forward of its own"
@@ -101,11 +101,11 @@ def why_torchs(module: nn.MultiheadAttention) -> str:
     return ""
 
 
-def why_whole(module: nn.MultiheadAttention, mesh: Mesh, mode: Mode) -> str:
+def why_keep_whole(module: nn.MultiheadAttention, mesh: Mesh, mode: Mode) -> str:
     """Return why an attention stays whole on every rank; empty if its heads can be split."""
     blocks = mesh.size(*mode.axes)
     heads = f"its {module.num_heads} heads do not divide by {blocks}" if module.num_heads % blocks else ""
-    return why_torchs(module) or heads
+    return why_keep_forward(module) or heads
 
 
 class SplitOutProjection(ShardedLayer, nn.modules.linear.NonDynamicallyQuantizableLinear):

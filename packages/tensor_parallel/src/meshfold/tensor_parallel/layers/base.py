@@ -136,23 +136,23 @@ def shard_parameter(
     return block
 
 
-def casts(x: Tensor) -> bool:
+def is_autocast(x: Tensor) -> bool:
     """Return True if operations on a tensor are cast now."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def lowered(x: Tensor) -> Tensor:
+def to_autocast_dtype(x: Tensor) -> Tensor:
     """Return ``x`` as a matmul takes it: in autocast's dtype, where autocast is on."""
-    if not casts(x) or x.dtype == torch.float64:
+    if not is_autocast(x) or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def left_alone(x: Tensor) -> AbstractContextManager[object]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Context manager: nothing inside is cast."""
-    return torch.autocast(x.device.type, enabled=False) if casts(x) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
 
 
-def widened(x: Tensor) -> Tensor:
+def to_norm_dtype(x: Tensor) -> Tensor:
     """Return ``x`` as a layer norm takes it: on a GPU autocast has it compute, and return, float32."""
-    return x.float() if x.is_cuda and casts(x) and x.dtype != torch.float64 else x
+    return x.float() if x.is_cuda and is_autocast(x) and x.dtype != torch.float64 else x

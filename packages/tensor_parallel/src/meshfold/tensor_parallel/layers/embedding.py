@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh, Placement
 from meshfold.mesh.collectives import Primitive, bind_enter, bind_take, take_block
 from meshfold.tensor_parallel.layers import vocabulary
-from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, lowered, shard_parameter
+from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, shard_parameter, to_autocast_dtype
 from meshfold.tensor_parallel.layers.linear import stem_plan
 from meshfold.tensor_parallel.layers.vocabulary import checked
 from meshfold.tensor_parallel.matmul import (
@@ -256,7 +256,7 @@ class PatchEmbedding(ShardedLayer):
         whole = images[:, :, : height * p, : width * q]
         patches = whole.reshape(b, c, height, p, width, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
         mine = self._take_rows(patches)
-        y = self._multiply(lowered(mine), lowered(self.weight.flatten(1)))
+        y = self._multiply(to_autocast_dtype(mine), to_autocast_dtype(self.weight.flatten(1)))
         if self.bias is not None:
             y = y + self._enter_bias(self.bias).to(y.dtype)
         return y.transpose(1, 2).reshape(mine.shape[0], -1, height, width)

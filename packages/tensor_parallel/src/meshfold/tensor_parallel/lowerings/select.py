@@ -19,7 +19,7 @@ from torch import Tensor
 from meshfold.mesh import LayoutError, Mesh, did_you_mean
 from meshfold.mesh.recording import Kind
 from meshfold.tensor_parallel.cost import Cost, CostEntry
-from meshfold.tensor_parallel.lowerings.common import Lowering, brick
+from meshfold.tensor_parallel.lowerings.common import Lowering, brick_sizes
 from meshfold.tensor_parallel.lowerings.gather import Gather
 from meshfold.tensor_parallel.lowerings.ring import Ring
 from meshfold.tensor_parallel.lowerings.summa import Summa
@@ -214,7 +214,7 @@ def _known(
 ) -> str:
     """Return the choice for local blocks: ``x`` is the shape of x, ``n`` the rows of w. Layers ask at every call."""
     found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
-    local = brick(found, mesh, x, n)
+    local = brick_sizes(found, mesh, x, n)
     return choose(
         found, {dim: size * mesh.size(*found.compute[dim]) for dim, size in local.items()}, mesh, itemsize
     )

@@ -4,7 +4,7 @@
 >>> draw_matmul(plan(x="m:t k", w="k n:t", y="m n:t"), Mesh(dict(t=4))) # doctest: +SKIP
 
 A function returns a matplotlib Figure: a notebook shows it, ``savefig`` writes it. Where a rank's block lies is
-:func:`held`, which asks :class:`meshfold.mesh.Placement`; the rest is paint.
+:func:`rank_block`, which asks :class:`meshfold.mesh.Placement`; the rest is paint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Box:
     width: Fraction
 
 
-def held(layout: Layout, mesh: Mesh, rank: int) -> Box:
+def rank_block(layout: Layout, mesh: Mesh, rank: int) -> Box:
     """Return the part of a tensor of this layout that a rank holds; the layout has two dims, rows first."""
     counts = tuple(mesh.size(*axes) for axes in layout.values())
     place = Placement(shape=counts, axes=tuple(layout.values()))
@@ -64,11 +64,11 @@ def holders(layout: Layout, mesh: Mesh) -> dict[Box, tuple[int, ...]]:
     """Return every block of a tensor of this layout, row by row, with the ranks that hold it."""
     found: dict[Box, list[int]] = {}
     for rank in range(mesh.world_size):
-        found.setdefault(held(layout, mesh, rank), []).append(rank)
+        found.setdefault(rank_block(layout, mesh, rank), []).append(rank)
     return {box: tuple(found[box]) for box in sorted(found)}
 
 
-def working(plan: MatmulPlan, operand: str) -> Layout:
+def matmul_layout(plan: MatmulPlan, operand: str) -> Layout:
     """Return the layout in which ranks multiply: x and w gathered, y as partial sums before it leaves."""
     at_rest: Layout = getattr(plan, operand)
     return Layout({dim: plan.compute[dim] for dim in at_rest})

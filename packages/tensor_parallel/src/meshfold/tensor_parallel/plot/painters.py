@@ -17,7 +17,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectang
 
 from meshfold.mesh import Layout, Mesh
 from meshfold.tensor_parallel.plan import MatmulPlan
-from meshfold.tensor_parallel.plot.figures import Box, held, holders, working
+from meshfold.tensor_parallel.plot.figures import Box, holders, matmul_layout, rank_block
 from meshfold.tensor_parallel.plot.paint import (
     FAINT,
     INK,
@@ -28,10 +28,10 @@ from meshfold.tensor_parallel.plot.paint import (
     arrow,
     color,
     disc,
-    lies,
     mix,
     moved,
     new_figure,
+    rectangle_of,
     spread,
     tint,
 )
@@ -74,7 +74,7 @@ def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: 
     canvas.text(near, -0.19, "who multiplies what", fontsize=8, ha="left", va="bottom", color=FAINT)
     for operand, corner in corners.items():
         layout: Layout = getattr(plan, operand)
-        _paint_tensor(canvas, f"{name}-{operand}", layout, working(plan, operand), mesh, rank, corner)
+        _paint_tensor(canvas, f"{name}-{operand}", layout, matmul_layout(plan, operand), mesh, rank, corner)
         note = {"x": "", "w": words, "y": ""}[operand]
         x, y = corner
         canvas.text(x, y - 0.05, operand, fontsize=12, weight="bold", ha="left", va="bottom", color=INK)
@@ -83,7 +83,9 @@ def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: 
         )
         if note:
             canvas.text(x, y - 0.19, note, fontsize=8, ha="left", va="bottom", color=FAINT)
-        _paint_moves(canvas, plan, operand, corner, held(working(plan, operand), mesh, rank), mesh)
+        _paint_moves(
+            canvas, plan, operand, corner, rank_block(matmul_layout(plan, operand), mesh, rank), mesh
+        )
 
 
 def _paint_tensor(
@@ -97,7 +99,7 @@ def _paint_tensor(
     small = min(float(min(box.height, box.width)) for box in blocks)
     gap = min(0.012, small * 0.06)
     for box, ranks in blocks.items():
-        x, y, width, height = lies(box, corner)
+        x, y, width, height = rectangle_of(box, corner)
         alone = len(ranks) == 1
         fill = tint(color(ranks[0], mesh.world_size), 0.72) if alone else to_rgb(PAPER)
         canvas.add_patch(
@@ -115,7 +117,7 @@ def _paint_tensor(
             (centre, radius) = at
             disc(canvas, centre, radius, holder, color(holder, mesh.world_size), f"{name}-{holder}")
     shade = mix(color(rank, mesh.world_size), (0.0, 0.0, 0.0), 0.45)
-    x, y, width, height = lies(held(work, mesh, rank), corner)
+    x, y, width, height = rectangle_of(rank_block(work, mesh, rank), corner)
     canvas.add_patch(
         Rectangle(
             (x, y),
@@ -140,7 +142,7 @@ def _paint_tensor(
             zorder=5,
         )
     )
-    x, y, width, height = lies(held(layout, mesh, rank), corner)
+    x, y, width, height = rectangle_of(rank_block(layout, mesh, rank), corner)
     canvas.add_patch(
         Rectangle((x, y), width, height, facecolor="none", edgecolor=shade, linewidth=2.6, zorder=6)
     )
@@ -149,7 +151,7 @@ def _paint_tensor(
 def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, work: Box, mesh: Mesh) -> None:
     """Draw arrows beside a tensor: forward's gathers and scatters along its dims; below y the sum."""
     down, across = (dim for dim in getattr(plan, operand))
-    x, y, width, height = lies(work, corner)
+    x, y, width, height = rectangle_of(work, corner)
     name = "reduce_scatter" if operand == "y" else "all_gather"
     for dim in (down, across):
         axes = [axis for d, axis in plan.extras(operand) if d == dim and mesh.size(axis) > 1]  # type: ignore[arg-type]
