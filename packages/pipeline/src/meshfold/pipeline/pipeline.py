@@ -27,9 +27,9 @@ from meshfold.pipeline.runtime.partition import Partition, PartitionConfig
 from meshfold.pipeline.runtime.profile import measure, rehearse
 from meshfold.pipeline.runtime.side_effects import preserved_buffers
 from meshfold.pipeline.runtime.stage import Stage, TransferPlans, loss_in, stage_model
+from meshfold.pipeline.scheduling.build import Programs, Source
 from meshfold.pipeline.scheduling.communication import Program
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.programs import Programs, Source
 
 
 class Pipeline:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, labels_are_shifted, targets_key
-from meshfold.pipeline.scheduling.programs import Programs
+from meshfold.pipeline.scheduling.build import Programs
 
 
 @dataclass(frozen=True, kw_only=True)
