@@ -1,4 +1,4 @@
-"""What is read from the source of a module's forward."""
+"""Reading a forward: its parameters, the order of its calls, the sizes it takes from a configuration."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SIZES = (
     "n_embd",
     "d_model",
 )
-"""What configurations call the sizes of all heads together."""
+"""Names in configurations for the sizes of all heads together."""
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
