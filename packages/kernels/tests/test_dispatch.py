@@ -170,10 +170,10 @@ def test_implementations_have_the_signatures_of_the_reference() -> None:
     for family, (_, implementations) in dispatch.FAMILIES.items():
         reference = functions(dispatch.reference_of(family))
         for name in implementations:
-            there = functions(dispatch.beside(family, name))
+            there = functions(dispatch.implementation_module(family, name))
             for function in given[family]:
                 assert there.get(function) == reference[function], (
-                    f"{function} of {dispatch.beside(family, name)}"
+                    f"{function} of {dispatch.implementation_module(family, name)}"
                 )
 
 
@@ -181,6 +181,8 @@ def test_no_implementation_is_left_out_of_the_table() -> None:
     root = Path(dispatch.__file__).parent
     files = {path for kind in ("triton", "numba") for path in root.rglob(f"*[a-z]_{kind}.py")}
     known = [
-        dispatch.beside(family, name) for family, (_, names) in dispatch.FAMILIES.items() for name in names
+        dispatch.implementation_module(family, name)
+        for family, (_, names) in dispatch.FAMILIES.items()
+        for name in names
     ]
     assert files == {root.parents[1].joinpath(*module.split(".")).with_suffix(".py") for module in known}

@@ -75,7 +75,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
     made = Compiler()
     for family, (_, twins) in dispatch.FAMILIES.items():
         if "triton" in twins:
-            module = importlib.import_module(dispatch.beside(family, "triton"))
+            module = importlib.import_module(dispatch.implementation_module(family, "triton"))
             monkeypatch.setattr(module, "launch", made.launch)
     monkeypatch.setattr(dispatch, "_obstacle", lambda *arguments: "")
     with K.use("triton"):

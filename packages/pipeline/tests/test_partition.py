@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, SpecError, metadata
 from meshfold.mesh.random.dropout import TokenShards, current_dropout_stream, dropout_stream
-from meshfold.pipeline.runtime.absent_parameters import AbsentParameter
 from meshfold.pipeline.runtime.blocks import balance_blocks, find_blocks
 from meshfold.pipeline.runtime.microbatch import rows_of, split
 from meshfold.pipeline.runtime.partition import Partition, PartitionConfig, estimate, partition_model
-from meshfold.pipeline.runtime.placeholders import AbsentBlock
+from meshfold.pipeline.runtime.placeholders import AbsentBlock, AbsentParameter
 from meshfold.pipeline.runtime.stage import dropout_of
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshfold.pipeline.runtime.batches import NO_REPLICAS, Replicas
-from meshfold.pipeline.runtime.microbatch import split
+from meshfold.pipeline.runtime.microbatch import NO_REPLICAS, Replicas, split
 
 
 def test_the_last_one_again_without_weight() -> None:

@@ -14,8 +14,7 @@ from schedule_cases import is_valid, random_schedule
 
 from meshfold.pipeline import Costs, Schedule, ScheduleError, check, communicate, schedule, search, simulate
 from meshfold.pipeline.scheduling.local_search import fuse, improve, makespan
-from meshfold.pipeline.scheduling.replay import Replay
-from meshfold.pipeline.scheduling.simulation import simulate_costs
+from meshfold.pipeline.scheduling.simulation import Replay, simulate_costs
 
 
 @dataclass(frozen=True)

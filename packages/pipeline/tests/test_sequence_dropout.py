@@ -12,7 +12,7 @@ from meshfold.kernels import dropout
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.sequence import Mask, WeightDropout, attention, shard_sequence
-from meshfold.sequence.mask import dense
+from meshfold.sequence.tiling import dense
 
 ROWS, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 3
 DROP = WeightDropout(

@@ -21,8 +21,7 @@ from meshfold.sequence import (
     tiles,
     work,
 )
-from meshfold.sequence.mask import dense
-from meshfold.sequence.tiling import Tile
+from meshfold.sequence.tiling import Tile, dense
 
 shardings = st.builds(
     SequenceSharding,

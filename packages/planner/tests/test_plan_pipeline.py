@@ -139,13 +139,13 @@ def kept(parallel: dict[str, Any]) -> tuple[int, int]:
     with Engine(Perceptron, parallel, optimizer="sgd") as engine:
         assert engine.pipeline is not None
         engine.train_step(batch)
-        seen, see = Kept(engine.pipeline, batch), Peaks.see
-        Peaks.see = lambda peaks, stages: (see(peaks, stages), seen.see(list(stages)))[0]  # type: ignore[method-assign]
+        seen, record = Kept(engine.pipeline, batch), Peaks.record
+        Peaks.record = lambda peaks, stages: (record(peaks, stages), seen.see(list(stages)))[0]  # type: ignore[method-assign]
         try:
             with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor):
                 engine.train_step(batch)
         finally:
-            Peaks.see = see  # type: ignore[method-assign]
+            Peaks.record = record  # type: ignore[method-assign]
         return engine.mesh.index("pipe"), seen.most
 
 

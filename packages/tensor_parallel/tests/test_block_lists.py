@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.tensor_parallel import parallelize
-from meshfold.tensor_parallel.convert.blocks import find_blocks
+from meshfold.tensor_parallel.convert.analysis import find_blocks
 
 WORDS = 11
 MODE, AXES = "1d+sequence", (("tensor", 2),)

@@ -33,8 +33,8 @@ from meshfold.tensor_parallel.layers import PositionEmbedding
 from meshfold.tensor_parallel.layers.attention import attention, attention_weights
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
+from meshfold.tensor_parallel.layers.embedding import PatchEmbedding
 from meshfold.tensor_parallel.layers.linear import Role, stem_plan
-from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.modes import vocabulary_multiple
 
 BATCH, SEQUENCE, HIDDEN, INNER, HEADS, HEAD_DIM, VOCAB = 16, 2, 16, 32, 8, 2, 37

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from meshfold.mesh import LayoutError, Mesh, dropout_stream, metadata
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import parallelize
-from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention
+from meshfold.tensor_parallel.layers.attention import SplitMultiheadAttention
 
 VOCAB, HIDDEN, HEADS, ROWS, LENGTH = 24, 16, 4, 4, 6
 MODES = (*COVERING, case("2.5d", depth=1, row=2, col=2))

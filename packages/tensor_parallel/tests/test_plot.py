@@ -12,7 +12,7 @@ import torch
 
 from meshfold.mesh import Layout, LayoutError, Mesh, MeshfoldError, Placement
 from meshfold.tensor_parallel import MODES, draw_matmul, draw_mesh, draw_mode, plan
-from meshfold.tensor_parallel.plot.figures import held, holders, working
+from meshfold.tensor_parallel.plot.figures import holders, matmul_layout, rank_block
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib, the extra 'plot'")
 
@@ -66,8 +66,8 @@ def test_what_a_rank_works_on_contains_what_it_holds() -> None:
         for operand in ("x", "w", "y"):
             for rank in range(8):
                 small, large = (
-                    held(getattr(matmul, operand), mesh, rank),
-                    held(working(matmul, operand), mesh, rank),
+                    rank_block(getattr(matmul, operand), mesh, rank),
+                    rank_block(matmul_layout(matmul, operand), mesh, rank),
                 )
                 assert large.top <= small.top
                 assert small.top + small.height <= large.top + large.height

@@ -185,7 +185,7 @@ def twin(reference: F, x: Tensor) -> F:
     name = implementation(_family(reference), x.device.type, x.dtype)
     if name == "reference":
         return reference
-    return cast(F, getattr(_load(beside(_family(reference), name)), reference.__name__))
+    return cast(F, getattr(_load(implementation_module(_family(reference), name)), reference.__name__))
 
 
 def reference_of(family: str) -> str:
@@ -193,7 +193,7 @@ def reference_of(family: str) -> str:
     return f"meshfold.kernels.{'adam.update' if family == 'adam' else family}"
 
 
-def beside(family: str, implementation: str) -> str:
+def implementation_module(family: str, implementation: str) -> str:
     """Return the module that holds a family's implementation in Triton or numba: ``...norms_triton``."""
     return f"{reference_of(family)}_{implementation}"
 

@@ -18,20 +18,18 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, broadcast
 from meshfold.mesh.model_io import eval_mode
-from meshfold.pipeline.runtime.batches import NO_REPLICAS, Batches, Replicas
 from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
 from meshfold.pipeline.runtime.gradients import CompleteGradients, TiedGradients, pairs
-from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.microbatch import NO_REPLICAS, Batches, Microbatch, Replicas
 from meshfold.pipeline.runtime.outputs import Output, share
 from meshfold.pipeline.runtime.partial_forward import TransferPlan
 from meshfold.pipeline.runtime.partition import Partition, PartitionConfig
 from meshfold.pipeline.runtime.profile import measure, rehearse
 from meshfold.pipeline.runtime.side_effects import preserved_buffers
-from meshfold.pipeline.runtime.stage import Stage, loss_in
-from meshfold.pipeline.runtime.staged_model import TransferPlans, stage_model
+from meshfold.pipeline.runtime.stage import Stage, TransferPlans, loss_in, stage_model
+from meshfold.pipeline.scheduling.build import Programs, Source
 from meshfold.pipeline.scheduling.communication import Program
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.programs import Programs, Source
 
 
 class Pipeline:

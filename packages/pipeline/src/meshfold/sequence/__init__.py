@@ -10,16 +10,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from meshfold.sequence.attention import attention
+from meshfold.sequence.attention import attention, traffic
 from meshfold.sequence.dropout import WeightDropout
 from meshfold.sequence.kernels import count_attention_flops
-from meshfold.sequence.mask import Mask
-from meshfold.sequence.modes import MODES, sequence_mode, sequence_sharding
 from meshfold.sequence.parallel_model import SequenceParallel, sequence_parallel
-from meshfold.sequence.sharding import SequenceSharding
-from meshfold.sequence.tiling import Tile, steps, tiles, work
+from meshfold.sequence.sharding import MODES, SequenceSharding, sequence_mode, sequence_sharding
+from meshfold.sequence.tiling import Mask, Tile, steps, tiles, work
 from meshfold.sequence.token_shards import gather_sequence, loss_share, next_tokens, positions, shard_sequence
-from meshfold.sequence.traffic import traffic
 from meshfold.sequence.ulysses import kv_head_repeats
 
 __all__ = [

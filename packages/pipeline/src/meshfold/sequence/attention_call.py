@@ -1,13 +1,19 @@
-"""One call of a model's attention, carried out over the ranks."""
+"""Attention calls of a model, carried out over the ranks, and the function mode that catches them.
+
+The mode also answers where a model counts out positions itself.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.sequence.attention import attention
@@ -107,3 +113,126 @@ class AttentionSettings:
             its = drop.of_rows(row) if isinstance(drop, WeightDropout) else drop
             parts.append(attention(*mine, documents=rows[row], dropout=its, **given))
         return torch.cat(parts)
+
+
+# They attend inside, where it cannot be replaced.
+_SEALED = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
+_INTEGERS = (None, torch.int64, torch.int32)
+
+
+class AttentionMode(TorchFunctionMode):
+    """While it is on, ``scaled_dot_product_attention`` runs over the ranks.
+
+    Where a model counts positions itself, ``torch.arange(n)`` for the n tokens of this rank gives their positions in
+    the whole sequence; ``positions`` says of which n, and what.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], AttentionSettings],
+        positions: Callable[[int], Tensor | None],
+        told: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self._settings, self._positions, self._told = settings, positions, told
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func in _SEALED:
+            raise LayoutError(
+                "torch.nn.MultiheadAttention attends in a way that cannot be carried out over ranks: write the attention with "
+                "torch.nn.functional.scaled_dot_product_attention"
+            )
+        if func is torch.arange and (found := self._count(*args, **kwargs)) is not None:
+            return found
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.dim() != 4:
+            raise LayoutError(
+                f"attention over a split sequence wants queries [b, heads, s, d], and the model's are {list(query.shape)}: give "
+                "scaled_dot_product_attention four dims, for one head query.unsqueeze(1), key.unsqueeze(1) and value.unsqueeze(1), "
+                "and take .squeeze(1) of what it returns"
+            )
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise LayoutError(
+                f"the model has {query.shape[1]} heads of queries and {key.shape[1]} of keys: call "
+                "scaled_dot_product_attention(..., enable_gqa=True), or repeat the keys and values for each head of queries"
+            )
+        out = self._settings().attend(
+            query, key, value, masked=attn_mask is not None, causal=is_causal, window=None, scale=scale,
+            dropout=dropout_p,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    def _count(self, *bounds: Any, **options: Any) -> Tensor | None:
+        """Return the positions that an arange stands for; None if it counts no tokens."""
+        end = options.get("end", bounds[-1] if 1 <= len(bounds) <= 2 else None)
+        start = options.get("start", bounds[0] if len(bounds) == 2 else 0)
+        dtype = options.get("dtype")
+        if start != 0 or not isinstance(end, int) or options.get("step", 1) != 1:
+            return None
+        if len(bounds) > 2 or (dtype not in _INTEGERS and not dtype.is_floating_point):
+            return None
+        positions = self._positions(end)
+        if positions is None:
+            return None
+        where = options.get("device") or torch.get_default_device()
+        return self._told(positions.to(where, dtype or torch.int64))
+
+
+class ModeAroundModules:
+    """Puts a mode around the forward of modules, so that a forward that is recomputed has it too."""
+
+    def __init__(self, model: nn.Module, make: Callable[[], TorchFunctionMode]) -> None:
+        self._make = make
+        self._local = threading.local()
+        self._handles = []
+        for module in model.modules():
+            if module is model or any(True for _ in module.children()) or not _of_torch(module):
+                self._handles.append(module.register_forward_pre_hook(self._enter))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        entered: list[tuple[nn.Module, TorchFunctionMode | None]]
+        entered = self._local.__dict__.setdefault("entered", [])
+        mode = None if entered else self._make()  # one, around the outermost module of a call
+        if mode is not None:
+            mode.__enter__()
+        entered.append((module, mode))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        entered = self._local.__dict__.get("entered", [])
+        if not entered or entered[-1][0] is not module:
+            return  # called for a forward that failed in a hook before ours
+        _, mode = entered.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")

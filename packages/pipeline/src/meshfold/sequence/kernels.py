@@ -281,15 +281,15 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kerne
     if name == "auto":
         few = shapes <= 4 and q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
         for candidate in ("cudnn", "flash", "efficient") if few else ("flash", "efficient"):
-            if not obstacle(candidate, q, v):
+            if not why_not(candidate, q, v):
                 return _ON[candidate, q.device.type]
         return REFERENCE
-    if reason := obstacle(name, q, v):
+    if reason := why_not(name, q, v):
         raise LayoutError(f"kernel={name!r} {reason}: write kernel='auto', which takes what fits")
     return _ON[name, q.device.type]
 
 
-def obstacle(name: str, q: Tensor, v: Tensor) -> str:
+def why_not(name: str, q: Tensor, v: Tensor) -> str:
     """Return the reason why a kernel cannot take these tensors; "" if it can."""
     device, d = q.device.type, q.shape[-1]
     if (name, device) not in _ON:

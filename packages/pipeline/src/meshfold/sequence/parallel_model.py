@@ -14,11 +14,16 @@ from torch import Tensor, nn
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.tracking import track_forwards, untracked
 from meshfold.sequence import hugging_face
-from meshfold.sequence.attention_call import AttentionSettings, Documents, documents_by_row
+from meshfold.sequence.attention_call import (
+    AttentionMode,
+    AttentionSettings,
+    Documents,
+    ModeAroundModules,
+    documents_by_row,
+)
 from meshfold.sequence.dropout import DrawDropout
-from meshfold.sequence.function_mode import AttentionMode, ModeAroundModules
 from meshfold.sequence.layout_tracking import ShardedSequenceLayout
-from meshfold.sequence.modes import sequence_mode
+from meshfold.sequence.sharding import sequence_mode
 from meshfold.sequence.token_shards import positions
 
 

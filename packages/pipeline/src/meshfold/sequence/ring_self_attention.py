@@ -19,8 +19,8 @@ from torch import Tensor
 from meshfold.mesh import Group, collectives
 from meshfold.mesh.collectives import traceable_result
 from meshfold.sequence.kernels import Gradients, accumulating
-from meshfold.sequence.mask import Mask, dense
 from meshfold.sequence.sharding import SequenceSharding
+from meshfold.sequence.tiling import Mask, dense
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Cuts what a block of queries sees of a block of keys into rectangles and triangles, which attention kernels can do.
+"""Masks, and the rectangles and triangles that they are cut into for attention kernels.
 
-Both blocks hold ascending pieces of the sequence and a query sees an interval of positions, so it sees an interval of
+Any combination of masks lets a query see one interval of global key positions. A block of queries meets a block of keys:
+both hold ascending pieces of the sequence and a query sees an interval of positions, so it sees an interval of
 the block's keys as well, whose two ends never move back from one query to the next. Between the places where an end
 begins or ceases to move, the visible part of the block is a rectangle, a trapezoid or a band, and these are cut::
 
@@ -15,6 +16,7 @@ one triangle.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,11 +24,58 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from meshfold.sequence.mask import Mask
 from meshfold.sequence.sharding import Pieces, SequenceSharding
 
 Shape = Literal["full", "lower", "upper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """A mask over a sequence of ``length`` tokens.
+
+    Attributes:
+        length: tokens of the sequence; what lies beyond is padding, which neither sees nor is seen.
+        causal: a token sees no later one.
+        window: a token sees those less than ``window`` away: itself and window - 1 earlier ones (and as many
+            later ones if the mask is not causal). None: all.
+        documents: cumulative lengths of packed documents; a token sees only its own. None: one document.
+    """
+
+    length: int
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+
+    def visible(self, position: int) -> tuple[int, int]:
+        """Return the interval [first, stop) of keys that the query at ``position`` sees; empty for padding."""
+        if position >= self.length:
+            return (self.length, self.length)
+        first, stop = 0, self.length
+        if self.documents is not None:
+            document = bisect_right(self.documents, position) - 1
+            first, stop = self.documents[document], self.documents[document + 1]
+        if self.causal:
+            stop = min(stop, position + 1)
+        if self.window is not None:
+            first = max(first, position - self.window + 1)
+            stop = min(stop, position + self.window)
+        return first, stop
+
+
+def dense(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the mask as a bool tensor ``s, t -> s t``: the keys at these positions that each query sees."""
+    i, j = queries.unsqueeze(-1), keys.unsqueeze(0)
+    seen = (i < mask.length) & (j < mask.length)
+    if mask.causal:
+        seen &= j <= i
+    if mask.window is not None:
+        seen &= (i - j).abs() < mask.window
+    if mask.documents is not None:
+        bounds = torch.tensor(mask.documents, dtype=torch.int64, device=queries.device)
+        seen &= torch.searchsorted(bounds, i, right=True) == torch.searchsorted(bounds, j, right=True)
+    return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +108,8 @@ class _Run:
 
     def joins(self, other: _Run) -> bool:
         """Take in the rows that follow, if the ends go on as they did."""
-        first = _goes_on(self.first, self.first_moves, self.rows, other.first, other.first_moves)
-        stop = _goes_on(self.stop, self.stop_moves, self.rows, other.stop, other.stop_moves)
+        first = _continued(self.first, self.first_moves, self.rows, other.first, other.first_moves)
+        stop = _continued(self.stop, self.stop_moves, self.rows, other.stop, other.stop_moves)
         if first is None or stop is None:
             return False
         self.rows += other.rows
@@ -76,7 +125,7 @@ def tiles(queries: Pieces, keys: Pieces, mask: Mask) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-def _goes_on(value: int, moves: int | None, rows: int, then: int, then_moves: int | None) -> int | None:
+def _continued(value: int, moves: int | None, rows: int, then: int, then_moves: int | None) -> int | None:
     """Return how an end moves over two runs of rows; None if they differ."""
     if moves is None:
         moves = then - value if rows == 1 else 0

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from meshfold.mesh import Mesh, collectives
 from meshfold.mesh.collectives import collect
 from meshfold.mesh.model_io import IGNORE_INDEX
-from meshfold.sequence.modes import sequence_mode, sequence_sharding
-from meshfold.sequence.sharding import check_documents
+from meshfold.sequence.sharding import check_documents, sequence_mode, sequence_sharding
 
 ModeName = str | Callable[..., object]
 

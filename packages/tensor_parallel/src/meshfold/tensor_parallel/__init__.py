@@ -1,6 +1,5 @@
 """Tensor parallelism by one layout algebra: plan a matmul, split any model, write a mode of your own."""
 
-from meshfold.tensor_parallel import moved
 from meshfold.tensor_parallel.convert import Placed, Report, parallelize
 from meshfold.tensor_parallel.cost import Cost, CostEntry
 from meshfold.tensor_parallel.layers import (
@@ -16,8 +15,6 @@ from meshfold.tensor_parallel.matmul import matmul
 from meshfold.tensor_parallel.modes import MODES, Mode, find_mode
 from meshfold.tensor_parallel.plan import MatmulPlan, Move, plan
 from meshfold.tensor_parallel.plot import draw_matmul, draw_mesh, draw_mode
-
-moved.install()
 
 __all__ = [
     "MODES",

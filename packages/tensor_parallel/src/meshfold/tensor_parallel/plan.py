@@ -110,6 +110,11 @@ class MatmulPlan:
         """Return (dim, axis) pairs beyond the compute prefix, major first: the operand is gathered or scattered over these."""
         return self._extras[operand]
 
+    @property
+    def changes_tokens(self) -> bool:
+        """True if a rank's x and y have other tokens: one of them is gathered or scattered along m."""
+        return any(dim == self.m for operand in ("x", "y") for dim, _ in self._extras[operand])
+
     def steps(self, operand: Operand) -> tuple[tuple[int, str], ...]:
         """Return the extras with the number of the dim in the tensor: x lies as ``[m, k]``, w as ``[n, k]``, y as ``[m, n]``."""
         return self._steps[operand]

@@ -16,8 +16,7 @@ are rounded for storage.
 from __future__ import annotations
 
 from meshfold.kernels.adam.state import AdamState, QuantizedState, SplitState, WholeState
-from meshfold.kernels.adam.step import adam_step, adam_update_moments, adam_update_parameters
-from meshfold.kernels.adam.update import AdamSettings
+from meshfold.kernels.adam.update import AdamSettings, adam_step, adam_update_moments, adam_update_parameters
 from meshfold.kernels.float_bits import join_master, split_master
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.pipeline.runtime.batches import Replicas
-from meshfold.pipeline.runtime.microbatch import Microbatch
+from meshfold.pipeline.runtime.microbatch import Microbatch, Replicas
 from meshfold.pipeline.runtime.stage import Stage
 
 __all__ = ["Microbatch", "Replicas", "Stage"]

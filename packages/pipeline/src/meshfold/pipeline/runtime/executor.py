@@ -81,7 +81,7 @@ class Peaks:
     microbatches: int = 0
     graphs: int = 0
 
-    def see(self, stages: Sequence[Stage]) -> None:
+    def record(self, stages: Sequence[Stage]) -> None:
         """Look at all stages of a rank."""
         self.microbatches = max(self.microbatches, sum(len(stage.kept) for stage in stages))
         self.graphs = max(self.graphs, sum(len(stage.live) for stage in stages))
@@ -135,7 +135,7 @@ class Executor:
             at = 0
             while at < len(steps):
                 at += step.take(steps, at)
-                self.peaks.see(list(self.stages.values()))
+                self.peaks.record(list(self.stages.values()))
         except BaseException:
             for stage in self.stages.values():
                 stage.clear()

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.model_io import eval_mode
 from meshfold.pipeline.errors import ChainError, ExampleError
-from meshfold.pipeline.runtime.absent_parameters import LARGE, zeros_in_place
 from meshfold.pipeline.runtime.partial_forward import ObservedForward, PartialForward
+from meshfold.pipeline.runtime.placeholders import LARGE, zeros_in_place
 from meshfold.pipeline.runtime.side_effects import preserved_buffers, unscaled_tables, without_randomness
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, SpecError, broadcast
-from meshfold.pipeline.runtime.absent_parameters import DTYPES
+from meshfold.pipeline.runtime.placeholders import DTYPES
 
 _LONGEST = 512  # bytes of the names of an output's fields
 _NONE = -2  # in place of how many fields there are, where they could not be put together

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from meshfold.mesh import LayoutError, Mesh, annotate
 from meshfold.mesh.parameters import metadata_on
-from meshfold.pipeline.runtime.absent_parameters import AbsentParameter, set_absent_dtype
 from meshfold.pipeline.runtime.blocks import Blocks, balance_blocks, find_blocks, separate_repeated_blocks
 from meshfold.pipeline.runtime.forward_analysis import Example, analyze_forward, some_tokens
 from meshfold.pipeline.runtime.partial_forward import PartialForward
-from meshfold.pipeline.runtime.placeholders import AbsentBlock
+from meshfold.pipeline.runtime.placeholders import AbsentBlock, AbsentParameter, set_absent_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

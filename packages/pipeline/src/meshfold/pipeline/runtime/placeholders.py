@@ -1,14 +1,16 @@
-"""Placeholders in a rank's model for what other ranks hold or make: absent blocks, and tensors of the right shape."""
+"""Placeholders in a rank's model for what other ranks hold: blocks, tensors of the right shape, and parameters of one element."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
-from meshfold.mesh import LayoutError
+from meshfold.mesh import Group, LayoutError, all_reduce, annotate, metadata
 from meshfold.mesh.tracking import set_tracked_layout, tracked_layout
 
 
@@ -66,3 +68,138 @@ def signature(args: Any, kwargs: Any) -> object:
     """Return a key that decides the shapes of a forward: the shapes of its inputs, and its other arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     return (*map(sign, leaves), str(spec), torch.is_grad_enabled())
+
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+"""Dtypes by the number under which ranks exchange them"""
+LARGE = 2**20
+"""Parameters with more elements than this are represented by one element"""
+_LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point", "__repr__", "stride"}
+
+
+class AbsentParameter(Tensor):
+    """A tensor of NaN. It may be looked at, and used before the blocks, where only shapes count.
+
+    Attributes:
+        label: the parameter's full name.
+        used: whether a stage computes now, which must not use it.
+    """
+
+    label: str
+    used: Callable[[], bool]
+
+    @classmethod
+    def of(
+        cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]
+    ) -> AbsentParameter:
+        """Return the stand-in for a parameter, real or meta."""
+        one = torch.full((), float("nan"), dtype=torch.float32).to(device, parameter.dtype)
+        made = torch.Tensor._make_subclass(cls, one.expand(parameter.shape))
+        made.label, made.used = label, used
+        meta = metadata(parameter)
+        if meta is not None:
+            annotate(made, meta)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in _LOOKS:
+                return func(*args, **(kwargs or {}))
+            plain = tree_map_only(AbsentParameter, _plain, (args, kwargs or {}))
+            return func(*plain[0], **plain[1])
+
+
+def _plain(absent: AbsentParameter) -> Tensor:
+    if absent.used():
+        raise LayoutError(
+            f"{absent.label!r} belongs to a stage on another rank, but is used by function behind the blocks: give it a "
+            f"module of its own there (an nn.Linear whose weight is the same parameter), so that both stages keep it"
+        )
+    return absent.as_subclass(Tensor)
+
+
+def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: torch.device) -> None:
+    """Give every stand-in the dtype that the parameter now has where it is kept; all ranks of the group call.
+
+    Args:
+        parameters: (module, name in it) of all parameters of the model, in the same order on all ranks.
+        group: whose ranks together keep all of them.
+        device: of what is exchanged.
+    """
+    if device.type == "meta":  # the other ranks are simulated
+        return
+    values = [getattr(module, name) for module, name in parameters]
+    codes = [
+        -1 if value is None or isinstance(value, AbsentParameter) else DTYPES.index(value.dtype)
+        for value in values
+    ]
+    found = all_reduce(torch.tensor(codes, device=device), group, "max").tolist()
+    for (module, name), value, code in zip(parameters, values, found, strict=True):
+        if isinstance(value, AbsentParameter) and code >= 0:
+            _recast(module, name, value, DTYPES[code])
+
+
+def set_absent_dtype(parameters: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+    """:func:`agree_on_dtypes` for simulated ranks: give all stand-ins for floating parameters this dtype.
+
+    Args:
+        parameters: (module, name in it).
+        dtype: of what they stand for.
+    """
+    for module, name in parameters:
+        value = getattr(module, name)
+        if name not in module._parameters and isinstance(value, Tensor) and value.is_floating_point():
+            _recast(module, name, value, dtype)
+
+
+def _recast(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> None:
+    if value.dtype == dtype:
+        return
+    like = torch.empty(value.shape, dtype=dtype, device="meta")
+    meta = metadata(value)
+    if meta is not None:
+        annotate(like, meta)
+    if isinstance(value, AbsentParameter):
+        like = AbsentParameter.of(like, value.label, value.device, value.used)
+    module.__dict__[name] = like
+
+
+@contextmanager
+def zeros_in_place(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Let zeros stand for all tensors of these modules that are not on the device; for a large one zeros of one element.
+
+    Kernels that compute addresses by themselves are given vectors and packed bytes, and find all of these there.
+    """
+    swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in modules:
+        homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for home in homes:
+            for name, value in home.items():
+                if isinstance(value, Tensor) and value.device != device:
+                    swapped.append((home, name, value))
+    for home, name, value in swapped:
+        large = value.is_floating_point() and value.numel() > LARGE
+        zeros = torch.zeros(() if large else value.shape, dtype=value.dtype, device=device)
+        home[name] = zeros.expand(value.shape)
+        meta = metadata(value)
+        if meta is not None:
+            annotate(home[name], meta)
+    try:
+        yield
+    finally:
+        for home, name, value in swapped:
+            home[name] = value

@@ -1,13 +1,15 @@
-"""A schedule by its name, or by a function of one's own."""
+"""Schedules by name or by a function of one's own, and the programs of a pipeline made from them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from meshfold.mesh import did_you_mean
+from meshfold.mesh import SpecError, did_you_mean
 from meshfold.pipeline.errors import ScheduleError
-from meshfold.pipeline.scheduling.actions import Action, Schedule
+from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
+from meshfold.pipeline.scheduling.communication import Program, Step, communicate, messages_of
 from meshfold.pipeline.scheduling.costs import Costs
 from meshfold.pipeline.scheduling.schedules import SCHEDULES
 from meshfold.pipeline.scheduling.search import auto
@@ -126,3 +128,132 @@ def _own(
                 "with every micro-batch."
             )
     return made
+
+
+Source = str | Schedule | Callable[..., Written]
+"""a schedule by name, a schedule, or a function of one's own"""
+
+
+class Programs:
+    """Programs of a pipeline, with gradients and without, for each number of micro-batches that its batches have.
+
+    Each is made when it is first asked for; all have the same stages on the same ranks.
+
+    Attributes:
+        home: the rank of every stage.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        ranks: int,
+        microbatches: int | None,
+        *,
+        chunks: int | None = None,
+        waves: int | None = None,
+        costs: Costs | Mapping[int, Costs] | None = None,
+        memory: float | Sequence[float] | None = None,
+    ) -> None:
+        """Args:
+            source: of the schedules.
+            ranks: of the pipeline axis.
+            microbatches: in a step, if the batch has as many rows.
+            chunks, waves, costs, memory: as :func:`meshfold.pipeline.schedule` takes them.
+
+        Raises:
+            ScheduleError: for a schedule that cannot be made or run.
+            SpecError: for one that is made for other ranks or micro-batches.
+        """
+        if microbatches is not None and (isinstance(microbatches, bool) or microbatches < 1):
+            raise SpecError(f"microbatches={microbatches!r}: a whole number from 1 up")
+        self._source, self._ranks, self._microbatches = source, ranks, microbatches
+        self._options: dict[str, Any] = dict(chunks=chunks, waves=waves, costs=costs, memory=memory)
+        self._known: dict[tuple[int, bool], Program] = {}
+        self._fixed: int | None = None
+        if isinstance(source, Schedule):
+            check(source)
+            if len(source.ranks) != ranks:
+                raise SpecError(
+                    f"schedule {source.name!r} is for {len(source.ranks)} ranks, and the pipeline has {ranks}"
+                )
+            if microbatches not in (None, source.microbatches):
+                raise SpecError(
+                    f"microbatches={microbatches} and a schedule of {source.microbatches}: leave microbatches out"
+                )
+            self._fixed = source.microbatches
+        first = self._make(microbatches or self._fixed or 2 * ranks)
+        self.home = first.home
+        if source == "auto":  # another number of micro-batches must not ask for another cut
+            self._options.update(chunks=first.chunks, home=first.home)
+
+    def count(self, rows: int, *, training: bool = True, unit: int = 1) -> int:
+        """Return the number of micro-batches for a batch of so many rows; ``unit``: rows that should stay together."""
+        if self._fixed is not None:
+            return self._fixed if training else min(self._fixed, rows)
+        if self._microbatches is not None:
+            return min(self._microbatches, rows)
+        ranks, groups = self._ranks, -(-rows // unit)
+        return next((m for m in range(ranks, groups + 1, ranks) if groups % m == 0), min(ranks, groups))
+
+    def training(self, microbatches: int) -> Program:
+        """Forward and backward.
+
+        Raises:
+            SpecError: if the schedule of so many micro-batches has its stages elsewhere.
+        """
+        known = self._known.get((microbatches, True))
+        if known is None:
+            made = self._make(microbatches)
+            if made.home != self.home or made.microbatches != microbatches:
+                raise SpecError(
+                    f"schedule {made.name!r} of {microbatches} micro-batches has its stages on ranks "
+                    f"{' '.join(map(str, made.home))} and {made.microbatches} micro-batches, where the model was cut for "
+                    f"stages on {' '.join(map(str, self.home))}: a schedule keeps the ranks of its stages"
+                )
+            known = self._known[microbatches, True] = communicate(made)
+        return known
+
+    def replan(self, costs: Costs) -> None:
+        """Find the orders of ``auto`` anew, for these costs, with stages where they are.
+
+        Raises:
+            SpecError: for another schedule than ``auto``.
+        """
+        if self._source != "auto":
+            raise SpecError(
+                f"costs change nothing about schedule {self._source!r}: only 'auto' looks at them"
+            )
+        self._options["costs"] = costs
+        self._known = {key: known for key, known in self._known.items() if not key[1]}
+
+    def forward(self, microbatches: int) -> Program:
+        """Forwards alone."""
+        known = self._known.get((microbatches, False))
+        if known is None:
+            known = self._known[microbatches, False] = forwards(self.home, self._ranks, microbatches)
+        return known
+
+    def _make(self, microbatches: int) -> Schedule:
+        if isinstance(self._source, Schedule):
+            return self._source
+        options = {key: value for key, value in self._options.items() if value is not None}
+        if "home" in options:
+            return auto(ranks=self._ranks, microbatches=microbatches, **options)
+        return schedule(self._source, ranks=self._ranks, microbatches=microbatches, **options)
+
+
+def forwards(home: Sequence[int], ranks: int, microbatches: int) -> Program:
+    """Forwards alone, in waves: stage s runs micro-batch i at moment s + i."""
+    waves = sorted((stage + i, stage, i) for stage in range(len(home)) for i in range(microbatches))
+    order = [Action(Op.F, stage, i) for _, stage, i in waves]
+    lists = tuple(tuple(action for action in order if home[action.stage] == rank) for rank in range(ranks))
+    plan = Schedule(name="forward", microbatches=microbatches, home=tuple(home), ranks=lists)
+    steps: list[list[Step]] = [[] for _ in range(ranks)]
+    for action in order:
+        steps[home[action.stage]].append(action)
+        pair = messages_of(action, plan)
+        if pair is not None:
+            send, receive = pair
+            steps[home[action.stage]].append(send)
+            steps[send.peer].append(receive)
+    return Program(schedule=plan, ranks=tuple(map(tuple, steps)))

@@ -21,8 +21,7 @@ from typing import Literal
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.replay import Result, result_of, source_of
-from meshfold.pipeline.scheduling.simulation import simulate_costs
+from meshfold.pipeline.scheduling.simulation import Result, result_of, simulate_costs, source_of
 from meshfold.pipeline.scheduling.validation import check
 
 Kind = Literal["activation", "gradient"]

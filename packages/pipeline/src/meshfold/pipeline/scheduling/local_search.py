@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from meshfold.pipeline.scheduling.actions import Action, Op
-from meshfold.pipeline.scheduling.replay import Replay, Result, Times, is_complete, peak_activations
+from meshfold.pipeline.scheduling.simulation import Replay, Result, Times, is_complete, peak_activations
 
 Lists = list[list[Action]]
 Replayed = tuple[Times, dict[Result, float]]

@@ -17,9 +17,8 @@ from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs, StageCosts
 from meshfold.pipeline.scheduling.list_scheduling import Key, ListScheduler
 from meshfold.pipeline.scheduling.local_search import fuse, improve, makespan
-from meshfold.pipeline.scheduling.replay import Replay, peak_activations
 from meshfold.pipeline.scheduling.schedules import SCHEDULES, wave_home
-from meshfold.pipeline.scheduling.simulation import Simulation, simulate_costs
+from meshfold.pipeline.scheduling.simulation import Replay, Simulation, peak_activations, simulate_costs
 
 Lists = list[list[Action]]
 

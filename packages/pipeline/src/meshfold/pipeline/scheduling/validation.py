@@ -12,7 +12,7 @@ from typing import NoReturn
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs
-from meshfold.pipeline.scheduling.replay import Replay, peak_activations, source_of
+from meshfold.pipeline.scheduling.simulation import Replay, peak_activations, source_of
 
 
 def check(
@@ -148,9 +148,9 @@ class _Judge:
         done = [len(own) for own in times]
         stuck = [rank for rank, actions in enumerate(schedule.ranks) if done[rank] < len(actions)]
         if stuck:
-            self._circle(stuck[0], done, at)
+            self._cycle(stuck[0], done, at)
 
-    def _circle(self, rank: int, done: list[int], at: dict[Action, int]) -> NoReturn:
+    def _cycle(self, rank: int, done: list[int], at: dict[Action, int]) -> NoReturn:
         """Follow who waits for whom until a rank comes again."""
         schedule = self.schedule
         waits: list[tuple[int, Action, Action]] = []  # rank, where it stands, what it waits for

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from meshfold.mesh import Mesh
-from meshfold.tensor_parallel.convert.blocks import Blocks, find_blocks
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.convert.heads import find_heads
-from meshfold.tensor_parallel.convert.roles import (
-    WHOLE,
-    classify,
-)
-from meshfold.tensor_parallel.convert.shared_input import changes_tokens
+from meshfold.tensor_parallel.convert.roles import WHOLE, classify
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
 from meshfold.tensor_parallel.module_kinds import features
 
@@ -96,7 +92,7 @@ class Analysis:
         """Return True if attention's own code would miscount its tokens where its layers gather their input themselves."""
         if name not in self.heads or self.flat:
             return False
-        return changes_tokens(self.mode_at(name).plans["column"]) or self.flat_at(name) is not None
+        return self.mode_at(name).plans["column"].changes_tokens or self.flat_at(name) is not None
 
     def _is_whole(self, name: str) -> bool:
         """Return True if a module stays whole, or lies in one that does."""
@@ -114,3 +110,72 @@ class Analysis:
         if not self.begins:
             return [(None, Boundary(self.mesh, self.mode, flatten=not self.by_sequences and not self.flat))]
         return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A run of blocks in an nn.ModuleList or nn.Sequential.
+
+    Attributes:
+        name: full name of the list.
+        members: the blocks by full name, those without a layer to split in between included.
+    """
+
+    name: str
+    members: Mapping[str, nn.Module]
+
+    @property
+    def first(self) -> nn.Module:
+        """The block that the stream enters by."""
+        return next(iter(self.members.values()))
+
+    @property
+    def last(self) -> nn.Module:
+        """The block that it leaves by."""
+        return list(self.members.values())[-1]
+
+    def holds(self, name: str) -> bool:
+        """Return True if a module is one of the blocks or lies in one."""
+        return any(_lies_in(name, member) for member in self.members)
+
+
+def find_blocks(
+    modules: Mapping[str, nn.Module], columns: Sequence[str], rows: Sequence[str], *, one_by_one: bool = False
+) -> list[Blocks]:
+    """Find the outermost lists of blocks: each member with layers to split has column layers and the row layers behind.
+
+    A list whose members are single layers, such as an MLP in an nn.Sequential, is no list of blocks.
+
+    Args:
+        modules: all modules of the model by full name, parents first.
+        columns: full names of the column layers.
+        rows: full names of the row layers.
+        one_by_one: return each block by itself, as if it had a list of its own. A list in which a block stands twice is
+            always returned so: it is left and entered again in between.
+    """
+    found: list[Blocks] = []
+    for name, module in modules.items():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(
+            blocks.holds(name) for blocks in found
+        ):
+            continue
+        members: dict[str, nn.Module] = {}
+        for leaf, child in module._modules.items():
+            if child is not None and all(child is not other for other in members.values()):
+                members[f"{name}.{leaf}" if name else leaf] = child
+        reads = [any(_lies_in(column, member) for column in columns) for member in members]
+        writes = [any(_lies_in(row, member) for row in rows) for member in members]
+        if reads != writes or not any(reads):
+            continue
+        holding = [i for i, holds in enumerate(reads) if holds]
+        if one_by_one or len(members) < len(module._modules):
+            names = list(members)
+            found += [Blocks(name=names[i], members={names[i]: members[names[i]]}) for i in holding]
+        else:
+            names = list(members)[holding[0] : holding[-1] + 1]
+            found.append(Blocks(name=name, members={n: members[n] for n in names}))
+    return found
+
+
+def _lies_in(name: str, member: str) -> bool:
+    return name == member or name.startswith(f"{member}.")

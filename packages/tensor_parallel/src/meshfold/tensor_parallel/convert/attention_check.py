@@ -8,7 +8,6 @@ the input with all of them.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import re
 import traceback
@@ -22,15 +21,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import Mesh, Part, Placement
+from meshfold.tensor_parallel.convert.forward_code import config_size, parameters_of
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.module_kinds import features, is_linear, norm_kind
 
 BIASES = ("alibi", "position_bias")
 """What attention calls biases of all heads that are made outside of it."""
-_OF_CONFIG = re.compile(
-    r"\bconfig\.(num_attention_heads|num_key_value_heads|num_heads|n_heads?|hidden_size|n_embd|d_model)\b"
-)
 _TOKENS = ((2, 3), (6,))
 """Tokens that a module is tried with: ``b s h``, then ``m h``."""
 _TORCH = str(Path(torch.__file__).parent)
@@ -121,7 +118,7 @@ class AttentionTrial:
     def why_not(self) -> str:
         """Return why the module cannot work on some of its heads; empty if it can, or if it could not be tried."""
         kind = type(self.module).__name__
-        parameters = inspect.signature(type(self.module).forward).parameters
+        parameters = parameters_of(self.module)
         for bias in BIASES:
             if bias in parameters and not self.biases_split:
                 return f"{kind} takes {bias}, which is made for all heads outside of it"
@@ -140,7 +137,9 @@ class AttentionTrial:
                 if whole.shape[-1] != self.width or not torch.equal(whole, again):
                     continue
                 return self._compare(given, whole, tokens, arguments)
-        return self._by_source()
+        # It takes unknown arguments, or needs a device.
+        found, kind = config_size(self.module), type(self.module).__name__
+        return f"{kind}'s forward reads {found}, which is that of all heads" if found else ""
 
     def _compare(
         self, given: dict[str, Tensor], whole: Tensor, tokens: tuple[int, ...], arguments: dict[str, Any]
@@ -157,15 +156,6 @@ class AttentionTrial:
             ):
                 return f"{trial} computes something else than for these heads among all{self._hint()}"
         return ""
-
-    def _by_source(self) -> str:
-        """Return a reason read from the source of a module that could not be tried: unknown arguments, or it needs a device."""
-        found = self._of_config()
-        return (
-            f"{type(self.module).__name__}'s forward reads {found}, which is that of all heads"
-            if found
-            else ""
-        )
 
     def _failure(self, error: Exception) -> str:
         """Return the line of the user's code that failed, the reason, and what to write there."""
@@ -186,25 +176,18 @@ class AttentionTrial:
     def _is_of_all_heads(self, reason: str) -> bool:
         """Return True if a view failed because it would hold all heads, where a rank has some of them."""
         found = _WRONG_SIZE.search(reason)
-        if found is None or self._of_config():
+        if found is None or config_size(self.module):
             return False
         wanted = math.prod(int(size) for size in found[1].split(","))
         return wanted == int(found[2]) * self.mode.head_divisor(self.mesh)
 
     def _hint(self) -> str:
-        found = self._of_config()
+        found = config_size(self.module)
         if found:
             return f"; it reads {found}, which is that of all heads"
         if self.heads.fused or self.heads.interleaved:
             return "; its fused projection may have another order than query, key, value"
         return ""
-
-    def _of_config(self) -> str:
-        try:
-            found = _OF_CONFIG.search(inspect.getsource(type(self.module).forward))
-        except (OSError, TypeError):  # a class typed in at a prompt has no source
-            return ""
-        return found.group() if found else ""
 
     def _given(self, tokens: tuple[int, ...]) -> dict[str, Tensor]:
         """Return the output of each projection with all heads, by full name."""
@@ -298,7 +281,7 @@ class AttentionTrial:
         """Yield arguments to call the forward with after its first, as far as names tell."""
         found: dict[str, Any] = {}
         length = tokens[-1]
-        named = list(inspect.signature(type(self.module).forward).parameters.items())[2:]
+        named = list(parameters_of(self.module).items())[1:]
         for name, parameter in named:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import functools
-import inspect
-import textwrap
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,16 +10,20 @@ from torch import nn
 from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel.convert.analysis import Analysis
+from meshfold.tensor_parallel.convert.forward_code import children_called
 from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
+from meshfold.tensor_parallel.layers.attention import (
+    SplitMultiheadAttention,
+    why_keep_forward,
+    why_keep_whole,
+)
 from meshfold.tensor_parallel.layers.base import BatchShape
 from meshfold.tensor_parallel.layers.dropout import Dropout
-from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
+from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.experts import Experts, experts_of
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
-from meshfold.tensor_parallel.layers.multihead import SplitMultiheadAttention, why_torchs, why_whole
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
-from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.lowerings import LOWERINGS, find_lowering
 from meshfold.tensor_parallel.modes import Mode
 from meshfold.tensor_parallel.module_kinds import features, is_conv1d, norm_eps, norm_kind
@@ -107,7 +106,7 @@ class LayerBuilder:
         hidden, boundary = self.analysis.roles.hidden, self.analysis.flat_at(name)
         adapter(module, self.mesh, mode, hidden, self.batch, boundary).keep_whole(module)
         if isinstance(module, nn.MultiheadAttention) and role == "attention":
-            whole = why_whole(module, self.mesh, self.analysis.mode)
+            whole = why_keep_whole(module, self.mesh, self.analysis.mode)
             said = f"{said}: {whole}" if whole else f"heads split over {', '.join(self.analysis.mode.axes)}"
         if role == "mixture":
             leaf = experts_of(module)
@@ -118,7 +117,7 @@ class LayerBuilder:
                 splitter.split(experts)
                 said = f"{leaf} split by their inner dim over {', '.join(splitter.axes)}, the rest whole"
         for path, parent in module.named_modules(prefix=name):
-            if isinstance(parent, nn.MultiheadAttention) and not why_torchs(parent):
+            if isinstance(parent, nn.MultiheadAttention) and not why_keep_forward(parent):
                 axes = self.analysis.mode.axes if role == "attention" and not whole else ()
                 dropout = self.dropout(f"{path}.functional", 0.0, mode, whole=True)
                 SplitMultiheadAttention.split(parent, self.mesh, axes, dropout, self.blocks)
@@ -142,7 +141,7 @@ class LayerBuilder:
             for other, role in roles.items()
             if other == name or (other.rpartition(".")[0] == parent and role in ("column", "row"))
         ]
-        calls = _calls(self.analysis.modules[parent])
+        calls = children_called(self.analysis.modules[parent])
         if all(other.rpartition(".")[2] in calls for other in beside):
             beside.sort(key=lambda other: calls.index(other.rpartition(".")[2]))
         place = beside.index(name)
@@ -177,38 +176,6 @@ class LayerBuilder:
         if found is None:
             find_lowering(self.lowering, plan)
         return self.lowering if found is not None and not found.refuses(plan) else "gather"
-
-
-def _calls(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of children in the order of their first call in a module's forward, as far as its source tells."""
-    return _called_in(type(module).forward)
-
-
-@functools.lru_cache(maxsize=256)  # every layer of a model asks for the same few
-def _called_in(forward: Callable[..., object]) -> tuple[str, ...]:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):  # a class typed in at a prompt has no source
-        return ()
-    found = _Calls()
-    found.visit(tree)
-    return tuple(dict.fromkeys(found.names))
-
-
-class _Calls(ast.NodeVisitor):
-    """Visitor that lists the children that are called, the arguments of a call before it."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        if (
-            isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "self"
-        ):
-            self.names.append(node.func.attr)
 
 
 def meta_twin(module: nn.Module) -> nn.Module:

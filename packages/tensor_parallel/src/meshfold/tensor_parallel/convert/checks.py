@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from meshfold.mesh import LayoutError
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.attention_check import BIASES, AttentionTrial
+from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.convert.roles import (
     ROLES,
@@ -18,7 +18,7 @@ from meshfold.tensor_parallel.convert.roles import (
     offered_rules,
     usual_role,
 )
-from meshfold.tensor_parallel.layers.multihead import why_torchs
+from meshfold.tensor_parallel.layers.attention import why_keep_forward
 from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linear, norm_kind, norm_size
 
 
@@ -135,7 +135,11 @@ def _columns_before(analysis: Analysis, name: str) -> list[str]:
 def _check_torchs_attention(analysis: Analysis) -> None:
     """Raise a LayoutError for attention with dropout that keeps torch's forward: it would drop other weights on every rank."""
     for name, module in analysis.modules.items():
-        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0 and (why := why_torchs(module)):
+        if (
+            isinstance(module, nn.MultiheadAttention)
+            and module.dropout > 0
+            and (why := why_keep_forward(module))
+        ):
             raise LayoutError(
                 f"{name}: {type(module).__name__} with dropout={module.dropout} would drop different weights on each rank, as "
                 f"it keeps torch's own code: {why}. Set its dropout to 0"
@@ -212,12 +216,12 @@ def _check_code(analysis: Analysis, name: str, heads: Heads) -> None:
             return
         where = (
             ""
-            if not _splits_rows(analysis) or not set(BIASES) & set(_takes(analysis.modules[name]))
+            if not _splits_rows(analysis) or not set(BIASES) & set(parameters_of(analysis.modules[name]))
             else ", in mode '1d' or '1d+sequence', where that is made for all rows"
         )
         where = (
             ", in mode '1d'"
-            if _splits_stream(analysis) and "residual" in _takes(analysis.modules[name])
+            if _splits_stream(analysis) and "residual" in parameters_of(analysis.modules[name])
             else where
         )
         raise LayoutError(
@@ -249,7 +253,7 @@ def _check_joined(analysis: Analysis, name: str) -> None:
     """Raise a LayoutError for a whole module with a second argument of the stream, or made for a rank's rows: only the
     first is gathered.
     """
-    takes = _takes(analysis.modules[name])
+    takes = parameters_of(analysis.modules[name])
     split = ["residual"] if _splits_stream(analysis) else []
     split += BIASES if _splits_rows(analysis) else []
     if wrong := [argument for argument in split if argument in takes]:
@@ -322,8 +326,3 @@ def _only_attention(analysis: Analysis, name: str) -> bool:
 def _everywhere(name: str) -> str:
     """Return a pattern for modules of that name in all blocks, quoted."""
     return repr(f"*.{name.rpartition('.')[2]}" if "." in name else name)
-
-
-def _takes(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of what a module's forward takes."""
-    return tuple(inspect.signature(type(module).forward).parameters)

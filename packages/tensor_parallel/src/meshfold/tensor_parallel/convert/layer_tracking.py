@@ -41,11 +41,10 @@ from meshfold.tensor_parallel.convert.stream_layout import (
 )
 from meshfold.tensor_parallel.layers.base import OnMesh, ShardedLayer
 from meshfold.tensor_parallel.layers.dropout import Dropout
-from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PositionEmbedding
+from meshfold.tensor_parallel.layers.embedding import Embedding, HeadBias, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss
 from meshfold.tensor_parallel.layers.norm import HeadNorm, LayerNorm, RMSNorm
-from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 from meshfold.tensor_parallel.modes import Mode
 
 

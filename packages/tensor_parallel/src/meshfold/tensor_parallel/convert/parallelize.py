@@ -16,6 +16,7 @@ from meshfold.tensor_parallel.convert.functional_dropout import (
     FunctionalDropout,
     has_functional_dropout,
 )
+from meshfold.tensor_parallel.convert.gathered_input import Region, SharedInput
 from meshfold.tensor_parallel.convert.huggingface import (
     Recomputation,
     is_causal_lm,
@@ -24,12 +25,10 @@ from meshfold.tensor_parallel.convert.huggingface import (
 )
 from meshfold.tensor_parallel.convert.layer_tracking import LayerTracking
 from meshfold.tensor_parallel.convert.lora import Adapters, has_adapters
-from meshfold.tensor_parallel.convert.padding import ModelAdapter
-from meshfold.tensor_parallel.convert.region import Region
+from meshfold.tensor_parallel.convert.model_adapter import ModelAdapter
 from meshfold.tensor_parallel.convert.replicated import takes_rows
 from meshfold.tensor_parallel.convert.report import Report, placed
 from meshfold.tensor_parallel.convert.roles import WHOLE
-from meshfold.tensor_parallel.convert.shared_input import SharedInput
 from meshfold.tensor_parallel.layers.base import ShardedLayer
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss

@@ -6,7 +6,6 @@ stay equal without a collective of their own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +17,15 @@ from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.collectives import bind_collect, bind_take
 from meshfold.mesh.tracking import is_open, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.convert.stream_dims import DimFinder, StreamDims
 from meshfold.tensor_parallel.convert.stream_layout import (
+    block_dims,
     check_stream,
     joined_rows,
     mark_gathered,
     mark_split,
     spanning_axes,
-    split_places,
     split_rows,
 )
 from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
@@ -40,7 +40,7 @@ _NOWHERE = StreamDims(None, None)
 
 def takes_rows(module: nn.Module) -> bool:
     """Return True if a module takes masks or positions, which a caller may give by row."""
-    return any(name in _OF_ROWS for name in inspect.signature(type(module).forward).parameters)
+    return any(name in _OF_ROWS for name in parameters_of(module))
 
 
 class Replicated(StreamAdapter):
@@ -71,7 +71,7 @@ class Replicated(StreamAdapter):
         self._take_columns = {dim: bind_take(mesh, dim, self._axes) for dim in (1, -1)}
         self._local = hidden // mesh.size(*self._axes)
         self._dims, self._joined = _NOWHERE, torch.Size()  # of the first argument, as the module gets it
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        names = list(parameters_of(module))
         self._mask = names.index(MASK) if MASK in names else -1  # its place among the arguments
         # Arguments that may be of a stream (query, key, value of attention), and their names.
         self._count = 3 if isinstance(module, nn.MultiheadAttention) else 1
@@ -182,7 +182,7 @@ class Replicated(StreamAdapter):
         key, found = (place, x.dim()), tracker()
         if found is None or any(map(is_open, found.dims(x))):
             return self._known.get(key) or guess(x)
-        rows, columns = split_places(found.dims(x), *self._real)
+        rows, columns = block_dims(found.dims(x), *self._real)
         dims = StreamDims(rows, -1 if columns == x.dim() - 1 else columns)
         before = self._known.setdefault(key, dims)
         if before is not None and before != dims:

@@ -66,8 +66,8 @@ def output_rows(
     reads, writes = spanning_axes(mesh, reads), spanning_axes(mesh, writes)
     if reads == writes:
         return lead
-    if (number := moved_by(lead)) is not None:
-        return brought_back(found.moved[number - 1], lead)
+    if (number := move_of(lead)) is not None:
+        return rows_before_move(found.moved[number - 1], lead)
     inside = axes_in(lead[1:]) & {*reads, *writes}
     if inside or (lead and not is_split_first(lead[0], reads)):
         found.moved.append(lead)
@@ -80,7 +80,7 @@ def output_rows(
     return (block(shape[0], writes), *(lead[1:] if len(lead) == len(shape) else whole_dims(shape[1:])))
 
 
-def moved_by(lead: Dims) -> int | None:
+def move_of(lead: Dims) -> int | None:
     """Return the number of the move that all of these dims are from; None if they are from none, or from several."""
     numbers = {
         factor.split.choice if factor.split and factor.split.kind == "moved" else 0
@@ -90,7 +90,7 @@ def moved_by(lead: Dims) -> int | None:
     return next(iter(numbers)) or None if len(numbers) == 1 else None
 
 
-def brought_back(before: Dims, lead: Dims) -> Dims:
+def rows_before_move(before: Dims, lead: Dims) -> Dims:
     """Return the dims that tokens had before they were moved, where they lie in one dim if they do so now."""
     if len(lead) == len(before):
         return before
@@ -161,7 +161,7 @@ def mark_gathered(
     return joined
 
 
-def split_places(dims: Dims, tokens: Axes, columns: Axes) -> tuple[int | None, int | None]:
+def block_dims(dims: Dims, tokens: Axes, columns: Axes) -> tuple[int | None, int | None]:
     """Return the dims that are split over the axes of tokens and of features, in blocks; None: none is."""
     found: list[int | None] = [
         next((number for number, dim in enumerate(dims) if axes and _is_block(dim, axes)), None)

@@ -1,10 +1,9 @@
 """Sharded layers: each holds this rank's blocks and communicates as its plan says."""
 
-from meshfold.tensor_parallel.layers.embedding import Embedding, PositionEmbedding
+from meshfold.tensor_parallel.layers.embedding import Embedding, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss, cross_entropy
 from meshfold.tensor_parallel.layers.norm import LayerNorm, RMSNorm
-from meshfold.tensor_parallel.layers.patch import PatchEmbedding
 
 __all__ = [
     "CausalLMLoss",

@@ -1,8 +1,22 @@
-"""Base of sharded layers: their parameters are blocks that keep their metadata when they are copied or moved."""
+"""Base of sharded layers: their parameters are blocks that keep their metadata when they are copied or moved.
+
+Under ``torch.autocast`` in a model's own forward they compute in the dtype that torch's layers compute in there:
+
+========================= =================================================================
+layer                     under autocast
+========================= =================================================================
+linear, patches           input, weight and bias in autocast's dtype; float64 stays
+LayerNorm, RMSNorm        in float32, returned as torch returns it on the device
+vocab-parallel loss       in float32
+========================= =================================================================
+
+Inside of a layer nothing is cast: some operations that sums are made with would be cast too.
+"""
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -120,3 +134,25 @@ def shard_parameter(
     block = nn.Parameter(local, requires_grad=parameter.requires_grad)
     annotate(block, ParameterMeta(mesh=mesh, placement=placement))
     return block
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Return True if operations on a tensor are cast now."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Return ``x`` as a matmul takes it: in autocast's dtype, where autocast is on."""
+    if not is_autocast(x) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Context manager: nothing inside is cast."""
+    return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
+
+
+def to_norm_dtype(x: Tensor) -> Tensor:
+    """Return ``x`` as a layer norm takes it: on a GPU autocast has it compute, and return, float32."""
+    return x.float() if x.is_cuda and is_autocast(x) and x.dtype != torch.float64 else x

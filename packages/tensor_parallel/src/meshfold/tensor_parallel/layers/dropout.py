@@ -7,16 +7,18 @@ is looked at (:mod:`meshfold.mesh.tracking`); where none is, sizes tell.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from meshfold import kernels
 from meshfold.mesh import Mesh
 from meshfold.mesh.parameters import uncompiled_name
-from meshfold.mesh.random import next_dropout_draw
+from meshfold.mesh.random import key_of, next_dropout_draw
 from meshfold.mesh.tracking import Tracker, tracker
 from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer
-from meshfold.tensor_parallel.layers.compiled_dropout import code_of, draw
 from meshfold.tensor_parallel.layers.element_positions import (
     GlobalBatch,
     Positions,
@@ -25,6 +27,7 @@ from meshfold.tensor_parallel.layers.element_positions import (
     fitted_positions,
     followed_positions,
     numbers_of,
+    prepare_dealt_numbers,
 )
 from meshfold.tensor_parallel.modes import Mode
 
@@ -65,7 +68,7 @@ class Dropout(ShardedLayer):
         super().__init__()
         self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, uncompiled_name(name)
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
-        self._code, self._batch = code_of(self.name), batch or BatchShape()
+        self._code, self._batch = _code_of(self.name), batch or BatchShape()
         self._dealt = mesh.size(*_SEQUENCE) > 1
         self._seen: dict[int, Positions] = {}  # by number of the call in a forward
         residual, between = mode.layout("residual"), mode.layout("hidden")
@@ -114,7 +117,7 @@ class Dropout(ShardedLayer):
     def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, GlobalBatch, int]:
         """Return (seed, key, batch, number) of the next call; a graph's call has no number."""
         if torch.compiler.is_compiling():
-            seed, key, first_row, first_token, rows = draw(x, self._code)
+            seed, key, first_row, first_token, rows = _draw_compiled(x, self._code)
             return seed, key, GlobalBatch(first_row, first_token, rows, self._batch, None), -1
         made = next_dropout_draw(self.name)
         batch = GlobalBatch(made.first_row, made.first_token, made.rows, self._batch, made.token_shards)
@@ -197,3 +200,40 @@ class Dropout(ShardedLayer):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+# Which step and which call it is lives in a context variable, which torch.compile cannot trace. So a compiled graph has an
+# operation that asks when it runs. A module's name travels as a number in a tensor: as a string it would make every block a
+# graph of its own.
+
+_NAMES: dict[int, str] = {}
+
+
+def _code_of(name: str) -> Tensor:
+    """Return a number for a name, int64, on the CPU."""
+    _prepare_draw()  # before anything is traced
+    prepare_dealt_numbers()
+    code = key_of(name)
+    _NAMES[code] = name
+    return torch.tensor(code)
+
+
+def _draw_compiled(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (seed, key, first row, first token, rows) of the next dropout under a name, on the device of ``x``."""
+    seed, key, first_row, first_token, rows = torch.ops.meshfold.draw(x.detach(), code).unbind()
+    return seed, key, first_row, first_token, rows
+
+
+@cache
+def _prepare_draw() -> Any:
+    @torch.library.custom_op("meshfold::draw", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+    def draw(x: Tensor, code: Tensor) -> Tensor:
+        made = next_dropout_draw(_NAMES[int(code)])
+        numbers = [made.seed, made.key, made.first_row, made.first_token, made.rows]
+        return torch.tensor(numbers, dtype=torch.int64).to(x.device, non_blocking=True)
+
+    @draw.register_fake
+    def _(x: Tensor, code: Tensor) -> Tensor:
+        return x.new_empty(5, dtype=torch.int64)
+
+    return draw

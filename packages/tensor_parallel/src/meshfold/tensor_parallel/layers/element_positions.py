@@ -8,14 +8,15 @@ follows from the numbers in each run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshfold.mesh import LayoutError, Mesh, MeshfoldError
-from meshfold.mesh.random import TokenShards
+from meshfold.mesh.random import TokenShards, current_dropout_stream
 from meshfold.mesh.tracking import (
     ROWS,
     ROWS_INNERMOST,
@@ -27,7 +28,6 @@ from meshfold.mesh.tracking import (
     is_unknown,
 )
 from meshfold.tensor_parallel.layers.base import BatchShape
-from meshfold.tensor_parallel.layers.compiled_dropout import dealt_numbers
 
 
 class Run(NamedTuple):
@@ -333,3 +333,41 @@ def _all_rows(batch: GlobalBatch) -> int | Tensor:
             f"{batch.first_row} are before these: dropout_stream(seed, step, first_row=..., rows=...)"
         )
     return batch.rows or batch.here.given
+
+
+def dealt_numbers(
+    tokens: Tensor, size: int, dealt: TokenShards | None, *, rows: bool
+) -> tuple[Tensor, int | Tensor]:
+    """Return numbers among whole sequences of tokens that are numbered among this rank's shards.
+
+    Args:
+        tokens: int64, any shape.
+        size: how many there are of this rank's parts.
+        dealt: which tokens of each sequence those are; None: all. A graph asks for it when it runs.
+        rows: they are of several sequences, one behind the other; else another number of them is no sequence's.
+
+    Returns:
+        The numbers, and how many there are in whole sequences.
+    """
+    if torch.compiler.is_compiling():
+        found = torch.ops.meshfold.dealt_numbers(tokens, size, rows)
+        return found[1:].view(tokens.shape), found[0]
+    if dealt is None or (size % dealt.local if rows else size != dealt.local):
+        return tokens, size
+    return dealt.numbers(tokens), size // dealt.local * dealt.length
+
+
+@cache
+def prepare_dealt_numbers() -> Any:
+    """Make the operation that a compiled graph has for :func:`dealt_numbers`; before anything is traced."""
+
+    @torch.library.custom_op("meshfold::dealt_numbers", mutates_args=())
+    def numbers(tokens: Tensor, size: int, rows: bool) -> Tensor:
+        found, whole = dealt_numbers(tokens, size, current_dropout_stream().dealt, rows=rows)
+        return torch.cat([torch.tensor([whole], device=tokens.device), found.flatten()])
+
+    @numbers.register_fake
+    def _(tokens: Tensor, size: int, rows: bool) -> Tensor:
+        return tokens.new_empty(tokens.numel() + 1)
+
+    return numbers

@@ -1,8 +1,8 @@
-"""Embedding tables.
+"""Embeddings of tokens, positions and image patches, and the bias of a head.
 
 Looking rows up is a matmul with a one-hot matrix that is never built, so the plan is the mode's: ids are whole on
 every rank, each rank looks up the tokens and the rows that its layout of the one-hot matrix says, and what comes out
-leaves as y does.
+leaves as y does. A patch embedding is a convolution whose stride is its kernel: a matmul of unfolded patches.
 """
 
 from __future__ import annotations
@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import LayoutError, Mesh, Placement
-from meshfold.mesh.collectives import bind_enter, take_block
+from meshfold.mesh.collectives import Primitive, bind_enter, bind_take, take_block
 from meshfold.tensor_parallel.layers import vocabulary
-from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, shard_parameter, to_autocast_dtype
+from meshfold.tensor_parallel.layers.linear import stem_plan
 from meshfold.tensor_parallel.layers.vocabulary import checked
-from meshfold.tensor_parallel.matmul import bind_enter_operand, bind_leave_operand, lead_shape
+from meshfold.tensor_parallel.matmul import (
+    Product,
+    bind_enter_operand,
+    bind_leave_operand,
+    bind_matmul,
+    lead_shape,
+)
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
+from meshfold.tensor_parallel.module_kinds import is_patch
+from meshfold.tensor_parallel.plan import MatmulPlan
 
 
 class Embedding(ShardedLayer):
@@ -196,3 +205,66 @@ def refuse_options(module: nn.Embedding) -> None:
             raise LayoutError(
                 f"nn.Embedding({option}={getattr(module, option)!r}) cannot be sharded: leave {option} out"
             )
+
+
+class PatchEmbedding(ShardedLayer):
+    """Embedding of images, whole on every rank, as patches in the residual layout: ``b c y x -> b h y/p x/p``, local b and h.
+
+    The output keeps nn.Conv2d's order of dims, so that the model's own ``flatten(2).transpose(1, 2)`` still works.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    mode: Mode
+    plan: MatmulPlan
+    patch: tuple[int, ...]
+    _take_rows: Primitive
+    _enter_bias: Primitive
+    _multiply: Product
+
+    @classmethod
+    def convert(cls, module: nn.Conv2d, mesh: Mesh, mode: Mode) -> PatchEmbedding:
+        """Return the blocks of a convolution with kernel = stride and no padding; real or meta weights.
+
+        Raises:
+            LayoutError: for another convolution, or a number of channels that cannot be split.
+        """
+        plain = module.padding == "valid" or all(p == 0 for p in module.padding)
+        if not is_patch(module) or not plain or any(d != 1 for d in module.dilation):
+            raise LayoutError(
+                f"{module} is not a patch embedding: kernel_size must equal stride, with padding=0, dilation=1 and groups=1"
+            )
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.mesh, made.mode, made.plan, made.patch = mesh, mode, stem_plan(mode), module.kernel_size
+        residual = mode.layout("residual")
+        split_evenly(module.out_channels, residual["h"], mesh, f"out_channels={module.out_channels}")
+        made._take_rows, made._enter_bias = bind_take(mesh, 0, residual["m"]), bind_enter(mesh, residual["m"])
+        made._multiply = bind_matmul(made.plan, mesh)
+        made.weight = _block(module.weight, residual["h"], mesh)
+        if module.bias is None:
+            made.register_parameter("bias", None)
+        else:
+            made.bias = _block(module.bias, residual["h"], mesh)
+        made.train(module.training)
+        return made
+
+    def forward(self, images: Tensor) -> Tensor:
+        (p, q), (b, c) = self.patch, images.shape[:2]
+        height, width = images.shape[2] // p, images.shape[3] // q
+        # Like a convolution, which leaves out what fills no patch.
+        whole = images[:, :, : height * p, : width * q]
+        patches = whole.reshape(b, c, height, p, width, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
+        mine = self._take_rows(patches)
+        y = self._multiply(to_autocast_dtype(mine), to_autocast_dtype(self.weight.flatten(1)))
+        if self.bias is not None:
+            y = y + self._enter_bias(self.bias).to(y.dtype)
+        return y.transpose(1, 2).reshape(mine.shape[0], -1, height, width)
+
+    def extra_repr(self) -> str:
+        return f"patch={self.patch}, mode={self.mode.name}"
+
+
+def _block(parameter: Tensor, axes: tuple[str, ...], mesh: Mesh) -> nn.Parameter:
+    shape = tuple(parameter.shape)
+    return shard_parameter(parameter, Placement(shape=shape, axes=(axes, *((),) * (len(shape) - 1))), mesh)

@@ -29,8 +29,13 @@ from torch import Tensor, nn
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
-from meshfold.tensor_parallel.layers.autocast import casts, lowered
-from meshfold.tensor_parallel.layers.base import BatchShape, ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import (
+    BatchShape,
+    ShardedLayer,
+    is_autocast,
+    shard_parameter,
+    to_autocast_dtype,
+)
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
@@ -226,10 +231,10 @@ class Linear(ShardedLayer):
                 torch.autograd.backward(operand, dw)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = lowered(self._sum_weight(self.weight))
+        weight = to_autocast_dtype(self._sum_weight(self.weight))
         x, lead = self.input_adapter(x)
         if (
-            self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not casts(x)
+            self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x)
         ):  # else dw waits for the parameter, not for a copy in another dtype
             free = weight.detach()
             y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), self._site.ticket)
@@ -277,16 +282,16 @@ def unfold(x: Tensor, times: int) -> Tensor:
 
 
 def _as_given(x: Tensor) -> tuple[Tensor, None]:
-    return lowered(x), None
+    return to_autocast_dtype(x), None
 
 
 def _rows_taken(take_rows: Primitive, x: Tensor) -> tuple[Tensor, None]:
-    return lowered(take_rows(x)), None
+    return to_autocast_dtype(take_rows(x)), None
 
 
 def flattened(x: Tensor) -> tuple[Tensor, None]:
     """Adapt the input of a layer whose output is flat, ``m n``: this rank's tokens need not be whole sequences."""
-    x = lowered(x)
+    x = to_autocast_dtype(x)
     return x.reshape(-1, x.shape[-1]), None
 
 
@@ -296,7 +301,7 @@ def unfolded(times: int) -> InputAdapter:
 
 
 def _unfolded(times: int, x: Tensor) -> tuple[Tensor, None]:
-    return unfold(lowered(x), times), None
+    return unfold(to_autocast_dtype(x), times), None
 
 
 def _check_sizes(layer: Linear, mesh: Mesh) -> None:

@@ -18,8 +18,7 @@ from meshfold import kernels
 from meshfold.mesh import LayoutError, Mesh, collectives
 from meshfold.mesh.collectives import bind_leave, take_block
 from meshfold.tensor_parallel.layers import vocabulary
-from meshfold.tensor_parallel.layers.autocast import left_alone
-from meshfold.tensor_parallel.layers.base import OnMesh
+from meshfold.tensor_parallel.layers.base import OnMesh, without_autocast
 from meshfold.tensor_parallel.layers.vocabulary import checked
 from meshfold.tensor_parallel.modes import Mode, find_mode, vocabulary_multiple
 
@@ -137,7 +136,7 @@ def _make(
                 f"give the labels of all {rows.shape[0] * shares} tokens on every rank"
             )
         flat = checked(flat, vocab_size, "label", ignore_index)
-        with left_alone(rows):
+        with without_autocast(rows):
             return add_up(VocabParallel.apply(rows, take_block(flat, mesh, 0, tokens)).sum())
 
     return summed

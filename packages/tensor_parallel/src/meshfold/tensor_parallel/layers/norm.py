@@ -16,8 +16,12 @@ from torch import Tensor, nn
 from meshfold import kernels
 from meshfold.mesh import Mesh, Placement, collectives
 from meshfold.mesh.collectives import bind_enter, traceable_result
-from meshfold.tensor_parallel.layers.autocast import left_alone, widened
-from meshfold.tensor_parallel.layers.base import ShardedLayer, shard_parameter
+from meshfold.tensor_parallel.layers.base import (
+    ShardedLayer,
+    shard_parameter,
+    to_norm_dtype,
+    without_autocast,
+)
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly
 from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, norm_size
 
@@ -67,7 +71,7 @@ class _Norm(ShardedLayer):
 
     def _normalised(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
         normalise = self._normalise_float64 if x.dtype == torch.float64 else self._normalise
-        with left_alone(x):
+        with without_autocast(x):
             return normalise(x, *parameters)
 
     def _entered(self, parameter: nn.Parameter | None) -> Tensor | None:
@@ -126,7 +130,7 @@ class LayerNorm(_Norm):
         return self.mesh.once(key, lambda: bind_layer_norm(self.mesh, self.columns, self.hidden, eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._normalised(widened(x), self._entered(self.weight), self._entered(self.bias))
+        return self._normalised(to_norm_dtype(x), self._entered(self.weight), self._entered(self.bias))
 
 
 class HeadNorm(ShardedLayer):
@@ -159,8 +163,8 @@ class HeadNorm(ShardedLayer):
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self._enter(self.weight)
         eps = eps_for(self.eps, x.dtype)
-        x = widened(x) if self.centred else x
-        with left_alone(x):
+        x = to_norm_dtype(x) if self.centred else x
+        with without_autocast(x):
             if not self.centred:
                 return kernels.rms_norm(x, weight, eps)
             bias = None if self.bias is None else self._enter(self.bias)

@@ -93,7 +93,7 @@ def split_dims(plan: MatmulPlan, mesh: Mesh, operand: Operand) -> set[str]:
     return {dim for dim, axis in plan.extras(operand) if mesh.size(axis) > 1}
 
 
-def brick(plan: MatmulPlan, mesh: Mesh, x: Sequence[int], n: int) -> dict[str, int]:
+def brick_sizes(plan: MatmulPlan, mesh: Mesh, x: Sequence[int], n: int) -> dict[str, int]:
     """Return the elements of m, k and n that this rank multiplies, from the shape of ``x [m, k]`` and the n of w at rest."""
 
     def times(operand: Operand, dim: str) -> int:

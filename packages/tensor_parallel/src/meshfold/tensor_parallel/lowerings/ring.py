@@ -30,7 +30,7 @@ from meshfold.tensor_parallel.cost import Cost, CostBuilder
 from meshfold.tensor_parallel.lowerings.common import (
     INPUTS,
     Sum,
-    brick,
+    brick_sizes,
     factors,
     split_axes,
     split_dims,
@@ -62,7 +62,7 @@ class Ring:
     def forward(
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        product = _Product(plan, mesh, "y", brick(plan, mesh, x.shape, w.shape[0]), arrived=frozenset())
+        product = _Product(plan, mesh, "y", brick_sizes(plan, mesh, x.shape, w.shape[0]), arrived=frozenset())
         coming = product.start({"x": x, "w": w}, {})
         y, whole = product.run(coming, keep)
         return y.wait(), whole["x"] if "x" in keep else None, whole["w"] if "w" in keep else None
@@ -79,7 +79,7 @@ class Ring:
         kept: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
         want_dx, want_dw = wants
-        sizes = brick(plan, mesh, x.shape, w.shape[0])
+        sizes = brick_sizes(plan, mesh, x.shape, w.shape[0])
         both: dict[Operand, Tensor | None] = {"x": kept[0], "w": kept[1]}
         whole: _Whole = {operand: tensor for operand, tensor in both.items() if tensor is not None}
         shards: _Whole = {"x": x, "w": w, "y": dy}

@@ -7,6 +7,7 @@ one part of the shorter, the pipeline's filling; the rest adds up. Only the orde
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from meshfold.mesh import LayoutError, Mesh, did_you_mean
 from meshfold.mesh.recording import Kind
 from meshfold.tensor_parallel.cost import Cost, CostEntry
-from meshfold.tensor_parallel.lowerings.common import Lowering, brick
+from meshfold.tensor_parallel.lowerings.common import Lowering, brick_sizes
 from meshfold.tensor_parallel.lowerings.gather import Gather
 from meshfold.tensor_parallel.lowerings.ring import Ring
 from meshfold.tensor_parallel.lowerings.summa import Summa
@@ -213,7 +214,7 @@ def _known(
 ) -> str:
     """Return the choice for local blocks: ``x`` is the shape of x, ``n`` the rows of w. Layers ask at every call."""
     found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
-    local = brick(found, mesh, x, n)
+    local = brick_sizes(found, mesh, x, n)
     return choose(
         found, {dim: size * mesh.size(*found.compute[dim]) for dim, size in local.items()}, mesh, itemsize
     )
@@ -276,3 +277,17 @@ def matmul_cost(
     plan.check_sizes(sizes, mesh)
     found = find_lowering(lowering, plan)
     return found.cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+
+
+def _cost(self: MatmulPlan, *args: Any, **kwargs: Any) -> Cost:
+    """Return ``matmul_cost(plan, ...)``: the method of version 0.1, for one minor version."""
+    warnings.warn(
+        "MatmulPlan.cost(...) is now a function: write matmul_cost(plan, ...)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return matmul_cost(self, *args, **kwargs)
+
+
+# Not in the class: a plan does not import how it is carried out.
+MatmulPlan.cost = _cost  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@
 >>> draw_matmul(plan(x="m:t k", w="k n:t", y="m n:t"), Mesh(dict(t=4))) # doctest: +SKIP
 
 A function returns a matplotlib Figure: a notebook shows it, ``savefig`` writes it. Where a rank's block lies is
-:func:`held`, which asks :class:`meshfold.mesh.Placement`; the rest is paint.
+:func:`rank_block`, which asks :class:`meshfold.mesh.Placement`; the rest is paint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Box:
     width: Fraction
 
 
-def held(layout: Layout, mesh: Mesh, rank: int) -> Box:
+def rank_block(layout: Layout, mesh: Mesh, rank: int) -> Box:
     """Return the part of a tensor of this layout that a rank holds; the layout has two dims, rows first."""
     counts = tuple(mesh.size(*axes) for axes in layout.values())
     place = Placement(shape=counts, axes=tuple(layout.values()))
@@ -64,11 +64,11 @@ def holders(layout: Layout, mesh: Mesh) -> dict[Box, tuple[int, ...]]:
     """Return every block of a tensor of this layout, row by row, with the ranks that hold it."""
     found: dict[Box, list[int]] = {}
     for rank in range(mesh.world_size):
-        found.setdefault(held(layout, mesh, rank), []).append(rank)
+        found.setdefault(rank_block(layout, mesh, rank), []).append(rank)
     return {box: tuple(found[box]) for box in sorted(found)}
 
 
-def working(plan: MatmulPlan, operand: str) -> Layout:
+def matmul_layout(plan: MatmulPlan, operand: str) -> Layout:
     """Return the layout in which ranks multiply: x and w gathered, y as partial sums before it leaves."""
     at_rest: Layout = getattr(plan, operand)
     return Layout({dim: plan.compute[dim] for dim in at_rest})
@@ -89,7 +89,7 @@ def draw_mesh(mesh: Mesh, *axes: str | Sequence[str]) -> Figure:
         raise LayoutError("a mesh without axes is one rank: there is nothing to draw")
     for group in chosen:
         mesh.require(*group, what="draw_mesh")
-    figure: Figure = _paint("mesh").mesh_figure(mesh, chosen)
+    figure: Figure = _painters().mesh_figure(mesh, chosen)
     return figure
 
 
@@ -108,7 +108,7 @@ def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
     _check(mesh, rank)
     for layout in (plan.x, plan.w, plan.y):
         mesh.require(*layout.axes, what=f"the layout {str(layout)!r}")
-    figure: Figure = _paint("matmul").matmul_figure([("", plan)], mesh, rank)
+    figure: Figure = _painters().matmul_figure([("", plan)], mesh, rank)
     return figure
 
 
@@ -134,7 +134,7 @@ def draw_mode(
     if unknown or not matmuls:
         raise LayoutError(f"matmuls={tuple(matmuls)!r}: draw some of {', '.join(found.plans)}")
     chosen = [(_WEIGHTS[name], found.plans[name]) for name in matmuls]
-    figure: Figure = _paint("matmul").matmul_figure(
+    figure: Figure = _painters().matmul_figure(
         chosen, mesh, rank, title=f"mode {found.name} on {_sizes(mesh)}"
     )
     return figure
@@ -153,8 +153,8 @@ def _check(mesh: Mesh, rank: int = 0) -> None:
         raise MeshfoldError(f"rank {rank} is not in {mesh}: use 0 to {mesh.world_size - 1}")
 
 
-def _paint(what: str) -> ModuleType:
-    """Import a module that paints: matplotlib is imported when it is needed."""
+def _painters() -> ModuleType:
+    """Import the module that paints: matplotlib is imported when it is needed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeshfoldError("pictures need matplotlib: pip install meshfold-tensor-parallel[plot]")
-    return importlib.import_module(f"meshfold.tensor_parallel.plot.{what}_figure")
+    return importlib.import_module("meshfold.tensor_parallel.plot.painters")

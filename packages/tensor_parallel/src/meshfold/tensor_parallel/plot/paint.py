@@ -57,7 +57,7 @@ def new_figure(size: Point) -> Picture:
     return figure
 
 
-def lies(box: Box, corner: Point) -> tuple[float, float, float, float]:
+def rectangle_of(box: Box, corner: Point) -> tuple[float, float, float, float]:
     """Return left, top, width and height of a box in a unit square at a corner."""
     return corner[0] + float(box.left), corner[1] + float(box.top), float(box.width), float(box.height)
 

@@ -1,10 +1,11 @@
-"""Attention with other tokens than the stream, in 3D and where tokens are split within sequences.
+"""Gathers of an input that several linear layers read: queries, keys and values; gate and up.
 
-Attention's code reads batch and length from its input. So the input is gathered in front of the module, once for all of its
-linear layers, and gets the batch and length of their outputs.
+:class:`SharedInput` gathers once for layers that are given the same tensor.
 
-Code that takes its width from its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a stand-in as wide as
-this rank's heads, with a shape and no values; its linear layers read the gathered input.
+:class:`Region` is for attention that has other tokens than the stream, in 3D and where tokens are split within sequences. Its
+code reads batch and length from its input. So the input is gathered in front of the module, and gets the batch and length of
+its layers' outputs. Code that takes its width from its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a
+stand-in as wide as this rank's heads, with a shape and no values; its linear layers read the gathered input.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 
 from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import set_tracked_layout, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
-from meshfold.tensor_parallel.layers.autocast import lowered
-from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
+from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter, to_autocast_dtype
 from meshfold.tensor_parallel.layers.linear import Linear, flattened, fold, unfolded
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 
@@ -67,7 +68,7 @@ class Region(StreamAdapter):
         """
         if self.boundary is None:
             self._check_order(x)
-        whole = self._gather_input(lowered(x.reshape(-1, x.shape[-1])))
+        whole = self._gather_input(to_autocast_dtype(x.reshape(-1, x.shape[-1])))
         if self.boundary is None:
             lead = lead_shape(x.shape[:-1], whole.shape[0])
         else:
@@ -141,3 +142,50 @@ def _for_rows(value: Any, rows: int) -> Any:
     if isinstance(value, Tensor) and value.dim() == 4 and value.shape[0] not in (1, rows):
         return value[:1]
     return value
+
+
+class SharedInput(OnMesh):
+    """Gather that runs when the first layer is given a tensor; the others that are given it get the same result.
+
+    Its gradient leaves once, for all of them. Nothing is kept once each layer has been called.
+    """
+
+    _seen: Tensor | None
+    _whole: Tensor | None
+    _version: int
+
+    def __init__(self, columns: list[Linear]) -> None:
+        """Args:
+        columns: layers of one plan, children of one module.
+        """
+        first = columns[0]
+        self.mesh = first.mesh
+        self._gather, self._readers = bind_enter_operand(first.plan, first.mesh, "x"), len(columns)
+        self._forget()
+        for linear in columns:
+            linear.use_entered_input(self._enter)
+
+    def around(self, module: nn.Module) -> None:
+        """Forget the last input before each forward of the module; that one may have been broken off."""
+        # Not a hook behind the module: torch.compile guards on the number of such a hook, another in every block.
+        module.register_forward_pre_hook(self._before)
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Size]:
+        """Gather ``.. k`` of the residual layout to ``m k``."""
+        x = to_autocast_dtype(x)
+        version = 0 if torch.compiler.is_compiling() else x._version  # of a tensor that was changed in place
+        whole = self._whole
+        if whole is None or x is not self._seen or version != self._version:
+            whole = self._gather(x.reshape(-1, x.shape[-1]))
+            self._seen, self._version, self._whole = x, version, whole
+        self._calls += 1
+        if self._calls == self._readers:
+            self._forget()
+        return whole, x.shape[:-1]
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen = self._whole = None
+        self._version = self._calls = 0

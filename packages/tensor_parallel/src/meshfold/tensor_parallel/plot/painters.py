@@ -1,4 +1,4 @@
-"""Picture of a sharded matmul: the cube of multiplications, and the blocks of x, w and y round it.
+"""Pictures of a mesh, ranks as discs in a grid, and of a sharded matmul: its cube with the blocks of x, w and y round it.
 
 Every rank has its colour. A tensor is a square, cut into its blocks; a disc with a number is a rank that holds the
 block. x stands left of y and w above it, so that rows and columns that belong together are in line.
@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
 
 from meshfold.mesh import Layout, Mesh
 from meshfold.tensor_parallel.plan import MatmulPlan
-from meshfold.tensor_parallel.plot.figures import Box, held, holders, working
+from meshfold.tensor_parallel.plot.figures import Box, holders, matmul_layout, rank_block
 from meshfold.tensor_parallel.plot.paint import (
     FAINT,
     INK,
     MONO,
     PAPER,
+    Color,
     Point,
     arrow,
     color,
     disc,
-    lies,
     mix,
     moved,
     new_figure,
+    rectangle_of,
     spread,
     tint,
 )
@@ -73,7 +74,7 @@ def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: 
     canvas.text(near, -0.19, "who multiplies what", fontsize=8, ha="left", va="bottom", color=FAINT)
     for operand, corner in corners.items():
         layout: Layout = getattr(plan, operand)
-        _paint_tensor(canvas, f"{name}-{operand}", layout, working(plan, operand), mesh, rank, corner)
+        _paint_tensor(canvas, f"{name}-{operand}", layout, matmul_layout(plan, operand), mesh, rank, corner)
         note = {"x": "", "w": words, "y": ""}[operand]
         x, y = corner
         canvas.text(x, y - 0.05, operand, fontsize=12, weight="bold", ha="left", va="bottom", color=INK)
@@ -82,7 +83,9 @@ def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: 
         )
         if note:
             canvas.text(x, y - 0.19, note, fontsize=8, ha="left", va="bottom", color=FAINT)
-        _paint_moves(canvas, plan, operand, corner, held(working(plan, operand), mesh, rank), mesh)
+        _paint_moves(
+            canvas, plan, operand, corner, rank_block(matmul_layout(plan, operand), mesh, rank), mesh
+        )
 
 
 def _paint_tensor(
@@ -96,7 +99,7 @@ def _paint_tensor(
     small = min(float(min(box.height, box.width)) for box in blocks)
     gap = min(0.012, small * 0.06)
     for box, ranks in blocks.items():
-        x, y, width, height = lies(box, corner)
+        x, y, width, height = rectangle_of(box, corner)
         alone = len(ranks) == 1
         fill = tint(color(ranks[0], mesh.world_size), 0.72) if alone else to_rgb(PAPER)
         canvas.add_patch(
@@ -114,7 +117,7 @@ def _paint_tensor(
             (centre, radius) = at
             disc(canvas, centre, radius, holder, color(holder, mesh.world_size), f"{name}-{holder}")
     shade = mix(color(rank, mesh.world_size), (0.0, 0.0, 0.0), 0.45)
-    x, y, width, height = lies(held(work, mesh, rank), corner)
+    x, y, width, height = rectangle_of(rank_block(work, mesh, rank), corner)
     canvas.add_patch(
         Rectangle(
             (x, y),
@@ -139,7 +142,7 @@ def _paint_tensor(
             zorder=5,
         )
     )
-    x, y, width, height = lies(held(layout, mesh, rank), corner)
+    x, y, width, height = rectangle_of(rank_block(layout, mesh, rank), corner)
     canvas.add_patch(
         Rectangle((x, y), width, height, facecolor="none", edgecolor=shade, linewidth=2.6, zorder=6)
     )
@@ -148,7 +151,7 @@ def _paint_tensor(
 def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, work: Box, mesh: Mesh) -> None:
     """Draw arrows beside a tensor: forward's gathers and scatters along its dims; below y the sum."""
     down, across = (dim for dim in getattr(plan, operand))
-    x, y, width, height = lies(work, corner)
+    x, y, width, height = rectangle_of(work, corner)
     name = "reduce_scatter" if operand == "y" else "all_gather"
     for dim in (down, across):
         axes = [axis for d, axis in plan.extras(operand) if d == dim and mesh.size(axis) > 1]  # type: ignore[arg-type]
@@ -271,3 +274,78 @@ def _far_to_near(m: int, k: int, n: int) -> Iterator[tuple[int, int, int]]:
 
 def _number_size(blocks: tuple[int, int, int]) -> float:
     return max(3.5, 10 - 1.1 * max(blocks))
+
+
+def mesh_figure(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> Figure:
+    """Draw a mesh, see :func:`meshfold.tensor_parallel.plot.figures.draw_mesh`."""
+    places = _places(mesh)
+    width = max(x for x, _ in places.values()) + 1.0
+    height = max(y for _, y in places.values()) + 1.0
+    columns = max(1, min(len(axes), int(19 // (width + 1.1))))
+    rows = math.ceil(len(axes) / columns)
+    inch = 0.62
+    figure = new_figure((columns * (width + 1.1) * inch, rows * (height + 1.5) * inch))
+    for number, chosen in enumerate(axes):
+        canvas = figure.add_axes(
+            (number % columns / columns, 1 - (number // columns + 1) / rows, 1 / columns, 1 / rows)
+        )
+        canvas.set(xlim=(-1.05, width + 0.05), ylim=(height + 0.1, -1.4), aspect="equal")
+        canvas.set_axis_off()
+        _paint_mesh(canvas, mesh, chosen, places)
+    return figure
+
+
+def _paint_mesh(canvas: Axes, mesh: Mesh, chosen: tuple[str, ...], places: dict[int, Point]) -> None:
+    groups = mesh.groups(*chosen)
+    for number, ranks in enumerate(groups):
+        shade = color(number, len(groups))
+        for before, after in pairwise(ranks):
+            _link(canvas, places[before], places[after], shade)
+        for rank in ranks:
+            disc(canvas, places[rank], 0.33, rank, shade, f"{'-'.join(chosen)}-{rank}")
+    names = mesh.names
+    left = min(x for x, _ in places.values())
+    if len(names) > 1:
+        for row in range(mesh.axes[names[-2]]):
+            y = places[row * mesh.axes[names[-1]]][1]
+            canvas.text(
+                left - 0.55, y, f"{names[-2]} {row}", ha="right", va="center", fontsize=7, color=FAINT
+            )
+    for column in range(mesh.axes[names[-1]] if names else 0):
+        x, y = places[column]
+        canvas.text(x, y - 0.52, f"{names[-1]} {column}", ha="center", va="bottom", fontsize=7, color=FAINT)
+    across = mesh.size(*names[-2:])
+    if len(names) > 2:
+        for block in range(mesh.world_size // across):
+            at = mesh.coordinates(block * across)
+            words = "  ".join(f"{name} {at[name]}" for name in names[:-2])
+            x, y = places[block * across]
+            canvas.text(x - 0.4, y - 0.95, words, ha="left", va="bottom", fontsize=8, color=INK)
+    label = ", ".join(f'"{axis}"' for axis in chosen)
+    canvas.text(
+        left - 0.4, -1.3, f"mesh.groups({label})", ha="left", va="top", fontsize=9, family=MONO, color=INK
+    )
+
+
+def _places(mesh: Mesh) -> dict[int, Point]:
+    """Return the position of each rank: the last axis to the right, the one before it down, blocks of these side by side."""
+    names = mesh.names
+    columns = mesh.axes[names[-1]] if names else 1
+    rows = mesh.axes[names[-2]] if len(names) > 1 else 1
+    found = {}
+    for rank in range(mesh.world_size):
+        block, rest = divmod(rank, rows * columns)
+        row, column = divmod(rest, columns)
+        found[rank] = (0.5 + column + block * (columns + 0.9), 0.5 + row)
+    return found
+
+
+def _link(canvas: Axes, a: Point, b: Point, shade: Color) -> None:
+    """Draw a band between neighbours, a thin arc between ranks that stand apart."""
+    near = math.dist(a, b) < 1.5
+    curve, width = ("arc3,rad=0", 5.0) if near else ("arc3,rad=0.25", 1.3)
+    canvas.add_patch(
+        FancyArrowPatch(
+            a, b, arrowstyle="-", connectionstyle=curve, linewidth=width, color=tint(shade, 0.5), zorder=1
+        )
+    )
