@@ -38,6 +38,7 @@ MOVED = {
     "meshfold.engine.data": "meshfold.data",
     "meshfold.engine.hugging_face": "meshfold.huggingface",
     "meshfold.engine.lightning": "meshfold.lightning",
+    "meshfold.engine.nodes": "meshfold.engine.world.world",
     "meshfold.engine.models": "meshfold.models",
     "meshfold.engine.planning": "meshfold.planner",
     "meshfold.engine.training": "meshfold.train",

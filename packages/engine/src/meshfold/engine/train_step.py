@@ -15,8 +15,7 @@ from meshfold.engine.assembly.build import Built
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.forward import check_loss
-from meshfold.engine.long_runs.nonfinite import MicroStep, NonFiniteGuard
-from meshfold.engine.long_runs.provenance import Finding, NonFiniteSearch
+from meshfold.engine.long_runs.nonfinite import Finding, MicroStep, NonFiniteGuard, NonFiniteSearch
 from meshfold.engine.metrics import StepMetrics, StepValues
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.model.randomness import randomness

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from meshfold.engine.batches import own_loss
 from meshfold.engine.clipping import Clipping
-from meshfold.engine.long_runs import supervision
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
 from meshfold.engine.optimizers.optimizers import Factory, optimizer_factory
 from meshfold.engine.precision.precision import Precision
-from meshfold.engine.world.world import has_zero
+from meshfold.engine.world.world import check_watchdog, has_zero
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import argument_checks as settings
 
@@ -82,7 +81,7 @@ class Arguments:
             raise SpecError(
                 "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
             )
-        limit_s, compare = supervision.check(watchdog, check_collectives)
+        limit_s, compare = check_watchdog(watchdog, check_collectives)
         return cls(
             precision=checked_precision,
             make_optimizer=make_optimizer,

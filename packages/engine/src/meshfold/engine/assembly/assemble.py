@@ -20,8 +20,7 @@ from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSour
 from meshfold.engine.optimizers.optimizers import of_any_stage
 from meshfold.engine.precision.precision import Masters, Precision, cast_rest, other_dtypes
 from meshfold.engine.states.replicated import PlainStates, States
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import World
+from meshfold.engine.world.world import World, fail_together
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.initialization import (
     ParameterInit,

@@ -14,7 +14,6 @@ from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.assemble import Assembled, assemble, make_states
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
-from meshfold.engine.long_runs import supervision
 from meshfold.engine.model import recompute as recomputation
 from meshfold.engine.model.as_given import AsGiven
 from meshfold.engine.model.ownership import check_free, claim
@@ -26,7 +25,7 @@ from meshfold.engine.optimizers.step_guard import StepGuard
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States
-from meshfold.engine.world.world import World, join_world
+from meshfold.engine.world.world import World, join_world, watch_over
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 
@@ -89,7 +88,7 @@ def build(
 
     # The running processes, as a mesh.
     world = join_world(parallel, device, limit_s=asked.watchdog)
-    opened.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
+    opened.callback(watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
     recompute = recomputation.check_recompute(recompute, world.spec)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from meshfold.checkpoint import CheckpointError, InUseError
 from meshfold.checkpoint.folder import error_of, hold_lock, lock_path, remove_unfinished, with_advice
 from meshfold.checkpoint.staging import BackgroundCopies
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import World
+from meshfold.engine.world.world import World, fail_together
 
 HEAD_START_S = 0.01
 """How long the thread leaves the interpreter to the training, unless somebody waits for it. A GPU has nothing to do when ``save``

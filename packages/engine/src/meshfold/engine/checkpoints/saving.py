@@ -41,8 +41,7 @@ from meshfold.engine.checkpoints.checkpoint import begin_together
 from meshfold.engine.checkpoints.file_plan import FilePlan
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.engine.states.replicated import Sources
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import World
+from meshfold.engine.world.world import World, fail_together
 from meshfold.mesh import all_reduce
 from meshfold.mesh.processes import ended_ranks as ended_ranks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import PIPE, World, join_world, require_runnable
+from meshfold.engine.world.world import PIPE, World, crossing, fail_together, join_world, require_runnable
 
-__all__ = ["PIPE", "World", "fail_together", "join_world", "require_runnable"]
+__all__ = ["PIPE", "World", "crossing", "fail_together", "join_world", "require_runnable"]

@@ -1,19 +1,29 @@
-"""The checked spec, the mesh over the running processes, and this rank's device."""
+"""Ranks of an engine: the checked spec, the mesh over the running processes, this rank's device, errors that all ranks raise,
+and the watchdog over their collectives."""
 
 from __future__ import annotations
 
 import atexit
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 
-from meshfold.engine.nodes import warn_of_crossing
-from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError
-from meshfold.mesh.processes import DEFAULT_TIMEOUT, Environment, Process, running_world, start
-from meshfold.mesh.watchdog import watchdog_limit
+from meshfold.checkpoint import CheckpointError
+from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError, all_reduce, broadcast
+from meshfold.mesh.processes import (
+    DEFAULT_TIMEOUT,
+    Environment,
+    Process,
+    running_world,
+    start,
+    watchdog_settings,
+)
+from meshfold.mesh.spec import join_choices
+from meshfold.mesh.watchdog import Watch, watch, watchdog_limit
 
 PIPE = "pipe"
 """The axis of a pipeline's stages"""
@@ -200,3 +210,96 @@ def require_runnable(spec: ParallelSpec) -> None:
         SpecError: that names the distribution which is not installed.
     """
     spec.require_installed()
+
+
+_LONGEST = 1000  # bytes of an error's message
+
+
+def fail_together(world: World, error: Exception | None, what: str, *, name_rank: bool = True) -> None:
+    """Raise on every rank what failed on any: else the others would wait for it for ever.
+
+    All ranks must call, which makes it a barrier too.
+
+    Args:
+        world: the ranks.
+        error: what failed on this one; None for nothing.
+        what: could not be done, for the message.
+        name_rank: say which rank it was.
+
+    Raises:
+        CheckpointError: the same on all ranks, with the message of the first that failed.
+    """
+    size, rank = world.mesh.world_size, world.mesh.rank
+    if size == 1:  # without the device, which may be busy
+        if error is not None:
+            raise CheckpointError(f"{what}: {error}") from error
+        return
+    worst = torch.tensor(0 if error is None else size - rank, device=world.device)
+    failed = size - int(all_reduce(worst, world.everyone, "max"))
+    if failed == size:
+        return
+    text = torch.zeros(_LONGEST, dtype=torch.uint8, device=world.device)
+    if failed == rank:
+        said = list(str(error or "").encode()[:_LONGEST])
+        text[: len(said)] = torch.tensor(said, dtype=torch.uint8)
+    text = broadcast(text, world.everyone, failed)
+    message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+    raise CheckpointError(f"{what}: {f'rank {failed}: ' if name_rank else ''}{message}") from error
+
+
+def agree(world: World, number: int) -> int:
+    """Return the greatest number that a rank gives; all ranks must call."""
+    if world.mesh.world_size == 1:
+        return number
+    return int(all_reduce(torch.tensor(number, device=world.device), world.everyone, "max"))
+
+
+def crossing(mesh: Mesh, axes: Sequence[str], ranks_per_node: int) -> list[str]:
+    """Return the axes along which some group has ranks of several nodes, if nodes have so many consecutive ranks."""
+    return [
+        axis
+        for axis in axes
+        if any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in mesh.groups(axis))
+    ]
+
+
+def warn_of_crossing(mesh: Mesh, axes: Sequence[str], here: Environment) -> None:
+    """Warn on rank 0 of tensor axes that leave their node, which communicate in every layer."""
+    several = 1 < here.world_size == mesh.world_size and here.local_world_size < here.world_size
+    if not several or here.rank != 0:
+        return
+    outside = crossing(mesh, axes, here.local_world_size)
+    if outside:
+        sys.stderr.write(
+            f"warning: a node has {here.local_world_size} ranks, and the tensor axes {join_choices(outside, last='and')} go from "
+            "node to node: they communicate in every layer, at the speed of the network. Make their product divide "
+            f"{here.local_world_size}, and let data or pipeline span the nodes\n"
+        )
+
+
+def check_watchdog(watchdog: object, check_collectives: object) -> tuple[float | None, bool]:
+    """Return the checked arguments ``watchdog`` and ``check_collectives``; None leaves the limit to the environment.
+
+    Raises:
+        SpecError: for a limit that is no number from 0 up, or a switch that is no bool.
+    """
+    if watchdog is not None and (
+        isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or not 0 <= watchdog < math.inf
+    ):
+        raise SpecError(
+            f"watchdog={watchdog!r}: seconds after which a collective that does not finish ends the job, such as 600; "
+            "0 for no watchdog"
+        )
+    if check_collectives is not None and not isinstance(check_collectives, bool):
+        raise SpecError(
+            f"check_collectives={check_collectives!r}: True to compare calls between ranks, or False"
+        )
+    return (None if watchdog is None else float(watchdog)), bool(check_collectives)
+
+
+def watch_over(world: World, watchdog: float | None, compare: bool) -> Watch:
+    """Start the watchdog over this process's collectives; all ranks must call. A single rank is not watched."""
+    if world.mesh.world_size == 1:
+        return Watch(None)
+    _, also = watchdog_settings()
+    return watch(watchdog_limit(watchdog), compare=compare or also)
