@@ -26,10 +26,8 @@ from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.local_shards import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world.world import PIPE, World
-from meshfold.engine.zero.allocator import grow_segments
-from meshfold.engine.zero.homes import Sizes, first_homes, gradient_dtype
-from meshfold.engine.zero.plan import regime_of
-from meshfold.engine.zero.process_memory import ranks_per_host
+from meshfold.engine.zero.memory import grow_segments, ranks_per_host
+from meshfold.engine.zero.plan import Sizes, first_homes, gradient_dtype, regime_of
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import Mesh, SpecError
