@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import build
-from meshfold.engine.batches.cut import shard_batch
 from meshfold.engine.batches.loader import DataPositions, ShardedLoader
+from meshfold.engine.batches.sharding import shard_batch
 from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.integrations import integration

@@ -12,20 +12,20 @@ from torch import Tensor
 from meshfold.engine.accumulation import Accumulation
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import Built
+from meshfold.engine.batches.sharding import randomness
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.forward import check_loss
 from meshfold.engine.long_runs.nonfinite import Finding, MicroStep, NonFiniteGuard, NonFiniteSearch
 from meshfold.engine.metrics import StepMetrics, StepValues
 from meshfold.engine.model.pipelined_model import PipelinedModel
-from meshfold.engine.model.randomness import randomness
 from meshfold.engine.precision.precision import LossScaler
 from meshfold.mesh import all_reduce
 from meshfold.mesh.recording import at_step
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
-    from meshfold.engine.batches.shares import Shares
+    from meshfold.engine.batches.sharding import Shares
     from meshfold.zero_gemini import BackwardRole
 
 

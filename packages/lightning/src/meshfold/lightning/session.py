@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfold.engine.assembly import assemble, has_dropout
-from meshfold.engine.batches import Batch, Shares
+from meshfold.engine.batches import Batch, Shares, randomness
 from meshfold.engine.checkpoints import ModelState
-from meshfold.engine.model import callable_parts, randomness, roots_of
+from meshfold.engine.model import callable_parts, roots_of
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.world import World

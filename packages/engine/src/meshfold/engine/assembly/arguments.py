@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.batches import own_loss
+from meshfold.engine.batches.loss import check_loss_fn
 from meshfold.engine.clipping import Clipping
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
 from meshfold.engine.optimizers.optimizers import Factory, optimizer_factory
@@ -76,7 +76,7 @@ class Arguments:
         mode = check_mode(nonfinite)
         accumulation = settings.count("gradient_accumulation", gradient_accumulation)
         checked_seed = settings.count("seed", seed, least=0)
-        own_loss.check(loss_fn)
+        check_loss_fn(loss_fn)
         if lr_scheduler is not None and make_optimizer is None:
             raise SpecError(
                 "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
-from meshfold.engine.batches.own_loss import leave_out_targets
+from meshfold.engine.batches.loss import LossCalls, is_compiled, leave_out_targets
 from meshfold.engine.batches.shown import called
 from meshfold.engine.model.in_place import note_in_place
 from meshfold.engine.precision.precision import Precision
