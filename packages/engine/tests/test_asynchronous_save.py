@@ -19,7 +19,7 @@ from meshfold.checkpoint.shards import rectangles
 from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import background_save, saving
+from meshfold.engine.checkpoints import saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.mesh.processes import process_group
@@ -205,7 +205,7 @@ def test_under_zero_a_save_is_of_its_call_however_late_it_looks(
     place: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread begins when the next backward is over, in which steps may be made on trial; ``save`` looked at no tensor."""
-    monkeypatch.setattr(background_save, "HEAD_START_S", 60.0)
+    monkeypatch.setattr(saving, "HEAD_START_S", 60.0)
     zero = dict(stage=stage, placement="cuda" if place == "cuda" else "cpu")
     with engine_of("gpt", dict(zero=zero), precision="bf16", clip_grad_norm=1e3) as engine:
         gemini = engine.states.gemini  # type: ignore[attr-defined]

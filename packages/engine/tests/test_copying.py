@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint.staging import BackgroundCopies, CopyPair, HostCopyQueue, host_copies
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import background_save, saving
-from meshfold.engine.checkpoints.background_save import BackgroundSave
+from meshfold.engine.checkpoints import saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
+from meshfold.engine.checkpoints.saving import BackgroundSave
 from meshfold.models import GPT, GPTConfig
 
 
@@ -293,7 +293,7 @@ def test_a_save_is_of_the_moment_of_its_call_though_its_thread_begins_later(
     engine.save(tmp_path / "first")
     engine.train_step(torch.eye(2))
     engine.save(tmp_path / "at once")
-    monkeypatch.setattr(background_save, "HEAD_START_S", 30.0)
+    monkeypatch.setattr(saving, "HEAD_START_S", 30.0)
     made: list[str] = []
     original = RankFile.lay_out
 

@@ -23,10 +23,10 @@ from meshfold.checkpoint.staging import (
     pauses,
 )
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import file_plan
-from meshfold.engine.checkpoints.background_save import BackgroundSave
+from meshfold.engine.checkpoints import rank_file
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.file_plan import FilePlan
+from meshfold.engine.checkpoints.rank_file import FilePlan
+from meshfold.engine.checkpoints.saving import BackgroundSave
 from meshfold.engine.states.replicated import Source
 from meshfold.models import GPT, GPTConfig
 
@@ -37,11 +37,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FilePlan]:
     found: list[FilePlan] = []
 
     class Noted(FilePlan):
-        def __init__(self, tensors: file_plan.Tensors) -> None:
+        def __init__(self, tensors: rank_file.Tensors) -> None:
             super().__init__(tensors)
             found.append(self)
 
-    monkeypatch.setattr(file_plan, "FilePlan", Noted)
+    monkeypatch.setattr(rank_file, "FilePlan", Noted)
     return found
 
 

@@ -13,8 +13,7 @@ from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, is_compiled, leave_out_targets
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
-from meshfold.engine.batches.shown import called, rows_of_tables
-from meshfold.engine.model.in_place import note_in_place
+from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision.precision import Precision
 from meshfold.engine.states.replicated import States

@@ -1,15 +1,17 @@
-"""Import paths of version 0.1: each gives the module where it is today, with a DeprecationWarning."""
+"""Import paths of version 0.1: each gives the module where it is today, with a DeprecationWarning.
+
+Imports no torch: ``meshfold --help`` must not wait for it. That is why the finder of meshfold.mesh does not serve here.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-
-from meshfold.engine.integrations import integration
 
 _CHECKPOINT = {
     "block_files": "tensors.shard_files",
@@ -86,3 +88,21 @@ def install() -> None:
         sys.meta_path.insert(
             0, _Moved()
         )  # before the parent's folder is searched: it would make a second module
+
+
+def integration(module: str) -> ModuleType:
+    """Import a module of a distribution that needs this one.
+
+    Raises:
+        ModuleNotFoundError: if it is not installed, with the line that installs it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = ".".join(module.split(".")[:2])
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise  # what is missing is something that the package needs
+        distribution = package.replace(".", "-").replace("_", "-")
+        raise ModuleNotFoundError(
+            f"{package} is not installed: pip install {distribution}", name=error.name
+        ) from error

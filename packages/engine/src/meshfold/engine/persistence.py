@@ -22,7 +22,7 @@ from meshfold.engine.world.world import fail_together
 from meshfold.mesh import all_reduce
 
 if TYPE_CHECKING:
-    from meshfold.engine.checkpoints.background_save import BackgroundSave
+    from meshfold.engine.checkpoints.saving import BackgroundSave
     from meshfold.engine.engine import Engine
 
 

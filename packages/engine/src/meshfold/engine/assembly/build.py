@@ -15,13 +15,11 @@ from meshfold.engine.assembly.assemble import Assembled, assemble, make_states
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
 from meshfold.engine.model import recompute as recomputation
-from meshfold.engine.model.as_given import AsGiven
-from meshfold.engine.model.ownership import check_free, claim
+from meshfold.engine.model.checks import NoCopies
+from meshfold.engine.model.ownership import AsGiven, check_free, claim
 from meshfold.engine.model.pipelined_model import PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks
-from meshfold.engine.model.refusals import NoCopies
-from meshfold.engine.optimizers.optimizers import scheduler_of
-from meshfold.engine.optimizers.step_guard import StepGuard
+from meshfold.engine.optimizers.optimizers import StepGuard, scheduler_of
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States

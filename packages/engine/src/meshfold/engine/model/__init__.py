@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshfold.engine.model.as_given import AsGiven
+from meshfold.engine.model.ownership import AsGiven
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks, check_recompute, recompute_blocks
 from meshfold.engine.model.roots import callable_parts, roots_of

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, is_compiled, leave_out_targets
-from meshfold.engine.batches.shown import called
-from meshfold.engine.model.in_place import note_in_place
+from meshfold.engine.batches.shown import called, note_in_place
 from meshfold.engine.precision.precision import Precision
 from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing

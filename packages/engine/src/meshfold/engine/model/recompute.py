@@ -14,10 +14,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfold.engine.model.recomputed_buffers import Buffers
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.model_io import DryRun
 from meshfold.tensor_parallel.convert import recompute_contexts
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from meshfold.engine.model.pipelined_model import PipelinedModel
     from meshfold.engine.sequence.split import SplitSequence
     from meshfold.zero_gemini.profiler import LayerWatch
+
 
 WAYS = ("blocks", "auto")
 _COMPILED = "_compiled_call_impl"
@@ -139,14 +139,14 @@ class Recomputed:
 
     def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = self._contexts()
-        buffers = Buffers(self._block)
+        buffers = ChangedBuffers(self._block)
         return buffers.noted(first), _Repetition(again, buffers)
 
 
 class _Repetition:
     """Around a forward that is repeated; may be entered again, for another backward."""
 
-    def __init__(self, contexts: AbstractContextManager[Any], buffers: Buffers) -> None:
+    def __init__(self, contexts: AbstractContextManager[Any], buffers: ChangedBuffers) -> None:
         self._contexts, self._buffers = contexts, buffers
         self._stand_in = DryRun.active
         self._open: list[ExitStack] = []
@@ -275,3 +275,66 @@ def _called(module: nn.Module) -> nn.Module:
     """Return the module that torch.compile has wrapped, or the module itself."""
     found: nn.Module = getattr(module, "_orig_mod", module)
     return found
+
+
+_BufferPlace = tuple[nn.Module, str]
+
+
+class ChangedBuffers:
+    """Buffers that a block's forward changed (running statistics, counters), with the values it found.
+
+    A repetition of the forward begins with those values, and changes nothing more.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        """Args:
+        block: with them.
+        """
+        self._block = block
+        self._found: dict[_BufferPlace, Tensor] = {}
+
+    @contextmanager
+    def noted(self, around: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around the first forward, with what else is to be around it."""
+        before = {
+            place: (buffer, buffer._version, _copy_of_buffer(buffer)) for place, buffer in self._now().items()
+        }
+        try:
+            with around:
+                yield
+        finally:
+            now = self._now()
+            self._found = {
+                place: copy
+                for place, (buffer, version, copy) in before.items()
+                # Norms change their statistics without a word to autograd.
+                if now.get(place) is not buffer
+                or buffer._version != version
+                or isinstance(place[0], nn.modules.batchnorm._NormBase)
+            }
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Around a repetition: it works on copies, since what is saved for backward must not change."""
+        now = {(module, name): module._buffers[name] for module, name in self._found}
+        for (module, name), found in self._found.items():
+            module._buffers[name] = _copy_of_buffer(found)
+        try:
+            yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+    def _now(self) -> dict[_BufferPlace, Tensor]:
+        return {
+            (module, name): buffer
+            for module in self._block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+
+def _copy_of_buffer(buffer: Tensor) -> Tensor:
+    copy = buffer.detach().clone()
+    copy.__dict__.update(buffer.__dict__)  # where it lies on the mesh
+    return copy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshfold.engine.optimizers.optimizers import OPTIMIZERS, Factory, check_optimizer_class
-from meshfold.engine.optimizers.step_guard import StepGuard
+from meshfold.engine.optimizers.optimizers import OPTIMIZERS, Factory, StepGuard, check_optimizer_class
 
 __all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class"]

@@ -1,4 +1,4 @@
-"""Optimizers by name or class. All are elementwise, so that a rank may step on its own blocks alone.
+"""Optimizers by name or class, and the guard of their steps. All are elementwise, so a rank may step on its own shards alone.
 
 ``dict(name="adamw", lr=3e-4, weight_decay=0.1, no_decay="norms_and_biases")``, or a class or function that takes a
 list of parameters and returns a ``torch.optim.Optimizer``. Weight decay goes to all parameters, as in torch, unless
@@ -8,12 +8,14 @@ list of parameters and returns a ``torch.optim.Optimizer``. Weight decay goes to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.errors import TrainingError
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
@@ -258,3 +260,40 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
             f"optimizer={value!r} makes a {type(made).__name__} of other parameters than it is called with, which are this "
             f"rank's shards: write lambda parameters: {type(made).__name__}(parameters, lr=...)"
         )
+
+
+class StepGuard:
+    """Refuses an optimizer's ``step()`` that is not its owner's, until it is closed.
+
+    Gradients wait where they are summed over the ranks, and the optimizer is given them right before it steps. Called by hand,
+    ``optimizer.step()`` would find none and do nothing, without a word.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, advice: str) -> None:
+        """Args:
+        optimizer: None for evaluation only, where nothing is guarded.
+        advice: what was wrong and what to call, after the name of the method.
+        """
+        self._advice, self._open = advice, False
+        self._handle = None if optimizer is None else optimizer.register_step_pre_hook(self._before)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context manager: inside, the owner steps."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def close(self) -> None:
+        """Let the optimizer go; may be called twice."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *called: Any) -> None:
+        """Raises:
+        TrainingError: for a step that is not the owner's.
+        """
+        if not self._open:
+            raise TrainingError(f"{type(optimizer).__name__}.step() {self._advice}")

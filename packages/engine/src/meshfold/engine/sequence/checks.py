@@ -37,7 +37,7 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
     if found := _layers(model):
         raise SpecError(f"{written}: {found}")
     if not own_loss:
-        from meshfold.engine.sequence.labels import (
+        from meshfold.engine.sequence.incoming import (
             Labels,
         )  # brings meshfold.sequence, which may not be installed
 

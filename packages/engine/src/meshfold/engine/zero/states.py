@@ -18,12 +18,12 @@ from meshfold.checkpoint.shards import (
     shards_of_flat_run,
     shards_of_replicated,
 )
+from meshfold.engine.model.checks import refuse_empty
 from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
-from meshfold.engine.model.refusals import refuse_empty
 from meshfold.engine.optimizers.optimizers import Factory
 from meshfold.engine.precision.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
-from meshfold.engine.states.local_shards import put
+from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world.world import PIPE, World
 from meshfold.engine.zero.memory import grow_segments, ranks_per_host
