@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.shards import rectangles
+from meshfold.checkpoint import shards
 from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
@@ -404,7 +404,7 @@ def test_the_end_of_a_process_waits_for_its_save(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rectangles, "LEAST_SPLIT_BYTES", 1)
+    monkeypatch.setattr(shards, "LEAST_SPLIT_BYTES", 1)
     path = tmp_path / "ckpt"
     run_on_ranks(2, held_up, str(path))
     shard = path / "model-blocks-00002-of-00002.safetensors"

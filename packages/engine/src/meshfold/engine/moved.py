@@ -15,23 +15,23 @@ from types import ModuleType
 
 _CHECKPOINT = {
     "block_files": "tensors.shard_files",
-    "copying": "staging.host_copies",
+    "copying": "staging",
     "extra_state": "state.extra_state",
     "folder": "folder",
-    "folder_weights": "tensors.weights",
+    "folder_weights": "tensors.file_set",
     "names": "file_names",
     "own_files": "file_names",
     "place": "folder.writing",
-    "politely": "staging.pauses",
-    "rectangles": "shards.rectangles",
-    "removing": "folder.removal",
+    "politely": "staging",
+    "rectangles": "shards",
+    "removing": "folder.replacement",
     "replacing": "folder.replacement",
     "state_file": "state.state_file",
-    "stored": "tensors.stored_tensor",
+    "stored": "tensors.shard_files",
     "tensor_file": "tensors.safetensors_file",
     "tensor_files": "tensors.file_set",
     "tensor_folder": "tensors.tensor_folder",
-    "torch_file": "files.untrusted",
+    "torch_file": "files",
 }
 
 MOVED = {
@@ -40,8 +40,8 @@ MOVED = {
     "meshfold.engine.data": "meshfold.data",
     "meshfold.engine.hugging_face": "meshfold.huggingface",
     "meshfold.engine.lightning": "meshfold.lightning",
-    "meshfold.engine.nodes": "meshfold.engine.world.world",
     "meshfold.engine.models": "meshfold.models",
+    "meshfold.engine.nodes": "meshfold.engine.world.world",
     "meshfold.engine.planning": "meshfold.planner",
     "meshfold.engine.training": "meshfold.train",
     **{

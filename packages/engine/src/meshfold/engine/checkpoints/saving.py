@@ -3,8 +3,8 @@
 1. ``Saver.start``, on all ranks: the folder is made, each rank begins files of its own, and notes which tensors it keeps.
    What may change in a forward (buffers) is copied where it is. What lives on a disk, for want of memory, is written now.
 2. In the background, on each rank, a little later (:data:`HEAD_START_S`) or when somebody waits: the rectangles that
-   it writes are found (:mod:`meshfold.checkpoint.shards.rectangles`) and copied to host memory
-   (:mod:`meshfold.checkpoint.staging.host_copies`), the copies are written, and a file is given its name when it is on the disk.
+   it writes are found (:mod:`meshfold.checkpoint.shards`) and copied to host memory
+   (:mod:`meshfold.checkpoint.staging`), the copies are written, and a file is given its name when it is on the disk.
    There is no collective in this, which could meet those of the training: ranks see each other's files in the folder that all
    can see.
 3. In the background, on rank 0: when all files are there it looks whether every element of every tensor is in one of them,
