@@ -25,7 +25,7 @@ from meshfold.checkpoint.folder import (
 )
 from meshfold.engine import CheckpointError, Engine, persistence
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.world.world import fail_together
+from meshfold.engine.world import fail_together
 from meshfold.mesh.testing import RankFailure, run_on_ranks
 from meshfold.models import build
 

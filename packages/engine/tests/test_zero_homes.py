@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
-from meshfold.engine.precision.precision import Precision
+from meshfold.engine.precision import Precision
 from meshfold.engine.zero import plan as zero_plan
 from meshfold.engine.zero.plan import Sizes, first_homes, regime_of
 from meshfold.mesh import Mesh

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.precision.precision import LossScaler
+from meshfold.engine.precision import LossScaler
 from meshfold.engine.states.replicated import States
 from meshfold.engine.states.shown_gradients import ShownGradients
 

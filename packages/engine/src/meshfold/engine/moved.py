@@ -41,7 +41,7 @@ MOVED = {
     "meshfold.engine.hugging_face": "meshfold.huggingface",
     "meshfold.engine.lightning": "meshfold.lightning",
     "meshfold.engine.models": "meshfold.models",
-    "meshfold.engine.nodes": "meshfold.engine.world.world",
+    "meshfold.engine.nodes": "meshfold.engine.world",
     "meshfold.engine.planning": "meshfold.planner",
     "meshfold.engine.training": "meshfold.train",
     **{

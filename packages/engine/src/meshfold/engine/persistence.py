@@ -18,7 +18,7 @@ from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, C
 from meshfold.engine.checkpoints.model_state import describe_model, with_plain_names
 from meshfold.engine.states.optimizer_state import check_shapes
 from meshfold.engine.states.replicated import Source, Sources
-from meshfold.engine.world.world import fail_together
+from meshfold.engine.world import fail_together
 from meshfold.mesh import all_reduce
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from meshfold.engine.errors import TrainingError
 from meshfold.engine.forward import check_loss
 from meshfold.engine.long_runs.nonfinite import Finding, MicroStep, NonFiniteGuard, NonFiniteSearch
 from meshfold.engine.model.pipelined_model import PipelinedModel
-from meshfold.engine.precision.precision import LossScaler
+from meshfold.engine.precision import LossScaler
 from meshfold.mesh import all_reduce
 from meshfold.mesh.recording import at_step
 

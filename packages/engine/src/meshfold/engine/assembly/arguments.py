@@ -12,10 +12,10 @@ from torch import Tensor
 
 from meshfold.engine.batches.loss import check_loss_fn
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
-from meshfold.engine.optimizers.optimizers import Factory, optimizer_factory
-from meshfold.engine.precision.precision import Precision
+from meshfold.engine.optimizers import Factory, optimizer_factory
+from meshfold.engine.precision import Precision
 from meshfold.engine.states.replicated import States
-from meshfold.engine.world.world import check_watchdog, has_zero
+from meshfold.engine.world import check_watchdog, has_zero
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import argument_checks as settings
 

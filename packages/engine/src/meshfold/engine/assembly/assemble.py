@@ -22,10 +22,10 @@ from meshfold.engine.model.checks import (
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.roots import split_roots
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
-from meshfold.engine.optimizers.optimizers import of_any_stage
-from meshfold.engine.precision.precision import Masters, Precision, cast_rest, other_dtypes
+from meshfold.engine.optimizers import of_any_stage
+from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
 from meshfold.engine.states.replicated import PlainStates, States
-from meshfold.engine.world.world import World, fail_together
+from meshfold.engine.world import World, fail_together
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.initialization import (
     ParameterInit,

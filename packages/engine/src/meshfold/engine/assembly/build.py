@@ -19,11 +19,11 @@ from meshfold.engine.model.checks import NoCopies
 from meshfold.engine.model.ownership import AsGiven, check_free, claim
 from meshfold.engine.model.pipelined_model import PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks
-from meshfold.engine.optimizers.optimizers import StepGuard, scheduler_of
+from meshfold.engine.optimizers import StepGuard, scheduler_of
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States
-from meshfold.engine.world.world import World, join_world, watch_over
+from meshfold.engine.world import World, join_world, watch_over
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine.batches.batch import Batch
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import SpecError, all_gather
 from meshfold.mesh.model_io import IGNORE_INDEX, targets_key
 from meshfold.mesh.random import dropout_stream, key_of

@@ -22,7 +22,7 @@ from meshfold.checkpoint.state import (
     restore_extra_state,
 )
 from meshfold.engine.states.replicated import Source, Sources, States
-from meshfold.engine.world.world import World, fail_together
+from meshfold.engine.world import World, fail_together
 from meshfold.mesh import broadcast
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import uncompiled_name

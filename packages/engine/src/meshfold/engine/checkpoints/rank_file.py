@@ -25,7 +25,7 @@ from meshfold.checkpoint.tensors import (
     shard_key,
 )
 from meshfold.engine.states.replicated import Source, Sources
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh.parameters import StoredValue
 
 

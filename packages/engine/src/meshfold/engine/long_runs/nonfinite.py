@@ -26,7 +26,7 @@ from meshfold.mesh.parameters import uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
-    from meshfold.engine.world.world import World
+    from meshfold.engine.world import World
 
 
 Mode = Literal["error", "skip", "report"]

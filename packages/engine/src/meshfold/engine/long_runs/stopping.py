@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import ParallelSpec, Pending, SpecError, all_reduce
 from meshfold.mesh.processes import STOPPED_CODE
 from meshfold.mesh.spec import format_value

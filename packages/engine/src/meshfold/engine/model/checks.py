@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.precision.precision import Precision
-from meshfold.engine.world.world import World
+from meshfold.engine.precision import Precision
+from meshfold.engine.world import World
 from meshfold.mesh import SpecError, all_reduce, metadata
 from meshfold.mesh.parameters import metadata_on, uncompiled_name
 from meshfold.mesh.spec import argument_checks as settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError
 from meshfold.mesh.spec import SequenceSpec
 from meshfold.tensor_parallel import find_mode

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshfold.engine.batches.packed import Documents
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.sequence.incoming import Forward, Incoming, Labels, next_token_losses
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
 from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import metadata
 
 _MOMENTS = {

@@ -20,11 +20,11 @@ from meshfold.checkpoint.shards import (
     shards_of_local,
     shards_of_replicated,
 )
-from meshfold.engine.optimizers.optimizers import Factory, check_sight
-from meshfold.engine.precision.precision import Masters
+from meshfold.engine.optimizers import Factory, check_sight
+from meshfold.engine.precision import Masters
 from meshfold.engine.states.data_parallel import GradientReducer
 from meshfold.engine.states.optimizer_state import OptimizerState, gather, global_shape, put
-from meshfold.engine.world.world import PIPE, World
+from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
 from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.engine.zero.memory import free_host_bytes, ranks_per_host, resident_bytes
 from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst

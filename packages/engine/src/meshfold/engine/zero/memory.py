@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import all_reduce
 from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.spec import format_bytes, parse_bytes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from meshfold.engine.precision.precision import Precision
+from meshfold.engine.precision import Precision
 from meshfold.engine.zero.memory import PROCESS_BYTES, resident_bytes
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.spec import ZeroSpec

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshfold.engine.model.recompute import RecomputedBlocks
-from meshfold.engine.world.world import PIPE, World
+from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.measured_plans import MARGIN, InFlight, MeasuredPlans, expecting_alike
 from meshfold.engine.zero.memory import Pressure, describe_shortage, limit_allocator, resident_bytes
 from meshfold.engine.zero.watching import Watcher

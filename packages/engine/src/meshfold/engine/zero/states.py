@@ -20,12 +20,12 @@ from meshfold.checkpoint.shards import (
 )
 from meshfold.engine.model.checks import refuse_empty
 from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
-from meshfold.engine.optimizers.optimizers import Factory
-from meshfold.engine.precision.precision import Precision, keeps_statistics, other_dtypes
+from meshfold.engine.optimizers import Factory
+from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
-from meshfold.engine.world.world import PIPE, World
+from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.memory import grow_segments, ranks_per_host
 from meshfold.engine.zero.plan import Sizes, first_homes, gradient_dtype, regime_of
 from meshfold.engine.zero.residency import Residency
