@@ -45,7 +45,7 @@ class Engine:
         spec: the checked spec.
         report: what tensor parallelism did to each submodule; None if the model was left whole.
         loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
-        optimizer: over the true weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
+        optimizer: over the master weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
             TrainingError. None for evaluation only.
         pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
 

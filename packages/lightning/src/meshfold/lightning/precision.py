@@ -1,7 +1,7 @@
 """Lightning's precisions as the engine carries them out.
 
 ============= ================================ ================= ==========
-precision     the model computes in            true weights      loss scale
+precision     the model computes in            master weights    loss scale
 ============= ================================ ================= ==========
 32-true       float32                          the parameters    no
 64-true       float64                          the parameters    no

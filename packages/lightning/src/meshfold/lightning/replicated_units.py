@@ -41,8 +41,8 @@ class ReplicatedUnits:
                 continue
             masters = unit.states.masters
             back: dict[Tensor, Tensor] = {masters.of(p): p for p in unit.parameters.values()}
-            for true, parameter in back.items():
-                parameter.data = true.detach()
+            for master, parameter in back.items():
+                parameter.data = master.detach()
             if unit.optimizer is not None:
                 added = [group["params"] for group in unit.optimizer.param_groups[len(unit.given) :]]
                 groups = [[by_name[name] for name in names] for names in unit.given]
@@ -64,7 +64,7 @@ class ReplicatedUnits:
         """Return a unit for each optimizer; without any, one to evaluate with.
 
         Args:
-            optimizers: of the parameters; they are stepped with on the true weights from then on.
+            optimizers: of the parameters; they are stepped with on the master weights from then on.
             given: names of the parameters in their groups.
             before: none: they were let go.
             accumulation: makes no difference here.

@@ -1,6 +1,6 @@
 """A LightningModule on the mesh: split, placed and cast once, with the optimizer units of the stage that runs.
 
-The same module may be validated, fitted, tested and fitted again; only the units are made anew, from the true weights.
+The same module may be validated, fitted, tested and fitted again; only the units are made anew, from the master weights.
 """
 
 from __future__ import annotations

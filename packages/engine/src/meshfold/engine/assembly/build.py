@@ -41,7 +41,7 @@ class Built:
         world: the running processes, as a mesh.
         part: this rank's part of the model.
         blocks: those of its blocks that backward recomputes; None if none is.
-        states: its true weights, their gradients and the optimizer's state.
+        states: its master weights, their gradients and the optimizer's state.
         step_guard: lets nobody but the engine step the optimizer.
         lr_scheduler: of the optimizer; None if none was given.
         forward: calls the model.
@@ -104,7 +104,7 @@ def build(
     if blocks is not None:
         opened.callback(blocks.close)
 
-    # Its true weights, their gradients and the optimizer's state, and what works on them.
+    # Its master weights, their gradients and the optimizer's state, and what works on them.
     schedulers: list[Any] = []
 
     def settled(optimizer: torch.optim.Optimizer | None) -> None:

@@ -29,7 +29,7 @@ from meshfold.mesh.parameters import uncompiled_name
 
 
 class ModelState:
-    """Reads and writes a sharded model tensor by tensor: true values, in whatever precision the model computes."""
+    """Reads and writes a sharded model tensor by tensor: its master weights, in whatever precision the model computes."""
 
     def __init__(self, model: nn.Module, states: States, world: World) -> None:
         self._model, self._states, self._world = model, states, world

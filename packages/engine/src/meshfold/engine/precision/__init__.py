@@ -1,7 +1,7 @@
-"""Precision: in which dtype the model computes, where the true weights are, and the dynamic loss scale of fp16.
+"""Precision: in which dtype the model computes, where the master weights are, and the dynamic loss scale of fp16.
 
 ========= ============== ======================= =============================== ==============
-precision parameters     true (master) weights   gradients over micro-steps      optimizer
+precision parameters     master weights          gradients over micro-steps      optimizer
 ========= ============== ======================= =============================== ==============
 fp32      float32        the parameters          float32                         float32
 fp64      float64        the parameters          float64                         float64
@@ -9,7 +9,7 @@ bf16      bfloat16       float32, apart          summed and reduced in float32  
 fp16      float16        float32, apart          summed and reduced in float32   float32
 ========= ============== ======================= =============================== ==============
 
-Norms with running statistics (BatchNorm, InstanceNorm) keep weight, bias and statistics in the dtype of the true weights,
+Norms with running statistics (BatchNorm, InstanceNorm) keep weight, bias and statistics in the dtype of the master weights,
 whatever their inputs are in, as apex and FSDP users know it: torch's kernels take both together, or neither, in 16 bits.
 """
 
@@ -214,7 +214,7 @@ class Masters:
                 self._high.append(master)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The tensor with the true weights: a parameter's master, anything else as it is."""
+        """Return the tensor with the master weights: a parameter's master, anything else as it is."""
         return self._of.get(tensor, tensor)
 
     @torch.no_grad()

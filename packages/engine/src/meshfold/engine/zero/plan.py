@@ -50,8 +50,8 @@ def regime_of(
     if (
         precision.name == "fp64" or moments != 2
     ):  # stepped by torch: reads all and writes all but the gradient
-        width, true = precision.dtype.itemsize, precision.master_dtype.itemsize
-        state = true * (moments + (true != width))
+        width, master = precision.dtype.itemsize, precision.master_dtype.itemsize
+        state = master * (moments + (master != width))
         step = gradient + 2 * (width + state)
         return Regime(
             name=f"{moments} moments", parameter=width, state=state, gradient=gradient, step=step, first_pass=step,
@@ -119,7 +119,7 @@ class Sizes:
         elements: of the model, on this rank's tensor block.
         ranks: that share them.
         parameter: what the model computes with.
-        state: true weights and optimizer state beside it.
+        state: master weights and optimizer state beside it.
         gradient: as it is summed.
     """
 
