@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.accumulation import Accumulation
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import Built
 from meshfold.engine.batches.sharding import randomness
@@ -22,6 +21,7 @@ from meshfold.engine.forward import check_loss
 from meshfold.engine.long_runs.nonfinite import Finding, MicroStep, NonFiniteGuard, NonFiniteSearch
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import LossScaler
+from meshfold.engine.states.accumulation import Accumulation
 from meshfold.mesh import all_reduce
 from meshfold.mesh.recording import at_step
 
@@ -61,7 +61,9 @@ class TrainStep:
         self.forward = built.forward
         self.lr_scheduler, self.steps_scheduler = built.lr_scheduler, True
         self.scaler = LossScaler(asked.precision.scale, says=built.world.mesh.rank == 0)
-        self.gradients = Accumulation(built.states, self.scaler, saver, stages=built.world.pipelined)
+        self.gradients = Accumulation(
+            built.states, self.scaler, before_change=saver.before_change, stages=built.world.pipelined
+        )
         self.clipping, self.needs_all_gradients = asked.clip, asked.looks_at_all
         self.guard = NonFiniteGuard(asked.nonfinite, says=built.world.mesh.rank == 0)
         self.accumulation, self.seed = asked.accumulation, asked.seed

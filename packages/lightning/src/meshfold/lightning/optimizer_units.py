@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshfold.engine import TrainingError
 from meshfold.engine.optimizers import StepGuard, check_optimizer_class
 from meshfold.engine.precision import LossScaler
-from meshfold.engine.states import ShownGradients, Source, States, source_like
+from meshfold.engine.states import Accumulation, Source, States, source_like
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 
@@ -79,10 +79,7 @@ class OptimizerUnit:
         self.optimizer, self.states, self.around = optimizer, states, around
         self.parameters, self.given = dict(parameters), [list(names) for names in given]
         self._watched = {p: p.requires_grad for p in watched}
-        self._begun = self._finished = False
-        self._backwards = 0
-        self._scaler: LossScaler | None = None
-        self._shown = ShownGradients(states, self.finish, self._are_there, _ADVICE)
+        self.gradients = Accumulation(states, LossScaler(None), advice=_ADVICE, shows_none=False)
         self._guard = StepGuard(optimizer, _BEHIND)
 
     @property
@@ -93,58 +90,38 @@ class OptimizerUnit:
 
     def begin(self) -> None:
         """Prepare for a forward whose backward will follow."""
-        if not self._begun and not self._finished:
-            self._begun = True
-            self._shown.hide()
-            self.states.begin(first=not self._backwards)
+        if not self.gradients.settled:
+            self.gradients.begin()
 
     @contextmanager
     def backward(self, kind: BackwardRole, scaler: LossScaler) -> Iterator[None]:
         """Context of a backward of a scaled loss, whose gradients are this unit's."""
-        if self._finished:
+        if self.gradients.settled:
             raise TrainingError(
                 "a backward after clip_gradients() and before step(): gradients are complete once they were clipped. Clip after "
                 "the last backward, or call optimizer.zero_grad() before this one"
             )
-        self.begin()
-        with self.states.backward(kind):
+        self.gradients.scaler = scaler
+        with self.gradients.taking(kind, made_by_all=False):  # it may be of another optimizer's loss
             yield
-        self._begun = False
-        self._backwards += 1
-        self._scaler = scaler
-        self._shown.show()
-
-    def _are_there(self) -> bool:
-        return bool(self._backwards)
-
-    def finish(self) -> bool:
-        """Sum and unscale the gradients, until ``forget``; return whether there are any."""
-        if self._backwards and not self._finished:
-            assert self._scaler is not None  # there was a backward
-            self._shown.hide()
-            self.states.finish(1.0 / self._scaler.scale)
-            self._finished = True
-            self._shown.cover()
-        return self._finished
 
     def clip(self, max_norm: float) -> None:
         """Clip all gradients by their norm, if there are any."""
-        if self.finish():
-            with self._shown.complete("the norm"):
+        if self.gradients.backwards:
+            with self.gradients.complete("the norm"):
                 self.states.clip(max_norm)
 
     def clip_value(self, max_value: float) -> None:
         """Clip each element of the gradients, if there are any."""
-        if self.finish():
-            with self._shown.complete("clipping the values"):
+        if self.gradients.backwards:
+            with self.gradients.complete("clipping the values"):
                 self.states.clip_value(max_value)
 
     def step(self, scaler: LossScaler, options: Mapping[str, Any]) -> None:
         """Step with complete gradients, unless they overflowed, and free them; does nothing without a backward."""
-        self._shown.check_unchanged()
-        if not self.finish() or self.optimizer is None:
+        if self.optimizer is None or not self.gradients.backwards:
             return
-        self._shown.hand_back()
+        self.gradients.finish()
         if not (scaler.moves and scaler.update(float(self.states.norm()))):
             with self._guard.opened():
                 if not options:
@@ -160,15 +137,13 @@ class OptimizerUnit:
 
     def forget(self) -> None:
         """Free the gradients."""
-        if self._backwards or self._finished:
-            self._shown.hide()
-            self.states.forget()
-        self._backwards, self._finished, self._begun = 0, False, self._begun and not self._finished
+        if self.gradients.backwards:
+            self.gradients.forget()
 
     def close(self) -> None:
         """Take the hooks off the parameters and the optimizer."""
         self._guard.close()
-        self._shown.hide()
+        self.gradients.close()
         self.states.close()
 
 

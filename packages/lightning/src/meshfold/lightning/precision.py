@@ -169,7 +169,7 @@ class MeshfoldPrecision(LightningPrecision):
         if result is None and model.automatic_optimization:
             unit.forget()  # training_step returned None: nothing is to be learnt from this batch
             return result
-        unit.finish()
+        unit.gradients.settle()
         self._after_closure(model, optimizer)
         unit.step(self.scaler, kwargs)
         return result
