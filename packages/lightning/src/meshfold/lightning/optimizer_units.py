@@ -7,7 +7,7 @@ optimizer has :class:`meshfold.engine.states.States` of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from meshfold.engine import TrainingError
 from meshfold.engine.optimizers import StepGuard, check_optimizer_class
-from meshfold.engine.precision import LossScaler
-from meshfold.engine.states import Accumulation, Source, States, source_like
+from meshfold.engine.precision import LossScaler, Masters, Precision, cast_rest, other_dtypes
+from meshfold.engine.states import Accumulation, PlainStates, Source, States, source_like
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini import BackwardRole
+
 
 _BEHIND = (
     "was called behind the strategy's back, where gradients are not summed over the ranks yet: call step() of what "
@@ -288,3 +289,79 @@ def retarget(
                 else value
                 for key, value in state.items()
             }
+
+
+class ReplicatedUnits:
+    """Makes units without ``zero``: every data rank keeps all state of the parameters. The methods are those of ``ZeroUnits``.
+
+    Attributes:
+        in_chunks: False; units can be made anew at any time.
+    """
+
+    in_chunks = False
+
+    def __init__(self, module: nn.Module, world: World, precision: Precision) -> None:
+        """Args:
+        module: assembled.
+        world: where it lies.
+        precision: of the module.
+        """
+        self._module, self._world, self._precision = module, world, precision
+
+    def release(self, units: OptimizerUnits) -> OptimizerUnits:
+        """Give parameters their master weights back and optimizers the parameters; return no units."""
+        by_name = dict(self._module.named_parameters())
+        for unit in units:
+            unit.close()
+            if not isinstance(unit.states, PlainStates):
+                continue
+            masters = unit.states.masters
+            back: dict[Tensor, Tensor] = {masters.of(p): p for p in unit.parameters.values()}
+            for master, parameter in back.items():
+                parameter.data = master.detach()
+            if unit.optimizer is not None:
+                added = [group["params"] for group in unit.optimizer.param_groups[len(unit.given) :]]
+                groups = [[by_name[name] for name in names] for names in unit.given]
+                retarget(unit.optimizer, [*groups, *added], back)
+        return OptimizerUnits([], self._world)
+
+    def stand_ins(self) -> AbstractContextManager[None]:
+        """Optimizers are made of the parameters themselves."""
+        return nullcontext()
+
+    def make(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        given: Sequence[list[list[str]]],
+        *,
+        before: Sequence[OptimizerUnit],
+        accumulation: int,
+    ) -> list[OptimizerUnit]:
+        """Return a unit for each optimizer; without any, one to evaluate with.
+
+        Args:
+            optimizers: of the parameters; they are stepped with on the master weights from then on.
+            given: names of the parameters in their groups.
+            before: none: they were let go.
+            accumulation: makes no difference here.
+        """
+        made = [self._unit(*pair) for pair in zip(optimizers, given, strict=True)]
+        made = made or [self._unit(None, [])]
+        cast_rest(self._module, self._precision, {p for unit in made for p in unit.parameters.values()})
+        return made
+
+    def _unit(self, optimizer: torch.optim.Optimizer | None, given: list[list[str]]) -> OptimizerUnit:
+        """Return the unit of an optimizer's parameters; without an optimizer, of all that could be trained."""
+        by_name = dict(self._module.named_parameters())
+        chosen = [by_name[name] for names in given for name in names] if optimizer else [*by_name.values()]
+        mine = {name: p for name, p in by_name.items() if p.requires_grad and any(p is c for c in chosen)}
+        masters = Masters(mine.values(), self._precision, other_dtypes(self._module, self._precision))
+
+        def made(targets: Any) -> torch.optim.Optimizer:
+            assert optimizer is not None  # else nothing is to be made
+            groups = [[masters.of(mine[name]) for name in names if name in mine] for names in given]
+            retarget(optimizer, groups, {p: masters.of(p) for p in mine.values()})
+            return optimizer
+
+        states = PlainStates(mine, masters, self._world, made if optimizer else None)
+        return OptimizerUnit(optimizer, states, mine, given, None, chosen if optimizer else ())

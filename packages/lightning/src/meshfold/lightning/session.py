@@ -21,8 +21,7 @@ from meshfold.engine.model import callable_parts, roots_of
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.world import World
-from meshfold.lightning.optimizer_units import OptimizerUnits, check_optimizers, named_groups
-from meshfold.lightning.replicated_units import ReplicatedUnits
+from meshfold.lightning.optimizer_units import OptimizerUnits, ReplicatedUnits, check_optimizers, named_groups
 from meshfold.mesh import SpecError, metadata
 from meshfold.mesh.initialization import ValueSource, record_initialization, set_value_source
 
