@@ -9,7 +9,7 @@ Source: Chen et al. 2016, arXiv 1604.06174, by way of torch's non-reentrant chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +73,8 @@ def recompute_blocks(
     """
     if way is None:
         return None
-    around = None if sequence is None else sequence.repeated
-    return RecomputedBlocks(model, around, None if pipelined is None else pipelined.blocks())
+    more = None if sequence is None else sequence.repeated
+    return RecomputedBlocks(model, more, None if pipelined is None else pipelined.blocks())
 
 
 def recomputes_by_itself(model: nn.Module) -> bool:
@@ -91,15 +91,22 @@ class Recomputed:
         watch: is told of every forward and of every one that is repeated.
     """
 
-    def __init__(self, name: str, block: nn.Module, contexts: Contexts) -> None:
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        contexts: Contexts,
+        more: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
         """Args:
         name: of the block.
         block: the module; called through this from now on.
         contexts: what is around a forward, and around its repetition.
+        more: called in a forward, makes a context inside of those of its repetition.
         """
         self.name, self.kept = name, False
         self.watch: LayerWatch | None = None
-        self._block, self._contexts = block, contexts
+        self._block, self._contexts, self._more = block, contexts, more
         # What block.compile() has made stands before its forward.
         self._place = "forward" if getattr(block, _COMPILED, None) is None else _COMPILED
         self.forward: Callable[..., Any] = getattr(block, self._place)
@@ -138,7 +145,9 @@ class Recomputed:
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._around, **kwargs)
 
     def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = self._contexts()
+        first, *again = self._contexts()
+        if self._more is not None:
+            again.append(self._more())
         buffers = ChangedBuffers(self._block)
         return buffers.noted(first), _Repetition(again, buffers)
 
@@ -146,7 +155,7 @@ class Recomputed:
 class _Repetition:
     """Around a forward that is repeated; may be entered again, for another backward."""
 
-    def __init__(self, contexts: AbstractContextManager[Any], buffers: ChangedBuffers) -> None:
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]], buffers: ChangedBuffers) -> None:
         self._contexts, self._buffers = contexts, buffers
         self._stand_in = DryRun.active
         self._open: list[ExitStack] = []
@@ -156,7 +165,8 @@ class _Repetition:
             stack.enter_context(self._buffers.as_before())
             if self._stand_in is not None:
                 stack.enter_context(self._stand_in.inside())
-            stack.enter_context(self._contexts)
+            for context in self._contexts:
+                stack.enter_context(context)
             self._open.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
@@ -169,12 +179,12 @@ class RecomputedBlocks:
     def __init__(
         self,
         model: nn.Module,
-        around: Callable[[Contexts], Contexts] | None = None,
+        more: Callable[[], AbstractContextManager[Any]] | None = None,
         blocks: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Args:
         model: this rank's part, as it is trained.
-        around: puts more round a forward that is repeated.
+        more: called in a forward, makes a context for its repetition.
         blocks: those of the model, by name, where they are known.
 
         Raises:
@@ -191,10 +201,8 @@ class RecomputedBlocks:
         torch.compiler.disable(Recomputed.__call__, recursive=False)
         self._wrapped: dict[str, Recomputed] = {}
         contexts = recompute_contexts(model)
-        if around is not None:
-            contexts = around(contexts)
         for name, block in blocks.items():
-            self._wrapped[name] = Recomputed(name, block, contexts)
+            self._wrapped[name] = Recomputed(name, block, contexts, more)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -72,9 +72,9 @@ class SplitSequence:
         """Leave the model as it was."""
         self._undo.close()
 
-    def repeated(self, contexts: Contexts) -> Contexts:
-        """The contexts of a checkpoint with what repeated attention needs."""
-        return self._attention.repeated(contexts)
+    def repeated(self) -> AbstractContextManager[Any]:
+        """Return the context in which the attention of the forward under way can be repeated."""
+        return self._attention.repeated()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, now = self._incoming.take(args, kwargs, training=module.training)
@@ -85,9 +85,6 @@ class SplitSequence:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         now, self._now = self._now, None
         return output if now is None else self._outgoing.give(output, now)
-
-
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
 class SplitAttention:
@@ -113,15 +110,9 @@ class SplitAttention:
         """Leave the model as it was."""
         self._parallel.remove()
 
-    def repeated(self, contexts: Contexts) -> Contexts:
-        """The contexts of a checkpoint with what repeated attention needs."""
-
-        def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            first, again = contexts()
-            # Attention is asked for before dropout by function is, as in the forward.
-            return first, _Both(again, self._parallel.again())
-
-        return both
+    def repeated(self) -> AbstractContextManager[Any]:
+        """Return the context in which the attention of the forward under way can be repeated."""
+        return self._parallel.again()  # entered after those of dropout by function, as in the forward
 
     def _attended(self, documents: Documents, now: Forward) -> Documents:
         """Return the documents of the rows that attention has here.
@@ -144,23 +135,6 @@ def _drawn(calls: FunctionalDropout, q: Tensor, p: float) -> WeightDropout:
         raise LayoutError("attention that drops weights ran outside of the model that it is part of")
     seed, key, first_row, first_head, heads = calls.part.draw_weights(q)
     return WeightDropout(p=p, seed=seed, key=key, heads=heads, first_row=first_row, first_head=first_head)
-
-
-class _Both:
-    """Two contexts, one in the other, as often as they are entered."""
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._outer, self._inner = outer, inner
-        self._open: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._outer)
-            stack.enter_context(self._inner)
-            self._open.append(stack.pop_all())
-
-    def __exit__(self, *error: object) -> None:
-        self._open.pop().close()
 
 
 class Outgoing:
