@@ -160,9 +160,7 @@ def test_bf16_trains_near_float32_and_replicas_keep_the_same_bits(
         assert run.differing == [], spec
         assert run.losses == pytest.approx(alone(model, 2).losses, rel=0.02), spec
         assert all(math.isfinite(norm) and norm > 0 for norm in run.norms), spec
-        assert all(value.dtype == torch.float32 for value in run.state.values()), (
-            "true weights are the masters"
-        )
+        assert all(value.dtype == torch.float32 for value in run.state.values()), "masters are float32"
 
 
 THROUGH_TORCHRUN: list[Any] = [

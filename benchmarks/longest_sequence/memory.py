@@ -16,7 +16,7 @@ class OnGPU:
     """What torch's caching allocator says, held to a limit in bytes (0: none)."""
 
     def __init__(self, limit: int, device: torch.device) -> None:
-        from meshfold.engine.zero.allocator import grow_segments, limit_allocator
+        from meshfold.engine.zero.memory import grow_segments, limit_allocator
 
         grow_segments()
         if limit:

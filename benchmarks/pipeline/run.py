@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from benchmarks.pipeline.contestants import Runner
     from benchmarks.pipeline.work import Work
-    from meshfold.engine.zero.allocator import grow_segments
+    from meshfold.engine.zero.memory import grow_segments
     from meshfold.mesh import Mesh
     from meshfold.mesh.processes import process_group
 

@@ -9,14 +9,14 @@ from itertools import product
 import pytest
 import torch
 
-from meshfold.checkpoint.shards import rectangles
-from meshfold.checkpoint.shards.rectangles import (
+from meshfold.checkpoint import shards
+from meshfold.checkpoint.shards import (
     Shard,
     shards_of_flat_run,
     shards_of_local,
     windows_of_run,
 )
-from meshfold.checkpoint.tensors.stored_tensor import StoredShard, StoredTensor
+from meshfold.checkpoint.tensors.shard_files import StoredShard, StoredTensor
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.parameters.parameter_meta import ParameterMeta
 from meshfold.mesh.placement import Part
@@ -59,7 +59,7 @@ def written(placement: Placement, shares: list[tuple[tuple[Shard, ...], torch.Te
 @pytest.mark.parametrize("least", [1, 2**20], ids=["by rows", "by lot"])
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_blocks_are_written_once(case: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rectangles, "LEAST_SPLIT_BYTES", least)
+    monkeypatch.setattr(shards, "LEAST_SPLIT_BYTES", least)
     placement, shares = PLACEMENTS[case], []
     whole = torch.arange(math.prod(placement.shape), dtype=torch.float64).reshape(placement.shape)
     for rank in range(24):

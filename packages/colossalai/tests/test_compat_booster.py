@@ -465,7 +465,7 @@ def test_a_pretrained_model_that_is_made_in_a_lazy_context(tmp_path: Path) -> No
         ),
         (lambda: GeminiPlugin(shard_param_frac=0.5), "shard_param_frac=0.5: it is one of 1.0, 0.0"),
         (lambda: GeminiPlugin(precision="fp8"), "precision='fp8': it is one of fp16, bf16, fp32, fp64"),
-        (lambda: GeminiPlugin(master_weights=False), "true weights in float32 are always kept"),
+        (lambda: GeminiPlugin(master_weights=False), "master weights in float32 are always kept"),
         (lambda: LowLevelZeroPlugin(stage=4), "stage=4: it is one of 1, 2, 3"),
         (lambda: LowLevelZeroPlugin(extra_dp_size=2), "shards go over all data ranks here: leave it out"),
         (lambda: HybridParallelPlugin(tp_size=2), "pp_size is missing"),

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.shards import rectangles
+from meshfold.checkpoint import shards
 from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.cli import main
 from meshfold.engine import CheckpointError, Engine
-from meshfold.engine.checkpoints import background_save, saving
+from meshfold.engine.checkpoints import saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
 from meshfold.mesh.processes import process_group
@@ -205,7 +205,7 @@ def test_under_zero_a_save_is_of_its_call_however_late_it_looks(
     place: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread begins when the next backward is over, in which steps may be made on trial; ``save`` looked at no tensor."""
-    monkeypatch.setattr(background_save, "HEAD_START_S", 60.0)
+    monkeypatch.setattr(saving, "HEAD_START_S", 60.0)
     zero = dict(stage=stage, placement="cuda" if place == "cuda" else "cpu")
     with engine_of("gpt", dict(zero=zero), precision="bf16", clip_grad_norm=1e3) as engine:
         gemini = engine.states.gemini  # type: ignore[attr-defined]
@@ -404,7 +404,7 @@ def test_the_end_of_a_process_waits_for_its_save(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rectangles, "LEAST_SPLIT_BYTES", 1)
+    monkeypatch.setattr(shards, "LEAST_SPLIT_BYTES", 1)
     path = tmp_path / "ckpt"
     run_on_ranks(2, held_up, str(path))
     shard = path / "model-blocks-00002-of-00002.safetensors"

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshfold.checkpoint.staging import BackgroundCopies, CopyPair, HostCopyQueue, host_copies
+from meshfold.checkpoint import staging
+from meshfold.checkpoint.staging import BackgroundCopies, CopyPair, HostCopyQueue
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import background_save, saving
-from meshfold.engine.checkpoints.background_save import BackgroundSave
+from meshfold.engine.checkpoints import saving
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.engine.checkpoints.rank_file import RankFile
+from meshfold.engine.checkpoints.saving import BackgroundSave
 from meshfold.models import GPT, GPTConfig
 
 
@@ -117,7 +118,7 @@ def test_forward_and_backward_run_beside_the_copies_and_the_step_waits(
     log: list[str] = []
     lanes: list[LateLane] = []
     monkeypatch.setattr(saving, "copy_queue", late(lanes, log))
-    monkeypatch.setattr(host_copies, "AT_ONCE", 10**6)  # so that the whole save is late
+    monkeypatch.setattr(staging, "AT_ONCE", 10**6)  # so that the whole save is late
     parallel, settings, order = CASES[case]
     rows = list(torch.randint(37, (3, 2, 6), generator=torch.Generator().manual_seed(0)))
     arguments: dict[str, Any] = dict(optimizer=dict(name="adamw", lr=1e-2), clip_grad_norm=1.0)
@@ -293,7 +294,7 @@ def test_a_save_is_of_the_moment_of_its_call_though_its_thread_begins_later(
     engine.save(tmp_path / "first")
     engine.train_step(torch.eye(2))
     engine.save(tmp_path / "at once")
-    monkeypatch.setattr(background_save, "HEAD_START_S", 30.0)
+    monkeypatch.setattr(saving, "HEAD_START_S", 30.0)
     made: list[str] = []
     original = RankFile.lay_out
 
@@ -342,7 +343,7 @@ def test_what_is_copied_is_not_kept_alive(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "SLICE_BYTES", 64)
+    monkeypatch.setattr(staging, "SLICE_BYTES", 64)
     waits: list[int] = []
     sizes: list[int] = []
 
@@ -351,7 +352,7 @@ def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
         def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
-            assert len(sizes) - len(waits) < host_copies.AT_ONCE
+            assert len(sizes) - len(waits) < staging.AT_ONCE
             number = len(sizes)
             sizes.append(sum(of.nbytes for _, of in pairs))
             for to, of in pairs:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint.folder import replacement
+from meshfold.checkpoint.folder import replacement, writing
 from meshfold.checkpoint.tensors import TensorWriter, file_set
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints import checkpoint, saving
@@ -128,7 +128,7 @@ SAVE_DEATHS: dict[str, Callable[[], None]] = {
     "in a tensor": lambda: at_call(5, TensorWriter, "write"),
     "before a file is on the disk": lambda: at_call(1, TensorWriter, "close"),
     "before the folder is complete": lambda: at_call(1, checkpoint, "_finish"),
-    "before it replaces the one before": lambda: at_call(1, replacement, "replace_checkpoint"),
+    "before it replaces the one before": lambda: at_call(1, writing, "replace_checkpoint"),
     "before it is called complete": lambda: at_call(1, Path, "rename"),
     "before its index is in place": lambda: at_call(1, Path, "replace"),
     "when its index is in place": lambda: at_call(1, Path, "replace", after=True),

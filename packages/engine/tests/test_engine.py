@@ -297,7 +297,7 @@ def _tiny_linear(out: int) -> nn.Linear:
 
 
 def test_the_loss_scale_shrinks_grows_and_has_a_floor() -> None:
-    from meshfold.engine.precision.precision import LossScaler, ScaleSettings
+    from meshfold.engine.precision import LossScaler, ScaleSettings
 
     scaler = LossScaler(ScaleSettings(initial_scale=4.0, growth_interval=3, hysteresis=2, min_scale=2.0))
     assert [scaler.update(norm) for norm in (math.inf, math.nan)] == [True, True]

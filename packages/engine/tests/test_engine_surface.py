@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import CheckpointError, Engine, TrainingError
-from meshfold.engine.precision.precision import LossScaler, ScaleSettings
+from meshfold.engine.precision import LossScaler, ScaleSettings
 from meshfold.mesh import SpecError, all_gather, all_reduce, record
 from meshfold.mesh.parameters.parameter_meta import uncompiled_name
 from meshfold.mesh.testing import ranks, run_on_ranks

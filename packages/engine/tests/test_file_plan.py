@@ -14,19 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshfold.checkpoint import staging
 from meshfold.checkpoint.staging import (
     BackgroundCopies,
     CopyPair,
     HostCopyQueue,
     StreamCopyQueue,
-    host_copies,
-    pauses,
 )
 from meshfold.engine import Engine
-from meshfold.engine.checkpoints import file_plan
-from meshfold.engine.checkpoints.background_save import BackgroundSave
+from meshfold.engine.checkpoints import rank_file
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.checkpoints.file_plan import FilePlan
+from meshfold.engine.checkpoints.rank_file import FilePlan
+from meshfold.engine.checkpoints.saving import BackgroundSave
 from meshfold.engine.states.replicated import Source
 from meshfold.models import GPT, GPTConfig
 
@@ -37,11 +36,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[FilePlan]:
     found: list[FilePlan] = []
 
     class Noted(FilePlan):
-        def __init__(self, tensors: file_plan.Tensors) -> None:
+        def __init__(self, tensors: rank_file.Tensors) -> None:
             super().__init__(tensors)
             found.append(self)
 
-    monkeypatch.setattr(file_plan, "FilePlan", Noted)
+    monkeypatch.setattr(rank_file, "FilePlan", Noted)
     return found
 
 
@@ -160,7 +159,7 @@ def test_save_returns_before_its_thread_works(tmp_path: Path) -> None:
 
 
 def test_the_first_copies_do_not_wait_for_the_last_ones_to_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "SLICE_BYTES", 32)
+    monkeypatch.setattr(staging, "SLICE_BYTES", 32)
     found: list[int] = []
     at_queue: list[int] = []
 
@@ -241,9 +240,9 @@ def test_a_stream_copies_tensors_of_all_kinds_between_its_events(monkeypatch: py
 def test_a_thread_that_computes_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     slept: list[float] = []
-    monkeypatch.setattr(pauses.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(pauses.time, "sleep", lambda seconds: slept.append(now[0]))
-    for number in pauses.with_pauses(range(10)):
+    monkeypatch.setattr(staging.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(staging.time, "sleep", lambda seconds: slept.append(now[0]))
+    for number in staging.with_pauses(range(10)):
         assert len(slept) == number // 2
-        now[0] += 0.6 * pauses.BURST_S
+        now[0] += 0.6 * staging.BURST_S
     assert len(slept) == 5

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from meshfold.engine.integrations import integration
-from meshfold.engine.moved import MOVED, today
+from meshfold.engine.moved import MOVED, integration, today
 
 
 @pytest.mark.parametrize("old", sorted(MOVED))

@@ -61,7 +61,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def by_hand(dtype: torch.dtype, halves: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, true weights and the first half's statistics; each half of a batch has statistics of its own."""
+    """Losses, master weights and the first half's statistics; each half of a batch has statistics of its own."""
     true = net()
     models = [copy.deepcopy(true).to(dtype) for _ in range(halves)]
     for model in models:

@@ -19,13 +19,13 @@ from meshfold.checkpoint.folder import (
     complete_checkpoints,
     is_complete,
     prune,
-    removal,
     remove_leftovers,
+    replacement,
     writing,
 )
 from meshfold.engine import CheckpointError, Engine, persistence
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.world import fail_together
 from meshfold.mesh.testing import RankFailure, run_on_ranks
 from meshfold.models import build
 
@@ -187,7 +187,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next(
     for step in (1, 2):
         engine.save(tmp_path / f"step-{step:08}")
     with monkeypatch.context() as patched:
-        patched.setattr(removal, "finish_removal", lambda _: None)
+        patched.setattr(replacement, "finish_removal", lambda _: None)
         prune(tmp_path, 1)
     first = tmp_path / "step-00000001"
     assert "state.json.removing" in names(first) and "model.safetensors" in names(first)
@@ -196,7 +196,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next(
     assert names(tmp_path) == ["step-00000002"]
     engine.save(first)
     with monkeypatch.context() as patched:
-        patched.setattr(removal, "finish_removal", lambda _: None)
+        patched.setattr(replacement, "finish_removal", lambda _: None)
         prune(tmp_path, 1)
     engine.save(first)  # in its place, too
     Checkpoint(first).verify()

@@ -17,7 +17,7 @@ from meshfold.engine import Engine
 from meshfold.engine.zero import measured_plans
 from meshfold.engine.zero import residency as residency_module
 from meshfold.engine.zero.measured_plans import MeasuredPlans
-from meshfold.engine.zero.process_memory import resident_bytes
+from meshfold.engine.zero.memory import resident_bytes
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.engine.long_runs.second_request import SAME_S, SecondRequest
+from meshfold.engine.long_runs.stopping import SAME_S, SecondRequest
 
 SECONDS = 60.0
 

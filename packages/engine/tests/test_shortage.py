@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.zero.shortage import bytes_asked, describe
+from meshfold.engine.zero.memory import bytes_asked, describe_shortage
 from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini import MemoryPlanError
 
@@ -46,12 +46,12 @@ def test_the_tensor_the_line_and_what_was_alive_are_named() -> None:
     model, ids = Model(), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         model(ids)
-    said = describe(raised.value, model, ids.numel())
+    said = describe_shortage(raised.value, model, ids.numel())
     assert "64 tokens × 40,000 outputs of 'head' in float32" in said
     assert "raise torch.OutOfMemoryError" in said
     assert f"{__name__.rsplit('.', 1)[-1]}.py:" in said
     assert "logits (4 × 16 × 40,000, float32, 9.77 MiB)" in said
-    assert describe(torch.OutOfMemoryError("no numbers"), model, 0) == ""
+    assert describe_shortage(torch.OutOfMemoryError("no numbers"), model, 0) == ""
 
 
 @ranks(2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.zero.homes import MOST
+from meshfold.engine.zero.plan import MOST
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import MeshfoldError, ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from meshfold.engine import Engine
-from meshfold.engine.precision.precision import Precision
-from meshfold.engine.zero import homes as zero_homes
-from meshfold.engine.zero.homes import Sizes, first_homes
-from meshfold.engine.zero.plan import regime_of
+from meshfold.engine.precision import Precision
+from meshfold.engine.zero import plan as zero_plan
+from meshfold.engine.zero.plan import Sizes, first_homes, regime_of
 from meshfold.mesh import Mesh
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.mesh.testing import run_on_ranks
@@ -59,7 +58,7 @@ def one_has_less() -> tuple[Shares, Shares]:
         ("available_host_bytes", dict(stage=3, gpu_memory_limit=10**7, offload_path="/scratch")),
     ):
         have = 10**8 + rank * 10**6
-        with mock.patch.object(zero_homes, what, lambda *_, have=have: have):
+        with mock.patch.object(zero_plan, what, lambda *_, have=have: have):
             spec = ZeroSpec.parse(zero)
             homes = first_homes(spec, CPU, sizes, ranks_per_host=2, everyone=mesh.group("data"))
         assert isinstance(homes, Shares)

@@ -46,7 +46,7 @@ def planned(name: str, precision: str, accumulate: int = 1) -> Estimate:
 def real(
     name: str, precision: str, accumulate: int
 ) -> tuple[dict[tuple[Any, ...], tuple[int, float]], int, int]:
-    """Collectives that a real step hands over: (kind, axes) to (calls, bytes); bytes of parameters and true weights."""
+    """Collectives that a real step hands over: (kind, axes) to (calls, bytes); bytes of parameters and master weights."""
     engine = Engine(
         lambda: build("llama-tiny", **SIZES, kv_heads=2, ffn=64),
         SPECS[name],

@@ -11,7 +11,7 @@ import torch
 from meshfold.data.corpus import Corpus, largest_id, open_corpus
 from meshfold.data.rows import Batches
 from meshfold.data.tokenizers import ByteTokenizer, load_tokenizer
-from meshfold.engine.batches.cut import shard_batch
+from meshfold.engine.batches.sharding import shard_batch
 from meshfold.mesh import SpecError
 
 BYTES = ByteTokenizer()

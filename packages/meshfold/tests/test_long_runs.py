@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from meshfold.cli import main
-from meshfold.engine.long_runs.resuming import resize_data_axis
-from meshfold.engine.nodes import crossing, warn_of_crossing
+from meshfold.engine.long_runs.stopping import resize_data_axis
+from meshfold.engine.world import crossing, warn_of_crossing
 from meshfold.mesh import Environment, LaunchError, Mesh, SpecError
 from meshfold.mesh.processes.launcher import launch_node
 from meshfold.models import build

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.cli import main
 from meshfold.engine import Engine
-from meshfold.engine.zero.pressure import Pressure
+from meshfold.engine.zero.memory import Pressure
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec

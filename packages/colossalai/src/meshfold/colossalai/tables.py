@@ -15,7 +15,7 @@ _LINKS = "gradients travel in buckets while backward runs"
 _UNUSED = "parameters without a gradient are left alone"
 _NO_FP8 = "there is no fp8 here: leave it out, and write precision='bf16'"
 _NO_LEVELS = "shards go over all data ranks here: leave it out"
-_MASTERS = "true weights in float32 are always kept; fewer bytes take zero=dict(regime='B') or 'C' of Engine, leave it out"
+_MASTERS = "master weights in float32 are always kept; fewer bytes take zero=dict(regime='B') or 'C' of Engine, leave it out"
 
 PRECISIONS = {name: name for name in ("fp16", "bf16", "fp32", "fp64")}
 
@@ -273,7 +273,7 @@ FP16: Table = {
     "log_num_zeros_in_grad": Argument(default=False, word="engine.last has the norm and the scale"),
     "verbose": Argument(default=False, word="engine.last has the norm and the scale"),
     "opt_level": Argument(
-        default="O1", word="the model computes in float16 and its true weights are float32"
+        default="O1", word="the model computes in float16 and its master weights are float32"
     ),
     "loss_scale": Argument(
         default="dynamic", instead="the scale moves: write initial_scale=... and leave it out"

@@ -6,17 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshfold.engine import moved
-from meshfold.engine.integrations import integration
+from meshfold.engine.moved import integration
 
 if TYPE_CHECKING:
     from meshfold.checkpoint import CheckpointError
     from meshfold.engine.batches.loader import ShardedLoader
-    from meshfold.engine.checkpoints.background_save import BackgroundSave
     from meshfold.engine.checkpoints.checkpoint import Checkpoint
+    from meshfold.engine.checkpoints.saving import BackgroundSave
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import TrainingError
-    from meshfold.engine.metrics import StepMetrics
     from meshfold.engine.precision_names import precision_name
+    from meshfold.engine.train_step import StepMetrics
 
 __all__ = [
     "BackgroundSave",
@@ -34,12 +34,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BackgroundSave": "meshfold.engine.checkpoints.background_save",
+    "BackgroundSave": "meshfold.engine.checkpoints.saving",
     "Checkpoint": "meshfold.engine.checkpoints.checkpoint",
     "CheckpointError": "meshfold.checkpoint.errors",
     "Engine": "meshfold.engine.engine",
     "ShardedLoader": "meshfold.engine.batches.loader",
-    "StepMetrics": "meshfold.engine.metrics",
+    "StepMetrics": "meshfold.engine.train_step",
     "TrainingError": "meshfold.engine.errors",
     "precision_name": "meshfold.engine.precision_names",
 }

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import build
-from meshfold.engine.batches.cut import shard_batch
 from meshfold.engine.batches.loader import DataPositions, ShardedLoader
-from meshfold.engine.checkpoints.background_save import BackgroundSave
-from meshfold.engine.checkpoints.saving import Saver
-from meshfold.engine.integrations import integration
+from meshfold.engine.batches.sharding import shard_batch
+from meshfold.engine.checkpoints.saving import BackgroundSave, Saver
 from meshfold.engine.model.pipelined_model import check_own_loop
+from meshfold.engine.moved import integration
 from meshfold.engine.persistence import load_checkpoint, save_checkpoint
 from meshfold.engine.train_step import TrainStep
 from meshfold.mesh import ParallelSpec, all_reduce
@@ -28,7 +27,7 @@ from meshfold.mesh.spec import reject_unknown_arguments
 from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
-    from meshfold.engine.metrics import StepMetrics
+    from meshfold.engine.train_step import StepMetrics
     from meshfold.engine.zero.residency import Residency
 
 _DATA_PARALLEL: Mapping[str, object] = {}
@@ -46,7 +45,7 @@ class Engine:
         spec: the checked spec.
         report: what tensor parallelism did to each submodule; None if the model was left whole.
         loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
-        optimizer: over the true weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
+        optimizer: over the master weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
             TrainingError. None for evaluation only.
         pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
 

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
-from meshfold.engine.batches.own_loss import leave_out_targets
+from meshfold.engine.batches.loss import LossCalls, is_compiled, leave_out_targets
 from meshfold.engine.batches.packed import OwnDocuments
-from meshfold.engine.batches.shares import Shares
-from meshfold.engine.batches.shown import called, rows_of_tables
-from meshfold.engine.model.in_place import note_in_place
+from meshfold.engine.batches.sharding import Shares
+from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
 from meshfold.engine.model.pipelined_model import PipelinedModel
-from meshfold.engine.precision.precision import Precision
+from meshfold.engine.precision import Precision
 from meshfold.engine.states.replicated import States
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, eval_mode, is_encoder_decoder, labels_are_shifted
 

@@ -1,35 +1,37 @@
-"""Import paths of version 0.1: each gives the module where it is today, with a DeprecationWarning."""
+"""Import paths of version 0.1: each gives the module where it is today, with a DeprecationWarning.
+
+Imports no torch: ``meshfold --help`` must not wait for it. That is why the finder of meshfold.mesh does not serve here.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from meshfold.engine.integrations import integration
-
 _CHECKPOINT = {
     "block_files": "tensors.shard_files",
-    "copying": "staging.host_copies",
+    "copying": "staging",
     "extra_state": "state.extra_state",
     "folder": "folder",
-    "folder_weights": "tensors.weights",
+    "folder_weights": "tensors.file_set",
     "names": "file_names",
     "own_files": "file_names",
     "place": "folder.writing",
-    "politely": "staging.pauses",
-    "rectangles": "shards.rectangles",
-    "removing": "folder.removal",
+    "politely": "staging",
+    "rectangles": "shards",
+    "removing": "folder.replacement",
     "replacing": "folder.replacement",
     "state_file": "state.state_file",
-    "stored": "tensors.stored_tensor",
+    "stored": "tensors.shard_files",
     "tensor_file": "tensors.safetensors_file",
     "tensor_files": "tensors.file_set",
     "tensor_folder": "tensors.tensor_folder",
-    "torch_file": "files.untrusted",
+    "torch_file": "files",
 }
 
 MOVED = {
@@ -39,6 +41,7 @@ MOVED = {
     "meshfold.engine.hugging_face": "meshfold.huggingface",
     "meshfold.engine.lightning": "meshfold.lightning",
     "meshfold.engine.models": "meshfold.models",
+    "meshfold.engine.nodes": "meshfold.engine.world",
     "meshfold.engine.planning": "meshfold.planner",
     "meshfold.engine.training": "meshfold.train",
     **{
@@ -85,3 +88,21 @@ def install() -> None:
         sys.meta_path.insert(
             0, _Moved()
         )  # before the parent's folder is searched: it would make a second module
+
+
+def integration(module: str) -> ModuleType:
+    """Import a module of a distribution that needs this one.
+
+    Raises:
+        ModuleNotFoundError: if it is not installed, with the line that installs it.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = ".".join(module.split(".")[:2])
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise  # what is missing is something that the package needs
+        distribution = package.replace(".", "-").replace("_", "-")
+        raise ModuleNotFoundError(
+            f"{package} is not installed: pip install {distribution}", name=error.name
+        ) from error

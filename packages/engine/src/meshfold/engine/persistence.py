@@ -18,11 +18,11 @@ from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, OPTIMIZER_FILE, C
 from meshfold.engine.checkpoints.model_state import describe_model, with_plain_names
 from meshfold.engine.states.optimizer_state import check_shapes
 from meshfold.engine.states.replicated import Source, Sources
-from meshfold.engine.world.distributed_errors import fail_together
+from meshfold.engine.world import fail_together
 from meshfold.mesh import all_reduce
 
 if TYPE_CHECKING:
-    from meshfold.engine.checkpoints.background_save import BackgroundSave
+    from meshfold.engine.checkpoints.saving import BackgroundSave
     from meshfold.engine.engine import Engine
 
 

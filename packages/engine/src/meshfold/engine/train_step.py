@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from meshfold.engine.accumulation import Accumulation
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import Built
+from meshfold.engine.batches.sharding import randomness
 from meshfold.engine.checkpoints.saving import Saver
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.forward import check_loss
-from meshfold.engine.long_runs.nonfinite import MicroStep, NonFiniteGuard
-from meshfold.engine.long_runs.provenance import Finding, NonFiniteSearch
-from meshfold.engine.metrics import StepMetrics, StepValues
+from meshfold.engine.long_runs.nonfinite import Finding, MicroStep, NonFiniteGuard, NonFiniteSearch
 from meshfold.engine.model.pipelined_model import PipelinedModel
-from meshfold.engine.model.randomness import randomness
-from meshfold.engine.precision.precision import LossScaler
+from meshfold.engine.precision import LossScaler
+from meshfold.engine.states.accumulation import Accumulation
 from meshfold.mesh import all_reduce
 from meshfold.mesh.recording import at_step
 
 if TYPE_CHECKING:
     from meshfold.engine.batches.batch import Batch
-    from meshfold.engine.batches.shares import Shares
+    from meshfold.engine.batches.sharding import Shares
     from meshfold.zero_gemini import BackwardRole
 
 
@@ -60,7 +61,9 @@ class TrainStep:
         self.forward = built.forward
         self.lr_scheduler, self.steps_scheduler = built.lr_scheduler, True
         self.scaler = LossScaler(asked.precision.scale, says=built.world.mesh.rank == 0)
-        self.gradients = Accumulation(built.states, self.scaler, saver, stages=built.world.pipelined)
+        self.gradients = Accumulation(
+            built.states, self.scaler, before_change=saver.before_change, stages=built.world.pipelined
+        )
         self.clipping, self.needs_all_gradients = asked.clip, asked.looks_at_all
         self.guard = NonFiniteGuard(asked.nonfinite, says=built.world.mesh.rank == 0)
         self.accumulation, self.seed = asked.accumulation, asked.seed
@@ -289,3 +292,63 @@ class TrainStep:
                 skipped=self._skipped, skipped_steps=self.skipped_steps,
             ),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """Metrics of one call of ``train_step``, the same on every rank.
+
+    Attributes:
+        step: optimizer steps so far, skipped ones left out.
+        micro_step: calls of ``train_step`` so far.
+        loss: mean over the tokens of the global batch.
+        tokens: targets in the global batch that counted.
+        stepped: whether this call ended an accumulation, so that the rest says something new.
+        grad_norm: norm of the whole model's gradient before clipping; None until the first accumulation ended.
+        lr: learning rate of the first parameter group at the last optimizer step.
+        loss_scale: what the loss is multiplied with (1 save in fp16).
+        skipped: whether the last accumulation was thrown away because of an overflow.
+        skipped_steps: how many were, so far.
+    """
+
+    step: int
+    micro_step: int
+    loss: float
+    tokens: int
+    stepped: bool
+    grad_norm: float | None
+    lr: float
+    loss_scale: float
+    skipped: bool
+    skipped_steps: int
+
+
+class StepValues:
+    """The numbers of a step, some of them still on the device."""
+
+    def __init__(
+        self, loss: Tensor | None, tokens: Tensor | None, grad_norm: Tensor | None, known: Mapping[str, Any]
+    ) -> None:
+        """Args:
+        loss, tokens, grad_norm: scalars; None where there is none.
+        known: the rest of :class:`StepMetrics`.
+        """
+        self._loss, self._tokens, self._grad_norm, self._known = loss, tokens, grad_norm, known
+
+    @property
+    def mean_loss(self) -> Tensor:
+        """The loss on the device; nan where no token counts."""
+        if self._loss is None or self._tokens is None:
+            return torch.full((), math.nan, dtype=torch.float64)
+        return torch.where(self._tokens > 0, self._loss, math.nan)
+
+    @cached_property
+    def metrics(self) -> StepMetrics:
+        """All of them. The first time the host waits for the device."""
+        tokens = 0 if self._tokens is None else int(self._tokens)
+        return StepMetrics(
+            loss=float(self._loss) if self._loss is not None and tokens else math.nan,
+            tokens=tokens,
+            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
+            **self._known,
+        )

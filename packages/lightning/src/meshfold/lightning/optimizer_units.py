@@ -7,7 +7,7 @@ optimizer has :class:`meshfold.engine.states.States` of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from meshfold.engine import TrainingError
 from meshfold.engine.optimizers import StepGuard, check_optimizer_class
-from meshfold.engine.precision import LossScaler
-from meshfold.engine.states import ShownGradients, Source, States, source_like
+from meshfold.engine.precision import LossScaler, Masters, Precision, cast_rest, other_dtypes
+from meshfold.engine.states import Accumulation, PlainStates, Source, States, source_like
 from meshfold.engine.world import World
 from meshfold.mesh import SpecError
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini import BackwardRole
+
 
 _BEHIND = (
     "was called behind the strategy's back, where gradients are not summed over the ranks yet: call step() of what "
@@ -79,10 +80,7 @@ class OptimizerUnit:
         self.optimizer, self.states, self.around = optimizer, states, around
         self.parameters, self.given = dict(parameters), [list(names) for names in given]
         self._watched = {p: p.requires_grad for p in watched}
-        self._begun = self._finished = False
-        self._backwards = 0
-        self._scaler: LossScaler | None = None
-        self._shown = ShownGradients(states, self.finish, self._are_there, _ADVICE)
+        self.gradients = Accumulation(states, LossScaler(None), advice=_ADVICE, shows_none=False)
         self._guard = StepGuard(optimizer, _BEHIND)
 
     @property
@@ -93,58 +91,38 @@ class OptimizerUnit:
 
     def begin(self) -> None:
         """Prepare for a forward whose backward will follow."""
-        if not self._begun and not self._finished:
-            self._begun = True
-            self._shown.hide()
-            self.states.begin(first=not self._backwards)
+        if not self.gradients.settled:
+            self.gradients.begin()
 
     @contextmanager
     def backward(self, kind: BackwardRole, scaler: LossScaler) -> Iterator[None]:
         """Context of a backward of a scaled loss, whose gradients are this unit's."""
-        if self._finished:
+        if self.gradients.settled:
             raise TrainingError(
                 "a backward after clip_gradients() and before step(): gradients are complete once they were clipped. Clip after "
                 "the last backward, or call optimizer.zero_grad() before this one"
             )
-        self.begin()
-        with self.states.backward(kind):
+        self.gradients.scaler = scaler
+        with self.gradients.taking(kind, made_by_all=False):  # it may be of another optimizer's loss
             yield
-        self._begun = False
-        self._backwards += 1
-        self._scaler = scaler
-        self._shown.show()
-
-    def _are_there(self) -> bool:
-        return bool(self._backwards)
-
-    def finish(self) -> bool:
-        """Sum and unscale the gradients, until ``forget``; return whether there are any."""
-        if self._backwards and not self._finished:
-            assert self._scaler is not None  # there was a backward
-            self._shown.hide()
-            self.states.finish(1.0 / self._scaler.scale)
-            self._finished = True
-            self._shown.cover()
-        return self._finished
 
     def clip(self, max_norm: float) -> None:
         """Clip all gradients by their norm, if there are any."""
-        if self.finish():
-            with self._shown.complete("the norm"):
+        if self.gradients.backwards:
+            with self.gradients.complete("the norm"):
                 self.states.clip(max_norm)
 
     def clip_value(self, max_value: float) -> None:
         """Clip each element of the gradients, if there are any."""
-        if self.finish():
-            with self._shown.complete("clipping the values"):
+        if self.gradients.backwards:
+            with self.gradients.complete("clipping the values"):
                 self.states.clip_value(max_value)
 
     def step(self, scaler: LossScaler, options: Mapping[str, Any]) -> None:
         """Step with complete gradients, unless they overflowed, and free them; does nothing without a backward."""
-        self._shown.check_unchanged()
-        if not self.finish() or self.optimizer is None:
+        if self.optimizer is None or not self.gradients.backwards:
             return
-        self._shown.hand_back()
+        self.gradients.finish()
         if not (scaler.moves and scaler.update(float(self.states.norm()))):
             with self._guard.opened():
                 if not options:
@@ -160,15 +138,13 @@ class OptimizerUnit:
 
     def forget(self) -> None:
         """Free the gradients."""
-        if self._backwards or self._finished:
-            self._shown.hide()
-            self.states.forget()
-        self._backwards, self._finished, self._begun = 0, False, self._begun and not self._finished
+        if self.gradients.backwards:
+            self.gradients.forget()
 
     def close(self) -> None:
         """Take the hooks off the parameters and the optimizer."""
         self._guard.close()
-        self._shown.hide()
+        self.gradients.close()
         self.states.close()
 
 
@@ -313,3 +289,79 @@ def retarget(
                 else value
                 for key, value in state.items()
             }
+
+
+class ReplicatedUnits:
+    """Makes units without ``zero``: every data rank keeps all state of the parameters. The methods are those of ``ZeroUnits``.
+
+    Attributes:
+        in_chunks: False; units can be made anew at any time.
+    """
+
+    in_chunks = False
+
+    def __init__(self, module: nn.Module, world: World, precision: Precision) -> None:
+        """Args:
+        module: assembled.
+        world: where it lies.
+        precision: of the module.
+        """
+        self._module, self._world, self._precision = module, world, precision
+
+    def release(self, units: OptimizerUnits) -> OptimizerUnits:
+        """Give parameters their master weights back and optimizers the parameters; return no units."""
+        by_name = dict(self._module.named_parameters())
+        for unit in units:
+            unit.close()
+            if not isinstance(unit.states, PlainStates):
+                continue
+            masters = unit.states.masters
+            back: dict[Tensor, Tensor] = {masters.of(p): p for p in unit.parameters.values()}
+            for master, parameter in back.items():
+                parameter.data = master.detach()
+            if unit.optimizer is not None:
+                added = [group["params"] for group in unit.optimizer.param_groups[len(unit.given) :]]
+                groups = [[by_name[name] for name in names] for names in unit.given]
+                retarget(unit.optimizer, [*groups, *added], back)
+        return OptimizerUnits([], self._world)
+
+    def stand_ins(self) -> AbstractContextManager[None]:
+        """Optimizers are made of the parameters themselves."""
+        return nullcontext()
+
+    def make(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        given: Sequence[list[list[str]]],
+        *,
+        before: Sequence[OptimizerUnit],
+        accumulation: int,
+    ) -> list[OptimizerUnit]:
+        """Return a unit for each optimizer; without any, one to evaluate with.
+
+        Args:
+            optimizers: of the parameters; they are stepped with on the master weights from then on.
+            given: names of the parameters in their groups.
+            before: none: they were let go.
+            accumulation: makes no difference here.
+        """
+        made = [self._unit(*pair) for pair in zip(optimizers, given, strict=True)]
+        made = made or [self._unit(None, [])]
+        cast_rest(self._module, self._precision, {p for unit in made for p in unit.parameters.values()})
+        return made
+
+    def _unit(self, optimizer: torch.optim.Optimizer | None, given: list[list[str]]) -> OptimizerUnit:
+        """Return the unit of an optimizer's parameters; without an optimizer, of all that could be trained."""
+        by_name = dict(self._module.named_parameters())
+        chosen = [by_name[name] for names in given for name in names] if optimizer else [*by_name.values()]
+        mine = {name: p for name, p in by_name.items() if p.requires_grad and any(p is c for c in chosen)}
+        masters = Masters(mine.values(), self._precision, other_dtypes(self._module, self._precision))
+
+        def made(targets: Any) -> torch.optim.Optimizer:
+            assert optimizer is not None  # else nothing is to be made
+            groups = [[masters.of(mine[name]) for name in names if name in mine] for names in given]
+            retarget(optimizer, groups, {p: masters.of(p) for p in mine.values()})
+            return optimizer
+
+        states = PlainStates(mine, masters, self._world, made if optimizer else None)
+        return OptimizerUnit(optimizer, states, mine, given, None, chosen if optimizer else ())

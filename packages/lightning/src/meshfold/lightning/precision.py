@@ -1,7 +1,7 @@
 """Lightning's precisions as the engine carries them out.
 
 ============= ================================ ================= ==========
-precision     the model computes in            true weights      loss scale
+precision     the model computes in            master weights    loss scale
 ============= ================================ ================= ==========
 32-true       float32                          the parameters    no
 64-true       float64                          the parameters    no
@@ -169,7 +169,7 @@ class MeshfoldPrecision(LightningPrecision):
         if result is None and model.automatic_optimization:
             unit.forget()  # training_step returned None: nothing is to be learnt from this batch
             return result
-        unit.finish()
+        unit.gradients.settle()
         self._after_closure(model, optimizer)
         unit.step(self.scaler, kwargs)
         return result

@@ -1,6 +1,6 @@
 """A LightningModule on the mesh: split, placed and cast once, with the optimizer units of the stage that runs.
 
-The same module may be validated, fitted, tested and fitted again; only the units are made anew, from the true weights.
+The same module may be validated, fitted, tested and fitted again; only the units are made anew, from the master weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshfold.engine.assembly import assemble, has_dropout
-from meshfold.engine.batches import Batch, Shares
+from meshfold.engine.batches import Batch, Shares, randomness
 from meshfold.engine.checkpoints import ModelState
-from meshfold.engine.model import callable_parts, randomness, roots_of
+from meshfold.engine.model import callable_parts, roots_of
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.world import World
-from meshfold.lightning.optimizer_units import OptimizerUnits, check_optimizers, named_groups
-from meshfold.lightning.replicated_units import ReplicatedUnits
+from meshfold.lightning.optimizer_units import OptimizerUnits, ReplicatedUnits, check_optimizers, named_groups
 from meshfold.mesh import SpecError, metadata
 from meshfold.mesh.initialization import ValueSource, record_initialization, set_value_source
 

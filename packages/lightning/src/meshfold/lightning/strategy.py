@@ -15,11 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from meshfold.engine.model import AsGiven
 from meshfold.engine.precision import ScaleSettings
 from meshfold.engine.world import World, require_runnable
-from meshfold.lightning import communication
+from meshfold.lightning.checkpoints import SESSION, CheckpointStrategy
 from meshfold.lightning.environment import is_set_by_launcher
 from meshfold.lightning.precision import MeshfoldPrecision
 from meshfold.lightning.session import Session, recorded_init
-from meshfold.lightning.strategy_checkpoints import SESSION, CheckpointStrategy
+from meshfold.lightning.strategy_processes import gather_metrics_over_data
 from meshfold.mesh import ParallelSpec, SpecError
 
 _DATA_PARALLEL: Mapping[str, object] = {}
@@ -152,7 +152,7 @@ class MeshfoldStrategy(CheckpointStrategy):
         self.setup_precision_plugin()
         plugin.units = session.units
         if self._world.row_size < self._world.mesh.world_size:
-            communication.gather_metrics_over_data(module, self._world)
+            gather_metrics_over_data(module, self._world)
 
     def setup_precision_plugin(self) -> None:
         """Nothing to convert: the module was cast when it was placed."""

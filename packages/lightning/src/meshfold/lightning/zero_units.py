@@ -93,7 +93,7 @@ class ZeroUnits:
         Args:
             optimizers: of stand-ins; they are stepped with on shards from then on.
             given: names of the parameters in their groups.
-            before: the units until now, whose true weights are taken over; they are closed.
+            before: the units until now, whose master weights are taken over; they are closed.
             accumulation: micro-steps of an optimizer step.
 
         Raises:
@@ -130,7 +130,7 @@ class ZeroUnits:
         return units
 
     def _keeper(self) -> Factory | None:
-        """For evaluation: an optimizer that never steps, where without one the true weights would be rounded for good."""
+        """For evaluation: an optimizer that never steps, where without one the master weights would be rounded for good."""
         if self._precision.dtype == self._precision.master_dtype:
             return None
         return lambda parameters: torch.optim.SGD(parameters, lr=0.0)

@@ -27,8 +27,8 @@ class Memory:
 
     Attributes:
         parameters: in the precision that the model computes with.
-        masters: true weights beside them (bf16 and fp16).
-        gradients: of the true weights.
+        masters: the master weights that are kept beside them (bf16 and fp16).
+        gradients: of the master weights.
         optimizer: the optimizer's state.
         activations: what autograd keeps from forward for backward, at its largest, with flash attention; under ``zero``
             whatever else is alive at the fullest moment.

@@ -1,9 +1,21 @@
-"""Single files: written whole or not at all, read without running code that they name."""
+"""Single files: written whole or not at all; those of others (JSON, torch's) read without running code, with one kind of error."""
 
 from __future__ import annotations
 
-from meshfold.checkpoint.files.atomic_write import fsync_path, write_atomically
-from meshfold.checkpoint.files.untrusted import parse_json, parse_json_object, read_torch_file
+import json
+import os
+import pickle
+import re
+import secrets
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.checkpoint.errors import CheckpointError
 
 __all__ = [
     "fsync_path",
@@ -12,3 +24,128 @@ __all__ = [
     "read_torch_file",
     "write_atomically",
 ]
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: for anything that is no JSON, also for bytes that are no UTF-8 and for values nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not an object")
+    return found
+
+
+def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
+    """Return tensors and plain Python values from a file.
+
+    Args:
+        path: of the file.
+        mapped: map it into memory instead of reading it.
+
+    Raises:
+        CheckpointError: if it is damaged, would take more memory than it has bytes, or holds something else.
+    """
+    try:
+        _check_archive(path)
+        return torch.load(path, map_location="cpu", mmap=mapped or None, weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the system, the archive or the pickle
+        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a tensor whose elements are all there: no sparse or meta one, or one of repeated elements."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def _reason(error: Exception) -> str:
+    """Return the first sentence of an error; torch's own about code is a page long."""
+    named = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
+    if isinstance(error, pickle.UnpicklingError) and named is not None:
+        return f"it holds {named[1]}, and nothing but tensors and plain values is read, since other objects can run code"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def verify_archive(path: Path, part: int = 0, parts: int = 1) -> None:
+    """Compare every ``parts``-th entry of a file with its checksum in the archive, from number ``part`` on.
+
+    Raises:
+        CheckpointError: for one that is not what was written.
+    """
+    if not zipfile.is_zipfile(path):
+        return  # of torch before 1.6: it has none
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist()[part::parts]:
+                if entry.CRC:  # torch can be told to compute none
+                    with archive.open(entry) as file:
+                        while file.read(1 << 24):
+                            pass
+    except Exception as error:  # zipfile raises BadZipFile, and others for odd entries
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _check_archive(path: Path) -> None:
+    """Raise a CheckpointError for an archive that is packed: torch packs none, and one may unpack to any size."""
+    if not zipfile.is_zipfile(path):
+        return  # of torch before 1.6, or damaged
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    if (
+        any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        or sum(e.file_size for e in entries) > size
+    ):
+        raise CheckpointError(f"cannot read {path}: it is a packed archive, which torch.save does not write")
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that nobody ever sees half of it, also after a power cut: several processes may do so at once.
+
+    Args:
+        path: of the file; its folder is there. What it was before stays until all of the new one is on the disk.
+        write: writes it, under the name that it is given.
+    """
+    part = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
+    try:
+        write(part)
+        fsync_path(part)
+        part.replace(path)
+        fsync_path(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text_synced(path: Path, text: str) -> None:
+    """Write a text file and bring it to the disk; for a folder that nobody reads yet."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_path(path: Path) -> None:
+    """Bring a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,7 @@
         ...
 
 One rank holds it for a run (rank 0); the others hear of a refusal through
-:func:`meshfold.engine.world.distributed_errors.fail_together`.
+:func:`meshfold.engine.world.fail_together`.
 """
 
 from __future__ import annotations

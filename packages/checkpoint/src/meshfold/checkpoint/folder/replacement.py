@@ -1,4 +1,4 @@
-"""A checkpoint that takes another's place in a folder: its files replace those of the one before, everything else stays.
+"""Replacing and removing a checkpoint in its folder: files that an index lists take others' places or go, everything else stays.
 
 ::
 
@@ -9,7 +9,8 @@
 
 A file that ``state.json`` lists is looked for in ``.saved-...`` first and then in its place, so a process may die, or read, at
 any moment: before 3 the checkpoint is the one before, and after it the new one. The next save goes on with 4, or removes what
-1 and 2 left.
+1 and 2 left. Where a checkpoint is removed, its index is renamed first, so that at no moment it looks whole and is not; a process
+that dies leaves the list of what has yet to go.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,13 @@ from meshfold.checkpoint.file_names import (
     SAVED_FOLDER_PREFIX,
     SAVING_FOLDER,
     STATE_FILE,
+    STATE_FILE_REMOVED,
+    lock_path,
     remove_files,
     remove_unfinished,
 )
-from meshfold.checkpoint.files.atomic_write import fsync_path, write_text_synced
-from meshfold.checkpoint.files.untrusted import parse_json
+from meshfold.checkpoint.files import fsync_path, parse_json, write_text_synced
+from meshfold.checkpoint.folder.lock import hold_lock
 from meshfold.checkpoint.state.state_file import FILES, identity, listed_files, read_state
 
 
@@ -94,3 +98,40 @@ def current_path(folder: Path, saved: Path | None, name: str) -> Path:
     if saved is not None and os.path.lexists(saved / name):
         return saved / name
     return folder / name
+
+
+def remove_listed(folder: Path) -> None:
+    """Remove a checkpoint; what no index lists stays, with the folder.
+
+    Raises:
+        InUseError: if another process writes there.
+        OSError: if a file cannot be removed.
+    """
+    with hold_lock(lock_path(folder, inside=True), doing="removing it"):
+        finish_replacement(folder)
+        if listed_files(folder / STATE_FILE) is not None:
+            (folder / STATE_FILE).replace(folder / STATE_FILE_REMOVED)
+            fsync_path(folder)
+        finish_removal(folder)
+    with suppress(OSError):  # something else is in it
+        folder.rmdir()
+
+
+def discard_set_aside(folder: Path) -> None:
+    """Remove a checkpoint that an earlier version has set aside, if any."""
+    if folder.is_dir() and not folder.is_symlink():
+        remove_listed(folder)
+
+
+def finish_removal(folder: Path) -> None:
+    """Remove the files of a checkpoint whose index was renamed. The folder's lock is held."""
+    aside = folder / STATE_FILE_REMOVED
+    listed = listed_files(aside)
+    if listed is not None and not (folder / STATE_FILE).exists():
+        remove_files(folder, listed)
+        aside.unlink()
+
+
+def is_being_removed(folder: Path) -> bool:
+    """Return whether a process has begun to remove a checkpoint, and has not ended or has died at it."""
+    return (folder / STATE_FILE_REMOVED).exists() and not (folder / STATE_FILE).exists()

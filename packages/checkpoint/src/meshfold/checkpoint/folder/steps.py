@@ -16,9 +16,15 @@ from pathlib import Path
 
 from meshfold.checkpoint.errors import CheckpointError
 from meshfold.checkpoint.file_names import STATE_FILE, lock_path, remove_unfinished, set_aside_path
-from meshfold.checkpoint.folder import removal, replacement
 from meshfold.checkpoint.folder.lock import hold_lock, is_locked
-from meshfold.checkpoint.folder.replacement import current_path, saved_folder
+from meshfold.checkpoint.folder.replacement import (
+    current_path,
+    discard_set_aside,
+    finish_replacement,
+    is_being_removed,
+    remove_listed,
+    saved_folder,
+)
 from meshfold.checkpoint.folder.writing import clear_beside
 from meshfold.checkpoint.state.state_file import FILES, read_state
 
@@ -66,7 +72,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
         remove_checkpoint(path)
     with _removing(folder):
         for path in [*folder.iterdir()]:
-            if _NAME.fullmatch(path.name) and removal.is_being_removed(path):
+            if _NAME.fullmatch(path.name) and is_being_removed(path):
                 remove_checkpoint(path)
             named = _HIDDEN.fullmatch(path.name)
             if named is not None and int(named[1]) <= step_of(found[0]):
@@ -85,14 +91,14 @@ def remove_checkpoint(path: Path) -> None:
     """
     with _removing(path.parent):
         for place in (set_aside_path(path), path):
-            removal.discard_set_aside(place)
+            discard_set_aside(place)
 
 
 def remove_leftovers(path: Path) -> None:
     """Remove what dead processes have left of saves of a checkpoint, if it is complete under its own name. One rank calls."""
     if is_complete(path):
         with suppress(OSError, CheckpointError), hold_lock(lock_path(path, inside=True), doing="tidying it"):
-            replacement.finish_replacement(path)
+            finish_replacement(path)
         _clear(path)
 
 
@@ -102,7 +108,7 @@ def _clear(path: Path) -> None:
     with suppress(OSError, CheckpointError):
         removed = path.with_name(f".{path.name}.removing")  # of an earlier version
         if removed.is_dir():
-            removal.remove_listed(removed)
+            remove_listed(removed)
             remove_unfinished(removed)
 
 
@@ -134,7 +140,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
         f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"
     }
     found = (folder / name for name in names if _NAME.fullmatch(name))
-    return sorted((path for path in found if not removal.is_being_removed(path)), key=step_of)[::-1]
+    return sorted((path for path in found if not is_being_removed(path)), key=step_of)[::-1]
 
 
 def is_complete(path: Path) -> bool:

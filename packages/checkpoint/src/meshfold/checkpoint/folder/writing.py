@@ -26,9 +26,15 @@ from meshfold.checkpoint.file_names import (
     set_aside_path,
     writing_path,
 )
-from meshfold.checkpoint.files.atomic_write import fsync_path, write_text_synced
-from meshfold.checkpoint.folder import removal, replacement
+from meshfold.checkpoint.files import fsync_path, write_text_synced
 from meshfold.checkpoint.folder.lock import hold_lock
+from meshfold.checkpoint.folder.replacement import (
+    discard_set_aside,
+    finish_removal,
+    finish_replacement,
+    is_part_of_a_save,
+    replace_checkpoint,
+)
 from meshfold.checkpoint.state.state_file import CHECKSUMS, FILES, file_checksum, listed_files, with_checksum
 
 _ADVICE = {
@@ -73,8 +79,8 @@ def begin_checkpoint(
         make_durable_folder(target.parent)
     mine.enter_context(hold_lock(lock_path(target, inside=inside), doing=doing, folder=target))
     if inside:
-        replacement.finish_replacement(target)
-        removal.finish_removal(target)
+        finish_replacement(target)
+        finish_removal(target)
         check_free(target, files)
     writing = writing_path(target, inside=inside)
     remove_unfinished(writing)  # left by a run that died
@@ -126,7 +132,7 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
 
 def _is_ours(name: str) -> bool:
     """Return whether a name in a folder says that a save is or was under way there."""
-    return name == LOCK_FILE or replacement.is_part_of_a_save(name)
+    return name == LOCK_FILE or is_part_of_a_save(name)
 
 
 def _remove(folder: Path, made: os.stat_result) -> None:
@@ -169,7 +175,7 @@ def commit_checkpoint(
     fsync_path(writing)
     if writing.parent == target:
         check_free(target, files)
-        replacement.replace_checkpoint(writing, target)
+        replace_checkpoint(writing, target)
     else:
         try:
             writing.rename(target)
@@ -187,7 +193,7 @@ def clear_beside(target: Path) -> None:
     """Remove what dead processes have left beside a complete checkpoint, as far as it can be removed."""
     writing, lock = writing_path(target, inside=False), lock_path(target, inside=False)
     with suppress(OSError, InUseError):
-        removal.discard_set_aside(set_aside_path(target))
+        discard_set_aside(set_aside_path(target))
         if writing.is_dir() or lock.exists():
             with hold_lock(lock, doing="removing what was left there"):
                 remove_unfinished(writing)

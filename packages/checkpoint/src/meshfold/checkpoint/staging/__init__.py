@@ -1,16 +1,24 @@
-"""Copies of tensors in host memory, made beside the training."""
+"""Copies of tensors in host memory, made beside the training: only what changes a tensor waits until it was copied.
+
+Three things have an order::
+
+    what was queued before save()   <   the copies   <   what changes what is copied
+
+On a GPU the copies are queued on a stream of their own, by the thread of the save, a few at a time: a copy to the host waits
+for all those that were queued before it, on any stream, and the training copies too (its loss, the norm of a gradient). What
+lives on the host, and everything where there is no GPU, is copied by that thread itself.
+"""
 
 from __future__ import annotations
 
-from meshfold.checkpoint.staging.host_copies import (
-    BackgroundCopies,
-    CopyPair,
-    CopyQueue,
-    HostCopyQueue,
-    StreamCopyQueue,
-    copy_queue,
-)
-from meshfold.checkpoint.staging.pauses import with_pauses
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 __all__ = [
     "BackgroundCopies",
@@ -21,3 +29,192 @@ __all__ = [
     "copy_queue",
     "with_pauses",
 ]
+
+SLICE_BYTES = 32 * 2**20
+"""Queued at once: about a millisecond of the bus, the longest that a copy of the training waits."""
+
+AT_ONCE = 2
+"""Slices in flight: one on the bus, and the next one."""
+
+CopyPair = tuple[Tensor, Tensor]
+"""Destination on the host, and source, of a copy."""
+
+
+class CopyQueue(Protocol):
+    """A queue of copies that the host does not make itself."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether this queue copies a tensor."""
+
+    def begin(self) -> None:
+        """Called by the training: copies come after what it has queued until now."""
+
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
+        """Queue copies. What comes back lets the host wait for them."""
+
+    def settle(self) -> None:
+        """Let the host wait for what was queued before ``begin``."""
+
+    def hold(self) -> None:
+        """Called by the training: what it queues from now on comes after the copies that were queued."""
+
+
+class HostCopyQueue:
+    """No queue: without a GPU the host makes all copies itself."""
+
+    def takes(self, tensor: Tensor) -> bool:
+        return False
+
+    def begin(self) -> None: ...
+
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
+        raise RuntimeError("without a GPU the host copies by itself")
+
+    def settle(self) -> None: ...
+
+    def hold(self) -> None: ...
+
+
+class StreamCopyQueue:
+    """Copies on a stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Args:
+        device: on which the training computes.
+        """
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._before: torch.cuda.Event | None = None
+        self._last: torch.cuda.Event | None = None
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def begin(self) -> None:
+        self._last = None
+        self._before = torch.cuda.Event(blocking=True)
+        self._before.record(torch.cuda.current_stream(self._device))
+
+    def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
+        with torch.cuda.stream(self._stream):
+            if self._last is None and self._before is not None:
+                self._stream.wait_event(self._before)
+            to, of = zip(*pairs, strict=True)
+            torch._foreach_copy_(to, of, non_blocking=True)  # one by one, without Python
+            self._last = torch.cuda.Event(blocking=True)
+            self._last.record(self._stream)
+        return self._last.synchronize
+
+    def settle(self) -> None:
+        if self._before is not None:
+            self._before.synchronize()
+
+    def hold(self) -> None:
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+
+
+def copy_queue(device: torch.device) -> CopyQueue:
+    """Return the queue of copies for the device that trains."""
+    return StreamCopyQueue(device) if device.type == "cuda" else HostCopyQueue()
+
+
+class BackgroundCopies:
+    """The copies of one save."""
+
+    def __init__(self, lane: CopyQueue) -> None:
+        """The training calls: what it has queued until now is in the copies."""
+        self._lane = lane
+        self._queued = threading.Event()  # all that is, and what the host copies itself is copied
+        self._is_held = False
+        lane.begin()
+
+    @torch.no_grad()
+    def run(self, pairs: Iterable[CopyPair]) -> None:
+        """Make the copies, in a thread of one's own; they are there on return. The tensors live until then."""
+        queued: deque[Callable[[], None]] = deque()
+        try:
+            mine: list[CopyPair] = []
+            for some in _slices(self._taken(pairs, mine)):
+                if len(queued) == AT_ONCE:
+                    queued.popleft()()
+                queued.append(self._lane.queue(some))
+            if mine:
+                self._lane.settle()  # the host's memory may be what a GPU was to write
+            for to, of in mine:
+                to.copy_(of)
+        finally:
+            self.over()
+        for wait in queued:
+            wait()
+
+    def _taken(self, pairs: Iterable[CopyPair], rest: list[CopyPair]) -> Iterator[CopyPair]:
+        """Yield the pairs that the queue takes, lazily: the first copies do not wait for the last ones' views."""
+        for pair in pairs:
+            if self._lane.takes(pair[1]):
+                yield pair
+            else:
+                rest.append(pair)
+
+    def over(self) -> None:
+        """Say that no more is queued, also after a failure."""
+        self._queued.set()
+
+    def hold(self) -> None:
+        """Order later work of the training after the copies; the training calls this before it changes what is copied.
+
+        The host waits until the last of them was queued. A GPU has its forward and backward to do meanwhile.
+        """
+        if not self._is_held:
+            self._queued.wait()
+            self._lane.hold()
+            self._is_held = True
+
+
+def _slices(pairs: Iterable[CopyPair]) -> Iterator[list[CopyPair]]:
+    """Pairs, cut or put together to about ``SLICE_BYTES`` each."""
+    some: list[CopyPair] = []
+    nbytes = 0
+    for pair in pairs:
+        for part in _cut(*pair):
+            if some and nbytes + part[1].nbytes > SLICE_BYTES:
+                yield some
+                some, nbytes = [], 0
+            some.append(part)
+            nbytes += part[1].nbytes
+    if some:
+        yield some
+
+
+def _cut(to: Tensor, of: Tensor) -> Iterator[CopyPair]:
+    if of.nbytes <= SLICE_BYTES:
+        yield to, of
+        return
+    if of.is_contiguous() and to.is_contiguous():
+        to, of = to.view(-1), of.view(-1)
+    rows = max(1, SLICE_BYTES * len(of) // of.nbytes)
+    yield from zip(to.split(rows), of.split(rows), strict=True)
+
+
+BURST_S = 0.0002
+"""How long the interpreter is kept: about what a large kernel runs, so that a GPU does not wait for the next one."""
+
+PAUSE_S = 0.0001
+"""How long it is left to others: what it takes a thread to wake up, and to launch some kernels."""
+
+T = TypeVar("T")
+
+
+def with_pauses(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items; sleep for a moment between two of them whenever ``BURST_S`` have passed.
+
+    Two threads of Python share one interpreter. One that only computes keeps it for five milliseconds at a time
+    (``sys.getswitchinterval``), and the training gives it up in every operation of torch: it would launch one kernel in five
+    milliseconds. Asleep for a moment, the thread lets it launch dozens.
+    """
+    since = time.perf_counter()
+    for item in items:
+        yield item
+        if time.perf_counter() - since > BURST_S:
+            time.sleep(PAUSE_S)
+            since = time.perf_counter()

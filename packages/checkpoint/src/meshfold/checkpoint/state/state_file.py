@@ -16,7 +16,7 @@ from typing import Any
 
 from meshfold.checkpoint.errors import CheckpointError
 from meshfold.checkpoint.file_names import may_be_listed
-from meshfold.checkpoint.files.untrusted import parse_json_object
+from meshfold.checkpoint.files import parse_json_object
 
 FORMAT_WHOLE, FORMAT_SHARDED = 2, 3
 """Whole tensors; tensors in rectangles (:mod:`meshfold.engine.checkpoints.saving`). 1 had each file whole."""

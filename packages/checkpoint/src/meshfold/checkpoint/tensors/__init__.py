@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from meshfold.checkpoint.tensors.file_set import (
+    SAFETENSORS_NAME,
+    SAFETENSORS_SUFFIX,
     BackgroundWriter,
     FileAssignment,
+    has_weights,
     open_tensors,
+    open_weights,
     verify_checksums,
 )
 from meshfold.checkpoint.tensors.safetensors_file import (
@@ -16,19 +20,13 @@ from meshfold.checkpoint.tensors.safetensors_file import (
     writing_order,
 )
 from meshfold.checkpoint.tensors.shard_files import (
+    StoredTensor,
     shard_file_name,
     shard_index_name,
     shard_key,
     write_shard_index,
 )
-from meshfold.checkpoint.tensors.stored_tensor import StoredTensor
 from meshfold.checkpoint.tensors.tensor_folder import TensorFolder, check_inside_folder, is_file_name
-from meshfold.checkpoint.tensors.weights import (
-    SAFETENSORS_NAME,
-    SAFETENSORS_SUFFIX,
-    has_weights,
-    open_weights,
-)
 
 __all__ = [
     "SAFETENSORS_NAME",
@@ -53,3 +51,5 @@ __all__ = [
     "write_shard_index",
     "writing_order",
 ]
+
+Described = TensorInfo  # its name in version 0.1

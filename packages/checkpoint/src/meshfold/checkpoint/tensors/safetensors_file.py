@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.untrusted import parse_json_object
+from meshfold.checkpoint.files import parse_json_object
 
 _NAMES = {
     torch.float64: "F64",

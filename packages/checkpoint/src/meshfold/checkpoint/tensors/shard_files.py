@@ -1,4 +1,5 @@
-"""Files of rectangles: each rank writes what it keeps into a file of its own, and an index says what lies where.
+"""Files of rectangles: each rank writes what it keeps into a file of its own, and an index says what lies where. A tensor of
+several rectangles is read as far as it is asked for.
 
 ::
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +25,10 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
-from meshfold.checkpoint.files.untrusted import parse_json_object
-from meshfold.checkpoint.staging.pauses import with_pauses
+from meshfold.checkpoint.files import parse_json_object
+from meshfold.checkpoint.shards import Window, narrowed, overlap
+from meshfold.checkpoint.staging import with_pauses
 from meshfold.checkpoint.tensors.safetensors_file import TensorFile, TensorInfo
-from meshfold.checkpoint.tensors.stored_tensor import StoredShard, StoredTensor
 from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
 
 
@@ -44,7 +46,7 @@ def shard_index_name(name: str) -> str:
 def shard_key(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     """Return the name of a rectangle of a tensor in a file.
 
-    >>> key_of("up.weight", (0, 64), (128, 32))
+    >>> shard_key("up.weight", (0, 64), (128, 32))
     'up.weight[0:128, 64:96]'
     """
     slices = (f"{at}:{at + size}" for at, size in zip(offsets, sizes, strict=True))
@@ -100,7 +102,7 @@ def write_shard_index(folder: Path, name: str, tensors: Mapping[str, TensorInfo]
 
 class ShardFiles(Mapping[str, Tensor]):
     """The tensors that lie in rectangles in several files. Those of several rectangles are
-    :class:`~meshfold.checkpoint.tensors.stored_tensor.StoredTensor`: a window of one reads that window."""
+    :class:`~meshfold.checkpoint.tensors.shard_files.StoredTensor`: a window of one reads that window."""
 
     def __init__(self, folder: TensorFolder, index: str) -> None:
         """Raises:
@@ -209,3 +211,93 @@ def is_tiled(shape: Sequence[int], blocks: Sequence[tuple[Sequence[int], Sequenc
         ((begins[place] < ends[place + 1 :]) & (begins[place + 1 :] < ends[place])).all(axis=1).any()
         for place in range(len(begins) - 1)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredShard:
+    """A rectangle of a tensor.
+
+    Attributes:
+        window: offsets and sizes in the whole tensor.
+        load: maps it into memory.
+    """
+
+    window: Window
+    load: Callable[[], Tensor]
+
+
+class StoredTensor:
+    """Stands for a tensor: shape and dtype are known, ``narrow`` gives another of its kind, all else reads it.
+
+    Functions of torch take it where they take a tensor; ``local.copy_(stored.narrow(0, 2, 4))`` reads four rows.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        blocks: Sequence[StoredShard],
+        window: Window | None = None,
+    ) -> None:
+        """Args:
+        shape: of the whole.
+        dtype: of its elements.
+        blocks: rectangles that do not overlap, and together are the whole.
+        window: what of it this one stands for; None: all.
+        """
+        self._whole, self.dtype, self._blocks = tuple(shape), dtype, blocks
+        self._window = window or ((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> torch.Size:
+        """In elements, per dim."""
+        return torch.Size(self._window[1])
+
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return len(self._whole)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def narrow(self, dim: int, start: int, length: int) -> StoredTensor:
+        """Return a window along one dim, without reading it."""
+        offsets, sizes = map(list, self._window)
+        offsets[dim] += start
+        sizes[dim] = length
+        return StoredTensor(self._whole, self.dtype, self._blocks, (tuple(offsets), tuple(sizes)))
+
+    def new_zeros(self, size: Sequence[int]) -> Tensor:
+        """Return zeros in memory, of the same dtype."""
+        return torch.zeros(tuple(size), dtype=self.dtype, device="cpu")
+
+    def read(self) -> Tensor:
+        """Read the tensor into memory."""
+        found = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        for block in self._blocks:
+            both = overlap(self._window, block.window)
+            if both is not None:
+                offsets, sizes = both
+                source = narrowed(block.load(), _less(offsets, block.window[0]), sizes)
+                narrowed(found, _less(offsets, self._window[0]), sizes).copy_(source)
+        return found
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.read()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        read = [one.read() if isinstance(one, cls) else one for one in args]
+        return func(*read, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.read(), name)
+
+
+def _less(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.engine.batches import own_loss
-from meshfold.engine.clipping import Clipping
-from meshfold.engine.long_runs import supervision
+from meshfold.engine.batches.loss import check_loss_fn
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
-from meshfold.engine.optimizers.optimizers import Factory, optimizer_factory
-from meshfold.engine.precision.precision import Precision
-from meshfold.engine.world.world import has_zero
+from meshfold.engine.optimizers import Factory, optimizer_factory
+from meshfold.engine.precision import Precision
+from meshfold.engine.states.replicated import States
+from meshfold.engine.world import check_watchdog, has_zero
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import argument_checks as settings
 
@@ -77,12 +77,12 @@ class Arguments:
         mode = check_mode(nonfinite)
         accumulation = settings.count("gradient_accumulation", gradient_accumulation)
         checked_seed = settings.count("seed", seed, least=0)
-        own_loss.check(loss_fn)
+        check_loss_fn(loss_fn)
         if lr_scheduler is not None and make_optimizer is None:
             raise SpecError(
                 "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
             )
-        limit_s, compare = supervision.check(watchdog, check_collectives)
+        limit_s, compare = check_watchdog(watchdog, check_collectives)
         return cls(
             precision=checked_precision,
             make_optimizer=make_optimizer,
@@ -100,3 +100,49 @@ class Arguments:
     def looks_at_all(self) -> bool:
         """Tell whether all gradients must be complete before any parameter is stepped."""
         return self.clip.needs_all or self.precision.scale is not None or self.nonfinite is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipping:
+    """Clipping of gradients before a step: by the whole model's norm, by each element's value, or not at all.
+
+    Attributes:
+        norm: the largest norm; None for any.
+        norm_type: which norm, also of the one that is reported.
+        value: the largest absolute value of an element; None for any.
+    """
+
+    norm: float | None = None
+    norm_type: float = 2.0
+    value: float | None = None
+
+    @classmethod
+    def parse(cls, norm: object, norm_type: object, value: object) -> Clipping:
+        """Raises:
+        SpecError: for what is no number above 0, another norm than 1, 2 and infinity, or both ways at once.
+        """
+        if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
+            raise SpecError(f"clip_norm_type={norm_type!r}: the norm is 2.0, 1.0 or math.inf")
+        if norm is not None and value is not None:
+            raise SpecError(
+                f"clip_grad_norm={norm!r} and clip_grad_value={value!r}: clip by the norm or by the value, not both"
+            )
+        return cls(
+            norm=None if norm is None else settings.positive("clip_grad_norm", norm),
+            norm_type=float(norm_type),
+            value=None if value is None else settings.positive("clip_grad_value", value),
+        )
+
+    @property
+    def needs_all(self) -> bool:
+        """Tell whether all gradients must be complete before any parameter is stepped."""
+        return self.norm is not None or self.value is not None or self.norm_type != 2.0
+
+    def apply(self, states: States) -> Tensor:
+        """Clip complete gradients; return their norm before."""
+        if self.norm is not None:
+            return states.clip(self.norm, self.norm_type)
+        norm = states.norm(self.norm_type)
+        if self.value is not None:
+            states.clip_value(self.value)
+        return norm

@@ -11,17 +11,21 @@ from torch import Tensor, nn
 
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
-from meshfold.engine.model.build_notes import tell
-from meshfold.engine.model.given_model import check_model
+from meshfold.engine.model.checks import (
+    check_model,
+    refuse_complex,
+    refuse_layers,
+    refuse_unmade,
+    require_trained,
+    warn_of_split_batches,
+)
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
-from meshfold.engine.model.refusals import refuse_complex, refuse_layers, refuse_unmade, require_trained
 from meshfold.engine.model.roots import split_roots
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
-from meshfold.engine.optimizers.optimizers import of_any_stage
-from meshfold.engine.precision.precision import Masters, Precision, cast_rest, other_dtypes
+from meshfold.engine.optimizers import of_any_stage
+from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
 from meshfold.engine.states.replicated import PlainStates, States
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World, fail_together
 from meshfold.mesh import LayoutError, SpecError, annotate, broadcast, metadata
 from meshfold.mesh.initialization import (
     ParameterInit,
@@ -108,7 +112,7 @@ def assemble(
 
     refuse_complex(built)
     refuse_layers(built, world, precision)
-    tell(built, world)
+    warn_of_split_batches(built, world)
     if built is model:
         _share(built, world)
     folder = _folder(model, built, world)

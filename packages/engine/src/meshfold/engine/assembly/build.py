@@ -14,19 +14,16 @@ from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.assemble import Assembled, assemble, make_states
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
-from meshfold.engine.long_runs import supervision
 from meshfold.engine.model import recompute as recomputation
-from meshfold.engine.model.as_given import AsGiven
-from meshfold.engine.model.ownership import check_free, claim
+from meshfold.engine.model.checks import NoCopies
+from meshfold.engine.model.ownership import AsGiven, check_free, claim
 from meshfold.engine.model.pipelined_model import PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks
-from meshfold.engine.model.refusals import NoCopies
-from meshfold.engine.optimizers.optimizers import scheduler_of
-from meshfold.engine.optimizers.step_guard import StepGuard
+from meshfold.engine.optimizers import StepGuard, scheduler_of
 from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States
-from meshfold.engine.world.world import World, join_world
+from meshfold.engine.world import World, join_world, watch_over
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 
@@ -44,7 +41,7 @@ class Built:
         world: the running processes, as a mesh.
         part: this rank's part of the model.
         blocks: those of its blocks that backward recomputes; None if none is.
-        states: its true weights, their gradients and the optimizer's state.
+        states: its master weights, their gradients and the optimizer's state.
         step_guard: lets nobody but the engine step the optimizer.
         lr_scheduler: of the optimizer; None if none was given.
         forward: calls the model.
@@ -89,7 +86,7 @@ def build(
 
     # The running processes, as a mesh.
     world = join_world(parallel, device, limit_s=asked.watchdog)
-    opened.callback(supervision.watch_over(world, asked.watchdog, asked.compare).close)
+    opened.callback(watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
     recompute = recomputation.check_recompute(recompute, world.spec)
 
@@ -107,7 +104,7 @@ def build(
     if blocks is not None:
         opened.callback(blocks.close)
 
-    # Its true weights, their gradients and the optimizer's state, and what works on them.
+    # Its master weights, their gradients and the optimizer's state, and what works on them.
     schedulers: list[Any] = []
 
     def settled(optimizer: torch.optim.Optimizer | None) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from meshfold.engine.batches.batch import Batch, prepare_batch
-from meshfold.engine.batches.cut import row_range, shard_batch
-from meshfold.engine.batches.gathered import gather_list
-from meshfold.engine.batches.own_loss import FallbackLoss
-from meshfold.engine.batches.shares import Shares
+from meshfold.engine.batches.loss import FallbackLoss
+from meshfold.engine.batches.sharding import Shares, gather_list, randomness, row_range, shard_batch
 
-__all__ = ["Batch", "FallbackLoss", "Shares", "gather_list", "prepare_batch", "row_range", "shard_batch"]
+__all__ = [
+    "Batch",
+    "FallbackLoss",
+    "Shares",
+    "gather_list",
+    "prepare_batch",
+    "randomness",
+    "row_range",
+    "shard_batch",
+]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.own_loss import FallbackLoss, call
+from meshfold.engine.batches.loss import FallbackLoss, call_loss_fn
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, ensure_one_target, targets_key
 
@@ -231,7 +231,7 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss_fn is not None and (loss is None or not isinstance(loss_fn, FallbackLoss)):
-        return call(loss_fn, output, batch.given)
+        return call_loss_fn(loss_fn, output, batch.given)
     if loss is None and isinstance(output, Tensor) and output.dim() == 0:
         loss = output
     if not isinstance(loss, Tensor) or loss.dim() != 0:

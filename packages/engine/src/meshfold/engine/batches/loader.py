@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
-from meshfold.engine.batches.cut import row_range, shard_batch
+from meshfold.engine.batches.sharding import row_range, shard_batch
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
 from meshfold.mesh.spec import argument_checks as settings

@@ -1,4 +1,4 @@
-"""Values in messages: tensors by shape and dtype, what holds them by what is in it."""
+"""Values in messages: tensors by shape and dtype, what holds them by what is in it; and notes on errors of a model's forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 60  # characters of what is no tensor
 
 
 def shown(value: Any) -> str:
-    """A value in a few words.
+    """Describe a value in a few words.
 
     >>> import torch
     >>> shown((torch.zeros(2, 8), {"labels": torch.zeros(2, dtype=torch.int64)}))
@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
 
 
 def called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call.
+    """Describe the arguments of a call.
 
     >>> import torch
     >>> called((torch.zeros(2, 8),), {"labels": None})
@@ -71,3 +71,16 @@ def rows_of_tables(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 def _listed(parts: list[str]) -> str:
     more = [f"{len(parts) - _MOST} more"] if len(parts) > _MOST else []
     return ", ".join(parts[:_MOST] + more)
+
+
+_FORBIDDEN = "is a view and is being modified inplace"
+
+
+def note_in_place(error: BaseException) -> None:
+    """Note on an error of the model's forward what to change, if a block changed in place what it was called with."""
+    if _FORBIDDEN in str(error):
+        error.add_note(
+            "A block changes what it is called with in place, and under this spec that is a view of something else: write "
+            "x = x + y for x += y, and torch.relu(x) for torch.relu_(x), where x is an argument of the block. What a block has "
+            "made itself may be changed in place."
+        )

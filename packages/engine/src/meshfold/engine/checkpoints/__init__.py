@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from meshfold.engine.checkpoints.checkpoint import MODEL_FILE, Checkpoint, write_checkpoint
-from meshfold.engine.checkpoints.model_state import ModelState, describe_model, with_plain_names
+from meshfold.engine.checkpoints.model_state import ModelState, describe_model, read_whole, with_plain_names
 
-__all__ = ["MODEL_FILE", "Checkpoint", "ModelState", "describe_model", "with_plain_names", "write_checkpoint"]
+__all__ = [
+    "MODEL_FILE",
+    "Checkpoint",
+    "ModelState",
+    "describe_model",
+    "read_whole",
+    "with_plain_names",
+    "write_checkpoint",
+]

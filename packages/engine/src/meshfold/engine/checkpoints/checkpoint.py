@@ -60,8 +60,7 @@ from meshfold.checkpoint.tensors import (
     writing_order,
 )
 from meshfold.engine.states.replicated import Source
-from meshfold.engine.world.distributed_errors import agree, fail_together
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World, agree, fail_together
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 

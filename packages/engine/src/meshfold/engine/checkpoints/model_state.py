@@ -22,15 +22,14 @@ from meshfold.checkpoint.state import (
     restore_extra_state,
 )
 from meshfold.engine.states.replicated import Source, Sources, States
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World, fail_together
 from meshfold.mesh import broadcast
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import uncompiled_name
 
 
 class ModelState:
-    """Reads and writes a sharded model tensor by tensor: true values, in whatever precision the model computes."""
+    """Reads and writes a sharded model tensor by tensor: its master weights, in whatever precision the model computes."""
 
     def __init__(self, model: nn.Module, states: States, world: World) -> None:
         self._model, self._states, self._world = model, states, world
@@ -72,27 +71,18 @@ class ModelState:
         """Further names of a tensor to its first one."""
         return _names_and_ties(self.tensors())[1]
 
-    def full(self) -> dict[str, Tensor]:
-        """The whole state dict in CPU memory. All ranks must call.
+    def full(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """Return the whole state dict in CPU memory; all ranks must call. ``keep``: False leaves this rank's empty.
 
         Raises:
             CheckpointError: if a rank cannot read its part.
         """
-        whole: dict[str, Tensor] = {}
-        error: Exception | None = None
-        for name, source in self.sources().items():
-            try:
-                value = source.read()
-            except Exception as unread:  # the other ranks are in what follows too
-                error = error or unread
-                value = torch.zeros(source.shape, dtype=source.dtype, device=self._world.device)
-            if not source.alike:
-                value = broadcast(value, self._world.everyone, 0)
-            whole[name] = value.to("cpu", copy=True)
-        fail_together(self._world, error, "cannot read the model's state")
-        ties = self.ties()
+        what = "cannot read the model's state"
+        whole = read_whole(self.sources(), self._world, what, keep=keep)
+        ties, extra = self.ties(), self.extra(what)
+        if not keep:
+            return {}
         found: dict[str, Any] = {name: whole[ties.get(name, name)] for name in self.names()}
-        extra = self.extra("cannot read the model's state")
         return {**found, **{name: extra_state_value(entry) for name, entry in extra.items()}}
 
     def extra(self, what: str) -> dict[str, dict[str, Any]]:
@@ -214,6 +204,30 @@ class ModelState:
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take the optimizer's state from a checkpoint."""
         self._states.load_optimizer(description, tensors)
+
+
+def read_whole(
+    sources: Mapping[str, Source], world: World, what: str, *, keep: bool = True
+) -> dict[str, Tensor]:
+    """Return whole tensors in CPU memory, read in turn; all ranks must call. ``keep``: False returns none on this rank.
+
+    Raises:
+        CheckpointError: on all ranks, which begins with ``what``, if one cannot read its part.
+    """
+    found: dict[str, Tensor] = {}
+    error: Exception | None = None
+    for name, source in sources.items():
+        try:
+            value = source.read()
+        except Exception as unread:  # the other ranks are in what follows too
+            error = error or unread
+            value = torch.zeros(source.shape, dtype=source.dtype, device=world.device)
+        if not source.alike:
+            value = broadcast(value, world.everyone, 0)
+        if keep:
+            found[name] = value.to("cpu", copy=True)
+    fail_together(world, error, what)
+    return found
 
 
 def _names_and_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, str], dict[str, str]]:

@@ -2,9 +2,9 @@
 
 1. ``Saver.start``, on all ranks: the folder is made, each rank begins files of its own, and notes which tensors it keeps.
    What may change in a forward (buffers) is copied where it is. What lives on a disk, for want of memory, is written now.
-2. In the background, on each rank, a little later (``background_save.HEAD_START_S``) or when somebody waits: the rectangles that
-   it writes are found (:mod:`meshfold.checkpoint.shards.rectangles`) and copied to host memory
-   (:mod:`meshfold.checkpoint.staging.host_copies`), the copies are written, and a file is given its name when it is on the disk.
+2. In the background, on each rank, a little later (:data:`HEAD_START_S`) or when somebody waits: the rectangles that
+   it writes are found (:mod:`meshfold.checkpoint.shards`) and copied to host memory
+   (:mod:`meshfold.checkpoint.staging`), the copies are written, and a file is given its name when it is on the disk.
    There is no collective in this, which could meet those of the training: ranks see each other's files in the folder that all
    can see.
 3. In the background, on rank 0: when all files are there it looks whether every element of every tensor is in one of them,
@@ -20,29 +20,37 @@ all ranks raise the same error in their next step, save, load or close.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import json
 import os
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.checkpoint import CheckpointError
-from meshfold.checkpoint.folder import commit_checkpoint, error_of, resolve_folder, with_advice
+from meshfold.checkpoint import CheckpointError, InUseError
+from meshfold.checkpoint.folder import (
+    commit_checkpoint,
+    error_of,
+    hold_lock,
+    lock_path,
+    remove_unfinished,
+    resolve_folder,
+    with_advice,
+)
 from meshfold.checkpoint.staging import BackgroundCopies, CopyQueue, copy_queue
 from meshfold.checkpoint.tensors import TensorInfo, shard_file_name, shard_index_name, write_shard_index
-from meshfold.engine.checkpoints.background_save import BackgroundSave
 from meshfold.engine.checkpoints.checkpoint import begin_together
-from meshfold.engine.checkpoints.file_plan import FilePlan
-from meshfold.engine.checkpoints.rank_file import RankFile
+from meshfold.engine.checkpoints.rank_file import FilePlan, RankFile
 from meshfold.engine.states.replicated import Sources
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World, fail_together
 from meshfold.mesh import all_reduce
 from meshfold.mesh.processes import ended_ranks as ended_ranks
 
@@ -255,3 +263,107 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:  # renamed since
         return 0
+
+
+HEAD_START_S = 0.01
+"""How long the thread leaves the interpreter to the training, unless somebody waits for it. A GPU has nothing to do when ``save``
+returns, if its last step ended with reading the loss: every launch that the thread's Python holds up then is time that the GPU
+stands idle. Some milliseconds later there are kernels queued before it that hide this."""
+
+
+class BackgroundSave:
+    """A save that goes on beside the training.
+
+    Attributes:
+        path: of the checkpoint.
+        writing: the folder that is written, when it has begun.
+        blocked_seconds: how long ``save`` held this rank up.
+        copied_seconds: how long it took until all was copied, from its beginning on; 0.0 until it is.
+        seconds: how long it took in all; 0.0 until it is done.
+        bytes: that this rank writes; 0 until it is known.
+        copying: keeps what is copied from being changed; None before it has begun.
+    """
+
+    def __init__(self, path: Path, world: World) -> None:
+        self.path, self.writing, self._world = path, path, world
+        self.blocked_seconds = self.copied_seconds = self.seconds = 0.0
+        self.bytes = 0
+        self._begun = time.perf_counter()
+        self._error: Exception | None = None
+        self._told = False
+        self._awaited = threading.Event()  # somebody waits for the thread
+        self._thread: threading.Thread | None = None
+        self.copying: BackgroundCopies | None = None
+
+    @property
+    def done(self) -> bool:
+        """Tell whether this rank's part is finished. On rank 0: the save is complete, or has failed."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    @property
+    def error(self) -> Exception | None:
+        """The error on this rank so far. On rank 0: on any rank."""
+        return self._error
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete. All ranks must call.
+
+        Raises:
+            CheckpointError: on all ranks, the same, if any of them could not write; once.
+        """
+        self.join()
+        if not self._told:
+            self._told = True
+            atexit.unregister(self._tell)
+            mine = self._error if self._world.mesh.rank == 0 else None  # who has heard of all
+            what = f"cannot write the checkpoint {self.path} in the background"
+            try:
+                fail_together(self._world, mine, what, name_rank=False)
+            except CheckpointError:
+                if self._world.mesh.rank == 0:
+                    # Others were at their files while the folder was removed; no one is now.
+                    inside = self.writing.parent == self.path
+                    with (
+                        suppress(OSError, InUseError),
+                        hold_lock(lock_path(self.path, inside=inside), doing="saving into it"),
+                    ):
+                        remove_unfinished(self.writing)
+                raise
+
+    def wait_until_copied(self) -> None:
+        """Return when what was saved may be changed. The engine does so before it steps or loads.
+
+        Who changes parameters or the optimizer's state in another way, while a save is under way, calls it before; on a GPU on
+        the stream that does it.
+        """
+        self._awaited.set()
+        if self.copying is not None:
+            self.copying.hold()
+
+    def note_copied(self) -> None:
+        """Its thread has copied everything."""
+        self.copied_seconds = time.perf_counter() - self._begun
+
+    def join(self) -> None:
+        """Return when this rank has nothing more to do for it."""
+        self._awaited.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Do the work in a thread, which the interpreter waits for at its end: a little later, or when somebody waits."""
+
+        def keep() -> None:
+            self._awaited.wait(HEAD_START_S)
+            self._error = with_advice(error_of(work))
+            self.seconds = time.perf_counter() - self._begun
+
+        self._thread = threading.Thread(target=keep, name=f"save {self.path.name}")
+        self._thread.start()  # waits for the thread, which would go on to work for as long as the interpreter lets it
+        self.blocked_seconds = time.perf_counter() - self._begun
+        atexit.register(self._tell)
+
+    def _tell(self) -> None:
+        """At the end of a process in which nobody asked."""
+        if self._error is not None and not self._told:
+            print(f"meshfold: the checkpoint {self.path} was not completed: {self._error}", file=sys.stderr)

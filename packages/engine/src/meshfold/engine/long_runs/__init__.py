@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshfold.engine.long_runs.resuming import resize_data_axis
-from meshfold.engine.long_runs.stopping import GracefulStop
+from meshfold.engine.long_runs.stopping import GracefulStop, resize_data_axis
 
 __all__ = ["GracefulStop", "resize_data_axis"]

@@ -1,21 +1,29 @@
-"""Stopping on request: every rank ends the same step, although a signal comes to each at its own time, or to one alone."""
+"""Stopping on request, and resuming with other ranks.
+
+Every rank ends the same step, although a signal comes to each at its own time, or to one alone.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import threading
-from collections.abc import Sequence
+import time
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
-from meshfold.engine.long_runs.second_request import SecondRequest
-from meshfold.engine.world.world import World
-from meshfold.mesh import Pending, all_reduce
+from meshfold.engine.world import World
+from meshfold.mesh import ParallelSpec, Pending, SpecError, all_reduce
 from meshfold.mesh.processes import STOPPED_CODE
+from meshfold.mesh.spec import format_value
 
 __all__ = ["STOPPED_CODE", "GracefulStop"]
+
 
 #: What batch systems send before they end a job: Slurm SIGTERM, and the one of ``--signal=USR1@120``.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -38,7 +46,7 @@ class GracefulStop:
 
     The agreement is the largest of a flag over all ranks, which travels while the next step computes: a request ends the
     run two steps later at most. The same request a second time ends the process at once
-    (:mod:`meshfold.engine.long_runs.second_request`).
+    (:class:`SecondRequest`).
 
     Attributes:
         asked: this process has caught a request.
@@ -83,3 +91,96 @@ class GracefulStop:
         flag = torch.tensor(int(self.asked), dtype=torch.int32, device=self._world.device)
         self._flag = all_reduce(flag, self._world.everyone, "max", async_op=True)
         return asked
+
+
+SAME_S = 1.0
+"""Of one request: a batch system may ask every process, and the launcher passes on what it is asked"""
+
+_open: weakref.WeakSet[SecondRequest] = weakref.WeakSet()
+
+
+class SecondRequest:
+    """Ends the process at a second signal of the same number, at least :data:`SAME_S` seconds after the first.
+
+    It does so also where the main thread waits in C code, and Python's handlers wait with it: Python writes the number of every
+    signal into a pipe before it runs a handler, and a thread reads it. Made by the main thread. Where the process has given Python
+    a descriptor for signals already, as asyncio does, nothing is waited for.
+    """
+
+    def __init__(self, numbers: Collection[int], *, says: bool) -> None:
+        """Args:
+        numbers: the signals.
+        says: whether the end is said on standard error.
+        """
+        self._numbers, self._says = frozenset(numbers), says
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if self._before != -1:
+            signal.set_wakeup_fd(self._before)
+        _open.add(self)
+        threading.Thread(target=self._wait, name="meshfold second request", daemon=True).start()
+
+    def close(self) -> None:
+        """Wait no more; called by the main thread."""
+        if self not in _open:
+            return
+        _open.discard(self)
+        if self._before == -1:
+            signal.set_wakeup_fd(-1)
+        os.close(self._writer)  # which ends the thread
+
+    def _wait(self) -> None:
+        first: dict[int, float] = {}
+        while found := os.read(self._reader, 64):
+            now = time.monotonic()
+            for number in self._numbers.intersection(found):
+                if now - first.setdefault(number, now) < SAME_S:
+                    continue
+                if self._says:
+                    os.write(2, b"asked to stop a second time: ended at once, the last checkpoint stays\n")
+                os._exit(128 + number)
+        os.close(self._reader)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: its signals are not the parent's."""
+        if self._before == -1:
+            signal.set_wakeup_fd(-1)
+        os.close(self._writer)
+        os.close(self._reader)
+
+
+def _forget() -> None:
+    for one in list(_open):
+        one._leave_to_parent()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def resize_data_axis(parallel: Mapping[str, Any], world_size: int) -> tuple[dict[str, Any], str]:
+    """Return the spec for another number of ranks: the axis ``data`` grows or shrinks, all else stays.
+
+    The global batch is the same then, and so is the loss curve: only who has which rows of it changes.
+
+    Returns:
+        The spec, and a sentence about it; empty if nothing had to change.
+
+    Raises:
+        SpecError: if the other axes do not divide the ranks.
+    """
+    spec = ParallelSpec.parse(dict(parallel))
+    if "data" not in parallel or math.prod(spec.axes.values()) == world_size:
+        return dict(parallel), ""
+    before = int(parallel["data"])
+    rest = math.prod(size for axis, size in spec.axes.items() if axis != "data")
+    if world_size % rest:
+        raise SpecError(
+            f"parallel={format_value(dict(parallel))} on {world_size} ranks: all axes but data need a multiple of {rest} ranks. "
+            f"Start {max(rest, world_size // rest * rest)}, or give another --parallel: the checkpoint loads under any"
+        )
+    fitted = {**parallel, "data": world_size // rest}
+    return fitted, (
+        f"the world size is {world_size} now: data={world_size // rest} in place of {before}; the global batch stays as it is"
+    )

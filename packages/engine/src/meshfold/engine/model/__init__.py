@@ -1,10 +1,9 @@
-"""A model on its way to this rank: stages, recomputed blocks, weights from folders, random numbers."""
+"""A model on its way to this rank: stages, recomputed blocks, weights from folders."""
 
 from __future__ import annotations
 
-from meshfold.engine.model.as_given import AsGiven
+from meshfold.engine.model.ownership import AsGiven
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
-from meshfold.engine.model.randomness import randomness
 from meshfold.engine.model.recompute import RecomputedBlocks, check_recompute, recompute_blocks
 from meshfold.engine.model.roots import callable_parts, roots_of
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
@@ -19,7 +18,6 @@ __all__ = [
     "WeightSource",
     "callable_parts",
     "check_recompute",
-    "randomness",
     "recompute_blocks",
     "roots_of",
 ]

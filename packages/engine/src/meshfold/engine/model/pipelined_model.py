@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.loss_calls import LossCalls, is_compiled
-from meshfold.engine.batches.own_loss import leave_out_targets
-from meshfold.engine.batches.shown import called
-from meshfold.engine.model.in_place import note_in_place
-from meshfold.engine.precision.precision import Precision
+from meshfold.engine.batches.loss import LossCalls, is_compiled, leave_out_targets
+from meshfold.engine.batches.shown import called, note_in_place
+from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
-from meshfold.engine.world.world import PIPE, World
+from meshfold.engine.world import PIPE, World
 from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.model_io import is_encoder_decoder
 from meshfold.mesh.parameters import uncompiled_name

@@ -9,15 +9,14 @@ Source: Chen et al. 2016, arXiv 1604.06174, by way of torch's non-reentrant chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from meshfold.engine.model.recomputed_buffers import Buffers
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
 from meshfold.mesh.model_io import DryRun
 from meshfold.tensor_parallel.convert import recompute_contexts
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from meshfold.engine.model.pipelined_model import PipelinedModel
     from meshfold.engine.sequence.split import SplitSequence
     from meshfold.zero_gemini.profiler import LayerWatch
+
 
 WAYS = ("blocks", "auto")
 _COMPILED = "_compiled_call_impl"
@@ -73,8 +73,8 @@ def recompute_blocks(
     """
     if way is None:
         return None
-    around = None if sequence is None else sequence.repeated
-    return RecomputedBlocks(model, around, None if pipelined is None else pipelined.blocks())
+    more = None if sequence is None else sequence.repeated
+    return RecomputedBlocks(model, more, None if pipelined is None else pipelined.blocks())
 
 
 def recomputes_by_itself(model: nn.Module) -> bool:
@@ -91,15 +91,22 @@ class Recomputed:
         watch: is told of every forward and of every one that is repeated.
     """
 
-    def __init__(self, name: str, block: nn.Module, contexts: Contexts) -> None:
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        contexts: Contexts,
+        more: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
         """Args:
         name: of the block.
         block: the module; called through this from now on.
         contexts: what is around a forward, and around its repetition.
+        more: called in a forward, makes a context inside of those of its repetition.
         """
         self.name, self.kept = name, False
         self.watch: LayerWatch | None = None
-        self._block, self._contexts = block, contexts
+        self._block, self._contexts, self._more = block, contexts, more
         # What block.compile() has made stands before its forward.
         self._place = "forward" if getattr(block, _COMPILED, None) is None else _COMPILED
         self.forward: Callable[..., Any] = getattr(block, self._place)
@@ -138,15 +145,17 @@ class Recomputed:
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._around, **kwargs)
 
     def _around(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        first, again = self._contexts()
-        buffers = Buffers(self._block)
+        first, *again = self._contexts()
+        if self._more is not None:
+            again.append(self._more())
+        buffers = ChangedBuffers(self._block)
         return buffers.noted(first), _Repetition(again, buffers)
 
 
 class _Repetition:
     """Around a forward that is repeated; may be entered again, for another backward."""
 
-    def __init__(self, contexts: AbstractContextManager[Any], buffers: Buffers) -> None:
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]], buffers: ChangedBuffers) -> None:
         self._contexts, self._buffers = contexts, buffers
         self._stand_in = DryRun.active
         self._open: list[ExitStack] = []
@@ -156,7 +165,8 @@ class _Repetition:
             stack.enter_context(self._buffers.as_before())
             if self._stand_in is not None:
                 stack.enter_context(self._stand_in.inside())
-            stack.enter_context(self._contexts)
+            for context in self._contexts:
+                stack.enter_context(context)
             self._open.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
@@ -169,12 +179,12 @@ class RecomputedBlocks:
     def __init__(
         self,
         model: nn.Module,
-        around: Callable[[Contexts], Contexts] | None = None,
+        more: Callable[[], AbstractContextManager[Any]] | None = None,
         blocks: Mapping[str, nn.Module] | None = None,
     ) -> None:
         """Args:
         model: this rank's part, as it is trained.
-        around: puts more round a forward that is repeated.
+        more: called in a forward, makes a context for its repetition.
         blocks: those of the model, by name, where they are known.
 
         Raises:
@@ -191,10 +201,8 @@ class RecomputedBlocks:
         torch.compiler.disable(Recomputed.__call__, recursive=False)
         self._wrapped: dict[str, Recomputed] = {}
         contexts = recompute_contexts(model)
-        if around is not None:
-            contexts = around(contexts)
         for name, block in blocks.items():
-            self._wrapped[name] = Recomputed(name, block, contexts)
+            self._wrapped[name] = Recomputed(name, block, contexts, more)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -275,3 +283,66 @@ def _called(module: nn.Module) -> nn.Module:
     """Return the module that torch.compile has wrapped, or the module itself."""
     found: nn.Module = getattr(module, "_orig_mod", module)
     return found
+
+
+_BufferPlace = tuple[nn.Module, str]
+
+
+class ChangedBuffers:
+    """Buffers that a block's forward changed (running statistics, counters), with the values it found.
+
+    A repetition of the forward begins with those values, and changes nothing more.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        """Args:
+        block: with them.
+        """
+        self._block = block
+        self._found: dict[_BufferPlace, Tensor] = {}
+
+    @contextmanager
+    def noted(self, around: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around the first forward, with what else is to be around it."""
+        before = {
+            place: (buffer, buffer._version, _copy_of_buffer(buffer)) for place, buffer in self._now().items()
+        }
+        try:
+            with around:
+                yield
+        finally:
+            now = self._now()
+            self._found = {
+                place: copy
+                for place, (buffer, version, copy) in before.items()
+                # Norms change their statistics without a word to autograd.
+                if now.get(place) is not buffer
+                or buffer._version != version
+                or isinstance(place[0], nn.modules.batchnorm._NormBase)
+            }
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Around a repetition: it works on copies, since what is saved for backward must not change."""
+        now = {(module, name): module._buffers[name] for module, name in self._found}
+        for (module, name), found in self._found.items():
+            module._buffers[name] = _copy_of_buffer(found)
+        try:
+            yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+    def _now(self) -> dict[_BufferPlace, Tensor]:
+        return {
+            (module, name): buffer
+            for module in self._block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+
+def _copy_of_buffer(buffer: Tensor) -> Tensor:
+    copy = buffer.detach().clone()
+    copy.__dict__.update(buffer.__dict__)  # where it lies on the mesh
+    return copy

@@ -1,8 +1,301 @@
-"""Optimizers by name, those that cannot step on shards, and the guard of their steps."""
+"""Optimizers by name or class, and the guard of their steps. All are elementwise, so a rank may step on its own shards alone.
+
+``dict(name="adamw", lr=3e-4, weight_decay=0.1, no_decay="norms_and_biases")``, or a class or function that takes a
+list of parameters and returns a ``torch.optim.Optimizer``. Weight decay goes to all parameters, as in torch, unless
+``no_decay`` says otherwise.
+"""
 
 from __future__ import annotations
 
-from meshfold.engine.optimizers.optimizers import OPTIMIZERS, Factory, check_optimizer_class
-from meshfold.engine.optimizers.step_guard import StepGuard
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.errors import TrainingError
+from meshfold.mesh import SpecError, did_you_mean
+from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer
+from meshfold.mesh.spec import argument_checks as settings
 
 __all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class"]
+
+Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
+Factory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
+NO_DECAY = "norms_and_biases"
+
+# These look at whole matrices: on a part of one they would do something else.
+_WHOLE = {"Adafactor", "Muon"}
+_NEVER = {
+    "LBFGS": "needs all gradients as one vector, and evaluates the loss several times a step",
+    "SparseAdam": "is for sparse gradients, and gradients are summed over ranks as dense ones",
+}
+_SCHEDULER = "a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
+_OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
+
+
+def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
+    """Return a function that makes the optimizer from the list of parameters; None for None (evaluation only).
+
+    ``whole``: optimizers that look at whole matrices will have them, as ``zero`` sees to.
+
+    Settings are tried on a parameter of one element, so that mistakes show before anything starts.
+
+    Raises:
+        SpecError: for an unknown name or key, settings that the optimizer refuses, an optimizer that is made already
+            or is not elementwise.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.optim.Optimizer):
+        raise SpecError(
+            f"optimizer={type(value).__name__}(...) is made already, of parameters that the engine replaces by shards: "
+            f"pass its class and settings, dict(name=torch.optim.{type(value).__name__}, lr=...)"
+        )
+    if isinstance(value, str):
+        value = {"name": value}
+    if isinstance(value, Mapping):
+        factory = _from_dict(value, whole)
+    elif callable(value):
+        factory = value
+    else:
+        raise SpecError(
+            f"optimizer={value!r}: write dict(name='adamw', lr=3e-4), or a class or function of parameters"
+        )
+    _check(factory, value, whole)
+    return factory
+
+
+def of_any_stage(factory: Factory) -> Factory:
+    """The same function, refused if it deals parameters to groups by their place in the list: each stage has a list of its own.
+
+    One that knows better has an attribute ``knows_stages``.
+
+    Raises:
+        SpecError: when it is called, if parameters in another order get other settings.
+    """
+    if getattr(factory, "knows_stages", False):
+        return factory
+
+    def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        # Backwards, and from the second to the first.
+        others = [
+            _settings_of(factory([*some]))
+            for some in (reversed(parameters), [*parameters[1:], parameters[0]])
+        ]
+        made = factory(parameters)
+        if any(_settings_of(made) != other for other in others):
+            raise SpecError(
+                "pipeline: the optimizer deals parameters to groups by their place in the list, and each stage has a list of its "
+                "own: tell groups apart by what parameters are, as by p.dim(), or leave pipeline out"
+            )
+        return made
+
+    return make
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    return {
+        id(p): {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stages: bool) -> None:
+    """Check that an optimizer steps as in one process where this rank does not have everything.
+
+    Those of torch are known by name. Others may say ``elementwise = True`` or ``False``, or are tried out.
+
+    Args:
+        optimizer: of this rank's blocks.
+        split: names of parameters of which it has a part.
+        stages: other ranks have other parameters.
+
+    Raises:
+        SpecError: for one that looks at what is elsewhere.
+    """
+    if not (split or stages) or type(optimizer).__module__.startswith("torch.optim"):
+        return
+    name, declared = type(optimizer).__name__, getattr(optimizer, "elementwise", None)
+    if declared is True:
+        return
+    try:
+        seen = (
+            {"matrices"}
+            if declared is False
+            else {probe_optimizer(optimizer, g) for g in optimizer.param_groups}
+        )
+    except OptimizerProbeError as error:
+        raise SpecError(f"optimizer: {error}") from error
+    if "others" in seen:
+        raise SpecError(
+            f"optimizer: {name} steps on a parameter in a way that depends on others (or on chance), and no rank has them all: if "
+            "only clipping by a global norm does that, use clip_grad_norm; if it draws random numbers for each element, let its "
+            "class say elementwise = True"
+        )
+    if split and "matrices" in seen:
+        raise SpecError(
+            f"optimizer: {name} looks at whole parameters, and of {split[0]!r} a rank has a part: its step on that would not be "
+            "that of the whole. Use an elementwise one such as adamw, or leave tensor parallelism out"
+        )
+
+
+def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Scheduler | None:
+    """The learning-rate scheduler that a function makes of the optimizer.
+
+    Raises:
+        SpecError: if it is no function, or makes something else, or a scheduler that wants a metric.
+    """
+    if factory is None or optimizer is None:
+        return None
+    if not callable(factory):
+        raise SpecError(f"lr_scheduler={factory!r}: {_SCHEDULER}")
+    try:
+        made = factory(optimizer)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"lr_scheduler, called with the optimizer: {error}. Give {_SCHEDULER}") from error
+    if not isinstance(made, Scheduler):
+        raise SpecError(
+            f"lr_scheduler made {made!r} of the optimizer, which is no torch.optim.lr_scheduler.LRScheduler"
+        )
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise SpecError(
+            "lr_scheduler made ReduceLROnPlateau, which is stepped with a loss of validation, and the engine's is stepped by "
+            "itself: make it of engine.optimizer in your loop, and call its step(engine.eval_step(batch))"
+        )
+    if made.optimizer is not optimizer:
+        raise SpecError(f"lr_scheduler made a {type(made).__name__} of another optimizer. Give {_SCHEDULER}")
+    return made
+
+
+def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
+    rest = dict(value)
+    if isinstance(rest.get("name"), type) and issubclass(rest["name"], torch.optim.Optimizer):
+        cls = rest.pop("name")
+    else:
+        name, rest = settings.named("optimizer", rest, OPTIMIZERS)
+        cls = OPTIMIZERS[name]
+    check_optimizer_class(cls, value, whole)
+    no_decay = rest.pop("no_decay", None)
+    if no_decay not in (None, NO_DECAY):
+        raise SpecError(
+            f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{did_you_mean(str(no_decay), [NO_DECAY])}"
+        )
+    defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name not in _OURS}
+    settings.known_keys("optimizer", value, rest, {**defaults, "no_decay": None})
+    for key, setting in rest.items():
+        _check_setting(value, key, setting, defaults[key])
+
+    def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": list(parameters)}]
+        if no_decay:
+            groups = [
+                {"params": [p for p in parameters if p.dim() > 1]},
+                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            ]
+        # Also empty ones: which there are must not depend on what a stage of a pipeline happens to have.
+        made: torch.optim.Optimizer = cls(groups, **rest, **_fast(cls))
+        return made
+
+    return make
+
+
+def _check_setting(value: object, key: str, setting: object, default: object) -> None:
+    """Check that a setting has the type of its default: torch compares numbers, and does not say which is none."""
+    if isinstance(default, tuple):
+        if not isinstance(setting, tuple | list) or len(setting) != len(default):
+            raise SpecError(
+                f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}"
+            )
+    elif _is_number(default) and not _is_number(setting):
+        raise SpecError(
+            f"optimizer={value!r}: {key}={setting!r} is no number; its default is {default!r}, which it has if you leave it out"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+
+
+def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
+    """One kernel for many parameters, where the class has it."""
+    return {"fused": True} if cls in OPTIMIZERS.values() else {}
+
+
+def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
+    """Raise a SpecError for a class that cannot step on shards; ``whole``: it will have whole matrices."""
+    name = getattr(cls, "__name__", "")
+    known = f"Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
+    if name in _NEVER:
+        raise SpecError(f"optimizer={value!r}: {name} {_NEVER[name]}. {known}")
+    if name in _WHOLE and not whole:
+        raise SpecError(
+            f"optimizer={value!r}: {name} does not treat each element on its own, so it cannot step on shards. With "
+            f"zero=dict(stage=1) each matrix is stepped whole by one rank. {known}"
+        )
+
+
+def _check(factory: Factory, value: object, whole: bool) -> None:
+    check_optimizer_class(factory, value, whole)
+    tried = [nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))]
+    try:
+        made = factory(tried)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"optimizer={value!r}: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise SpecError(
+            f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer"
+        )
+    check_optimizer_class(type(made), value, whole)
+    stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    if not stepped <= {id(parameter) for parameter in tried}:
+        raise SpecError(
+            f"optimizer={value!r} makes a {type(made).__name__} of other parameters than it is called with, which are this "
+            f"rank's shards: write lambda parameters: {type(made).__name__}(parameters, lr=...)"
+        )
+
+
+class StepGuard:
+    """Refuses an optimizer's ``step()`` that is not its owner's, until it is closed.
+
+    Gradients wait where they are summed over the ranks, and the optimizer is given them right before it steps. Called by hand,
+    ``optimizer.step()`` would find none and do nothing, without a word.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, advice: str) -> None:
+        """Args:
+        optimizer: None for evaluation only, where nothing is guarded.
+        advice: what was wrong and what to call, after the name of the method.
+        """
+        self._advice, self._open = advice, False
+        self._handle = None if optimizer is None else optimizer.register_step_pre_hook(self._before)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context manager: inside, the owner steps."""
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def close(self) -> None:
+        """Let the optimizer go; may be called twice."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *called: Any) -> None:
+        """Raises:
+        TrainingError: for a step that is not the owner's.
+        """
+        if not self._open:
+            raise TrainingError(f"{type(optimizer).__name__}.step() {self._advice}")

@@ -1,14 +1,260 @@
-"""Precisions: compute and master dtypes, and the loss scale of fp16."""
+"""Precision: in which dtype the model computes, where the master weights are, and the dynamic loss scale of fp16.
+
+========= ============== ======================= =============================== ==============
+precision parameters     master weights          gradients over micro-steps      optimizer
+========= ============== ======================= =============================== ==============
+fp32      float32        the parameters          float32                         float32
+fp64      float64        the parameters          float64                         float64
+bf16      bfloat16       float32, apart          summed and reduced in float32   float32
+fp16      float16        float32, apart          summed and reduced in float32   float32
+========= ============== ======================= =============================== ==============
+
+Norms with running statistics (BatchNorm, InstanceNorm) keep weight, bias and statistics in the dtype of the master weights,
+whatever their inputs are in, as apex and FSDP users know it: torch's kernels take both together, or neither, in 16 bits.
+"""
 
 from __future__ import annotations
 
-from meshfold.engine.precision.precision import (
-    LossScaler,
-    Masters,
-    Precision,
-    ScaleSettings,
-    cast_rest,
-    other_dtypes,
-)
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.precision_names import precision_name
+from meshfold.mesh import SpecError, annotate, metadata
+from meshfold.mesh.spec import argument_checks as settings
 
 __all__ = ["LossScaler", "Masters", "Precision", "ScaleSettings", "cast_rest", "other_dtypes"]
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleSettings:
+    """Settings of fp16's dynamic loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2).
+
+    Attributes:
+        initial_scale: what the loss is multiplied with at first.
+        growth_factor: the scale grows by this ...
+        growth_interval: ... after so many steps in a row without overflow.
+        backoff_factor: the scale shrinks by this ...
+        hysteresis: ... at the so-manieth overflow in a row, and at each that follows in that row.
+        min_scale: it never falls below.
+        max_scale: it never grows above.
+    """
+
+    initial_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 1.0
+    max_scale: float = 2.0**32
+
+    def __post_init__(self) -> None:
+        for name in ("initial_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            settings.positive(name, getattr(self, name))
+        for name in ("growth_interval", "hysteresis"):
+            settings.count(name, getattr(self, name))
+        if self.growth_factor < 1:
+            raise SpecError(f"growth_factor={self.growth_factor!r}: the scale grows by a factor from 1 up")
+        if self.backoff_factor >= 1:
+            raise SpecError(f"backoff_factor={self.backoff_factor!r}: the scale shrinks by a factor below 1")
+        if self.min_scale > self.max_scale:
+            raise SpecError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
+        if self.initial_scale < self.min_scale:
+            raise SpecError(f"initial_scale={self.initial_scale!r} is below min_scale={self.min_scale!r}")
+        if self.initial_scale > self.max_scale:
+            raise SpecError(f"initial_scale={self.initial_scale!r} is above max_scale={self.max_scale!r}")
+
+
+class LossScaler:
+    """The loss scale as it stands. ``settings=None`` is the scale 1 that never moves."""
+
+    def __init__(self, scale_settings: ScaleSettings | None, *, says: bool = True) -> None:
+        """Args:
+        scale_settings: how it moves.
+        says: warn when it cannot go lower; one rank should.
+        """
+        self.settings = scale_settings
+        self.scale = scale_settings.initial_scale if scale_settings else 1.0
+        self._good_steps = 0  # since the scale last moved or a step overflowed
+        self._overflows = 0  # in a row
+        self._said = not says
+
+    @property
+    def moves(self) -> bool:
+        """Tell whether the gradient norm must be read before each step."""
+        return self.settings is not None
+
+    def update(self, norm: float) -> bool:
+        """Take note of a step's gradient norm; whether the step must be skipped since it is not finite."""
+        if self.settings is None:
+            return False
+        if math.isfinite(norm):
+            self._overflows = 0
+            self._good_steps += 1
+            if self._good_steps >= self.settings.growth_interval:
+                self.scale = min(self.scale * self.settings.growth_factor, self.settings.max_scale)
+                self._good_steps = 0
+            return False
+        self._good_steps = 0
+        self._overflows += 1
+        if self._overflows >= self.settings.hysteresis:
+            if self.scale == self.settings.min_scale:
+                self._say(self.scale)
+            self.scale = max(self.scale * self.settings.backoff_factor, self.settings.min_scale)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self._good_steps, "overflows": self._overflows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where another scaler was, within the bounds of these settings."""
+        if self.settings is not None:
+            bounded = max(float(state["scale"]), self.settings.min_scale)
+            self.scale = min(bounded, self.settings.max_scale)
+            self._good_steps, self._overflows = int(state["good_steps"]), int(state["overflows"])
+
+    def _say(self, scale: float) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"fp16: gradients overflow although the loss scale is at min_scale={scale:g} and cannot go lower; these steps "
+                "are skipped. The loss itself may not be finite: look at it, lower the learning rate, or use "
+                "precision='bf16', which needs no loss scale",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A checked precision.
+
+    Attributes:
+        name: ``fp32``, ``fp64``, ``bf16`` or ``fp16``.
+        scale: how the loss scale moves; None for a precision that needs none.
+    """
+
+    name: str
+    scale: ScaleSettings | None = None
+
+    @classmethod
+    def parse(cls, value: object) -> Precision:
+        """From a name, or ``dict(name="fp16", initial_scale=...)`` with fields of :class:`ScaleSettings`.
+
+        Raises:
+            SpecError: for an unknown name or key, or a value out of range.
+        """
+        written = value.get("name") if isinstance(value, Mapping) else value
+        if (
+            isinstance(written, int | str | torch.dtype)
+            and written not in _DTYPES
+            and (name := precision_name(written))
+        ):
+            raise SpecError(f"precision={value!r}: it is called {name!r} here. Known: {', '.join(_DTYPES)}")
+        name, rest = settings.named("precision", value, _DTYPES)
+        known = {field.name: None for field in fields(ScaleSettings)} if name == "fp16" else {}
+        settings.known_keys("precision", value, rest, known)
+        return cls(name=name, scale=ScaleSettings(**rest) if name == "fp16" else None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the model computes."""
+        return _DTYPES[self.name]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """In which weights are kept, gradients summed and reduced, and the optimizer works."""
+        return self.dtype if self.name == "fp64" else torch.float32
+
+
+class Masters:
+    """The weights that the optimizer updates, beside the parameters that the model computes with.
+
+    The same objects where both have one dtype; else float32 copies that carry the parameters' metadata.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        precision: Precision,
+        other: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
+    ) -> None:
+        """Casts the parameters to the precision, keeping what precision they had in the masters.
+
+        Args:
+            parameters: those that are trained.
+            precision: of the model.
+            other: parameters that the model has in another dtype (:func:`other_dtypes`).
+        """
+        self._of: dict[Tensor, nn.Parameter] = {}
+        self._low: list[Tensor] = []
+        self._high: list[Tensor] = []
+        with torch.no_grad():
+            for parameter in parameters:
+                # Row by row, as reduced gradients lie: torch's fused optimizers go through memory, not through indices.
+                whole = parameter.detach().to(precision.master_dtype).contiguous()
+                parameter.data = whole.to(other.get(parameter, precision.dtype))
+                if parameter.dtype == whole.dtype:
+                    self._of[parameter] = parameter
+                    continue
+                master = self._of[parameter] = nn.Parameter(whole)
+                meta = metadata(parameter)
+                if meta is not None:
+                    annotate(master, meta)
+                self._low.append(parameter)
+                self._high.append(master)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with the master weights: a parameter's master, anything else as it is."""
+        return self._of.get(tensor, tensor)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the parameters."""
+        if self._low:
+            torch._foreach_copy_(self._low, self._high)
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a norm with running statistics: all of it then stays in the dtype of the master weights."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
+
+
+def other_dtypes(model: nn.Module, precision: Precision) -> dict[Tensor, torch.dtype]:
+    """The parameters that a model has in another dtype than the precision's: those of norms with running statistics."""
+    norms = (module for module in model.modules() if keeps_statistics(module))
+    wide = {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
+    return dict.fromkeys(wide, precision.master_dtype) if precision.dtype != precision.master_dtype else {}
+
+
+def cast_rest(model: nn.Module, precision: Precision, trained: set[Tensor]) -> None:
+    """Bring what is not trained to the precision: frozen parameters, and buffers that belong to a state dict.
+
+    Tables that a module recomputes (non-persistent buffers, such as rotary frequencies) and the running statistics
+    of batch norms stay in float32: rounding them loses more than it saves. With fp64 everything is float64.
+    """
+    for module in model.modules():
+        statistics = keeps_statistics(module)
+        for parameter in module.parameters(recurse=False):
+            if parameter not in trained and parameter.is_floating_point():
+                wanted = precision.master_dtype if statistics else precision.dtype
+                parameter.data = parameter.data.to(wanted)
+        for name, buffer in module._buffers.items():
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            keep = statistics or name in module._non_persistent_buffers_set
+            wanted = precision.master_dtype if keep else precision.dtype
+            if buffer.dtype != wanted:
+                meta = metadata(buffer)
+                module._buffers[name] = buffer.to(wanted)
+                if meta is not None:
+                    annotate(module._buffers[name], meta)  # type: ignore[arg-type]

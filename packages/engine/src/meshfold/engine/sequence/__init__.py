@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import ParallelSpec
 
 if TYPE_CHECKING:

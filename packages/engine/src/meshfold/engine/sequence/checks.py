@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import LayoutError, SpecError
 from meshfold.mesh.spec import SequenceSpec
 from meshfold.tensor_parallel import find_mode
@@ -37,7 +37,7 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
     if found := _layers(model):
         raise SpecError(f"{written}: {found}")
     if not own_loss:
-        from meshfold.engine.sequence.labels import (
+        from meshfold.engine.sequence.incoming import (
             Labels,
         )  # brings meshfold.sequence, which may not be installed
 

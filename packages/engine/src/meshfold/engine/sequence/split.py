@@ -8,19 +8,28 @@ gradient of what comes out is summed over the ranks, as if each had used the who
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from meshfold.engine.sequence.attention import Contexts, SplitAttention
+from meshfold.engine.batches.packed import Documents
 from meshfold.engine.sequence.checks import check_mixing
-from meshfold.engine.sequence.incoming import Forward, Incoming
-from meshfold.engine.sequence.labels import Labels, next_token_losses
-from meshfold.engine.sequence.outgoing import Outgoing
-from meshfold.engine.world.world import World
-from meshfold.mesh import LayoutError, SpecError
+from meshfold.engine.sequence.incoming import Forward, Incoming, Labels, next_token_losses
+from meshfold.engine.world import World
+from meshfold.mesh import LayoutError, Mesh, SpecError
+from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
+from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors
 from meshfold.mesh.spec import SequenceSpec
+from meshfold.sequence import WeightDropout, sequence_mode, sequence_parallel
+from meshfold.tensor_parallel import find_mode
+from meshfold.tensor_parallel.convert import find_functional_dropout, row_multiple
+
+if TYPE_CHECKING:
+    from meshfold.tensor_parallel.convert import FunctionalDropout
 
 
 class SplitSequence:
@@ -63,9 +72,9 @@ class SplitSequence:
         """Leave the model as it was."""
         self._undo.close()
 
-    def repeated(self, contexts: Contexts) -> Contexts:
-        """The contexts of a checkpoint with what repeated attention needs."""
-        return self._attention.repeated(contexts)
+    def repeated(self) -> AbstractContextManager[Any]:
+        """Return the context in which the attention of the forward under way can be repeated."""
+        return self._attention.repeated()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, now = self._incoming.take(args, kwargs, training=module.training)
@@ -76,3 +85,134 @@ class SplitSequence:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         now, self._now = self._now, None
         return output if now is None else self._outgoing.give(output, now)
+
+
+class SplitAttention:
+    """A model's attention, carried out over the ranks until it is closed."""
+
+    def __init__(self, model: nn.Module, world: World, mode: str | Callable[..., object]) -> None:
+        """Args:
+        model: this rank's part.
+        world: where it lies.
+        mode: of the entry ``sequence``.
+        """
+        self._model, self._world = model, world
+        calls = find_functional_dropout(model)
+        draw = None if calls is None else partial(_drawn, calls)
+        self._parallel = sequence_parallel(model, world.mesh, mode, draw=draw)
+
+    def begin(self, now: Forward) -> None:
+        """Say what the forward under way is of."""
+        documents = None if now.documents is None else self._attended(now.documents, now)
+        self._parallel.set_batch(length=now.dealing.length, documents=documents)
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._parallel.remove()
+
+    def repeated(self) -> AbstractContextManager[Any]:
+        """Return the context in which the attention of the forward under way can be repeated."""
+        return self._parallel.again()  # entered after those of dropout by function, as in the forward
+
+    def _attended(self, documents: Documents, now: Forward) -> Documents:
+        """Return the documents of the rows that attention has here.
+
+        A tensor mode may split the batch between sequences, filled up with copies of its last row.
+        """
+        if len(documents) == 1 or self._world.mode is None:
+            return documents
+        unit, mesh = row_multiple(self._model, now.dealing.local), self._world.mesh
+        rows = -(-now.rows // unit) * unit
+        axes = find_mode(self._world.mode).layout("hidden")["m"]  # type: ignore[arg-type]
+        each = rows // mesh.size(*axes)
+        first = each * mesh.index(*axes)
+        return (*documents, *documents[-1:] * (rows - now.rows))[first : first + each]
+
+
+def _drawn(calls: FunctionalDropout, q: Tensor, p: float) -> WeightDropout:
+    """Return the dropout of the next attention's weights: the same as in one process."""
+    if calls.part is None:
+        raise LayoutError("attention that drops weights ran outside of the model that it is part of")
+    seed, key, first_row, first_head, heads = calls.part.draw_weights(q)
+    return WeightDropout(p=p, seed=seed, key=key, heads=heads, first_row=first_row, first_head=first_head)
+
+
+class Outgoing:
+    """Makes what one process would have returned of what each rank's model has."""
+
+    def __init__(self, mesh: Mesh, mode: str | Callable[..., object], written: str) -> None:
+        """Args:
+        mesh, mode: how sequences are dealt.
+        written: the spec, for messages.
+        """
+        self._mesh, self._axes, self._written = mesh, sequence_mode(mode, mesh).axes, written
+
+    def give(self, output: Any, now: Forward) -> Any:
+        """A model's output of whole sequences. Beside a loss, tensors are put together when somebody reads them.
+
+        Raises:
+            SpecError: for an output that has no loss, or tensors that do not lie along the tokens.
+        """
+        if now.share is None:
+            return map_tensors(output, lambda _, value: self._whole(value, now), deep=True)
+        share, place = now.share, _place_of_loss(output)
+        if place is None:
+            self._refuse(f"the model was given labels and returned {type(output).__name__} without a loss")
+        return map_tensors(
+            output,
+            lambda name, value: self._loss(value, share) if name == place else self._beside(name, value, now),
+        )
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise SpecError(f"{self._written}: {why}")
+
+    def _loss(self, mine: Tensor, share: Tensor) -> Tensor:
+        """The mean over whole sequences from the means over each rank's tokens; the same on every rank of them."""
+        if mine.dim():
+            self._refuse(
+                f"the model was given labels and returned a loss of shape {tuple(mine.shape)}: a mean is a scalar"
+            )
+        # Where nothing counts the mean is 0/0.
+        part = torch.where(share > 0, mine.double() * share, 0.0)
+        return gather(part.view(1), self._mesh, 0, self._axes).sum().to(mine.dtype)
+
+    def _whole(self, value: Tensor, now: Forward) -> Tensor:
+        local = now.dealing.local
+        if value.dim() < 2 or value.shape[0] != now.rows or value.shape[1] != local:
+            self._refuse(
+                f"the model returned a tensor {list(value.shape)}, and where a sequence is split each rank's outputs have to lie "
+                f"along its tokens, here [{now.rows}, {local}, ...], so that they can be put together"
+            )
+        return now.dealing.join(gather(value, self._mesh, 1, self._axes), 1)
+
+    def _beside(self, name: str, value: Tensor, now: Forward) -> Tensor:
+        """An output beside the loss: one along the tokens is put together when somebody reads it."""
+        dealing, rows, mesh, axes = now.dealing, now.rows, self._mesh, self._axes
+        along = value.dim() > 1 and value.shape[:2] == (rows, dealing.local)
+        if value.is_meta or not (along or (value.dim() > 1 and value.shape[0] == rows * dealing.local)):
+            return value
+        inner = value.shape[2:] if along else value.shape[1:]
+        shape = (rows, dealing.length, *inner) if along else (rows * dealing.length, *inner)
+
+        def whole(piece: Tensor) -> Tensor:
+            local = piece.reshape(rows, dealing.local, *inner)
+            return dealing.join(gather_blocks(local, mesh, 1, axes), 1).reshape(shape)
+
+        def piece(grad: Tensor) -> Tensor:
+            rows_of_all = grad.reshape(rows, dealing.length, *inner)
+            dealt = torch.cat([dealing.shard(rows_of_all, rank, 1) for rank in range(dealing.ranks)], 1)
+            return scatter_sums(dealt, mesh, 1, axes).reshape(value.shape)
+
+        return lazy_gather(
+            value, ShardedOutput(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece)
+        )
+
+
+def _place_of_loss(output: Any) -> str | None:
+    """Return the name under which a model's output has its loss."""
+    if isinstance(output, Tensor):
+        return "output"
+    if isinstance(output, tuple) and not hasattr(output, "_fields"):
+        return "output[0]" if output and isinstance(output[0], Tensor) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return "output.loss" if isinstance(loss, Tensor) else None

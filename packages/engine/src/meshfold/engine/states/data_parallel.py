@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.precision.precision import Masters
+from meshfold.engine.precision import Masters
 from meshfold.mesh import Group, Mesh, Pending, all_reduce, metadata
 from meshfold.mesh.parameters import GradientProxy
 

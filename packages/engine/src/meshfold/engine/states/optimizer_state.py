@@ -1,4 +1,4 @@
-"""The optimizer's state in whole tensors, by parameter name: what a checkpoint keeps and another mesh can take."""
+"""The optimizer's state in whole tensors, by parameter name, as checkpoints have it; whole tensors and shards of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint import CheckpointError
-from meshfold.engine.states.local_shards import blocks_of
+from meshfold.engine.world import World
+from meshfold.mesh import metadata
 
 _MOMENTS = {
     "exp_avg",
@@ -90,7 +91,7 @@ class OptimizerState:
             name, _, key = entry.rpartition("/")
             target = self._targets[name]
             if entry in tensors:
-                value = blocks_of(value, target)
+                value = local_shard_of(value, target)
             state.setdefault(number[target], {})[key] = value
         restored = [
             {**group, **settings_of(saved)}
@@ -179,12 +180,12 @@ def check_names(entries: Iterable[str], trained: Container[str]) -> None:
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings as JSON can have them."""
+    """Return a group's settings as JSON can have them."""
     return {key: _plain(value) for key, value in group.items() if key not in _HOW}
 
 
 def settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings from a description of it."""
+    """Return a group's settings from a description of it."""
     return {key: _tuples(value) for key, value in saved.items() if key != "parameters"}
 
 
@@ -195,3 +196,38 @@ def _plain(value: Any) -> Any:
 def _tuples(value: Any) -> Any:
     """JSON knows no tuples; torch's settings (betas) are tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def global_shape(local: Tensor, like: Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole tensor of which ``local`` is a shard placed like ``like``."""
+    meta = metadata(like)
+    return tuple(local.shape) if meta is None or local.shape != like.shape else meta.placement.shape
+
+
+def gather(local: Tensor, like: Tensor, world: World) -> Tensor:
+    """Return the whole of a tensor that is placed like another; one of another shape as it is.
+
+    All ranks of one data coordinate must call.
+    """
+    meta = metadata(like)
+    if meta is None or local.shape != like.shape:
+        return local.detach()
+    return meta.placement.gather(local.detach(), world.mesh)
+
+
+@torch.no_grad()
+def put(whole: Tensor, into: Tensor, like: Tensor) -> None:
+    """Copy this rank's shard of a whole tensor into a local one that is placed like another."""
+    meta = metadata(like)
+    if meta is None or into.shape != like.shape:
+        into.copy_(whole)
+    else:
+        into.copy_(meta.placement.shard(whole, meta.mesh))
+
+
+def local_shard_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of a whole tensor, or all of it if it is not placed like the other: a new tensor on the CPU."""
+    meta = metadata(like)
+    if meta is None or tuple(whole.shape) != meta.placement.shape:
+        return whole.clone()
+    return meta.placement.shard(whole, meta.mesh)

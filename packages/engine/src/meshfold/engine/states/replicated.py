@@ -20,12 +20,11 @@ from meshfold.checkpoint.shards import (
     shards_of_local,
     shards_of_replicated,
 )
-from meshfold.engine.optimizers.optimizers import Factory, check_sight
-from meshfold.engine.precision.precision import Masters
+from meshfold.engine.optimizers import Factory, check_sight
+from meshfold.engine.precision import Masters
 from meshfold.engine.states.data_parallel import GradientReducer
-from meshfold.engine.states.local_shards import gather, global_shape, put
-from meshfold.engine.states.optimizer_state import OptimizerState
-from meshfold.engine.world.world import PIPE, World
+from meshfold.engine.states.optimizer_state import OptimizerState, gather, global_shape, put
+from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
 from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
 
@@ -131,10 +130,10 @@ class States(Protocol):
         """Let gradients go."""
 
     def source(self, tensor: Tensor) -> Source:
-        """The true value of one of the model's parameters or buffers."""
+        """Return the source of a parameter, of its master weights, or of a buffer."""
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
-        """Give a parameter or buffer its true value; then ``publish``."""
+        """Write a parameter, into its master weights, or a buffer; then call ``publish``."""
 
     def publish(self) -> None:
         """Let the model see what was written."""
@@ -143,7 +142,7 @@ class States(Protocol):
         """The optimizer's tensors by ``parameter/state``. All ranks must call."""
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
-        """Sources of the model's tensors, by these names, for a save beside the training: true at this moment.
+        """Sources of the model's tensors, by these names, for a save beside the training, as they are now.
 
         What can be made later is not made now. Made later, it is of the tensors that were there now; a copy where a forward
         may change them.
@@ -184,7 +183,7 @@ class PlainStates:
     """Every data rank has all of its tensor block's state: gradients are summed over the data axes.
 
     Attributes:
-        masters: the true weights beside the parameters.
+        masters: the master weights, beside the parameters or the parameters themselves.
         targets: by name, what the optimizer updates.
         trained: the parameters whose gradients come.
         reducer: sums the gradients.
@@ -204,7 +203,7 @@ class PlainStates:
     ) -> None:
         """Args:
         parameters: those that are trained, by name.
-        masters: their true weights.
+        masters: their master weights.
         world: where they lie.
         make: makes the optimizer; None: another steps, or nobody.
         trains: whether gradients are taken and summed; who only evaluates leaves them alone.
@@ -278,18 +277,18 @@ class PlainStates:
             target.grad = None
 
     def source(self, tensor: Tensor) -> Source:
-        true = self.masters.of(tensor)
-        return source_like(true, true, self._world)
+        master = self.masters.of(tensor)
+        return source_like(master, master, self._world)
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Callable[[], Iterator[tuple[str, Source]]]:
         noted = [(name, self.masters.of(tensor)) for tensor, name in names.items()]
-        kept = {name: true.detach().clone() for name, true in noted if metadata(true) is None}
+        kept = {name: master.detach().clone() for name, master in noted if metadata(master) is None}
         world = self._world
-        return lambda: ((name, source_like(kept.get(name, true), true, world)) for name, true in noted)
+        return lambda: ((name, source_like(kept.get(name, master), master, world)) for name, master in noted)
 
     def write(self, tensor: Tensor, whole: Tensor) -> None:
-        true = self.masters.of(tensor)
-        put(whole, true, true)
+        master = self.masters.of(tensor)
+        put(whole, master, master)
 
     def publish(self) -> None:
         self.masters.publish()

@@ -1,8 +1,307 @@
-"""Ranks of a spec: mesh, groups of data ranks, and errors that all of them raise."""
+"""Ranks of an engine: the checked spec, the mesh over the running processes, this rank's device, errors that all ranks raise,
+and the watchdog over their collectives."""
 
 from __future__ import annotations
 
-from meshfold.engine.world.distributed_errors import fail_together
-from meshfold.engine.world.world import PIPE, World, join_world, require_runnable
+import atexit
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 
-__all__ = ["PIPE", "World", "fail_together", "join_world", "require_runnable"]
+import torch
+
+from meshfold.checkpoint import CheckpointError
+from meshfold.mesh import Group, Mesh, ParallelSpec, SpecError, all_reduce, broadcast
+from meshfold.mesh.processes import (
+    DEFAULT_TIMEOUT,
+    Environment,
+    Process,
+    running_world,
+    start,
+    watchdog_settings,
+)
+from meshfold.mesh.spec import join_choices
+from meshfold.mesh.watchdog import Watch, watch, watchdog_limit
+
+__all__ = ["PIPE", "World", "crossing", "fail_together", "join_world", "require_runnable"]
+
+PIPE = "pipe"
+"""The axis of a pipeline's stages"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Spec, mesh and device of an engine.
+
+    Attributes:
+        spec: checked against the number of processes.
+        mesh: has the spec's axes, and those of mode 1d with size 1 where there is no tensor parallelism.
+        device: where this rank's tensors are.
+        mode: the tensor-parallel mode; None without a tensor entry.
+        outer_axes: those that the batch is split over, by rows or by tokens: all but the tensor axes and the pipeline's.
+            Gradients are summed over them, and ``zero`` shares out what its ranks would all hold.
+        row_axes: those of them that its rows are split over; ranks along the others have the same rows and different tokens.
+    """
+
+    spec: ParallelSpec
+    mesh: Mesh
+    device: torch.device
+    mode: object
+    outer_axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks."""
+        return self.mesh.group(*self.mesh.names)
+
+    @property
+    def stage_group(self) -> Group:
+        """Ranks that hold the same layers: all of them without a pipeline."""
+        return self.mesh.group(*(axis for axis in self.mesh.names if axis != PIPE))
+
+    @property
+    def data_group(self) -> Group:
+        """Ranks that hold the same blocks and different parts of the batch."""
+        return self.mesh.group(*self.outer_axes)
+
+    @property
+    def data_index(self) -> int:
+        """This rank's data coordinate."""
+        return self.mesh.index(*self.outer_axes)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this data coordinate: together they hold every tensor."""
+        inner = [axis for axis in self.mesh.names if axis not in self.outer_axes]
+        return next(tuple(ranks) for ranks in self.mesh.groups(*inner) if self.mesh.rank in ranks)
+
+    @property
+    def pipelined(self) -> bool:
+        """Tell whether ranks of the axis ``pipe`` hold different layers."""
+        return self.mesh.size(PIPE) > 1
+
+    @property
+    def pipe_group(self) -> Group:
+        """Ranks that together hold all layers, and have the same rows of the batch and the same blocks' places."""
+        return self.mesh.group(PIPE)
+
+    @property
+    def data_size(self) -> int:
+        """Number of data coordinates."""
+        return self.mesh.size(*self.outer_axes)
+
+    @property
+    def row_group(self) -> Group:
+        """Ranks that have different rows of the batch, and the same tokens of each."""
+        return self.mesh.group(*self.row_axes)
+
+    @property
+    def row_index(self) -> int:
+        """Number of the data coordinate whose rows of the batch this rank has."""
+        return self.mesh.index(*self.row_axes)
+
+    @property
+    def row_size(self) -> int:
+        """Into how many parts the rows of the batch are split."""
+        return self.mesh.size(*self.row_axes)
+
+
+def join_world(
+    parallel: Mapping[str, object] | ParallelSpec,
+    device: torch.device | str | None,
+    environment: Environment | None = None,
+    *,
+    limit_s: float | None = None,
+) -> World:
+    """Check the spec against the processes that run, start this one's part, and lay the mesh over them.
+
+    A single process needs no process group and gets none.
+
+    Args:
+        parallel: the spec.
+        device: of this rank's tensors; None for the usual one.
+        environment: which rank to be, where variables do not say it.
+        limit_s: seconds that the other processes are waited for; None for the watchdog's usual ones, 0 for half an hour.
+
+    Raises:
+        SpecError: for a spec that is wrong, does not fit the processes, or needs what is not installed.
+        LaunchError: when the other processes cannot be met.
+    """
+    alive = running_world()
+    if alive is not None:
+        size = alive.size
+    else:
+        environment = environment or Environment.detect()
+        size = environment.world_size
+    if isinstance(parallel, ParallelSpec):
+        spec = parallel.with_world_size(size)
+    else:
+        spec = ParallelSpec.parse(parallel, size)
+    require_runnable(spec)
+    place = _device(device)
+    if alive is None and size > 1:
+        limit = timedelta(seconds=watchdog_limit(limit_s)) or DEFAULT_TIMEOUT
+        process = start(environment, device=place, meeting=limit)
+        atexit.register(_leave, process)
+        place = process.device
+    elif alive is not None:
+        place = start(environment, device=place).device
+    elif place is None:
+        place = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+    tensor_axes = () if spec.tensor is None else spec.tensor.axis_names
+    outer = tuple(axis for axis in spec.axes if axis not in tensor_axes and axis != PIPE)
+    sequence_axes = () if spec.sequence is None else tuple(spec.sequence.axes)
+    mesh = Mesh(spec.axes if tensor_axes else {**spec.axes, "tensor": 1})
+    warn_of_crossing(mesh, tensor_axes, environment or Environment.detect())
+    return World(
+        spec=spec,
+        mesh=mesh,
+        device=place,
+        mode=_mode(spec),
+        outer_axes=outer,
+        row_axes=tuple(axis for axis in outer if axis not in sequence_axes),
+    )
+
+
+def _mode(spec: ParallelSpec) -> object:
+    if spec.tensor is None:
+        return None
+    if spec.sequence is not None and spec.sequence.mode == "megatron":
+        return "1d+sequence"
+    return spec.tensor.mode
+
+
+def _device(device: torch.device | str | None) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise SpecError(
+            f"device={device!r}: {error}. Write 'cpu', 'cuda' or 'cuda:0', or leave it out"
+        ) from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise SpecError(f"device={device!r}: torch sees {found or 'no'} GPUs. Write 'cpu', or leave it out")
+    return place
+
+
+def _leave(process: Process) -> None:
+    """At exit; a rank that failed does not wait for the others."""
+    process.close(wait=not hasattr(sys, "last_value"))
+
+
+def has_zero(parallel: Mapping[str, object] | ParallelSpec) -> bool:
+    """Return whether a spec, parsed or not, has the entry ``zero``."""
+    if isinstance(parallel, ParallelSpec):
+        return parallel.zero is not None
+    return isinstance(parallel, Mapping) and parallel.get("zero") is not None
+
+
+def require_runnable(spec: ParallelSpec) -> None:
+    """Check that the engine can run a spec.
+
+    Raises:
+        SpecError: that names the distribution which is not installed.
+    """
+    spec.require_installed()
+
+
+_LONGEST = 1000  # bytes of an error's message
+
+
+def fail_together(world: World, error: Exception | None, what: str, *, name_rank: bool = True) -> None:
+    """Raise on every rank what failed on any: else the others would wait for it for ever.
+
+    All ranks must call, which makes it a barrier too.
+
+    Args:
+        world: the ranks.
+        error: what failed on this one; None for nothing.
+        what: could not be done, for the message.
+        name_rank: say which rank it was.
+
+    Raises:
+        CheckpointError: the same on all ranks, with the message of the first that failed.
+    """
+    size, rank = world.mesh.world_size, world.mesh.rank
+    if size == 1:  # without the device, which may be busy
+        if error is not None:
+            raise CheckpointError(f"{what}: {error}") from error
+        return
+    worst = torch.tensor(0 if error is None else size - rank, device=world.device)
+    failed = size - int(all_reduce(worst, world.everyone, "max"))
+    if failed == size:
+        return
+    text = torch.zeros(_LONGEST, dtype=torch.uint8, device=world.device)
+    if failed == rank:
+        said = list(str(error or "").encode()[:_LONGEST])
+        text[: len(said)] = torch.tensor(said, dtype=torch.uint8)
+    text = broadcast(text, world.everyone, failed)
+    message = bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+    raise CheckpointError(f"{what}: {f'rank {failed}: ' if name_rank else ''}{message}") from error
+
+
+def agree(world: World, number: int) -> int:
+    """Return the greatest number that a rank gives; all ranks must call."""
+    if world.mesh.world_size == 1:
+        return number
+    return int(all_reduce(torch.tensor(number, device=world.device), world.everyone, "max"))
+
+
+def crossing(mesh: Mesh, axes: Sequence[str], ranks_per_node: int) -> list[str]:
+    """Return the axes along which some group has ranks of several nodes, if nodes have so many consecutive ranks."""
+    return [
+        axis
+        for axis in axes
+        if any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in mesh.groups(axis))
+    ]
+
+
+def warn_of_crossing(mesh: Mesh, axes: Sequence[str], here: Environment) -> None:
+    """Warn on rank 0 of tensor axes that leave their node, which communicate in every layer."""
+    several = 1 < here.world_size == mesh.world_size and here.local_world_size < here.world_size
+    if not several or here.rank != 0:
+        return
+    outside = crossing(mesh, axes, here.local_world_size)
+    if outside:
+        sys.stderr.write(
+            f"warning: a node has {here.local_world_size} ranks, and the tensor axes {join_choices(outside, last='and')} go from "
+            "node to node: they communicate in every layer, at the speed of the network. Make their product divide "
+            f"{here.local_world_size}, and let data or pipeline span the nodes\n"
+        )
+
+
+def check_watchdog(watchdog: object, check_collectives: object) -> tuple[float | None, bool]:
+    """Return the checked arguments ``watchdog`` and ``check_collectives``; None leaves the limit to the environment.
+
+    Raises:
+        SpecError: for a limit that is no number from 0 up, or a switch that is no bool.
+    """
+    if watchdog is not None and (
+        isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or not 0 <= watchdog < math.inf
+    ):
+        raise SpecError(
+            f"watchdog={watchdog!r}: seconds after which a collective that does not finish ends the job, such as 600; "
+            "0 for no watchdog"
+        )
+    if check_collectives is not None and not isinstance(check_collectives, bool):
+        raise SpecError(
+            f"check_collectives={check_collectives!r}: True to compare calls between ranks, or False"
+        )
+    return (None if watchdog is None else float(watchdog)), bool(check_collectives)
+
+
+def watch_over(world: World, watchdog: float | None, compare: bool) -> Watch:
+    """Start the watchdog over this process's collectives; all ranks must call. A single rank is not watched."""
+    if world.mesh.world_size == 1:
+        return Watch(None)
+    _, also = watchdog_settings()
+    return watch(watchdog_limit(watchdog), compare=compare or also)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshfold.engine.zero.measured_plans import InFlight, workload_of_stages
+from meshfold.engine.zero.memory import PROCESS_BYTES
 from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
-from meshfold.engine.zero.process_memory import PROCESS_BYTES
-from meshfold.engine.zero.stage_workload import InFlight, workload_of_stages
 from meshfold.engine.zero.states import ZeroStates
 
 __all__ = [

@@ -1,16 +1,19 @@
-"""Settings of the entry ``zero``: bytes of an element, limits, and the plan of where chunks live."""
+"""Placement of a model's state under the entry ``zero``: at first by sizes alone, then the plan that the spec asks for."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from meshfold.engine.precision.precision import Precision
-from meshfold.engine.zero.homes import gradient_dtype
-from meshfold.mesh import SpecError
+import torch
+
+from meshfold.engine.precision import Precision
+from meshfold.engine.zero.memory import PROCESS_BYTES, resident_bytes
+from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.zero_gemini import MemoryPlanError
+from meshfold.zero_gemini import MemoryPlanError, ParameterBudget, PlacementRule, Shares
+from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_device_bytes, available_host_bytes
 from meshfold.zero_gemini.nvme import free_bytes
 from meshfold.zero_gemini.planner import (
     REGIMES,
@@ -27,9 +30,6 @@ from meshfold.zero_gemini.planner import (
 )
 from meshfold.zero_gemini.planner import Machine as Rates
 
-if TYPE_CHECKING:
-    pass
-
 NEAR = 1.05
 """How much longer a step with everything on the device may take than the fastest plan."""
 
@@ -37,7 +37,7 @@ NEAR = 1.05
 def regime_of(
     spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks: int, moments: int = 2
 ) -> Regime:
-    """Bytes an element under an entry ``zero``.
+    """Return the bytes that an element takes under an entry ``zero``.
 
     Args:
         spec: the entry.
@@ -50,8 +50,8 @@ def regime_of(
     if (
         precision.name == "fp64" or moments != 2
     ):  # stepped by torch: reads all and writes all but the gradient
-        width, true = precision.dtype.itemsize, precision.master_dtype.itemsize
-        state = true * (moments + (true != width))
+        width, master = precision.dtype.itemsize, precision.master_dtype.itemsize
+        state = master * (moments + (master != width))
         step = gradient + 2 * (width + state)
         return Regime(
             name=f"{moments} moments", parameter=width, state=state, gradient=gradient, step=step, first_pass=step,
@@ -66,7 +66,7 @@ def regime_of(
 
 
 def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -> Plan:
-    """The plan that a spec's placement asks for.
+    """Return the plan that a spec's placement asks for.
 
     ``auto`` keeps everything on the device where that fits and nothing else is faster by more than a twentieth: to step
     a few chunks on the host saves a little of the device's time, as long as nothing disturbs the host. Of the activations
@@ -84,12 +84,7 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
             return found
         return replace(simple, policy="auto") if simple.seconds <= NEAR * found.seconds else found
     if spec.placement == "static":
-        optimizer, parameters = spec.offload_optim_frac or 0.0, spec.offload_param_frac or 0.0
-        if parameters and spec.stage < 3:
-            raise SpecError(
-                f"zero: offload_param_frac={parameters} with stage={spec.stage}, which keeps all parameters on the "
-                "device: write stage=3, or leave it out"
-            )
+        optimizer, parameters = _fixed_shares(spec)
         return static(workload, rates, limits, offload_optim_frac=optimizer, offload_param_frac=parameters)
     return {"cuda": cuda, "cpu": cpu, "const": const}[spec.placement](workload, rates, limits)
 
@@ -101,3 +96,160 @@ def limits_of(spec: ZeroSpec) -> Limits:
         folder = Path(spec.offload_path)
         disk = free_bytes(folder) if folder.is_dir() else None
     return Limits(gpu_bytes=spec.gpu_memory_limit, host_bytes=spec.host_memory_limit, disk_bytes=disk)
+
+
+STATE_SHARE = 0.6
+"""How much of the device's memory placement ``auto`` gives to parameters, gradients and optimizer state at first."""
+MOST = 0.97
+"""The same where the host has no room for more."""
+BOUNDARY_BYTES = 2**30
+"""Parameters on the device under placement ``const``, unless ``gpu_memory_limit`` says how much."""
+
+
+def gradient_dtype(precision: Precision, *, accumulation: int, ranks: int) -> torch.dtype:
+    """Return the dtype in which gradients are summed: that of the masters, unless there is nothing to sum."""
+    return precision.dtype if accumulation == 1 and ranks == 1 else precision.master_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A rank's share of a model, and bytes an element of it.
+
+    Attributes:
+        elements: of the model, on this rank's tensor block.
+        ranks: that share them.
+        parameter: what the model computes with.
+        state: master weights and optimizer state beside it.
+        gradient: as it is summed.
+    """
+
+    elements: int
+    ranks: int
+    parameter: float
+    state: float
+    gradient: float
+
+    @classmethod
+    def of(cls, regime: Regime, *, elements: int, ranks: int) -> Sizes:
+        """Return the sizes of so many elements, each with the bytes that a regime says."""
+        return cls(
+            elements=elements, ranks=ranks, parameter=regime.parameter, state=regime.state,
+            gradient=regime.gradient,
+        )  # fmt: skip
+
+    @property
+    def own(self) -> float:
+        """Elements of this rank's shards."""
+        return self.elements / self.ranks
+
+    @property
+    def all(self) -> float:
+        """Bytes an element, everything together."""
+        return self.parameter + self.state + self.gradient
+
+
+def first_homes(
+    spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per_host: int, everyone: Group
+) -> PlacementRule:
+    """Return where a spec puts a model's state; placement ``auto`` decides again after a step. All ranks must call.
+
+    Args:
+        spec: the entry.
+        device: where the model computes.
+        sizes: of the model.
+        ranks_per_host: share a host's memory.
+        everyone: all ranks: the one with the least memory decides for all, since what a chunk does on one it does on all.
+
+    Raises:
+        SpecError: for shares that cannot be.
+        MemoryPlanError: for a model that fits nowhere.
+    """
+    streams = spec.stage == 3
+    state = "host" if spec.offload_path is None else "disk"
+    host = _least(spec.host_memory_limit or available_host_bytes(), everyone, device)
+    # What the process has, or will have once CUDA's libraries are there; emulated limits are for chunks alone.
+    base = max(resident_bytes(), PROCESS_BYTES) + 2**30 if device.type == "cuda" else 0
+    room = math.inf if host >= UNLIMITED_BYTES else MOST * (host / ranks_per_host - base)
+    if spec.placement == "cuda":
+        return Shares()
+    if spec.placement == "const":
+        most = spec.gpu_memory_limit or BOUNDARY_BYTES
+        return ParameterBudget(most_bytes=most, element_bytes=math.ceil(sizes.parameter), state=state)  # type: ignore[arg-type]
+    if spec.placement in ("cpu", "static"):
+        optimizer, parameters = (
+            (1.0, 1.0 if streams else 0.0) if spec.placement == "cpu" else _fixed_shares(spec)
+        )
+        return Shares(
+            host_parameters=parameters,
+            host_optimizer=optimizer,
+            disk_optimizer=_beyond_host(spec, sizes, optimizer, room),
+        )
+    budget = spec.gpu_memory_limit or available_device_bytes(device)
+    return _by_size(spec, float(_least(budget, everyone, device)), sizes, room)
+
+
+def _least(nbytes: int, everyone: Group, device: torch.device) -> int:
+    """Return the least that any rank has; all must call."""
+    where = device if device.type == "cuda" else torch.device("cpu")
+    return int(all_reduce(torch.tensor(nbytes, device=where), everyone, "min"))
+
+
+def _fixed_shares(spec: ZeroSpec) -> tuple[float, float]:
+    """Return the shares of optimizer state and of parameters that placement ``static`` puts on the host."""
+    optimizer, parameters = spec.offload_optim_frac or 0.0, spec.offload_param_frac or 0.0
+    if parameters and spec.stage < 3:
+        raise SpecError(
+            f"zero: offload_param_frac={parameters} with stage={spec.stage}, which keeps all parameters on the "
+            "device: write stage=3, or leave it out"
+        )
+    if parameters > optimizer:
+        raise SpecError(
+            f"zero: offload_param_frac={parameters} is above offload_optim_frac={optimizer}: parameters on the host have their "
+            "optimizer state there too; raise offload_optim_frac"
+        )
+    return optimizer, parameters
+
+
+def _beyond_host(spec: ZeroSpec, sizes: Sizes, optimizer: float, room: float) -> float:
+    """Share of the elements whose state goes to disk where ``optimizer`` is that of those off the device.
+
+    All of it, unless a limit of the host says how much may stay: ``room`` bytes of this rank.
+    """
+    if spec.offload_path is None:
+        return 0.0
+    if spec.host_memory_limit is None:
+        return optimizer
+    over = optimizer * sizes.own * sizes.all - room
+    return min(optimizer, max(0.0, over) / (sizes.own * sizes.state))
+
+
+def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares:
+    """Place what does not fit on the device on the host, from the model's end on, and what does not fit there on disk.
+
+    ``budget`` and ``room``: this rank's bytes of the device and of the host.
+    """
+    own, streams = sizes.own, spec.stage == 3
+    kept = own if streams else sizes.elements  # elements whose parameters are on the device if they may be
+    rest = sizes.state + sizes.gradient
+    free = STATE_SHARE * budget - kept * sizes.parameter
+    if free >= own * rest:
+        return Shares()
+    optimizer = min(1.0, 1.0 - max(free, 0.0) / (own * rest))
+    disk = 0.0
+    over = optimizer * own * sizes.all - room
+    if over > 0 and spec.offload_path is not None:
+        disk = min(optimizer, over / (own * sizes.state))
+    elif over > 0:
+        optimizer = room / (own * sizes.all)
+        needed = own * (1.0 - optimizer) * sizes.all + (0.0 if streams else sizes.elements * sizes.parameter)
+        if needed > MOST * budget:
+            raise MemoryPlanError(
+                f"zero: {sizes.elements:,} parameters in regime {spec.regime!r} take {sizes.all:.3g} bytes each with their "
+                f"gradient, {own * sizes.all / 2**30:,.0f} GiB a rank, and there are {budget / 2**30:,.0f} GiB of the device and "
+                f"{room / 2**30:,.0f} of the host: take regime 'B' or 'C', name a folder with offload_path, or use more ranks"
+            )
+    if free >= 0 and over <= 0:
+        return Shares(host_optimizer=optimizer, disk_optimizer=disk)
+    return Shares(
+        host_optimizer=optimizer, host_parameters=optimizer if streams else 0.0, disk_optimizer=disk
+    )

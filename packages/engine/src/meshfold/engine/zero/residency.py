@@ -20,13 +20,9 @@ import torch
 from torch import nn
 
 from meshfold.engine.model.recompute import RecomputedBlocks
-from meshfold.engine.world.world import PIPE, World
-from meshfold.engine.zero.allocator import limit_allocator
-from meshfold.engine.zero.measured_plans import MARGIN, MeasuredPlans, expecting_alike
-from meshfold.engine.zero.pressure import Pressure
-from meshfold.engine.zero.process_memory import resident_bytes
-from meshfold.engine.zero.shortage import describe
-from meshfold.engine.zero.stage_workload import InFlight
+from meshfold.engine.world import PIPE, World
+from meshfold.engine.zero.measured_plans import MARGIN, InFlight, MeasuredPlans, expecting_alike
+from meshfold.engine.zero.memory import Pressure, describe_shortage, limit_allocator, resident_bytes
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
@@ -255,7 +251,7 @@ class Residency:
         alone, auto = self._world.mesh.world_size == 1, self._spec.placement == "auto"
         if alone and auto and (self._on_device() or self._kept()):
             return True
-        found = describe(error, self._model, self._watcher.tokens)
+        found = describe_shortage(error, self._model, self._watcher.tokens)
         error.add_note(" ".join(part for part in (found, self._remedy()) if part))
         return False
 

@@ -18,18 +18,16 @@ from meshfold.checkpoint.shards import (
     shards_of_flat_run,
     shards_of_replicated,
 )
+from meshfold.engine.model.checks import refuse_empty
 from meshfold.engine.model.recompute import RecomputedBlocks, recomputes_by_itself
-from meshfold.engine.model.refusals import refuse_empty
-from meshfold.engine.optimizers.optimizers import Factory
-from meshfold.engine.precision.precision import Precision, keeps_statistics, other_dtypes
+from meshfold.engine.optimizers import Factory
+from meshfold.engine.precision import Precision, keeps_statistics, other_dtypes
 from meshfold.engine.states import optimizer_state
-from meshfold.engine.states.local_shards import put
+from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
-from meshfold.engine.world.world import PIPE, World
-from meshfold.engine.zero.allocator import grow_segments
-from meshfold.engine.zero.homes import Sizes, first_homes, gradient_dtype
-from meshfold.engine.zero.plan import regime_of
-from meshfold.engine.zero.process_memory import ranks_per_host
+from meshfold.engine.world import PIPE, World
+from meshfold.engine.zero.memory import grow_segments, ranks_per_host
+from meshfold.engine.zero.plan import Sizes, first_homes, gradient_dtype, regime_of
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import Mesh, SpecError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshfold.engine.world.world import World
+from meshfold.engine.world import World
 from meshfold.mesh import all_reduce
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini

@@ -106,7 +106,7 @@ def memory_table(found: Estimate) -> str:
         ("parameters", memory.parameters, note),
         ("master weights", memory.masters, ""),
         ("gradients", memory.gradients, ""),
-        ("optimizer state", memory.optimizer, "true weights with it" if zero else ""),
+        ("optimizer state", memory.optimizer, "master weights with it" if zero else ""),
         ("activations", memory.activations, kept),
     ]
     lines = [f"{name:<17}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]

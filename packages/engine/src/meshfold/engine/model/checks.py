@@ -1,16 +1,22 @@
-"""Models that cannot be trained as they are, said before anything starts."""
+"""Checks of an engine's model before anything starts: errors for what cannot be trained as it is, and warnings of what computes
+other numbers on several ranks than on one."""
 
 from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from meshfold.engine.errors import TrainingError
-from meshfold.engine.precision.precision import Precision
-from meshfold.engine.world.world import World
-from meshfold.mesh import SpecError, all_reduce
+from meshfold.engine.precision import Precision
+from meshfold.engine.world import World
+from meshfold.mesh import SpecError, all_reduce, metadata
 from meshfold.mesh.parameters import metadata_on, uncompiled_name
+from meshfold.mesh.spec import argument_checks as settings
 
 
 def refuse_unmade(model: nn.Module) -> None:
@@ -165,3 +171,111 @@ def _no_copy_of_stages(memo: object) -> nn.Module:
     raise TrainingError(
         f"copy.deepcopy of a model in a pipeline: this rank has the layers of its own stages alone. {_INSTEAD}"
     )
+
+
+# By name: importing what wraps costs more than all of this library.
+_WRAPPERS = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DeepSpeedEngine",
+}
+
+
+def check_model(model: object) -> None:
+    """Check that a model is a module that nobody has wrapped, or a function that makes one, as far as can be told beforehand.
+
+    Raises:
+        SpecError: if it is neither, is wrapped by another library, is what an engine has left of one, or wants arguments.
+    """
+    if isinstance(model, nn.Module):
+        wrapper = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise SpecError(
+                f"the model is a {wrapper} already, which sums gradients by itself: give the module as it was written "
+                "(model.module), and leave the rest to parallel=dict(data=...)"
+            )
+        partial = next((name for name, parameter in model.named_parameters() if _is_partial(parameter)), None)
+        if partial is not None:
+            raise SpecError(
+                f"model={type(model).__name__}(...): an engine that had it before has left this rank a part of it; {partial!r} is "
+                "not whole. Make the model anew, with the weights of engine.full_state_dict() before close(), or of a checkpoint"
+            )
+        return
+    if not callable(model):
+        raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
+    signature = settings.signature_mismatch(model)
+    if signature is not None:
+        name = getattr(model, "__name__", type(model).__name__)
+        raise SpecError(
+            f"model={name} is called without arguments, and takes {signature}: write lambda: {name}(...)"
+        )
+
+
+def _is_partial(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter was in chunks that are gone, a block over a closed mesh, or of a stage that this rank had."""
+    meta = metadata(parameter)
+    if meta is None:
+        return False
+    gone = parameter.data.numel() == 0 and 0 not in meta.placement.shape
+    split = meta.mesh.is_closed and meta.mesh.size(*meta.placement.split_axes) > 1
+    return gone or split or meta.mesh.size(*meta.only_at) > 1
+
+
+_BALANCE = re.compile(
+    r"(router_)?aux(iliary)?_loss.*|router_z_loss.*|(load_)?balanc\w*_(loss|coef|weight)\w*"
+)
+"""Names of coefficients of a mixture of experts' own loss."""
+
+
+def warn_of_split_batches(model: nn.Module, world: World) -> None:
+    """Warn once, on rank 0, of batch norms and of balance losses whose batch is split.
+
+    Args:
+        model: the whole model, before it is split.
+        world: where it will lie.
+    """
+    if world.mesh.rank != 0 or not (world.data_size > 1 or world.pipelined):
+        return
+    parts = "micro-batch" if world.data_size == 1 else "data rank"
+    for note in (_batch_norms(model, parts), _balance_losses(model, parts)):
+        if note:
+            warnings.warn(note, stacklevel=2)
+
+
+def _batch_norms(model: nn.Module, parts: str) -> str:
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+    if not found:
+        return ""
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"{found[0]}{more}: a batch norm takes mean and variance of the rows of its own {parts}, not of the global batch, as "
+        "under torch's DistributedDataParallel; losses differ from those of one process. nn.GroupNorm and nn.LayerNorm have no "
+        "such statistics"
+    )
+
+
+def _balance_losses(model: nn.Module, parts: str) -> str:
+    found = next(_coefficients(model), None)
+    if found is None:
+        return ""
+    name, value = found
+    return (
+        f"{name}={value}: a mixture of experts' own balance loss is taken of each {parts}'s tokens and then averaged; it is no "
+        "mean over tokens, so it differs a little from that of the global batch. The rest of the loss does not"
+    )
+
+
+def _coefficients(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield what scales a balance loss that the model computes, by name."""
+    config = getattr(model, "config", None)
+    silent = getattr(config, "output_router_logits", True) is False  # transformers' then compute none
+    for place in (*(() if silent else (config,)), *model.modules()):
+        for name, value in getattr(place, "__dict__", {}).items():
+            if _BALANCE.fullmatch(name) and isinstance(value, float) and value > 0:
+                yield name, value

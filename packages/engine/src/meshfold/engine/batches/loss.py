@@ -1,0 +1,199 @@
+"""Losses: the user's own ``loss_fn(output, batch)``, checked before and after it is called, and what a loss is a mean over."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from meshfold.engine.batches.shown import shown
+from meshfold.mesh import SpecError
+from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, is_encoder_decoder
+from meshfold.mesh.spec import argument_checks as settings
+
+
+class FallbackLoss:
+    """A ``loss_fn`` for outputs without a loss: a model that makes one keeps its labels, and that counts."""
+
+    def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
+        """Args:
+        function: of the model's output and the batch.
+        """
+        self._function = function
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        return self._function(output, batch)
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Check that an object can be called as ``loss_fn(output, batch)``, as far as can be told beforehand.
+
+    Raises:
+        SpecError: if not.
+    """
+    if loss_fn is None:
+        return
+    if not callable(loss_fn):
+        raise SpecError(f"loss_fn={loss_fn!r}: a function of the model's output and the batch")
+    if isinstance(loss_fn, type):
+        raise SpecError(
+            f"loss_fn={loss_fn.__name__} is a class: make one, and write loss_fn=lambda output, batch: "
+            f"criterion(output, batch[1]) with criterion = {loss_fn.__name__}()"
+        )
+    signature = settings.signature_mismatch(loss_fn, None, None)
+    if signature is not None:
+        raise SpecError(
+            f"loss_fn takes {signature}: it is called with the model's output and the batch, as in "
+            "loss_fn=lambda output, batch: ..."
+        )
+
+
+def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object) -> dict[str, Any]:
+    """Return a model's keyword arguments where the loss is not its own: without targets, if it can do without.
+
+    With them it would make a loss that nobody asked for, and hand out no more of its logits than that takes.
+
+    Raises:
+        SpecError: for an encoder and a decoder, which makes the decoder's input of them.
+    """
+    if loss_fn is None or isinstance(loss_fn, FallbackLoss):
+        return kwargs
+    parameters = inspect.signature(model.forward).parameters
+    found = [name for name in LABEL_NAMES if name in parameters and kwargs.get(name) is not None]
+    if found and is_encoder_decoder(model):
+        raise SpecError(
+            f"loss_fn with {found[0]} for {type(model).__name__}, an encoder and a decoder: it makes the decoder's input of them, "
+            "and a loss of its own. Leave loss_fn out"
+        )
+    spared = [name for name in found if parameters[name].default is not inspect.Parameter.empty]
+    return {name: value for name, value in kwargs.items() if name not in spared}
+
+
+def call_loss_fn(loss_fn: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> Tensor:
+    """Return the scalar loss that ``loss_fn`` makes; an error from inside it says in a note what it was called with.
+
+    Args:
+        loss_fn: the user's.
+        output: the model's.
+        batch: in the user's form.
+
+    Raises:
+        SpecError: if it makes anything else, or is a criterion of torch, which wants the targets and not the batch.
+    """
+    if _is_criterion(loss_fn) and isinstance(batch, Mapping | tuple | list):
+        targets = "batch['labels']" if isinstance(batch, Mapping) else "batch[1]"
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise SpecError(
+            f"loss_fn={name} wants the targets, and is called with the whole batch: write loss_fn=lambda output, batch: "
+            f"criterion(output, {targets})"
+        )
+    try:
+        loss = loss_fn(output, batch)
+    except Exception as error:
+        error.add_note(f"loss_fn was called with output = {shown(output)}, batch = {shown(batch)}")
+        raise
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        raise SpecError(
+            f"loss_fn returned {shown(loss)}: return a tensor of one number, without .item() and with the mean over the "
+            "batch's targets taken"
+        )
+    return loss
+
+
+def _is_criterion(loss_fn: object) -> bool:
+    """Return whether a loss is torch's own, a module or a function of (output, targets)."""
+    modules = ("torch.nn.functional", "torch.nn.modules.loss")
+    return (type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn).__module__ in modules
+
+
+class LossCalls(TorchFunctionMode):
+    """Looks at the calls of cross entropy inside, which show what a loss is a mean over.
+
+    Ranks' means are put together by how many targets each is over, so that has to be known: targets of another
+    ``ignore_index`` than -100 do not count either, and a mean over the weights of classes is none over targets.
+
+    Attributes:
+        ignored: the ``index`` that they ignored; -100 if none said another.
+    """
+
+    def __init__(self, *, parts: str, exact: bool) -> None:
+        """Args:
+        parts: what the batch is split into, for errors.
+        exact: another index than -100 can be counted without.
+        """
+        super().__init__()
+        self.ignored = IGNORE_INDEX
+        self._parts, self._exact = parts, exact
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {} if kwargs is None else kwargs
+        if func is F.cross_entropy or func is F.nll_loss:
+            self._look(*args, **given)
+            if self.ignored != IGNORE_INDEX:
+                if "target" in given:
+                    given = {**given, "target": self._filler(given["target"])}
+                else:
+                    args = (args[0], self._filler(args[1]), *args[2:])
+        return func(*args, **given)
+
+    def _filler(self, target: Tensor) -> Tensor:
+        """Return the targets of a rank without rows, -100 but for one, as the user's loss takes them; others as they are.
+
+        The one that counts, so that the mean is finite, is of class 0, or of class 1 where 0 does not count.
+        """
+        if target.is_floating_point():
+            return target
+        ignored = target == IGNORE_INDEX
+        is_filler = (
+            ignored.any() & (ignored | (target == 0)).all()
+        )  # not looked at: the host would wait for it
+        one = torch.full_like(target, self.ignored).flatten()
+        one[-1] = int(self.ignored == 0)
+        return torch.where(is_filler, one.view(target.shape), target)
+
+    def _look(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """Raises:
+        SpecError: for a mean that cannot be put together again from those of parts.
+        """
+        if reduction != "mean" or target.is_floating_point():
+            return
+        if weight is not None:
+            raise SpecError(
+                f"cross_entropy(weight=...): its mean is over the weights of the targets' classes, and the means of {self._parts} "
+                "are put together by how many targets each has. Take the sum, and divide by the targets that count: "
+                "cross_entropy(output, targets, weight=weight, reduction='sum') / (targets != -100).sum()"
+            )
+        if ignore_index == IGNORE_INDEX:
+            return
+        if not self._exact or self.ignored not in (IGNORE_INDEX, ignore_index):
+            raise SpecError(
+                f"cross_entropy(ignore_index={ignore_index}): the means of {self._parts} are put together by how many targets "
+                f"each has that are not {IGNORE_INDEX}. Write targets.masked_fill(targets == {ignore_index}, {IGNORE_INDEX}), "
+                "and leave ignore_index out"
+            )
+        self.ignored = ignore_index
+
+
+def is_compiled(called: object) -> bool:
+    """Return whether torch.compile has wrapped a function, or a module or any that it holds."""
+    modules = called.modules() if isinstance(called, nn.Module) else ()
+    return hasattr(called, "_torchdynamo_orig_callable") or any(
+        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules
+    )

@@ -1,0 +1,214 @@
+"""Sharding of a global batch: each data coordinate's rows, the weight of its targets, and the random numbers of its dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.engine.batches.batch import Batch
+from meshfold.engine.world import World
+from meshfold.mesh import SpecError, all_gather
+from meshfold.mesh.model_io import IGNORE_INDEX, targets_key
+from meshfold.mesh.random import dropout_stream, key_of
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def shard_batch(batch: Any, index: int, blocks: int) -> Any:
+    """Return the rows of a global batch that belong to one of ``blocks`` data coordinates, in the same form.
+
+    Rows are dealt in order and as evenly as possible: the first ``rows % blocks`` coordinates get one more. One that
+    gets none has a row that does not count: its labels are all -100.
+
+    Raises:
+        SpecError: if rows are too few and there are no labels to say that one does not count, or tensors of the
+            batch disagree about the rows.
+    """
+    if isinstance(batch, Tensor) and not batch.dim():
+        raise SpecError("a batch of one number cannot be cut: the first dim of a tensor is its rows")
+    if isinstance(batch, Tensor):
+        _check_rows(batch.shape[0], blocks, batch)
+        mine = _cut_tensor(batch, index, blocks)
+        return (
+            {"input_ids": batch[:1], "labels": torch.full_like(batch[:1], IGNORE_INDEX)}
+            if mine is None
+            else mine
+        )
+    if isinstance(batch, Mapping):
+        sizes = {
+            name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()
+        }
+        rows = max(sizes.values(), default=0)
+        for name, size in sizes.items():
+            if size not in (rows, 1):
+                raise SpecError(
+                    f"{name!r} has {size} rows in a batch of {rows}: every tensor of a batch has them all, or one"
+                )
+        fields = {
+            name: _cut_tensor(value, index, blocks) if sizes.get(name) == rows and rows else value
+            for name, value in batch.items()
+        }
+        named = targets_key(batch) or "labels"
+        labels = batch.get(named, batch.get("input_ids"))
+        _check_rows(rows, blocks, labels)
+        if len(row_range(rows, index, blocks)) or not isinstance(labels, Tensor):
+            return fields
+        filler = {name: value[:1] if name in sizes else value for name, value in batch.items()}
+        return {**filler, named: torch.full_like(labels[:1], IGNORE_INDEX)}
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        inputs, targets = batch
+        if isinstance(targets, Tensor) and isinstance(inputs, Tensor):
+            if inputs.shape[0] != targets.shape[0]:
+                raise SpecError(f"{inputs.shape[0]} rows of inputs for {targets.shape[0]} rows of targets")
+            _check_rows(inputs.shape[0], blocks, targets)
+            first, second = _cut_tensor(inputs, index, blocks), _cut_tensor(targets, index, blocks)
+            if first is not None and second is not None:
+                return first, second
+            return inputs[:1], torch.full_like(targets[:1], IGNORE_INDEX)
+        if isinstance(targets, Tensor) and isinstance(inputs, tuple | list) and inputs:
+            each = [
+                shard_batch((one, targets), index, blocks) for one in inputs
+            ]  # says what is wrong with one
+            return tuple(one for one, _ in each), each[0][1]
+    raise SpecError(
+        f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors, or a pair "
+        "(inputs, targets) of tensors, of which inputs may be a tuple"
+    )
+
+
+def row_range(rows: int, index: int, blocks: int) -> range:
+    """Return the rows, of so many, that belong to a data coordinate."""
+    each, more = divmod(rows, blocks)
+    start = index * each + min(index, more)
+    return range(start, start + each + (index < more))
+
+
+def _cut_tensor(value: Tensor, index: int, blocks: int) -> Tensor | None:
+    """Return its rows; None if it gets none."""
+    mine = row_range(value.shape[0], index, blocks)
+    return value[mine.start : mine.stop] if len(mine) else None
+
+
+def _check_rows(rows: int, blocks: int, labels: Any) -> None:
+    """Refuse, on every rank, a batch in which some coordinate has no row and nothing can say that one does not count."""
+    if rows >= blocks or (rows and isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
+        return
+    raise SpecError(
+        f"a global batch of {rows} rows for {blocks} data coordinates, and no integer labels that could say that a row "
+        f"does not count: give at least {blocks} rows"
+    )
+
+
+class Shares:
+    """This data coordinate's part of the global batch, which is the batches of all coordinates in order.
+
+    Ranks that have different tokens of the same rows are given the same batch: it counts once, and weighs for each of
+    them its part of what it does for a rank that has it alone.
+
+    Attributes:
+        index: this rank's place among those that hold different parts of the batch, rows or tokens.
+        count: its targets that count, a scalar int64 on the device.
+        part: this data coordinate's number.
+    """
+
+    def __init__(
+        self, work: Batch, world: World, *, shifted: bool, places: bool, ignored: int = IGNORE_INDEX
+    ) -> None:
+        """Ask the other data coordinates; all must call.
+
+        Args:
+            work: this data coordinate's batch.
+            world: where the coordinates lie.
+            shifted, ignored: as for :meth:`Batch.count`.
+            places: whether the numbers of the rows are wanted, as dropout does; when it asks, the host waits for the device.
+        """
+        self.index = world.data_index
+        self._work, self._world, self._shifted = work, world, shifted
+        self.count_without(ignored)
+        self._sharing = world.data_size // world.row_size
+        self.part = world.row_index
+        self._located = places and world.row_size > 1
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        """Rows and tokens of each data coordinate; the host waits for the device."""
+        if not self._located:
+            return [[0, 0]] * self._world.row_index + [[self._work.rows, self._work.tokens]]
+        sizes: list[list[int]] = self._pending.wait()[:, 1:].tolist()
+        return sizes
+
+    @cached_property
+    def first_row(self) -> int:
+        """Rows of the coordinates before."""
+        return sum(rows for rows, _ in self._sizes[: self.part])
+
+    @cached_property
+    def first_token(self) -> int:
+        """Tokens of the coordinates before."""
+        return sum(tokens for _, tokens in self._sizes[: self.part])
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the global batch."""
+        return sum(rows for rows, _ in self._sizes)
+
+    def count_without(self, ignored: int) -> None:
+        """Count, without the targets that are ignored; all must call."""
+        work, world = self._work, self._world
+        self.count = work.count(shifted=self._shifted, device=world.device, ignored=ignored)
+        sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
+        self._pending = all_gather(
+            torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True
+        )
+
+    def total(self) -> Tensor:
+        """Return how many targets count in the global batch: a scalar int64."""
+        return self._pending.wait()[:, 0].sum()
+
+    def weight(self) -> Tensor:
+        """Return this rank's share of them: a scalar float64."""
+        return self.count.double() / (self.total().clamp(min=1) * self._sharing)
+
+
+def gather_list(value: Tensor, world: World) -> list[Tensor]:
+    """Return every data coordinate's tensor, whose dims may differ in size, in their order; all must call."""
+    over = world.row_group
+    if over.size == 1:
+        return [value]
+    shape = torch.tensor(value.shape, dtype=torch.int64, device=world.device)
+    shapes = all_gather(shape.view(1, -1), over, 0)
+    most = shapes.max(0).values.tolist()
+    padded = torch.zeros(most, dtype=value.dtype, device=world.device)
+    padded[tuple(slice(size) for size in value.shape)] = value.detach().to(world.device)
+    found = all_gather(padded.unsqueeze(0), over, 0)
+    return [
+        one[tuple(slice(size) for size in sizes)] for one, sizes in zip(found, shapes.tolist(), strict=True)
+    ]
+
+
+@contextmanager
+def randomness(
+    seed: int, step: int, shares: Shares, device: torch.device, *, torch_too: bool
+) -> Iterator[None]:
+    """Context manager: draw the dropout of one micro-step, a function of seed, step and place in the global batch.
+
+    Args:
+        seed: of the run.
+        step: micro-step, counted over the whole run.
+        shares: where this data coordinate's rows lie in the global batch, which decides what they drop.
+        device: of torch's generator.
+        torch_too: seed torch's own generators for the time being, for dropout that draws from them. It then depends
+            on how many data coordinates there are, and can only be repeated.
+    """
+    with dropout_stream(seed, step, batch=shares):
+        if not torch_too:
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(key_of(f"dropout/{seed}/{step}/{shares.index}"))
+            yield

@@ -1,0 +1,215 @@
+"""Memory of host and device: what is free, the allocator's limit, the agreement of ranks that it runs short, and what an
+out-of-memory error was about."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import resource
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.world import World
+from meshfold.mesh import all_reduce
+from meshfold.mesh.parameters import uncompiled_name
+from meshfold.mesh.spec import format_bytes, parse_bytes
+
+PROCESS_BYTES = 5 * 2**28
+"""What a process has of the host's memory besides a model: Python, torch and CUDA (measured: 1.2 to 1.3 GiB)."""
+
+
+def resident_bytes() -> int:
+    """Return the host memory that this process uses; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * resource.getpagesize()
+
+
+def free_host_bytes() -> int:
+    """Return the host memory that is available now; 0 where the system does not say.
+
+    No more than that: the memory of some virtual machines grows as it is touched.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    entries = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(entries.get("MemAvailable", "0 kB").split()[0]) * 1024
+
+
+def ranks_per_host(world: World) -> int:
+    """Return how many ranks share this host's memory."""
+    return min(world.mesh.world_size, torch.cuda.device_count() or world.mesh.world_size)
+
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def limit_allocator(device: torch.device, limit: int) -> None:
+    """Let this process take no more than ``limit`` bytes of a GPU, so that a smaller card is what it sees."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+
+
+def grow_segments() -> bool:
+    """Let the allocator grow and shrink its segments from now on, in the whole process; return whether it does.
+
+    Chunks come and go in sizes of their own between activations. In segments of fixed sizes that leaves gaps (8 % of an
+    H200 with a model of 13B parameters), and what a plan may use runs out although it is there. Where the environment
+    configures the allocator it is left as it is.
+    """
+    if any(os.environ.get(name) for name in _VARIABLES):
+        return False
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if tell is None:
+        tell = torch._C._cuda_cudaCachingAllocator_set_allocator_settings  # type: ignore[attr-defined]
+    tell("expandable_segments:True")
+    return True
+
+
+class Pressure:
+    """Ranks of a stage tell each other after each step that a device is about to run out of memory, before one does.
+
+    A rank that runs out in a forward leaves the others waiting in a collective, which cannot be undone. The answer is looked at
+    a step later, when it has long been there: nobody waits for it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._retries = retries(world.device)
+        self._said: Tensor | None = None
+        self._there: torch.cuda.Event | None = None
+
+    def found(self, *, peak_bytes: int, most_bytes: int) -> bool:
+        """Return whether some rank was short of memory in the step before the last. All ranks must call.
+
+        Args:
+            peak_bytes: the most that tensors took of this rank's device in the last step.
+            most_bytes: that they should have taken.
+        """
+        said, there = self._said, self._there
+        now = retries(self._world.device)
+        short = now > self._retries or peak_bytes > most_bytes
+        self._retries = now
+        mine = torch.full((1,), int(short), device=self._world.device)
+        told = all_reduce(mine, self._world.stage_group, "max")
+        if told.is_cuda:
+            self._said = torch.empty(1, dtype=told.dtype, pin_memory=True).copy_(told, non_blocking=True)
+            self._there = torch.cuda.current_stream(self._world.device).record_event()
+        else:
+            self._said = told
+        if there is not None:
+            there.synchronize()
+        return said is not None and bool(int(said))
+
+    def forget(self) -> None:
+        """Forget what was said so far: it is of another plan."""
+        self._said = self._there = None
+        self._retries = retries(self._world.device)
+
+
+def retries(device: torch.device) -> int:
+    """Return how often the allocator had to give back what it held before it found memory; each is a near end."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ [GM]iB)")
+_INSIDE = ("torch", "meshfold")
+_CLOSE = 0.005
+"""Share by which a size in a message, which has two digits behind the point, may be off."""
+_NAMED = 3
+_WORTH_NAMING = 0.05
+"""Share of the largest tensor below which another one is not named."""
+
+
+def describe_shortage(error: BaseException, model: nn.Module, tokens: int) -> str:
+    """Describe the tensors that did not fit, as far as an out-of-memory error tells.
+
+    Args:
+        error: raised for want of memory.
+        model: what was run.
+        tokens: of the forward, to recognise the output of one of its layers by its size.
+
+    Returns:
+        Sentences that begin with the bytes asked for. Empty if nothing is known.
+    """
+    asked, frame = bytes_asked(error), _line_of_user(error)
+    words = []
+    if asked:
+        made = _outputs_of(asked, model, tokens)
+        words.append(
+            f"The allocation that failed: {format_bytes(asked)}{f', the size of {made}' if made else ''}."
+        )
+    if frame is not None:
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        text = linecache.getline(file, line).strip()
+        words.append(f"It was made at {file}:{line}{f': {text}' if text else ''}.")
+    alive = _largest(error)
+    if alive:
+        words.append(f"The largest tensors in use there: {', '.join(alive)}.")
+    return " ".join(words)
+
+
+def bytes_asked(error: BaseException) -> int:
+    """Return the bytes of the allocation that failed; 0 if the message does not say."""
+    found = _ASKED.search(str(error))
+    return parse_bytes(found[1]) if found else 0
+
+
+def _outputs_of(asked: int, model: nn.Module, tokens: int) -> str:
+    """Name a linear layer whose output, or its gradient, has the size that was asked for."""
+    for name, module in model.named_modules():
+        features = getattr(module, "out_features", None)
+        if not isinstance(features, int) or not tokens:
+            continue
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            bytes_ = tokens * features * dtype.itemsize
+            if abs(bytes_ - asked) <= _CLOSE * asked:
+                kind = str(dtype).removeprefix("torch.")
+                return f"{tokens:,} tokens × {features:,} outputs of {uncompiled_name(name)!r} in {kind}"
+    return ""
+
+
+def _line_of_user(error: BaseException) -> FrameType | None:
+    """Return the innermost frame of code that is neither torch's nor ours."""
+    found = None
+    for frame in _frames(error):
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _INSIDE:
+            found = frame
+    return found
+
+
+def _largest(error: BaseException) -> list[str]:
+    """Describe the largest tensors that local variables of the model's code hold, each storage once."""
+    seen: dict[int, tuple[int, str]] = {}
+    for frame in _frames(error):
+        for name, tensor in _tensors(frame.f_locals):
+            storage = tensor.untyped_storage()
+            kind = str(tensor.dtype).removeprefix("torch.")
+            shape = " × ".join(f"{n:,}" for n in tensor.shape)
+            described = f"{name} ({shape}, {kind}, {format_bytes(storage.nbytes())})"
+            seen.setdefault(storage._cdata, (storage.nbytes(), described))
+    ordered = sorted(seen.values(), reverse=True)[:_NAMED]
+    return [text for count, text in ordered if count >= _WORTH_NAMING * ordered[0][0] and count >= 2**20]
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield frame
+
+
+def _tensors(values: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.device.type != "meta" and not isinstance(value, nn.Parameter):
+            yield name, value
