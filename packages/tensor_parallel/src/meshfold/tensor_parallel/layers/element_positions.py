@@ -363,7 +363,7 @@ def prepare_dealt_numbers() -> Any:
 
     @torch.library.custom_op("meshfold::dealt_numbers", mutates_args=())
     def numbers(tokens: Tensor, size: int, rows: bool) -> Tensor:
-        found, whole = dealt_numbers(tokens, size, current_dropout_stream().dealt, rows=rows)
+        found, whole = dealt_numbers(tokens, size, current_dropout_stream().token_shards, rows=rows)
         return torch.cat([torch.tensor([whole], device=tokens.device), found.flatten()])
 
     @numbers.register_fake
