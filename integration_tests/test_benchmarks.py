@@ -210,3 +210,24 @@ def test_power_is_averaged_over_the_timed_steps() -> None:
     assert log.mean(begin, begin + 1, 1) == {"watts": 650.0, "mhz": 1500.0}
     assert log.mean(begin, begin + 1, 2) == {"watts": 1150.0, "mhz": 1500.0}
     assert log.mean(begin, begin + 1, 3) == {}
+
+
+def test_two_versions_are_compared_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This checkout beside itself: both versions run in processes of their own, from their own folders."""
+    out, tree = tmp_path / "found.json", Path(reports.__file__).parents[1]
+    words = ["bench", "two-versions", "--before", str(tree), "--case", "2 layers of 128, zero 3"]
+    assert main([*words, "--rounds", "2", "--steps", "2", "--warm-up", "1", "--out", str(out)]) == 0
+    (runs,) = json.loads(out.read_text())["cases"].values()
+    assert [len(run["seconds"]) for version in ("before", "now") for run in runs[version]] == [2] * 4
+    assert "| GPT-2 of transformers, 2 layers of 128, zero 3, eager |" in out.with_suffix(".md").read_text()
+    with pytest.raises(SystemExit):
+        main([*words[:3], str(tmp_path), "--out", str(out)])
+    assert "git worktree add ../before COMMIT" in capsys.readouterr().err
+
+
+def test_a_version_that_takes_longer_than_the_bar_is_said() -> None:
+    from benchmarks import two_versions
+
+    runs = {"before": [{"seconds": [1.0, 1.0]}], "now": [{"seconds": [1.1, 1.1]}]}
+    assert two_versions.ratio(runs) == pytest.approx(1.1)
+    assert two_versions.line("x", {**runs, "now": [{"seconds": [], "error": "gone"}]}).endswith("(gone)")

@@ -1,0 +1,272 @@
+"""Two versions of Meshfold on the same work on one machine, by turns: no change may make a training step slower.
+
+`meshfold bench two-versions --before FOLDER` runs each case with the code in FOLDER (another checkout) and with this
+checkout, in processes of their own: before, now, now, before, ... It writes JSON with the seconds of every step;
+`--report FILE.json` makes the table from it. Small models run in this file, the other cases are other benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+if __name__ == "__main__" and "--work" not in sys.argv:
+    sys.path.insert(0, str(HERE.parents[1]))  # so that this file runs on its own
+
+RESULTS = HERE.parent / "results"
+VERSIONS = ("before", "now")
+BAR = 1.01
+"""Largest seconds a step, in those of the version before."""
+
+SIZES: dict[str, dict[str, int]] = {
+    "2 layers of 128": dict(n_layer=2, n_embd=128, n_head=4, n_positions=256, vocab_size=1024),
+    "6 layers of 384": dict(n_layer=6, n_embd=384, n_head=6, n_positions=256, vocab_size=8192),
+    "gpt2": dict(n_layer=12, n_embd=768, n_head=12, n_positions=1024, vocab_size=50257),
+}
+SPECS: dict[str, dict[str, Any]] = {
+    "data": dict(parallel=dict(data=1)),
+    "zero 3": dict(parallel=dict(data=1, zero=dict(stage=3, placement="cuda"))),
+}
+SPECS_2 = ("zero 3", "tensor 2", "pipeline 2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One work.
+
+    Attributes:
+        about: what the table calls it.
+        words: what follows ``meshfold bench``; nothing: a small model, run by this file.
+        seconds: reads the seconds of all timed steps from the JSON that it wrote.
+    """
+
+    about: str
+    words: tuple[str, ...] = ()
+    seconds: Callable[[dict[str, Any]], list[float]] = lambda found: list(found["seconds"])
+
+
+def _specs(name: str) -> Case:
+    words = ("specs", "--ranks", "2", "--only", name, "--steps", "16", "--warm-up", "6")
+    return Case(
+        f"Llama 8B, two ranks, {name}", words, lambda found: found["contestants"][name][0]["seconds"][6:]
+    )
+
+
+def _tensor(name: str) -> Case:
+    words = ("tensor-parallel", "--ranks", "2", "--only", name, "--rounds", "6")
+    return Case(
+        f"eight Llama-8B blocks, two ranks, {name}",
+        words,
+        lambda found: [one / 1e3 for one in found["milliseconds"][name]],
+    )
+
+
+def _offload(name: str) -> Case:
+    def seconds(found: dict[str, Any]) -> list[float]:
+        run = found["cases"][name]["rows"]["ours"][0]
+        if run.get("error"):
+            raise RuntimeError(str(run["error"]))
+        return [step["seconds"] for step in run["steps"] if step.get("timed", True)]
+
+    return Case(f"{name} under zero-offload", ("zero-offload", "--case", name, "--only", "ours"), seconds)
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"{size}, {spec}": Case(f"GPT-2 of transformers, {size}, {spec}, eager")
+        for size in SIZES
+        for spec in SPECS
+    },
+    **{name: _specs(name) for name in SPECS_2},
+    **{name: _tensor(name) for name in ("1d+sequence", "1d", "2d")},
+    **{name: _offload(name) for name in ("6.7B-40", "6.7B-24")},
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench two-versions`."""
+    parser = argparse.ArgumentParser(prog="meshfold bench two-versions", description=__doc__.split("\n")[0])
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout of the other version")
+    parser.add_argument(
+        "--case", nargs="+", default=list(CASES), metavar="NAME", help=f"of {'; '.join(CASES)}"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each version: before now now before")
+    parser.add_argument("--steps", type=int, default=100, help="timed steps of a small model")
+    parser.add_argument("--warm-up", type=int, default=30, help="steps of a small model that are not timed")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
+    parser.add_argument("--out", type=Path, default=RESULTS / "two_versions.json")
+    parser.add_argument("--report", type=Path, help="make the table from this result; nothing is run")
+    options = parser.parse_args(argv)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    from benchmarks.common import check_out, machine, write
+
+    check_out(options.out)
+    unknown = [name for name in options.case if name not in CASES]
+    if unknown:
+        parser.error(f"--case {unknown[0]!r} does not exist: use one of {'; '.join(CASES)}")
+    if options.before is None or not (options.before / "packages" / "engine").is_dir():
+        parser.error(
+            "--before must name another checkout: git worktree add ../before COMMIT, then --before ../before"
+        )
+    trees = {"before": options.before.resolve(), "now": HERE.parents[1]}
+    found: dict[str, Any] = {
+        "area": "two-versions",
+        "machine": machine(),
+        "commits": {version: _commit(tree) for version, tree in trees.items()},
+        "cases": {},
+    }
+    if options.out.exists():
+        known = json.loads(options.out.read_text())
+        if known["machine"] != found["machine"] or known["commits"] != found["commits"]:
+            parser.error(f"{options.out} is of another machine or of other commits: give another --out")
+        found = known
+    for name in options.case:
+        runs: dict[str, Any] = found["cases"].setdefault(name, {version: [] for version in VERSIONS})
+        for turn in range(options.rounds):
+            for version in VERSIONS if turn % 2 == 0 else VERSIONS[::-1]:
+                runs[version].append(_run(CASES[name], name, trees[version], options))
+                write(options.out, found)
+        print(line(name, runs), flush=True)
+    report(options.out)
+    return 0
+
+
+def _run(case: Case, name: str, tree: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one start of a version: the seconds of its timed steps, joules where they were sampled, or the error."""
+    from benchmarks.power import PowerLog
+
+    paths = [*sorted(map(str, tree.glob("packages/*/src"))), str(tree)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    with tempfile.TemporaryDirectory(prefix="two-versions-") as folder, PowerLog() as power:
+        out = Path(folder) / "found.json"
+        if case.words:
+            words = [sys.executable, "-m", "meshfold.cli", "bench", *case.words, "--out", str(out)]
+        else:
+            job = dict(case=name, steps=options.steps, warm_up=options.warm_up, out=str(out))
+            words = [sys.executable, str(HERE), "--work", json.dumps(job)]
+        try:
+            ended = subprocess.run(
+                words, cwd=tree, env=environment, timeout=options.timeout, capture_output=True, text=True
+            )
+            seconds = case.seconds(json.loads(out.read_text()))
+        except subprocess.TimeoutExpired:
+            return {"seconds": [], "error": f"not at its end after {options.timeout:.0f} s"}
+        except (OSError, LookupError, RuntimeError, ValueError) as error:
+            print(ended.stdout[-1500:], ended.stderr[-2500:], file=sys.stderr, flush=True)
+            return {"seconds": [], "error": str(error) or type(error).__name__}
+    clocks = [sample.mhz for sample in power.samples if sample.watts > 150]
+    return {"seconds": seconds, "mean_mhz": sum(clocks) / len(clocks) if clocks else None}
+
+
+def work(job: dict[str, Any]) -> int:
+    """Train one small model of transformers for a while, with whichever version is on the path; write its seconds."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from meshfold.engine import Engine
+
+    size, _, spec = job["case"].rpartition(", ")
+    config = GPT2Config(**SIZES[size], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    engine = Engine(
+        GPT2LMHeadModel(config),
+        precision="bf16" if torch.cuda.is_available() else "fp32",
+        optimizer=dict(name="adamw", lr=1e-4),
+        **SPECS[spec],
+    )
+    rows = torch.randint(
+        config.vocab_size, (4, config.n_positions), generator=torch.Generator().manual_seed(0)
+    )
+    batch = engine.shard_batch(dict(input_ids=rows, labels=rows))
+
+    def synchronize() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    seconds = []
+    for step in range(job["warm_up"] + job["steps"]):
+        synchronize()
+        begin = time.perf_counter()
+        engine.train_step(batch)
+        synchronize()
+        if step >= job["warm_up"]:
+            seconds.append(time.perf_counter() - begin)
+    Path(job["out"]).write_text(json.dumps({"seconds": seconds}))
+    return 0
+
+
+def _commit(tree: Path) -> str:
+    """Return the commit of a checkout, or its folder's name where it is none."""
+    ended = subprocess.run(
+        ["git", "-C", str(tree), "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True
+    )
+    return ended.stdout.strip() if ended.returncode == 0 else tree.name
+
+
+def ratio(runs: dict[str, Any]) -> float:
+    """Return the median seconds of a step now, in those of the version before; nan if one of them did not run."""
+    from benchmarks.common import median
+
+    pooled = {version: [one for run in runs[version] for one in run["seconds"]] for version in VERSIONS}
+    return median(pooled["now"]) / median(pooled["before"]) if all(pooled.values()) else float("nan")
+
+
+def line(name: str, runs: dict[str, Any]) -> str:
+    """Return a case in one line."""
+    errors = errors_of(runs)
+    return f"{name}: {ratio(runs):.3f} of the seconds before" + (f" ({errors[0]})" if errors else "")
+
+
+def errors_of(runs: dict[str, Any]) -> list[str]:
+    """Return why starts of a case did not end."""
+    return [run["error"] for version in VERSIONS for run in runs[version] if run.get("error")]
+
+
+def report(path: Path) -> None:
+    """Write the table beside a result, and print it."""
+    from benchmarks.common import median
+    from benchmarks.reports import met, table
+
+    found = json.loads(path.read_text())
+    rows, notes = [], {}
+    for name, runs in found["cases"].items():
+        cells = []
+        for version in VERSIONS:
+            middles = [median(run["seconds"]) * 1e3 for run in runs[version] if run["seconds"]]
+            cells.append(", ".join(f"{one:.2f}" for one in middles) or "–")
+        errors = errors_of(runs)
+        if errors:
+            notes[name] = errors[0]
+        now = ratio(runs)
+        rows.append((CASES[name].about, *cells, f"{now:.3f}", met(now <= BAR)))
+    head = ("work", "before, ms a step", "now, ms a step", "now / before", f"at most {BAR}")
+    words = ", ".join(f"{key} {value}" for key, value in found["machine"].items() if value is not None)
+    commits = f"before: commit {found['commits']['before']}; now: commit {found['commits']['now']}."
+    lines = [
+        f"Measured on: {words}.",
+        "",
+        f"Each start's median; {commits}",
+        "",
+        *table(head, rows),
+        *(["", *table(("work", "note"), notes.items())] if notes else []),
+    ]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        raise SystemExit(work(json.loads(sys.argv[2])))
+    raise SystemExit(main(sys.argv[1:]))
