@@ -47,6 +47,13 @@ WITHOUT_DATA = {world: tuple(c for c in cases if c[1][0][0] != "data") for world
 COVERING = (CASES[4][0], CASES[4][1], CASES[4][2], CASES[4][5])
 """1d, 1d + sequence, 2d and a 3d grid whose b and c differ from a: what `make test` runs of what all modes share."""
 
+
+def two_of_them(place: int) -> tuple[Case, Case]:
+    """Return two of ``COVERING``, others for the next place: what `make test` runs of one of many models alike."""
+    first, second = ((0, 2), (1, 3), (0, 3), (1, 2))[place % 4]
+    return COVERING[first], COVERING[second]
+
+
 # The largest difference: of the largest gradient of the model; of the tensor's own largest, where that exceeds a share
 # of the former (OPT's key bias has a gradient of zero).
 _TOLERANCE = {torch.float64: (1e-9, 1e-8, 1e-6), torch.float32: (1e-5, 1e-4, 1e-2)}

@@ -21,6 +21,7 @@ from tensor_parallel_checks import (
     gradients,
     mesh_of,
     seeded,
+    two_of_them,
     whole_gradients,
 )
 from tensor_parallel_models import exact_reference, hugging_face
@@ -92,15 +93,19 @@ def check_report(report: Report, model: nn.Module, serial: nn.Module, mesh: Mesh
         assert metadata(parameter).placement.shape == serial.get_parameter(name).shape
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_model_is_the_serial_one(kind: str) -> None:
-    """Three rows fit no split of the batch: they are filled up. 101 words fit no split of the vocabulary."""
-    run_on_ranks(4, compare, kind, {}, COVERING, 3)
+@pytest.mark.parametrize(("place", "kind"), list(enumerate(KINDS)))
+def test_model_is_the_serial_one(place: int, kind: str) -> None:
+    """Three rows fit no split of the batch: they are filled up. 101 words fit no split of the vocabulary.
+
+    Two modes a model; the slow test below has all.
+    """
+    run_on_ranks(4, compare, kind, {}, two_of_them(place), 3)
 
 
-@pytest.mark.parametrize(("kind", "settings"), VARIANTS)
-def test_variant_is_the_serial_one(kind: str, settings: dict[str, Any]) -> None:
-    run_on_ranks(4, compare, kind, settings, COVERING[:3:2], 4)
+@pytest.mark.parametrize(("place", "kind", "settings"), [(n, *variant) for n, variant in enumerate(VARIANTS)])
+def test_variant_is_the_serial_one(place: int, kind: str, settings: dict[str, Any]) -> None:
+    """In 1d or in 2d; where a model stands here twice, in both."""
+    run_on_ranks(4, compare, kind, settings, COVERING[:3:2][place % 2 :][:1], 4)
 
 
 @pytest.mark.slow
@@ -196,11 +201,13 @@ def test_attention_kept_whole_is_the_serial_one(kind: str) -> None:
     run_on_ranks(4, compare_whole, kind, COVERING[:1], 4)
 
 
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["phi3", "codegen"])
-def test_attention_kept_whole_has_the_masks_of_all_rows(kind: str) -> None:
-    """CodeGen makes masks, for a rank's rows: of 2, one each; 3 are filled up."""
+def test_attention_kept_whole_has_the_masks_of_all_rows(kind: str, turn: int) -> None:
+    """CodeGen makes masks, for a rank's rows: of 2, one each; 3 are filled up. The slow half has the other rows of a mode."""
+    turn += kind == "phi3"
     for rows in (2, 3):
-        run_on_ranks(4, compare_whole, kind, COVERING, rows)
+        run_on_ranks(4, compare_whole, kind, COVERING[(rows + turn) % 2 :: 2], rows)
 
 
 # -- dropout and recomputation --------------------------------------------------------------------------------------
@@ -238,9 +245,10 @@ def compare_dropout(kind: str, cases: tuple[Case, ...], attention: str) -> None:
             assert_gradients_equal(found, exact, what)
 
 
-@pytest.mark.parametrize("kind", DROPPING)
-def test_dropout_is_that_of_one_rank(kind: str) -> None:
-    run_on_ranks(4, compare_dropout, kind, COVERING[1:], "sdpa")
+@pytest.mark.parametrize(("place", "kind"), list(enumerate(DROPPING)))
+def test_dropout_is_that_of_one_rank(place: int, kind: str) -> None:
+    """One mode a model; the slow test below has all."""
+    run_on_ranks(4, compare_dropout, kind, COVERING[1 + place : 2 + place], "sdpa")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from tensor_parallel_checks import (
     mesh_of,
     seeded,
     share_of_data,
+    two_of_them,
     whole_gradients,
 )
 from tensor_parallel_models import (
@@ -44,12 +45,7 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Mode, parallelize
 
 SEQUENCE = 6
-EIGHT = (
-    case("2d", row=2, col=4),
-    case("2.5d", depth=2, row=2, col=2),
-    case("3d", a=2, b=2, c=2),
-    case("2d", data=2, row=2, col=2),
-)
+EIGHT = (case("2.5d", depth=2, row=2, col=2), case("3d", a=2, b=2, c=2))
 
 
 def tokens(rows: int, vocab: int, ignored: bool = True) -> tuple[Tensor, Tensor]:
@@ -118,9 +114,10 @@ def language_models(names: tuple[str, ...], cases: tuple[Case, ...], rows: int) 
         compare_language_model(LANGUAGE_MODELS[name], cases, rows, VOCAB)
 
 
-@pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_language_model_is_the_serial_one(name: str) -> None:
-    run_on_ranks(4, language_models, (name,), CASES[4] if name == "gpt" else COVERING, 4)
+@pytest.mark.parametrize(("place", "name"), list(enumerate(LANGUAGE_MODELS)))
+def test_language_model_is_the_serial_one(place: int, name: str) -> None:
+    """The GPT in all modes, the others in two each."""
+    run_on_ranks(4, language_models, (name,), CASES[4] if name == "gpt" else two_of_them(place), 4)
 
 
 def test_language_models_are_the_serial_ones_on_two_and_eight_ranks() -> None:
@@ -135,7 +132,9 @@ def test_all_language_models_are_the_serial_ones_in_all_modes(world: int) -> Non
 
 
 def test_a_batch_that_cannot_be_split_is_filled_up() -> None:
-    run_on_ranks(4, language_models, ("gpt", "classic"), COVERING[2:], 3)
+    """One model in 2d, the other one in 3d."""
+    for name, mode in zip(("gpt", "classic"), COVERING[2:], strict=True):
+        run_on_ranks(4, language_models, (name,), (mode,), 3)
 
 
 @pytest.mark.slow
@@ -188,13 +187,14 @@ def test_parts_of_models_in_all_modes(world: int, rows: int) -> None:
     run_on_ranks(world, compare_parts, CASES[world], rows)
 
 
-def compare_vision_and_encoder(cases: tuple[Case, ...]) -> None:
+def compare_vision_and_encoder(cases: tuple[Case, ...], inputs: tuple[int, ...] = (0, 1, 2)) -> None:
     for mode, axes in cases:
-        for make, x in (
+        tried = (
             (ViT, torch.randn(4, 3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))),
             (ViT, torch.randn(3, 3, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))),
             (Encoder, tokens(3, VOCAB)[0]),
-        ):
+        )
+        for make, x in (tried[number] for number in inputs):
             serial = seeded(make)
             model = copy.deepcopy(serial)
             parallelize(model, mesh_of(axes), mode)
@@ -214,7 +214,8 @@ def compare_vision_and_encoder(cases: tuple[Case, ...]) -> None:
 
 
 def test_a_vision_transformer_and_a_model_without_a_head() -> None:
-    run_on_ranks(4, compare_vision_and_encoder, COVERING)
+    for number in range(3):
+        run_on_ranks(4, compare_vision_and_encoder, two_of_them(number + 1), (number,))
 
 
 @pytest.mark.slow
@@ -255,20 +256,20 @@ def compare_dropout(
         assert_gradients_equal(whole_gradients(model, mesh), gradients(reference), what)
 
 
-def own_dropout(cases: tuple[Case, ...]) -> None:
-    compare_dropout(lambda: Flat(gated=False, dropout=0.2), cases, 4, VOCAB)
-    compare_dropout(lambda: Classic(dropout=0.2), cases, 3, VOCAB)
-    compare_dropout(WithRouter, cases, 4, VOCAB, rules={"blocks.1": "replicate"})
+def own_dropout(flat: tuple[Case, ...], classic: tuple[Case, ...], router: tuple[Case, ...]) -> None:
+    compare_dropout(lambda: Flat(gated=False, dropout=0.2), flat, 4, VOCAB)
+    compare_dropout(lambda: Classic(dropout=0.2), classic, 3, VOCAB)
+    compare_dropout(WithRouter, router, 4, VOCAB, rules={"blocks.1": "replicate"})
 
 
 def test_dropout_is_that_of_one_rank() -> None:
-    run_on_ranks(4, own_dropout, COVERING)
+    run_on_ranks(4, own_dropout, two_of_them(2), two_of_them(3), two_of_them(0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WITHOUT_DATA)
 def test_dropout_is_that_of_one_rank_in_all_modes(world: int) -> None:
-    run_on_ranks(world, own_dropout, WITHOUT_DATA[world])
+    run_on_ranks(world, own_dropout, *[WITHOUT_DATA[world]] * 3)
 
 
 # -- training -------------------------------------------------------------------------------------------------------
@@ -312,19 +313,25 @@ def assert_replicas_equal(model: nn.Module, mesh: Mesh, what: str) -> None:
     )
 
 
-def train_own(cases: tuple[Case, ...]) -> None:
-    train_and_compare_replicas(lambda: Flat(gated=True, kv_heads=1, dropout=0.1), cases, VOCAB)
-    train_and_compare_replicas(lambda: Classic(dropout=0.1), cases, VOCAB)
+def train_own(flat: tuple[Case, ...], classic: tuple[Case, ...]) -> None:
+    train_and_compare_replicas(lambda: Flat(gated=True, kv_heads=1, dropout=0.1), flat, VOCAB)
+    train_and_compare_replicas(lambda: Classic(dropout=0.1), classic, VOCAB)
 
 
 def test_replicas_stay_equal_to_the_bit() -> None:
-    run_on_ranks(4, train_own, (*COVERING, case("2.5d", depth=2, row=2, col=1)))
+    """Each mode with one of the two models."""
+    run_on_ranks(4, train_own, (*two_of_them(0), case("2.5d", depth=2, row=2, col=1)), two_of_them(1))
+
+
+@pytest.mark.slow
+def test_replicas_stay_equal_to_the_bit_where_weights_are_split_over_depth() -> None:
+    run_on_ranks(4, train_own, *[(case("2.5d", depth=2, row=2, col=1),)] * 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WITHOUT_DATA)
 def test_replicas_stay_equal_to_the_bit_in_all_modes(world: int) -> None:
-    run_on_ranks(world, train_own, WITHOUT_DATA[world])
+    run_on_ranks(world, train_own, *[WITHOUT_DATA[world]] * 2)
 
 
 def compare_depth_one(names: tuple[str, ...]) -> None:
@@ -384,8 +391,11 @@ def compare_recomputed(cases: tuple[Case, ...]) -> None:
         assert_gradients_equal(found[1][1], found[0][1], f"{mode} on {axes}")
 
 
-def test_recomputed_blocks_drop_the_same_elements() -> None:
-    run_on_ranks(4, compare_recomputed, COVERING[1:])
+@pytest.mark.parametrize(
+    "cases", [COVERING[1::2], pytest.param(COVERING[2:3], marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def test_recomputed_blocks_drop_the_same_elements(cases: tuple[Case, ...]) -> None:
+    run_on_ranks(4, compare_recomputed, cases)
 
 
 # -- a mode of one's own --------------------------------------------------------------------------------------------
@@ -438,7 +448,8 @@ def own_modes(index: int, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("index", range(len(OWN)), ids=[mode.name for mode, _ in OWN])
 def test_a_mode_of_ones_own(index: int) -> None:
-    run_on_ranks(4, own_modes, index, ("classic", "llama with one key/value head"))
+    """One of two models each; the slow test has all."""
+    run_on_ranks(4, own_modes, index, (("classic", "llama with one key/value head")[index % 2],))
 
 
 @pytest.mark.slow

@@ -96,13 +96,19 @@ def translators(cases: tuple[Case, ...], masks: str, settings: dict[str, Any]) -
         compare(mode, axes, masks, **settings)
 
 
-@pytest.mark.parametrize(
-    ("masks", "settings"),
-    [("", {}), ("of heads", dict(tied=True)), ("causal", dict(bias=False, norm_first=True))],
-    ids=["padding", "a mask for each head", "causal"],
-)
-def test_torchs_transformer_is_the_serial_one(masks: str, settings: dict[str, Any]) -> None:
-    run_on_ranks(4, translators, MODES, masks, settings)
+MASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "padding": ("", {}),
+    "a mask for each head": ("of heads", dict(tied=True)),
+    "causal": ("causal", dict(bias=False, norm_first=True)),
+}
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize("name", MASKS)
+def test_torchs_transformer_is_the_serial_one(name: str, turn: int) -> None:
+    """A third of the modes for each kind of mask, each mode once; the slow thirds have the rest."""
+    masks, settings = MASKS[name]
+    run_on_ranks(4, translators, MODES[(list(MASKS).index(name) + turn) % 3 :: 3], masks, settings)
 
 
 def drop_alike(cases: tuple[Case, ...], rules: dict[str, str]) -> None:
