@@ -31,6 +31,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-2)
 # Six rows and nine tokens: most specs have to fill up or deal unevenly.
 STEPS, MORE, ACCUMULATION, CLIP, ROWS, LENGTH = 5, 2, 2, 0.5, 6, 9
+FEW_STEPS, ONE_MORE = (
+    3,
+    1,
+)  # of `make test`: as many as measured placements take to be planned, and one under the plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +74,15 @@ def train(model: str, parallel: Mapping[str, object], precision: str = "fp32", s
 
 
 def train_and_go_on(
-    model: str, parallel: Mapping[str, object], then: Mapping[str, object], folder: str
+    model: str, parallel: Mapping[str, object], then: Mapping[str, object], folder: str, steps: int, more: int
 ) -> tuple[Run, Run]:
-    """:data:`STEPS` steps, a checkpoint, and :data:`MORE` steps from it under another spec."""
+    """So many steps, a checkpoint, and some more steps from it under another spec."""
     with engine_of(model, parallel) as engine:
-        first = run(engine, STEPS)
+        first = run(engine, steps)
         engine.save(folder)
     with engine_of(model, then) as engine:
         engine.load(folder)
-        return first, run(engine, MORE, done=STEPS)
+        return first, run(engine, more, done=steps)
 
 
 def run(engine: Engine, steps: int, done: int = 0) -> Run:

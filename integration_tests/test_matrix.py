@@ -1,7 +1,8 @@
 """Every entry of the spec beside every other: one process's loss curve and weights, replicas of the same bits.
 
-Each member of the matrix trains five steps, and its checkpoint goes on under the next member's spec. ``make test`` takes
-the short selection, ``make test-all`` the long one; with ``--matrix-results FILE`` what was found is written down.
+Each member of the matrix trains five steps, and its checkpoint goes on under the next member's spec. ``make test-all``
+takes the long selection; with ``--matrix-results FILE`` what was found is written down. ``make test`` takes the short
+selection, and three steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ import pytest
 import torch
 
 from integration_tests import composition
-from integration_tests.composition import ACCUMULATION, CLIP, MORE, STEPS, Run, train, train_and_go_on
+from integration_tests.composition import (
+    ACCUMULATION,
+    CLIP,
+    FEW_STEPS,
+    MORE,
+    ONE_MORE,
+    STEPS,
+    Run,
+    train,
+    train_and_go_on,
+)
 from integration_tests.house import ROOT
 from integration_tests.matrix import OFF, Member, long, short
 from integration_tests.matrix import members as members_of
@@ -33,11 +44,15 @@ TOLERANCE = 1e-5  # relative, in float32
 
 
 def members() -> list[Any]:
-    """The short selection, and what the long one adds."""
-    quick = short()
+    """The short selection with few steps, then all that is in either with all of them."""
+    quick = successors(short())
+    more = successors([member for member in long() if member not in short()])
     return [
-        pytest.param(member, following, id=member.name, marks=() if member in quick else pytest.mark.slow)
-        for member, following in successors(quick) + successors([m for m in long() if m not in quick])
+        *(pytest.param(*pair, FEW_STEPS, ONE_MORE, id=pair[0].name) for pair in quick),
+        *(
+            pytest.param(*pair, STEPS, MORE, id=f"{pair[0].name}, {STEPS} steps", marks=pytest.mark.slow)
+            for pair in quick + more
+        ),
     ]
 
 
@@ -99,19 +114,20 @@ def agree(runs: list[Run]) -> Run:
     return runs[0]
 
 
-@pytest.mark.parametrize(("member", "following"), members())
+@pytest.mark.parametrize(("member", "following", "steps", "more"), members())
 def test_it_trains_as_one_process_and_goes_on_under_another_spec(
-    member: Member, following: Member, tmp_path: Path, found: list[Found]
+    member: Member, following: Member, steps: int, more: int, tmp_path: Path, found: list[Found]
 ) -> None:
     start = time.perf_counter()
-    folder = str(tmp_path / "checkpoint")
-    runs = run_on_ranks(member.ranks, train_and_go_on, member.model, member.spec, following.spec, folder)
-    loss, weights = check(agree([first for first, _ in runs]), member.model)
-    check(agree([second for _, second in runs]), member.model, MORE, done=STEPS)
+    spec, then, folder = member.spec, following.spec, str(tmp_path / "checkpoint")
+    runs = run_on_ranks(member.ranks, train_and_go_on, member.model, spec, then, folder, steps, more)
+    loss, weights = check(agree([first for first, _ in runs]), member.model, steps)
+    check(agree([second for _, second in runs]), member.model, more, done=steps)
     seconds = time.perf_counter() - start
-    found.append(
-        Found(member=member, following=following, loss_error=loss, weight_error=weights, seconds=seconds)
-    )
+    if steps == STEPS:
+        found.append(
+            Found(member=member, following=following, loss_error=loss, weight_error=weights, seconds=seconds)
+        )
 
 
 def test_the_page_shows_what_was_found() -> None:
@@ -147,7 +163,11 @@ def check_bf16_on_rank(cases: list[tuple[Spec, str]]) -> list[Run]:
                 (dict(data=2, tensor=2, **ZERO), "gpt"),
             ],
         ),
-        (8, [(tensor("2.5d", size=8, depth=2), "llama"), (dict(data=2, **tensor("2d", size=4)), "gpt")]),
+        pytest.param(
+            8,
+            [(tensor("2.5d", size=8, depth=2), "llama"), (dict(data=2, **tensor("2d", size=4)), "gpt")],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["4", "8"],
 )
