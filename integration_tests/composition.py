@@ -31,10 +31,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 ADAMW: dict[str, Any] = dict(name="adamw", lr=1e-2, weight_decay=0.1, eps=1e-2)
 # Six rows and nine tokens: most specs have to fill up or deal unevenly.
 STEPS, MORE, ACCUMULATION, CLIP, ROWS, LENGTH = 5, 2, 2, 0.5, 6, 9
-FEW_STEPS, ONE_MORE = (
-    3,
-    1,
-)  # of `make test`: as many as measured placements take to be planned, and one under the plan
+# `make test` takes fewer: as many as measured placements take to be planned, and one under the plan.
+FEW_STEPS, ONE_MORE = 3, 1
 
 
 @dataclass(frozen=True, kw_only=True)
