@@ -72,7 +72,7 @@ def test_every_gradient_is_that_of_one_process(parallel: dict[str, Any], model: 
     losses, states = by_torch_alone(model, every[0][1][0], given)
     for seen, found in every:
         assert seen == pytest.approx(losses, rel=1e-9)
-        for step in range(3):
+        for step in range(len(given)):
             gradients = {name: states[step][name] - value for name, value in states[step + 1].items()}
             largest = max(float(gradient.abs().max()) for gradient in gradients.values())
             for name, gradient in gradients.items():
@@ -159,10 +159,10 @@ MORE_OF_FOUR: list[Case] = [
 ]
 OF_EIGHT: list[Case] = [
     (dict(data=2, pipeline=2, sequence=ULYSSES, zero=dict(stage=2)), "dropping", {}),
-    (dict(tensor=2, pipeline=2, sequence=RING, zero=dict(stage=1)), "tied", {"gradient_accumulation": 2}),
     (dict(tensor=dict(mode="2d", grid=(2, 1)), pipeline=2, sequence=RING), "dropping", {}),
 ]
 MORE_OF_EIGHT: list[Case] = [
+    (dict(tensor=2, pipeline=2, sequence=RING, zero=dict(stage=1)), "tied", {"gradient_accumulation": 2}),
     (dict(data=2, tensor=2, pipeline=2, sequence=dict(mode="megatron")), "dropping", {}),
     (dict(pipeline=2, sequence=BOTH), "llama", {}),
     (dict(tensor=dict(mode="2d", grid=(1, 2)), pipeline=2, sequence=ULYSSES), "llama", {}),

@@ -42,7 +42,9 @@ def test_in_two_stages(name: str) -> None:
     check(name, TWO, microbatches=2)
 
 
-@pytest.mark.parametrize("name", IN_FOUR[::2])
+@pytest.mark.parametrize(
+    "name", [*IN_FOUR[::4], *(pytest.param(n, marks=pytest.mark.slow) for n in IN_FOUR[2::4])]
+)
 @ranks(4)
 def test_in_four_stages_with_weight_gradients_apart(name: str) -> None:
     check(name, dict(pipeline=dict(size=4, microbatches=4, schedule="zb-h1")), microbatches=4)
@@ -67,13 +69,25 @@ def test_in_stages_beside_zero(name: str, stage: int) -> None:
     check(name, dict(data=2, zero=dict(stage=stage), **TWO), microbatches=4)
 
 
+BESIDE_TENSOR = ("0120", "0011", "outside too", "one norm", "between", "relu", "looping")
+MODES: dict[str, dict[str, Any]] = {
+    "1d": dict(tensor=2),
+    "2d": dict(tensor=dict(mode="2d", grid=(1, 2))),
+}
+
+
 @pytest.mark.parametrize(
-    "parallel", [dict(tensor=2), dict(tensor=dict(mode="2d", grid=(1, 2)))], ids=["1d", "2d"]
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=pytest.mark.slow if (n + m) % 2 else ())
+        for n, name in enumerate(BESIDE_TENSOR)
+        for m, mode in enumerate(MODES)
+    ],
 )
-@pytest.mark.parametrize("name", ["0120", "0011", "outside too", "one norm", "between", "relu", "looping"])
 @ranks(4)
-def test_in_stages_beside_tensor_parallelism(name: str, parallel: dict[str, Any]) -> None:
-    check(name, {**TWO, **parallel}, microbatches=2)
+def test_in_stages_beside_tensor_parallelism(name: str, mode: str) -> None:
+    """Each model in one of the modes; the slow ones are the others."""
+    check(name, {**TWO, **MODES[mode]}, microbatches=2)
 
 
 @pytest.mark.parametrize(
