@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-COLOURS = {1: "#8c8c8c", 4: "#b07d2b", 32: "#2463a8"}
+from experiments import plotting
+
+COLOURS = {1: plotting.GREY, 4: plotting.BROWN, 32: plotting.BLUE}
+HEIGHT = 2.6
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
@@ -15,41 +18,29 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     Raises:
         ImportError: without matplotlib.
     """
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
     panels = [
         ("T2", "Transformer-48", "Transformer-48 on TPUv2 (table 2)", "equal stages"),
         ("T2", "AmoebaNet-D", "AmoebaNet-D on TPUv2 (table 2)", "a heavier stage"),
         ("T3", "Transformer-24", "Transformer-24 on P100 over PCIe (table 3)", "equal stages"),
     ]
-    with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
-        figure, plots = plt.subplots(1, 3, figsize=(14, 4.6), layout="constrained")
+    with plotting.style() as plt:
+        figure, plots = plt.subplots(3, 1, figsize=(plotting.WIDTH, 3 * HEIGHT + 2.8), layout="constrained")
         for axes, (table, model, title, ours) in zip(plots, panels, strict=True):
             rows = [row for row in found["throughput"] if (row["table"], row["model"]) == (table, model)]
+            ends = []
             for m in sorted({row["M"] for row in rows}):
                 line = sorted((row for row in rows if row["M"] == m), key=lambda row: row["K"])
                 ranks = [row["K"] for row in line]
-                axes.plot(
-                    ranks,
-                    [row["published"] for row in line],
-                    "o-",
-                    color=COLOURS[m],
-                    label=f"{m} micro-batches, published",
-                )
-                axes.plot(
-                    ranks,
-                    [row[ours] for row in line],
-                    "x--",
-                    color=COLOURS[m],
-                    label=f"{m} micro-batches, simulated, {ours}",
-                )
+                axes.plot(ranks, [row["published"] for row in line], "o-", color=COLOURS[m])
+                axes.plot(ranks, [row[ours] for row in line], "x--", color=COLOURS[m])
+                ends.append((line[-1]["published"], f"{m} micro-batch{'es' * (m > 1)}", COLOURS[m]))
+                ends.append((line[-1][ours], f"{m}, simulated", COLOURS[m]))
             axes.set(
-                title=title, xlabel="accelerators K", ylabel="throughput, normalised as in the paper", ylim=0
+                title=f"{title}\nsolid: published; dashed: simulated, {ours}",
+                xlabel="accelerators",
+                ylabel="throughput (paper's unit)",
+                ylim=0,
             )
             axes.set_xticks([2, 4, 8])
-            axes.legend(fontsize=8)
-        figure.savefig(file, dpi=130)
-        plt.close(figure)
+            plotting.name_lines(axes, HEIGHT, ends)
+        plotting.save(plt, figure, file)

@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from experiments import plotting
 from experiments.tensor_parallel_volume import isoefficiency
 from experiments.tensor_parallel_volume.checks import operands
 from experiments.tensor_parallel_volume.config import DEPTHS, side
@@ -13,11 +14,11 @@ from experiments.tensor_parallel_volume.published import published
 from experiments.tensor_parallel_volume.records import Record, Results
 
 COLOURS = {
-    "1d": "#4c4c4c",
-    "1d+sequence": "#b07d2b",
-    "2d": "#2463a8",
-    "2.5d": "#2a8f5f",
-    "3d": "#b3323c",
+    "1d": plotting.GREY,
+    "1d+sequence": plotting.BROWN,
+    "2d": plotting.BLUE,
+    "2.5d": plotting.GREEN,
+    "3d": plotting.RED,
 }
 MARKERS = {"1d": "o", "1d+sequence": "v", "2d": "s", "2.5d": "D", "3d": "^"}
 PRINTED: dict[str, Any] = {
@@ -26,7 +27,12 @@ PRINTED: dict[str, Any] = {
     "markerfacecolor": "none",
     "linestyle": (0, (1, 3)),
 }
+Line = tuple[str, dict[str, Any], dict[int, float]]
+"""name, style, and the value by ranks"""
+NAMES = {"2D, SUMMA's broadcasts as trees": "2D, SUMMA's\nbroadcasts as trees"}
+WORDS = {"1d": "1D", "1d+sequence": "1D + sequence", "2d": "2D", "3d": "3D"}
 DASHES = {2: "-", 4: "--", 8: ":"}
+HEIGHT = 4.4
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
@@ -35,24 +41,18 @@ def draw(results: Results, folder: Path) -> list[Path]:
     Raises:
         ImportError: without matplotlib.
     """
-    import matplotlib as mpl
+    volume, growth = folder / "volume.png", folder / "isoefficiency.png"
+    with plotting.style() as plt:
+        figure, (above, below) = plt.subplots(
+            2, 1, figsize=(plotting.WIDTH, 2 * HEIGHT + 1.9), layout="constrained"
+        )
+        _linear(above, results)
+        _layer(below, results)
+        plotting.save(plt, figure, volume)
 
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6.2), layout="constrained")
-        _linear(left, results)
-        _layer(right, results)
-        volume = folder / "volume.png"
-        figure.savefig(volume, dpi=130)
-        plt.close(figure)
-
-        figure, axes = plt.subplots(figsize=(7.5, 5.6), layout="constrained")
+        figure, axes = plt.subplots(figsize=(plotting.WIDTH, HEIGHT + 0.9), layout="constrained")
         _growth(axes, results)
-        growth = folder / "isoefficiency.png"
-        figure.savefig(growth, dpi=130)
-        plt.close(figure)
+        plotting.save(plt, figure, growth)
     return [volume, growth]
 
 
@@ -69,7 +69,9 @@ def _series(records: list[Record]) -> list[tuple[str, dict[str, Any], list[Recor
                 "markersize": 5,
             }
             if line:
-                found.append((f"{mode}, depth {depth}" if mode == "2.5d" else mode, style, line))
+                found.append(
+                    (f"{mode.upper()}, depth {depth}" if mode == "2.5d" else WORDS[mode], style, line)
+                )
     return found
 
 
@@ -78,23 +80,22 @@ def _linear(axes: Any, results: Results) -> None:
         return float(r.elements() / operands(results, r)[0])
 
     records = results.find(what="linear", shape="square", role="column", keep="")
-    for label, style, line in _series(records):
-        axes.plot([r.ranks for r in line], [unit(r) for r in line], label=label, **style)
+    lines = [(label, style, {r.ranks: unit(r) for r in line}) for label, style, line in _series(records)]
     squares = [r for r in records if r.mode == "2d" and side(r.axes)]
-    printed = [float(published()["docs-2d"].value(q=side(r.axes))) for r in squares]
-    label = "2d as Colossal-AI's table prints it (of q ranks)"
-    axes.plot([r.ranks for r in squares], printed, label=label, **PRINTED)
-    _dress(
-        axes, "One linear layer, |X| = |W| = |Y|, forward + backward", "elements a rank sends / |X|", results
-    )
+    printed = {r.ranks: float(published()["docs-2d"].value(q=side(r.axes))) for r in squares}
+    lines.append(("2D as printed by\nColossal-AI\n(of q ranks)", PRINTED, printed))
+    title = "One linear layer, forward + backward\nx, weight and result of equal size"
+    _dress(axes, title, "elements that a rank sends ÷ elements of x", lines, results)
 
 
 def _layer(axes: Any, results: Results) -> None:
     c = results.config
     unit = Fraction(c.tokens * c.hidden)
     records = results.find(what="layer", lowering="gather", recompute=True)
-    for label, style, line in _series(records):
-        axes.plot([r.ranks for r in line], [float(r.elements() / unit) for r in line], label=label, **style)
+    lines = [
+        (label, style, {r.ranks: float(r.elements() / unit) for r in line})
+        for label, style, line in _series(records)
+    ]
     squares = [r for r in records if r.mode == "2d" and side(r.axes)]
 
     def paper(r: Record) -> float:
@@ -102,27 +103,33 @@ def _layer(axes: Any, results: Results) -> None:
         forms = (published()[f"optimus-{phase}"] for phase in ("forward", "backward"))
         return float(sum((form.value(**names) for form in forms), Fraction(0)) / unit)
 
-    label = "2d as Optimus prints it (trees)"
-    axes.plot([r.ranks for r in squares], [paper(r) for r in squares], label=label, **PRINTED)
-    title = f"One transformer layer with recomputation, b s = {c.tokens // c.hidden} h"
-    _dress(axes, title, "elements a rank sends / (b s h)", results)
+    lines.append(("2D as printed by\nOptimus (trees)", PRINTED, {r.ranks: paper(r) for r in squares}))
+    title = f"One transformer layer with recomputation\ntokens of the batch = {c.tokens // c.hidden} × hidden size"
+    _dress(axes, title, "elements that a rank sends ÷ (tokens × hidden)", lines, results)
 
 
-def _dress(axes: Any, title: str, label: str, results: Results) -> None:
-    from matplotlib.ticker import LogFormatter
+def _dress(axes: Any, title: str, label: str, lines: list[Line], results: Results) -> None:
+    """Draw lines on logarithmic axes and name them at their ends."""
+    for _, style, points in lines:
+        axes.plot(list(points), list(points.values()), **style)
+    _by_ranks(axes, {r.ranks for r in results.find(what="layer")})
+    from matplotlib.ticker import FixedLocator, NullFormatter
 
+    bottom, top = axes.get_ylim()
+    ticks = [value for value in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if bottom <= value <= top]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(title=title, xlabel="ranks", ylabel=label)
+    ends = [(list(points.values())[-1], name, style["color"]) for name, style, points in lines if points]
+    plotting.name_lines(axes, HEIGHT, ends)
+
+
+def _by_ranks(axes: Any, ranks: set[int]) -> None:
+    """Make both axes logarithmic, with a tick for every number of ranks."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    sizes = sorted({r.ranks for r in results.find(what="layer")})
-    axes.set_xticks(sizes, [str(p) for p in sizes])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))  # 4, where matplotlib writes 4 × 10⁰
-    axes.set(title=title, xlabel="ranks", ylabel=label)
-    below = {
-        "loc": "upper center",
-        "bbox_to_anchor": (0.5, -0.12),
-    }  # few ranks leave no room between the lines
-    axes.legend(fontsize=8.5, handlelength=3.2, ncols=3, **below)
+    axes.set_xticks(sorted(ranks), [str(p) for p in sorted(ranks)])
 
 
 def _growth(axes: Any, results: Results) -> None:
@@ -132,19 +139,19 @@ def _growth(axes: Any, results: Results) -> None:
         "2D, SUMMA's broadcasts as trees": ("2d", "--"),
         "3D": ("3d", "-"),
     }
+    ends = []
     for curve in isoefficiency.curves(results):
         if curve.name in styles:
             mode, dashes = styles[curve.name]
-            label = f"{curve.name}: {curve.law}, fitted exponent {curve.exponent:.2f}"
             x, y = list(curve.points), [float(w) for w in curve.points.values()]
-            axes.plot(x, y, color=COLOURS[mode], marker=MARKERS[mode], linestyle=dashes, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    sizes = sorted({r.ranks for r in results.find(what="isoefficiency")})
-    axes.set_xticks(sizes, [str(p) for p in sizes])
+            axes.plot(x, y, color=COLOURS[mode], marker=MARKERS[mode], linestyle=dashes)
+            name = NAMES.get(curve.name, curve.name)
+            ends.append((y[-1], f"{name}\n{curve.law}\nfit: p^{curve.exponent:.2f}", COLOURS[mode]))
+    _by_ranks(axes, {r.ranks for r in results.find(what="isoefficiency")})
+    axes.tick_params(axis="x", labelsize=8.5)
     axes.set(
-        title="How fast a problem must grow to keep its efficiency",
+        title="How much a problem must grow\nto keep its efficiency",
         xlabel="ranks p",
-        ylabel="work W(p) ÷ work on the fewest ranks",
+        ylabel="work ÷ work on the fewest ranks",
     )
-    axes.legend(fontsize=9)
+    plotting.name_lines(axes, HEIGHT, ends)

@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments import plotting
 from experiments.zero_bubble.claims import published
 
 COLOURS = {
-    "1F1B": "#4c4c4c",
-    "1F1B-I": "#b07d2b",
-    "ZB-H1": "#2463a8",
-    "ZB-H2": "#2a8f5f",
-    "ZB-2p": "#b3323c",
-    "ZB-V": "#8a4fa8",
+    "1F1B": plotting.GREY,
+    "1F1B-I": plotting.BROWN,
+    "ZB-H1": plotting.BLUE,
+    "ZB-H2": plotting.GREEN,
+    "ZB-2p": plotting.RED,
+    "ZB-V": plotting.PURPLE,
 }
+WORDS = {"1F1B-I": "1F1B,\ninterleaved"}
+HEIGHT = 3.6
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
@@ -24,35 +27,39 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     Raises:
         ImportError: without matplotlib.
     """
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
     tables = [
-        ("table 5, times of table 9", found["rates"], "published_rates.csv", list(COLOURS)[:5]),
-        (
-            "table 8, times fitted to its 1F1B and ZB-H1",
-            found["fitted"],
-            "published_rates_v.csv",
-            [*list(COLOURS)[:4], "ZB-V"],
-        ),
+        ("Table 5, simulated with the times of table 9", "rates", "published_rates.csv", "ZB-2p"),
+        ("Table 8, times fitted to its 1F1B and ZB-H1", "fitted", "published_rates_v.csv", "ZB-V"),
     ]
-    with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}):
-        figure, plots = plt.subplots(1, 2, figsize=(14, 5.2), layout="constrained", sharey=True)
-        for axes, (title, rows, source, names) in zip(plots, tables, strict=True):
-            printed = published(source)
-            places = range(len(rows))
-            for name in names:
-                theirs = [float(printed[row["model"], row["m"]][name]) for row in rows]
-                axes.plot(places, theirs, "o", color=COLOURS[name], markersize=9, markerfacecolor="none")
-                axes.plot(places, [row["rate"][name] for row in rows], "x", color=COLOURS[name], label=name)
-            axes.plot([], [], "o", color="#777777", markersize=9, markerfacecolor="none", label="published")
-            axes.plot([], [], "x", color="#777777", label="simulated")
-            labels = [f"{row['model']}\n{row['p']}\n{row['m']}" for row in rows]
-            axes.set_xticks(list(places), labels, fontsize=8)
-            axes.set(title=f"Bubble rates, {title}", ylim=(0, 0.33), xlabel="model, stages, micro-batches")
-            axes.legend(fontsize=8.5, ncols=4, loc="upper left")
-        plots[0].set_ylabel("idle share of the longest span of a rank")
-        figure.savefig(file, dpi=130)
-        plt.close(figure)
+    with plotting.style() as plt:
+        figure, plots = plt.subplots(
+            2, 1, figsize=(plotting.WIDTH, 2 * HEIGHT + 1.9), layout="constrained", sharey=True
+        )
+        for axes, (title, key, source, last) in zip(plots, tables, strict=True):
+            _table(axes, found[key], published(source), [*list(COLOURS)[:4], last])
+            axes.set_title(f"{title}\nrings: published, crosses: simulated")
+        plotting.save(plt, figure, file)
+
+
+def _table(axes: Any, rows: Any, printed: Mapping[Any, Any], names: list[str]) -> None:
+    """Draw a line for each model and schedule."""
+    models: dict[tuple[str, int], list[int]] = {}
+    for place, row in enumerate(rows):
+        models.setdefault((row["model"], row["p"]), []).append(place)
+    for name in names:
+        colour = COLOURS[name]
+        for places in models.values():
+            theirs = [float(printed[rows[i]["model"], rows[i]["m"]][name]) for i in places]
+            axes.plot(places, theirs, "o", color=colour, markersize=8, markerfacecolor="none")
+            axes.plot(places, [rows[i]["rate"][name] for i in places], "x-", color=colour, linewidth=1)
+    axes.set_xticks(range(len(rows)), [str(row["m"]) for row in rows], fontsize=9)
+    for (model, stages), places in models.items():
+        middle = sum(places) / len(places), -0.11
+        words = f"{model}\n{stages} stages"
+        axes.annotate(
+            words, middle, xycoords=axes.get_xaxis_transform(), ha="center", va="top", annotation_clip=False
+        )
+    axes.set(ylim=(0, 0.3), ylabel="idle share of a rank's longest span")
+    axes.set_xlabel("micro-batches; model; pipeline stages", labelpad=34)
+    ends = [(rows[-1]["rate"][name], WORDS.get(name, name), COLOURS[name]) for name in names]
+    plotting.name_lines(axes, HEIGHT, ends)
