@@ -244,9 +244,10 @@ def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
     result = json.loads(path.read_text())
     times = result["milliseconds"]
-    figure, panels = reports.panels(1, 2, (12, 3.4))
+    heights = [sum(CONTESTANTS[name][0] == one for name in times) + 1.5 for one in PEERS]
+    figure, panels = reports.panels(len(PEERS), 1, 0.45 * sum(heights) + 0.7, height_ratios=heights)
     titles = {"raw": "float32 in, float32 out", "real": "bfloat16 gradient in, bfloat16 parameter out"}
-    for panel, (comparison, peers) in zip(panels[0], PEERS.items(), strict=True):
+    for panel, (comparison, peers) in zip(panels[:, 0], PEERS.items(), strict=True):
         names = [name for name in CONTESTANTS if CONTESTANTS[name][0] == comparison and name in times]
         names.sort(key=lambda name: median(times[name]))
         shown = {name.partition(": ")[2]: median(times[name]) for name in names}
@@ -254,9 +255,8 @@ def report(path: Path) -> int:
         reports.draw_bars(panel, shown, ours, "ms a step")
         panel.set_title(titles[comparison])
     s = result["settings"]
-    figure.suptitle(
-        f"Adam on {s['parameters'] / 1e6:.0f} M parameters, {s['threads']} threads: Meshfold blue, peers grey"
-    )
+    size = f"{s['parameters'] / 1e6:.0f} M parameters, {s['threads']} threads"
+    reports.title(figure, f"Adam on {size}\nMeshfold blue, peers grey")
     reports.save(figure, [_described(result), "", table(result)], path)
     return 0
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ratios
+from experiments import plotting
 from experiments.toml_tables import TableError, check_names, read_tables
 
-OURS, PEER = "#2266bb", "#888888"
+OURS, PEER = plotting.BLUE, plotting.GREY
 """colours"""
 BARS = Path(__file__).parent / "bars"
 """Aims of each benchmark, one TOML file each."""
@@ -112,13 +113,15 @@ def not_judged(bars: Mapping[str, Bar], ranks: int) -> list[str]:
     return [f"- the bars are for {one} ranks and are not judged on {ranks}" for one in sorted(wanted)]
 
 
-def panels(rows: int, columns: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
-    """A figure in inches that no window shows, and its panels ``rows columns``."""
+def panels(rows: int, columns: int, height: float, **settings: Any) -> tuple[Any, Any]:
+    """A figure of so many inches that no window shows, as wide as a phone, and its panels ``rows columns``."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    plt.rcParams.update(plotting.settings())
+    size = (plotting.WIDTH, height)
     return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **settings)
 
 
@@ -129,36 +132,51 @@ def draw_bars(
     label: str,
     digits: int = 1,
     limits: Mapping[str, float] | None = None,
+    words: Mapping[str, str] | None = None,
 ) -> None:
     """Draw a bar for each name from the top down, its value at its end; ``ours`` are blue, limits are strokes.
 
-    The row of a name whose value is nan stays empty, for a heading.
+    A name stands above its bar and may reach into the panel on the right. A name whose value is nan is a heading.
+    ``words`` are written for names.
     """
     blue = set(ours)
-    colours = [OURS if name in blue else PEER for name in values]
-    panel.barh(list(values), list(values.values()), color=colours)
+    rows = list(values)
+    places = {name: row for row, name in enumerate(rows)}
+    colours = [OURS if name in blue else PEER for name in rows]
+    panel.barh(range(len(rows)), list(values.values()), color=colours, height=0.4)
     limits = {name: limit for name, limit in (limits or {}).items() if limit}
     if limits:
-        panel.plot(list(limits.values()), list(limits), "k|", markersize=12, label="limit")
+        strokes = list(limits.values()), [places[name] for name in limits]
+        panel.plot(*strokes, "|", color=plotting.RED, markersize=11, markeredgewidth=1.6, label="limit")
     known = {name: value for name, value in values.items() if not math.isnan(value)}
-    width = 0.12 * max([*known.values(), *limits.values()], default=0.0)  # of a number, with room
+    width = 0.25 * max([*known.values(), *limits.values()], default=0.0)  # of a number, with room
     for name, value in known.items():
         limit = limits.get(name, value)
         end = (
             limit if value <= limit < value + width else value
         )  # beyond a stroke that would go through the number
         panel.annotate(
-            f"{value:.{digits}f}", (end, name), xytext=(3, 0), textcoords="offset points", va="center"
+            f"{value:,.{digits}f}",
+            (end, places[name]),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
         )
     panel.set_xlabel(label)
-    panel.invert_yaxis()
-    panel.margins(x=0.15)
-    frame_open(panel)
+    panel.set_yticks([row - (0.0 if math.isnan(values[name]) else 0.43) for name, row in places.items()])
+    panel.set_yticklabels([(words or {}).get(name, name) for name in rows], ha="left")
+    panel.tick_params(axis="y", length=0, pad=-2)
+    for name, text in zip(rows, panel.get_yticklabels(), strict=True):
+        text.set_in_layout(False)  # it may reach into the other panel, whose row is empty there
+        text.set_weight("bold" if math.isnan(values[name]) else "normal")
+    panel.set_ylim(len(rows) - 0.6, -0.8)
+    panel.margins(x=0.3)
+    panel.grid(visible=False)
 
 
-def frame_open(panel: Any) -> None:
-    """No frame above and on the right."""
-    panel.spines[["top", "right"]].set_visible(False)
+def title(figure: Any, words: str) -> None:
+    """Write a title at the left."""
+    figure.suptitle(words, x=0.01, ha="left", fontsize=11)
 
 
 def save(figure: Any, text: Iterable[str], path: Path) -> None:
@@ -166,6 +184,5 @@ def save(figure: Any, text: Iterable[str], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     path.with_suffix(".md").write_text("\n".join(text) + "\n")
-    figure.savefig(path.with_suffix(".png"), dpi=130)
-    plt.close(figure)
+    plotting.save(plt, figure, path.with_suffix(".png"))
     print(f"wrote {path.with_suffix('.md')} and {path.with_suffix('.png')}")

@@ -399,23 +399,31 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(reports.table(head, [*rows, *result["notes"].items()]))
 
 
+def _in_words(name: str) -> str:
+    """Return a contestant as the plot names it."""
+    mode, _, rest = name.partition(" ")
+    words = {"1d+sequence": "1D + sequence", "dtensor": "torch DTensor"}.get(mode, mode.upper())
+    return f"{words} {rest}".strip()
+
+
 def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
     result = json.loads(path.read_text())
     times = {name: median(values) for name, values in result["milliseconds"].items()}
     names = sorted(times, key=times.__getitem__)
     ours = [name for name in names if name not in PEERS]
-    figure, panels = reports.panels(1, 2, (11, 0.42 * len(names) + 1.6))
+    figure, panels = reports.panels(1, 2, 0.45 * len(names) + 1.4)
     left, right = panels[0]
-    reports.draw_bars(left, {name: times[name] for name in names}, ours, "time of forward and backward, ms")
+    words = {name: _in_words(name) for name in names}
+    ordered = {name: times[name] for name in names}
+    reports.draw_bars(left, ordered, ours, "forward and backward, ms", words=words)
     peaks = {name: result["peak_bytes"][name] / 2**30 for name in names}
     reports.draw_bars(right, peaks, ours, "peak of GPU memory, GiB")
     right.set_yticks([])
     settings = result["settings"]
-    figure.suptitle(
-        f"{settings['layers']} Llama blocks, {settings['ranks']} × {result['machine'].get('gpu', 'CPU')}: "
-        "Meshfold blue, DTensor grey"
-    )
+    gpu = result["machine"].get("gpu", "CPU")
+    title = f"{settings['layers']} Llama blocks, {settings['ranks']} × {gpu}\nMeshfold blue, DTensor grey"
+    reports.title(figure, title)
     reports.save(figure, [_described(result), "", table(result)], path)
     return 0
 

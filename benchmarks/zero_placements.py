@@ -48,10 +48,12 @@ WORDS_OF = {
 }
 """Labels of the plot's points"""
 SIDES = {
+    "optimizer on the host": ((9, 5), "left", "center"),
+    "half of the optimizer on the host": ((0, 9), "center", "bottom"),
     "cuda": ((0, -9), "center", "top"),
-    "cpu": ((9, -4), "left", "center"),
-    "cpu, regime C": ((9, 3), "left", "center"),
-    "everything on the GPU, no zero": ((0, 9), "center", "bottom"),
+    "cpu": ((9, -8), "left", "center"),
+    "cpu, regime C": ((9, 1), "left", "center"),
+    "everything on the GPU, no zero": ((8, 9), "right", "bottom"),
 }
 """Offset and alignment of the labels that would not stand right of their points"""
 
@@ -191,7 +193,7 @@ def _row(name: str, row: dict[str, Any]) -> list[str]:
 
 def drawn(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Any:
     """Seconds a step against GPU memory: each row a point."""
-    figure, panels = reports.panels(1, 1, (8, 4.5))
+    figure, panels = reports.panels(1, 1, 4.4)
     panel = panels[0][0]
     for name, row in rows.items():
         point = row["gpu_peak_bytes"] / 2**30, median(row["seconds"])
@@ -203,13 +205,11 @@ def drawn(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Any:
     panel.set(
         xlabel="peak of GPU memory, GiB",
         ylabel="time of a step, s",
-        title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens: where optimizer state lives",
+        title=f"{about['model']}, {about['rows']} × {about['seq_len']} tokens\nplace of the optimizer state",
     )
     panel.margins(0.1)  # so that no point is cut off at the edge
     panel.set_ylim(bottom=0, top=3.4)
     panel.set_xlim(left=0, right=130)
-    panel.grid(alpha=0.3)
-    reports.frame_open(panel)
     return figure
 
 

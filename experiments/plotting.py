@@ -29,6 +29,12 @@ def style() -> Iterator[Any]:
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
+    with plt.rc_context(settings()):
+        yield plt
+
+
+def settings() -> dict[str, Any]:
+    """Return the style as matplotlib's settings."""
     inks = (
         "text.color",
         "axes.edgecolor",
@@ -37,13 +43,11 @@ def style() -> Iterator[Any]:
         "xtick.color",
         "ytick.color",
     )
-    settings: dict[str, Any] = dict.fromkeys(inks, INK)
-    settings |= {"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.titlepad": 8}
-    settings |= {"grid.color": INK, "grid.alpha": 0.3, "axes.grid": True, "axes.axisbelow": True}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none"}
-    settings |= {"figure.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False}
-    with plt.rc_context(settings):
-        yield plt
+    found: dict[str, Any] = dict.fromkeys(inks, INK)
+    found |= {"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.titlepad": 8}
+    found |= {"grid.color": INK, "grid.alpha": 0.3, "axes.grid": True, "axes.axisbelow": True}
+    found |= {"axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none"}
+    return found | {"figure.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False}
 
 
 def save(plt: Any, figure: Any, file: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measur
 
 
 def test_no_number_stands_on_the_stroke_of_its_limit() -> None:
-    figure, panels = reports.panels(1, 1, (5, 3))
+    figure, panels = reports.panels(1, 1, 3)
     values = {"near": 38.2, "far": 15.8, "beyond": 41.0, "without": 134.5}
     limits = {"near": 40.0, "far": 40.0, "beyond": 40.0, "without": 0.0}
     reports.draw_bars(panels[0][0], values, ["near"], "GiB", limits=limits)

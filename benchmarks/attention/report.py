@@ -80,21 +80,28 @@ def bars(case: dict[str, Any], kernels: Sequence[str], ranks: int) -> list[str]:
     return found
 
 
+def _in_words(name: str) -> str:
+    """Return a contestant as the plot names it: the scheme, then the kernel."""
+    scheme, _, kernel = name.rpartition(" ")
+    scheme = scheme.replace("ring_ulysses", "ring + Ulysses").replace("ulysses", "Ulysses")
+    return f"{scheme}, {kernel.replace('cudnn', 'cuDNN')} kernel"
+
+
 def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
     result = json.loads(path.read_text())
     cases = result["cases"]
     most = max((len(case["milliseconds"]) for case in cases.values()), default=1)
-    figure, panels = reports.panels(1, len(cases), (5.5 * len(cases), 0.34 * most + 1.6))
-    for panel, (length, case) in zip(panels[0], cases.items(), strict=True):
+    figure, panels = reports.panels(len(cases), 1, len(cases) * (0.45 * most + 0.9) + 0.6)
+    for panel, (length, case) in zip(panels[:, 0], cases.items(), strict=True):
         times = case["milliseconds"]
         names = sorted(times, key=lambda name: median(times[name]))
         speeds = {name: case["flops_per_rank"] / median(times[name]) / 1e9 for name in names}
         ours = [name for name in names if not name.startswith("torch")]
-        reports.draw_bars(panel, speeds, ours, "TFLOP/s a rank (forward + backward)", digits=0)
-        panel.set_title(f"{int(length):,} tokens", loc="left")
-    figure.suptitle(
-        f"{result['settings']['ranks']} × {result['machine'].get('gpu', 'CPU')}: Meshfold blue, torch grey"
-    )
+        words = {name: _in_words(name) for name in names}
+        reports.draw_bars(panel, speeds, ours, "TFLOP/s of a rank, forward + backward", digits=0, words=words)
+        panel.set_title(f"{int(length):,} tokens")
+    gpu = result["machine"].get("gpu", "CPU")
+    reports.title(figure, f"{result['settings']['ranks']} × {gpu}: Meshfold blue, torch grey")
     reports.save(figure, [described(result)], path)
     return 0

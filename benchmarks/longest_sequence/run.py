@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 from benchmarks import reports
 from benchmarks.common import check_out, machine, write
 from benchmarks.starting import how_it_ended, start_ranks
+from experiments import plotting
 
 RESULTS = Path(__file__).parents[1] / "results"
 GIB = 2**30
@@ -229,11 +230,11 @@ def report(path: Path) -> int:
     """Write the table and the plot next to a result."""
     result = json.loads(path.read_text())
     counts = {int(count): found for count, found in result["counts"].items()}
-    figure, panels = reports.panels(1, 1, (5.5, 3.6))
+    figure, panels = reports.panels(1, 1, 3.8)
     panel = panels[0][0]
     for name, words, mark, colour in (
         ("fits", "longest that trains", "o-", reports.OURS),
-        ("refused", "shortest that does not fit", "x", "#bb4422"),
+        ("refused", "shortest that does not fit", "x", plotting.RED),
     ):
         shown = {count: counts[count][name] for count in sorted(counts) if counts[count][name]}
         panel.plot(list(shown), [value / 1000 for value in shown.values()], mark, color=colour, label=words)
@@ -245,7 +246,6 @@ def report(path: Path) -> int:
     panel.set_xticks(sorted(counts))
     panel.set_ylim(bottom=0)
     panel.legend()
-    reports.frame_open(panel)
     reports.save(figure, [described(result)], path)
     return 0
 

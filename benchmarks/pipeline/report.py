@@ -117,20 +117,18 @@ def _drawn(result: dict[str, Any]) -> Any:
     """For each number of micro-batches times and peaks."""
     cases = result["cases"]
     most = max((len(case["milliseconds"]) for case in cases.values()), default=1)
-    figure, panels = reports.panels(len(cases), 2, (11, len(cases) * (0.34 * most + 1.3)))
+    figure, panels = reports.panels(len(cases), 2, len(cases) * (0.45 * most + 0.9) + 0.6)
     for (left, right), (microbatches, case) in zip(panels, cases.items(), strict=True):
         times = {name: median(values) for name, values in case["milliseconds"].items()}
         names = sorted(times, key=times.__getitem__)
         ours = [name for name in names if not name.startswith("torch")]
-        reports.draw_bars(
-            left, {name: times[name] for name in names}, ours, "time of forward and backward, ms"
-        )
+        ordered = {name: times[name] for name in names}
+        reports.draw_bars(left, ordered, ours, "forward and backward, ms", digits=0)
         peaks = {name: case["peak_bytes"][name] / 2**30 for name in names}
-        reports.draw_bars(right, peaks, ours, "peak of GPU memory, fullest rank, GiB")
-        left.set_title(f"{microbatches} micro-batches", loc="left")
+        reports.draw_bars(right, peaks, ours, "memory of the fullest GPU, GiB")
+        left.set_title(f"{microbatches} micro-batches")
         right.set_yticks([])
     s = result["settings"]
-    figure.suptitle(
-        f"{s['layers']} Llama blocks, {s['ranks']} × {result['machine'].get('gpu', 'CPU')}: Meshfold blue, torch grey"
-    )
+    gpu = result["machine"].get("gpu", "CPU")
+    reports.title(figure, f"{s['layers']} Llama blocks, {s['ranks']} × {gpu}\nMeshfold blue, torch grey")
     return figure

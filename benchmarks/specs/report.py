@@ -140,26 +140,24 @@ def report(path: Path) -> int:
         for name in result["contestants"]
         if (times := _seconds(result, name))
     }
-    figure, panels = reports.panels(1, 2, (13, max(0.34 * len(speeds) + 1.6, 4.0)))
-    left, right = panels[0]
+    heights = (3.0, 0.45 * len(speeds) + 0.5)
+    figure, panels = reports.panels(2, 1, sum(heights) + 1.3, height_ratios=heights)
+    curves, bars = panels[:, 0]
     for name, losses in _curves(result).items():
         style = ":" if name in PEERS else "-"
-        left.plot(range(1, len(losses) + 1), losses, style, label=name, linewidth=1.2)
-    left.set_xlabel("step")
-    left.xaxis.get_major_locator().set_params(integer=True)
-    left.set_ylabel("loss, nats a token")
+        curves.plot(range(1, len(losses) + 1), losses, style, label=name, linewidth=1.2)
+    curves.set_xlabel("step")
+    curves.xaxis.get_major_locator().set_params(integer=True)
+    curves.set_ylabel("loss, nats a token")
     distances = _distances(result)
     if distances and BARS["curves"].met(max(distances.values())):
-        left.set_title(
-            f"{len(distances)} loss curves, at most {max(distances.values()):.1%} apart", fontsize=10
-        )
+        curves.set_title(f"{len(distances)} loss curves, at most {max(distances.values()):.1%} apart")
     else:
-        left.legend(fontsize=8)
-    reports.frame_open(left)
+        curves.legend(fontsize=8)
     ordered = {name: speeds[name] for name in sorted(speeds, key=speeds.__getitem__, reverse=True)}
     ours = [name for name in ordered if name not in PEERS]
-    reports.draw_bars(right, ordered, ours, "throughput, tokens/s a GPU", digits=0)
+    reports.draw_bars(bars, ordered, ours, "throughput, tokens/s a GPU", digits=0)
     gpu = result["machine"].get("gpu", "CPU")
-    figure.suptitle(f"{s['model']}, {s['ranks']} × {gpu}: Meshfold blue, FSDP2 grey")
+    reports.title(figure, f"{s['model']}, {s['ranks']} × {gpu}: Meshfold blue, FSDP2 grey")
     reports.save(figure, [described(result)], path)
     return 0

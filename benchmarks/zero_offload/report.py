@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,13 @@ def _predicted(row: dict[str, Any]) -> str:
     return f"{'–' if seconds is None else f'{seconds:.3f}'}, {'–' if gpu is None else f'{gpu / GIB:.1f}'}"
 
 
+def _heading(about: str) -> str:
+    """Return a case in words, in lines that fit a phone."""
+    for regime, words in {"regime A": "fp32 Adam state", "regime B": "bf16 Adam state"}.items():
+        about = about.replace(regime, words)
+    return textwrap.fill(about, 54)
+
+
 def _drawn(result: dict[str, Any]) -> Any:
     """For each case TFLOP/s and the peak of GPU memory, with its limit."""
     speeds, peaks, limits, ours, headings = {}, {}, {}, [], []
@@ -155,21 +163,14 @@ def _drawn(result: dict[str, Any]) -> Any:
             peaks[row] = verdict.peak(runs, "gpu_peak_bytes")
             limits[row] = settings["gpu_gib"]
             ours += [row] if contestant in MINE else []
-    figure, panels = reports.panels(1, 2, (11, 0.27 * len(speeds) + 1.6))
+    figure, panels = reports.panels(1, 2, 0.42 * len(speeds) + 1.1)
     left, right = panels[0]
-    reports.draw_bars(left, speeds, ours, "TFLOP/s a GPU (6 · parameters · tokens / time)", digits=0)
+    words = {row: row.partition(": ")[2].replace("ours", "Meshfold") for row in limits}
+    words |= {row: _heading(row) for row in headings}
+    reports.draw_bars(left, speeds, ours, "TFLOP/s of a GPU", digits=0, words=words)
     reports.draw_bars(right, peaks, ours, "peak of GPU memory, GiB", limits=limits)
     right.set_yticks([])
-    right.set_facecolor("none")
-    rows = list(speeds)
-    left.set_yticks(range(len(rows)), ["" if row in headings else row.partition(": ")[2] for row in rows])
-    left.tick_params(axis="y", length=0)
-    for row in headings:
-        words = left.annotate(
-            row, (0, row), xytext=(3, 0), textcoords="offset points", va="center", weight="bold"
-        )
-        words.set_in_layout(False)  # it may reach into the other panel, whose row is empty
-    figure.suptitle("Meshfold blue, peers grey")
-    if any(limits.values()):
-        right.legend(loc="lower right")
+    right.set_zorder(-1)  # names of the left panel reach into it
+    strokes = ", red strokes: the limit" if any(limits.values()) else ""
+    reports.title(figure, f"Meshfold blue, peers grey{strokes}")
     return figure

@@ -62,7 +62,10 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 def _figure(picture: re.Match[str]) -> str:
     source = re.search(r'src="(?:[^"]*/)?([^"/]+)"', picture[1])
-    box = "figure" if source is not None and is_narrow(source[1]) else "figure wide"
+    if "results/" in picture[1]:
+        box = "figure plot"
+    else:
+        box = "figure" if source is not None and is_narrow(source[1]) else "figure wide"
     return f'<div class="{box}">{picture[1]}></div>'
 
 
