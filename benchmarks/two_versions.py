@@ -47,26 +47,33 @@ class Case:
     Attributes:
         about: what the table calls it.
         words: what follows ``meshfold bench``; nothing: a small model, run by this file.
+        tiny: what follows them with ``--tiny``.
         seconds: reads the seconds of all timed steps from the JSON that it wrote.
     """
 
     about: str
     words: tuple[str, ...] = ()
+    tiny: tuple[str, ...] = ()
     seconds: Callable[[dict[str, Any]], list[float]] = lambda found: list(found["seconds"])
 
 
 def _specs(name: str) -> Case:
-    words = ("specs", "--ranks", "2", "--only", name, "--steps", "16", "--warm-up", "6")
-    return Case(
-        f"Llama 8B, two ranks, {name}", words, lambda found: found["contestants"][name][0]["seconds"][6:]
-    )
+    def seconds(found: dict[str, Any]) -> list[float]:
+        (run,) = found["contestants"][name]
+        if run.get("error"):
+            raise RuntimeError(str(run["error"]))
+        return list(run["seconds"][6:])
+
+    words = ("specs", "--ranks", "2", "--rows", "4", "--only", name, "--steps", "16", "--warm-up", "6")
+    return Case(f"Llama 8B, two ranks, {name}", words, ("--tiny", "--steps", "8"), seconds)
 
 
 def _tensor(name: str) -> Case:
-    words = ("tensor-parallel", "--ranks", "2", "--only", name, "--rounds", "6")
+    small = "--layers 1 --hidden 32 --heads 4 --kv-heads 4 --ffn 64 --batch 2 --seq-len 8 --dtype float32 --repeats 1"
     return Case(
         f"eight Llama-8B blocks, two ranks, {name}",
-        words,
+        ("tensor-parallel", "--ranks", "2", "--only", name, "--rounds", "6"),
+        tuple(small.split()),
         lambda found: [one / 1e3 for one in found["milliseconds"][name]],
     )
 
@@ -78,7 +85,7 @@ def _offload(name: str) -> Case:
             raise RuntimeError(str(run["error"]))
         return [step["seconds"] for step in run["steps"] if step.get("timed", True)]
 
-    return Case(f"{name} under zero-offload", ("zero-offload", "--case", name, "--only", "ours"), seconds)
+    return Case(f"{name} under zero-offload", ("zero-offload", "--case", name, "--only", "ours"), (), seconds)
 
 
 CASES: dict[str, Case] = {
@@ -104,6 +111,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a small model")
     parser.add_argument("--warm-up", type=int, default=30, help="steps of a small model that are not timed")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
     parser.add_argument("--out", type=Path, default=RESULTS / "two_versions.json")
     parser.add_argument("--report", type=Path, help="make the table from this result; nothing is run")
     options = parser.parse_args(argv)
@@ -147,12 +155,28 @@ def _run(case: Case, name: str, tree: Path, options: argparse.Namespace) -> dict
     """Run one start of a version: the seconds of its timed steps, joules where they were sampled, or the error."""
     from benchmarks.power import PowerLog
 
-    paths = [*sorted(map(str, tree.glob("packages/*/src"))), str(tree)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    sources = sorted(map(str, tree.glob("packages/*/src")))
+    others = [
+        path
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if not Path(path, "meshfold").is_dir()
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sources, str(tree), *others])}
     with tempfile.TemporaryDirectory(prefix="two-versions-") as folder, PowerLog() as power:
         out = Path(folder) / "found.json"
         if case.words:
-            words = [sys.executable, "-m", "meshfold.cli", "bench", *case.words, "--out", str(out)]
+            command = next(tree.glob("packages/*/src/meshfold/**/cli/__main__.py")).parent
+            module = ".".join(command.parts[command.parts.index("src") + 1 :])
+            words = [
+                sys.executable,
+                "-m",
+                module,
+                "bench",
+                *case.words,
+                *(case.tiny if options.tiny else ()),
+                "--out",
+                str(out),
+            ]
         else:
             job = dict(case=name, steps=options.steps, warm_up=options.warm_up, out=str(out))
             words = [sys.executable, str(HERE), "--work", json.dumps(job)]

@@ -106,8 +106,13 @@ class TrainStep:
     def prepare(self, batch: Any) -> tuple[Batch, Shares]:
         """Put the model in training mode, and return a batch on the device with its part of the global batch."""
         work = self.forward.prepare(batch)
-        self._model.train()
+        self._put_in_training_mode()
         return work, self.forward.shares(work)
+
+    def _put_in_training_mode(self) -> None:
+        """Call ``model.train()`` where the model is not in training mode; a part that its user put in eval mode stays so."""
+        if not self._model.training:
+            self._model.train()
 
     def loss_and_gradients(self, work: Batch, shares: Shares, backward: Callable[[Tensor], None]) -> Tensor:
         """Run forward and backward of a whole batch, and return this rank's share of the global loss.
@@ -185,7 +190,7 @@ class TrainStep:
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model on this rank's inputs, to be trained on; return its output."""
         work = self.forward.inputs(args, kwargs)
-        self._model.train()
+        self._put_in_training_mode()
         if torch.is_grad_enabled():
             self.gradients.begin()
         with self.random(self.forward.shares(work)):

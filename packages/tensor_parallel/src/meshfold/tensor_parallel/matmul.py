@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshfold.mesh import LayoutError, Mesh, collectives
 from meshfold.mesh.collectives import Primitive, adjoint_pair, identity, non_view_result
@@ -64,6 +65,8 @@ def bind_matmul(
     chosen = find_lowering(lowering, plan)
     plan.prepare(mesh)
     chosen.prepare(plan, mesh)
+    if lowering == "gather" and on_one_rank(plan, mesh):
+        return functional.linear  # a small model's step is as long as its launches take
     return mesh.once(("matmul", plan, lowering, keep), lambda: _make_product(plan, mesh, chosen, keep))
 
 
@@ -112,6 +115,12 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
         return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])
 
     return product
+
+
+def on_one_rank(plan: MatmulPlan, mesh: Mesh) -> bool:
+    """Tell whether a plan has axes and all of them have one rank: nothing is split, so nothing is sent."""
+    axes = {axis for layout in (plan.x, plan.w, plan.y) for axis in layout.axes}
+    return bool(axes) and mesh.size(*axes) == 1
 
 
 def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozenset[str]) -> Product:

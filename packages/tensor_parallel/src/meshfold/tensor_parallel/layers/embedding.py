@@ -25,6 +25,7 @@ from meshfold.tensor_parallel.matmul import (
     bind_leave_operand,
     bind_matmul,
     lead_shape,
+    on_one_rank,
 )
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
 from meshfold.tensor_parallel.module_kinds import is_patch
@@ -90,6 +91,7 @@ class Embedding(ShardedLayer):
         self.weight = shard_parameter(module.weight, place, mesh)
         self._gather_table = bind_enter_operand(self.plan, mesh, "w")
         self._leave = bind_leave_operand(self.plan, mesh)
+        self._alone = on_one_rank(self.plan, mesh)
         vocabulary.prepare()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -98,7 +100,11 @@ class Embedding(ShardedLayer):
         Raises:
             TokenError: on the CPU, for an id beyond the table; on a GPU it is an assertion on the device.
         """
+        if self._alone and ids.device.type != "cpu" and self.weight.shape[0] == self.num_embeddings:
+            return F.embedding(ids, self.weight, self.padding_idx)  # the device checks ids itself
         ids = checked(ids, self.num_embeddings, "token id")
+        if self._alone:
+            return F.embedding(ids, self.weight, self.padding_idx)
         flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.compute[self.plan.m])
         # The plan's w is [n, k], the table [k, n]: a transposed view keeps one rule for both.
         table = self._gather_table(self.weight.t()).t()

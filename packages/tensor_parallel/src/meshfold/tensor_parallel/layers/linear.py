@@ -25,6 +25,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take
@@ -42,6 +43,7 @@ from meshfold.tensor_parallel.matmul import (
     bind_matmul,
     bind_sum_repeated,
     lead_shape,
+    on_one_rank,
     weight_gradient,
 )
 from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabulary_multiple
@@ -187,6 +189,7 @@ class Linear(ShardedLayer):
             bind_collect(mesh, 1, outputs),
         )
         self._multiply = bind_matmul(self.plan, mesh, lowering=lowering)
+        self._alone = on_one_rank(self.plan, mesh)
 
     def reset_parameters(self) -> None:
         """Fill with the distribution of nn.Linear, the bounds taken from the whole layer."""
@@ -233,17 +236,20 @@ class Linear(ShardedLayer):
     def forward(self, x: Tensor) -> Tensor:
         weight = to_autocast_dtype(self._sum_weight(self.weight))
         x, lead = self.input_adapter(x)
+        bias = self.bias
         if (
             self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x)
         ):  # else dw waits for the parameter, not for a copy in another dtype
             free = weight.detach()
             y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), self._site.ticket)
+        elif self._alone and bias is not None and bias.dtype == weight.dtype:
+            y, bias = functional.linear(x, weight if self.stored == "nk" else weight.t(), bias), None
         else:
             y = self._multiply(x, weight if self.stored == "nk" else weight.t())
         if lead is not None:
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
-        if self.bias is not None:
-            y = y + self._enter_bias(self._sum_bias(self.bias)).to(y.dtype)
+        if bias is not None:
+            y = y + self._enter_bias(self._sum_bias(bias)).to(y.dtype)
         return self.whole(y) if self.gather_output else y
 
     def whole(self, y: Tensor) -> Tensor:

@@ -37,15 +37,15 @@ def checked(numbers: Tensor, words: int, what: str, ignored: int | None = None) 
 
 
 def _check(numbers: Tensor, words: int, what: str, ignored: int | None) -> None:
-    wrong = (numbers < 0) | (numbers >= words)
+    right = numbers.clamp(0, words - 1) == numbers
     if ignored is not None:
-        wrong &= numbers != ignored
+        right |= numbers == ignored
     also = "" if ignored is None else f", or {ignored} where none counts"
     if numbers.device.type != "cpu":
-        torch._assert_async(~wrong.any(), f"a {what} is not in the vocabulary: 0 to {words - 1}{also}")
-    elif bool(wrong.any()):
+        torch._assert_async(right.all(), f"a {what} is not in the vocabulary: 0 to {words - 1}{also}")
+    elif not bool(right.all()):
         raise TokenError(
-            f"{what} {int(numbers[wrong][0])} is not in the vocabulary of {words} words: 0 to {words - 1}{also}. Is the "
+            f"{what} {int(numbers[~right][0])} is not in the vocabulary of {words} words: 0 to {words - 1}{also}. Is the "
             f"tokenizer the model's own?"
         )
 
