@@ -56,7 +56,7 @@ def pictures() -> dict[str, Picture]:
     spec = ParallelSpec.parse(dict(data=2, tensor=dict(mode="2d", size=4)))
     mesh = Mesh(spec.axes)
     found: dict[str, Picture] = {
-        "mesh.svg": (repr(mesh), lambda: draw_mesh(mesh, "data", "row", "col", ("row", "col"))),
+        "mesh.svg": (repr(mesh), lambda: draw_mesh(mesh, "data", "row", "col")),
     }
     for name, sizes in MODE_MESHES.items():
         found[f"mode-{name.replace('+', '-')}.svg"] = _mode(name, Mesh(sizes))
@@ -83,7 +83,7 @@ def _mode(mode: Any, mesh: Mesh) -> Picture:
 
 
 def _schedule(result: Simulation) -> Picture:
-    return scene(result).words, lambda: svg(result)
+    return scene(result).words, lambda: svg(result, width=480)
 
 
 def _timeline(made: Plan) -> Picture:
@@ -111,14 +111,14 @@ def draw_dropout() -> Figure:
     from meshfold.tensor_parallel.layers.dropout import Dropout
     from meshfold.tensor_parallel.plot.paint import color, new_figure, tint
 
-    figure = new_figure((9.6, 2.6))
+    figure = new_figure((4.2, 9.0))
     for number, (name, sizes) in enumerate(STREAMS.items()):
         mode, world = MODES[name], Mesh(sizes).world_size
         residual = mode.layout("residual")
         place = Placement(shape=(ROWS, COLUMNS), axes=tuple(residual.values()))
-        canvas = figure.add_axes((0.01 + number / 3, 0.02, 0.31, 0.84))
+        canvas = figure.add_axes((0.02, 0.01 + (len(STREAMS) - 1 - number) / 3, 0.96, 0.29))
         canvas.set(xlim=(-0.3, COLUMNS + 0.3), ylim=(ROWS + 0.3, -0.3), aspect="equal")
-        canvas.set_title("one rank" if world == 1 else f"{name} on {world} ranks: {residual}", fontsize=8)
+        canvas.set_title("one rank" if world == 1 else f"{name} on {world} ranks: {residual}", fontsize=9)
         canvas.set_axis_off()
         for rank in range(world):
             mesh = Mesh(sizes, rank=rank)

@@ -38,7 +38,7 @@ REFERENCE = (
 )
 """Public packages, under ``meshfold``."""
 
-PHONE = 360
+PHONE = 480
 """The widest picture that a phone shows whole, in the picture's own units."""
 
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
@@ -244,7 +244,9 @@ def _targets(text: str) -> list[str]:
 def is_narrow(picture: str) -> bool:
     """Return whether a picture of ``docs/pictures`` fits a phone without being shrunk."""
     path = ROOT / "docs" / "pictures" / picture
-    if path.suffix != ".svg" or not path.is_file():
+    if not path.is_file():
         return False
+    if path.suffix == ".png":  # its width stands in the header
+        return int.from_bytes(path.read_bytes()[16:20], "big") <= 2 * PHONE
     found = re.search(r'viewBox="0 0 ([\d.]+) ', path.read_text(encoding="utf-8"))
     return found is not None and float(found[1]) <= PHONE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import colorsys
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -26,7 +27,7 @@ Color = tuple[float, float, float]
 
 _PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#4fb0ab", "#d8ae2c", "#9c755f")
 _INK, _FAINT, _ROW = "#222222", "#777777", "#f3f4f6"
-_LEFT, _RIGHT, _TOP, _ROW_HEIGHT, _GAP, _FOOT = 58.0, 16.0, 34.0, 30.0, 4.0, 58.0
+_LEFT, _RIGHT, _TOP, _ROW_HEIGHT, _GAP = 58.0, 16.0, 34.0, 30.0, 4.0
 _FONT = "DejaVu Sans, Verdana, sans-serif"
 
 
@@ -68,18 +69,24 @@ def scene(simulation: Simulation, *, width: float = 1000.0) -> Scene:
     """Return the shapes of a simulated schedule's picture, in a frame of so many pixels."""
     ranks = len(simulation.ranks)
     scale = (width - _LEFT - _RIGHT) / (simulation.makespan or 1.0)
-    shapes: list[Rectangle | Text] = [Text(_LEFT, 16, title(simulation), 13, _INK, "start")]
+    heading = textwrap.wrap(title(simulation), int((width - _RIGHT) / 7))
+    start = _LEFT if len(heading) == 1 else 8.0
+    shapes: list[Rectangle | Text] = [
+        Text(start, 16 + 18 * line, words, 13, _INK, "start") for line, words in enumerate(heading)
+    ]
+    top = _TOP + 18 * (len(heading) - 1)
     for rank, timed in enumerate(simulation.ranks):
-        y = _TOP + rank * (_ROW_HEIGHT + _GAP)
+        y = top + rank * (_ROW_HEIGHT + _GAP)
         shapes.append(Rectangle(_LEFT, y, width - _LEFT - _RIGHT, _ROW_HEIGHT, _ROW, f"rank {rank}"))
         shapes.append(Text(_LEFT - 8, y + _ROW_HEIGHT / 2, f"rank {rank}", 11, _INK, "end"))
         for one in timed:
             shapes += _box(simulation, one, y, scale)
-    foot = _TOP + ranks * (_ROW_HEIGHT + _GAP)
+    foot = top + ranks * (_ROW_HEIGHT + _GAP)
     shapes += _axis(simulation.makespan, scale, foot, width)
-    shapes += _legend(simulation, foot + 42)
+    legend = list(_legend(simulation, foot + 42, width))
+    shapes += legend
     words = f"{simulation.schedule}\n{title(simulation)}"
-    return Scene(width=width, height=foot + _FOOT, shapes=tuple(shapes), words=words)
+    return Scene(width=width, height=legend[-1].y + 16, shapes=tuple(shapes), words=words)
 
 
 def title(simulation: Simulation) -> str:
@@ -125,7 +132,7 @@ def _axis(makespan: float, scale: float, y: float, width: float) -> Iterator[Rec
     yield Text(_LEFT - 8, y + 14, "time", 10, _FAINT, "end")
 
 
-def _legend(simulation: Simulation, y: float) -> Iterator[Rectangle | Text]:
+def _legend(simulation: Simulation, y: float, width: float) -> Iterator[Rectangle | Text]:
     base = _color(0, simulation.schedule.microbatches)
     there = {one.action.op for timed in simulation.ranks for one in timed}
     names = {
@@ -139,12 +146,17 @@ def _legend(simulation: Simulation, y: float) -> Iterator[Rectangle | Text]:
     for op, name in names.items():
         if op not in there:
             continue
+        if x > _LEFT and x + 46 + 6.6 * len(name) > width:
+            x, y = _LEFT, y + 20
         yield Rectangle(x, y - 7, 14, 14, _hex(fills.get(op, base)))
         if op is Op.BW:
             yield Rectangle(x, y + 4.2, 14, 2.8, _hex(_mix(base, 0.0, 0.4)))
         yield Text(x + 20, y, f"{op.value}: {name}", 11, _INK, "start")
         x += 46 + 6.6 * len(name)
-    yield Text(x, y, "numbers are micro-batches", 11, _FAINT, "start")
+    words = "numbers are micro-batches"
+    if x + 6.6 * len(words) > width:
+        x, y = _LEFT, y + 20
+    yield Text(x, y, words, 11, _FAINT, "start")
 
 
 def svg(simulation: Simulation, *, width: float = 1000.0) -> str:

@@ -115,7 +115,7 @@ def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
 def draw_mode(
     mode: str | Mode, mesh: Mesh, *, matmuls: Sequence[str] = ("column", "row"), rank: int = 0
 ) -> Figure:
-    """Draw the matmuls of a mode next to each other, each as :func:`draw_matmul` draws it.
+    """Draw the matmuls of a mode one below another, each as :func:`draw_matmul` draws it.
 
     Args:
         mode: a built-in mode's name or a Mode of your own.

@@ -43,27 +43,27 @@ _GAP = 0.42  # between the squares, for their names and arrows
 
 def matmul_figure(plans: Sequence[tuple[str, MatmulPlan]], mesh: Mesh, rank: int, title: str = "") -> Figure:
     """Draw matmuls, see :func:`meshfold.tensor_parallel.plot.figures.draw_matmul`."""
-    side, foot, head = 4.9, 1.35, 0.42 if title else 0.1
-    figure = new_figure((side * len(plans), side + foot + head))
-    whole = side + foot + head
+    side, moves, head, foot = 4.9, 1.05, 0.42 if title else 0.1, 0.4  # inches
+    whole = head + len(plans) * (side + moves) + foot
+    figure = new_figure((side, whole))
     if title:
         figure.text(
             0.5, 1 - 0.24 / whole, title, ha="center", va="center", fontsize=13, color=INK, weight="bold"
         )
     for number, (note, plan) in enumerate(plans):
-        canvas = figure.add_axes((number / len(plans), foot / whole, 1 / len(plans), side / whole))
+        bottom = whole - head - number * (side + moves) - side
+        canvas = figure.add_axes((0, bottom / whole, 1, side / whole))
         canvas.set(xlim=(-0.4, 2.84), ylim=(2.84, -0.4), aspect="equal")
         canvas.set_axis_off()
         _paint_matmul(canvas, plan, mesh, rank, note, f"m{number}")
-        _write_moves(figure, plan, mesh, number / len(plans), len(plans), whole, foot)
-    legend = (
-        "a disc: a rank that holds the block",
-        f"outlined: rank {rank}'s block at rest",
-        f"hatched: the x and w that rank {rank} multiplies, the y that it computes",
+        _write_moves(figure, plan, mesh, bottom, whole)
+    words = (
+        f"a disc: a rank that holds the block      outlined: rank {rank}'s block at rest\n"
+        f"hatched: the x and w that rank {rank} multiplies, the y that it computes"
     )
-    broken = legend if len(plans) > 1 else (f"{legend[0]}      {legend[1]}", legend[2])
-    words = "      ".join(broken) if len(plans) > 1 else "\n".join(broken)
-    figure.text(0.5, 0.19 / whole, words, ha="center", va="center", fontsize=7, color=FAINT, linespacing=1.4)
+    figure.text(
+        0.5, 0.19 / whole, words, ha="center", va="center", fontsize=7.5, color=FAINT, linespacing=1.4
+    )
     return figure
 
 
@@ -189,20 +189,18 @@ def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, wo
         )
 
 
-def _write_moves(
-    figure: Figure, plan: MatmulPlan, mesh: Mesh, left: float, count: int, whole: float, foot: float
-) -> None:
-    """Write every collective of more than one rank, as the plan prints it."""
+def _write_moves(figure: Figure, plan: MatmulPlan, mesh: Mesh, top: float, whole: float) -> None:
+    """Write every collective of more than one rank, as the plan prints it, below so many inches from the bottom."""
     size = 7.6
     for line, phase in enumerate(("forward", "dx", "dw")):
-        y = (foot - 0.12 - 0.32 * line) / whole
+        y = (top - 0.12 - 0.32 * line) / whole
         moves = [move for move in plan.collectives if move.phase == phase and mesh.size(*move.axes) > 1]
-        figure.text(left + 0.045 / count, y, phase, fontsize=size, weight="bold", va="center", color=INK)
+        figure.text(0.045, y, phase, fontsize=size, weight="bold", va="center", color=INK)
         words = ";  ".join(map(str, moves)) or "no communication"
         if len(words) > 66 and len(moves) > 1:
             half = math.ceil(len(moves) / 2)
             words = ";\n".join(";  ".join(map(str, part)) for part in (moves[:half], moves[half:]))
-        figure.text(left + 0.17 / count, y, words, fontsize=size, va="center", color=INK, linespacing=1.25)
+        figure.text(0.17, y, words, fontsize=size, va="center", color=INK, linespacing=1.25)
 
 
 def _paint_cube(canvas: Axes, plan: MatmulPlan, mesh: Mesh, corner: Point, size: float) -> None:
@@ -281,7 +279,7 @@ def mesh_figure(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> Figure:
     places = _places(mesh)
     width = max(x for x, _ in places.values()) + 1.0
     height = max(y for _, y in places.values()) + 1.0
-    columns = max(1, min(len(axes), int(19 // (width + 1.1))))
+    columns = max(1, min(len(axes), int(10 // (width + 1.1))))  # so that a phone shows the words
     rows = math.ceil(len(axes) / columns)
     inch = 0.62
     figure = new_figure((columns * (width + 1.1) * inch, rows * (height + 1.5) * inch))

@@ -23,7 +23,7 @@ def formats() -> set[str]:
 
 def timeline_figure(plan: Plan, moments: Sequence[Moment]) -> Figure:
     """Stacked bytes by kind at every moment, the limit as a line, the turn from forward to backward marked."""
-    figure = Figure(figsize=(9, 4.5), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(5.4, 4.6), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     limit = plan.limits.as_tuple()[0]
@@ -42,6 +42,6 @@ def timeline_figure(plan: Plan, moments: Sequence[Moment]) -> Figure:
     axes.set_xlabel("units in order: forward, then backward")
     axes.set_ylabel(f"{name} on the GPU")
     binding = "; ".join(plan.binding)
-    axes.set_title(f"{plan.workload.name}: {plan.seconds:.3g} s a step ({binding})", color=_INK, fontsize=10)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+    axes.set_title(f"{plan.workload.name}: {plan.seconds:.3g} s a step\n{binding}", color=_INK, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
