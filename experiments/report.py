@@ -244,6 +244,14 @@ class Experiment:
         options.sizes = sizes
         return options
 
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run the experiment on a command line's words; None: the process's.
+
+        Returns:
+            0 if every claim came out as the page says, else 1.
+        """
+        return self.run(self.parse(argv))
+
     def run(self, options: argparse.Namespace) -> int:
         """Numbers, table, plot, verdict; or, where it is to be measured, what the ranks do.
 

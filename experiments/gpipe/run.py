@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
@@ -24,16 +23,7 @@ EXPERIMENT = Experiment(
     page=page,
     draw=draw,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the experiment.
-
-    Returns:
-        0 if every claim came out as the page says, else 1.
-    """
-    return EXPERIMENT.run(EXPERIMENT.parse(argv))
-
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     sys.exit(main())

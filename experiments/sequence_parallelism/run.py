@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
@@ -27,16 +26,7 @@ EXPERIMENT = Experiment(
     measures="run weak scaling for real on up to so many ranks (GPUs, if there are as many), and write measured.md "
     "instead; --hidden, --batch and others (see measured.py --help) say how large",
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the experiment.
-
-    Returns:
-        0 if every claim came out as the page says, else 1.
-    """
-    return EXPERIMENT.run(EXPERIMENT.parse(argv))
-
+main = EXPERIMENT.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -92,50 +92,26 @@ class DistributedLogger:
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"rank_{_rank()}{f'_{suffix}' if suffix else ''}.log"
+        file = folder / f"rank_{Environment.detect().rank}{f'_{suffix}' if suffix else ''}.log"
         handler = logging.FileHandler(file, mode)
         handler.setLevel(_checked(level))
         self._add(handler)
 
-    def info(
+    def _log(
         self,
+        level: int,
         message: str,
         parallel_mode: ParallelMode = ParallelMode.GLOBAL,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """On these ranks of the group; None for all."""
-        self._log(logging.INFO, message, parallel_mode, ranks)
+        """Log a message on these ranks of the group; None for all."""
+        if ranks is None or _rank_in(parallel_mode) in ranks:
+            self.logger.log(level, message, stacklevel=2)
 
-    def warning(
-        self,
-        message: str,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """On these ranks of the group; None for all."""
-        self._log(logging.WARNING, message, parallel_mode, ranks)
-
-    def debug(
-        self,
-        message: str,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """On these ranks of the group; None for all."""
-        self._log(logging.DEBUG, message, parallel_mode, ranks)
-
-    def error(
-        self,
-        message: str,
-        parallel_mode: ParallelMode = ParallelMode.GLOBAL,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """On these ranks of the group; None for all."""
-        self._log(logging.ERROR, message, parallel_mode, ranks)
-
-    def _log(self, level: int, message: str, mode: ParallelMode, ranks: Sequence[int] | None) -> None:
-        if ranks is None or (_rank() if mode is ParallelMode.GLOBAL else gpc.get_local_rank(mode)) in ranks:
-            self.logger.log(level, message, stacklevel=3)
+    debug = functools.partialmethod(_log, logging.DEBUG)
+    info = functools.partialmethod(_log, logging.INFO)
+    warning = functools.partialmethod(_log, logging.WARNING)
+    error = functools.partialmethod(_log, logging.ERROR)
 
     def _add(self, handler: logging.Handler) -> None:
         handler.setFormatter(logging.Formatter("%(name)s - %(levelname)s: %(message)s"))
@@ -147,8 +123,8 @@ def get_dist_logger(name: str = "meshfold") -> DistributedLogger:
     return DistributedLogger(name)
 
 
-def _rank() -> int:
-    return Environment.detect().rank
+def _rank_in(mode: ParallelMode) -> int:
+    return Environment.detect().rank if mode is ParallelMode.GLOBAL else gpc.get_local_rank(mode)
 
 
 def _checked(level: str) -> str:

@@ -114,15 +114,16 @@ def run_program(folder: Path, name: str, argv: Sequence[str]) -> int:
 
 
 def _has_main(file: Path) -> bool:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    imported = {
-        alias.asname or alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    return "main" in defined | imported
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.FunctionDef():
+                names.add(node.name)
+            case ast.ImportFrom():
+                names |= {alias.asname or alias.name for alias in node.names}
+            case ast.Assign():
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return "main" in names
 
 
 def _import(folder: Path, file: Path) -> Any:
