@@ -139,13 +139,9 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
     return by
 
 
-def unless(nothing: Any) -> Callable[[Any], Any]:
-    """Return the value itself; None where it is what says "nothing" there, as a largest norm of 0 does."""
-
-    def by(value: Any) -> Any:
-        return None if _same(value, nothing) else value
-
-    return by
+def unless_zero(value: Any) -> Any:
+    """Return the value, or None for 0: a largest norm of 0 means no clipping there."""
+    return None if _same(value, 0.0) else value
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshfold.colossalai.arguments import Argument, Table, one_of, translate, unless
+from meshfold.colossalai.arguments import Argument, Table, one_of, translate, unless_zero
 from meshfold.colossalai.settings import engine_settings
 from meshfold.mesh import SpecError
 
@@ -30,7 +30,7 @@ def _words(prefix: str, names: str, word: str) -> Table:
 TABLE: Table = {
     **_words("", "train_batch_size train_micro_batch_size_per_gpu", _ROWS),
     "gradient_accumulation_steps": Argument(default=1, to="engine.gradient_accumulation"),
-    "gradient_clipping": Argument(default=0.0, to="engine.clip_grad_norm", by=unless(0.0)),
+    "gradient_clipping": Argument(default=0.0, to="engine.clip_grad_norm", by=unless_zero),
     "bf16.enabled": _if_enabled("bf16"),
     "fp16.enabled": _if_enabled("fp16"),
     "fp16.loss_scale": Argument(default=0.0, instead="the scale moves: write 0, which means so"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from meshfold.colossalai.arguments import Argument, Table, one_of, unless
+from meshfold.colossalai.arguments import Argument, Table, one_of, unless_zero
 
 _KERNELS = "kernels are chosen by device and shape (meshfold doctor lists them)"
 _PLAN = "print(engine.residency.plan) tells where what lives, once two steps were watched"
@@ -59,7 +59,7 @@ _SEQUENCE: Table = {
     "enable_sequence_overlap": Argument(default=False, word="write sequence_parallelism_mode='ring'"),
 }
 
-_CLIP: Table = {"max_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless(0.0))}
+_CLIP: Table = {"max_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless_zero)}
 
 _PRECISION: Table = {
     "precision": Argument(default="fp16", to="engine.precision", by=one_of(PRECISIONS), always=True)
@@ -220,7 +220,7 @@ CONFIG: Table = {
     "parallel": Argument(to="aside.parallel"),
     "zero": Argument(to="aside.zero"),
     "fp16": Argument(to="aside.fp16"),
-    "clip_grad_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless(0.0)),
+    "clip_grad_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless_zero),
     "gradient_accumulation": Argument(default=1, to="engine.gradient_accumulation"),
     "gradient_handler": Argument(word="which gradients are summed over which ranks follows from the parameters"),
     "torch_ddp": Argument(word=_LINKS),
@@ -269,7 +269,7 @@ FP16: Table = {
     "enabled": Argument(default=True, to="aside.enabled"),
     "init_scale": Argument(to="scale.initial_scale"),
     **{name: Argument(to=f"scale.{name}") for name in LOSS_SCALE},
-    "clip_grad_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless(0.0)),
+    "clip_grad_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless_zero),
     "log_num_zeros_in_grad": Argument(default=False, word="engine.last has the norm and the scale"),
     "verbose": Argument(default=False, word="engine.last has the norm and the scale"),
     "opt_level": Argument(

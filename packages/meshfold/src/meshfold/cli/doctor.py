@@ -41,6 +41,7 @@ DISTRIBUTIONS = {
     "meshfold-colossalai": "meshfold.colossalai",
 }
 REQUIRED = ("meshfold", "meshfold-mesh", "meshfold-kernels", "meshfold-tensor-parallel")
+_RANKS = 2  # of a self-test
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -135,20 +136,20 @@ def kernels() -> list[dict[str, Any]]:
     ]
 
 
-def self_test(backend: str, ranks: int = 2) -> dict[str, Any]:
+def self_test(backend: str) -> dict[str, Any]:
     """Start ranks that try every collective; what they found, or why it failed."""
     from meshfold.mesh.processes import launch
 
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         begin = time.perf_counter()
-        code = launch(["-m", "meshfold.cli.selftest", backend, str(answer)], ranks)
+        code = launch(["-m", "meshfold.cli.selftest", backend, str(answer)], _RANKS)
         seconds = time.perf_counter() - begin
         error = None if code == 0 and answer.exists() else f"the ranks ended with code {code}; see above"
         passed = json.loads(answer.read_text()) if error is None else []
     return {
         "backend": backend,
-        "ranks": ranks,
+        "ranks": _RANKS,
         "passed": passed,
         "seconds": round(seconds, 2),
         "error": error,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 Curve = Sequence[tuple[int, float]]
 _MANY = 50  # points from which on a running average is drawn too
+_KEPT = 0.9  # of the running average at each point
 
 
 def can_plot() -> bool:
@@ -51,10 +52,10 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
     figure.savefig(path)
 
 
-def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def _smooth(values: Sequence[float]) -> list[float]:
     """Return a running mean that forgets, without its bias towards the start (Kingma and Ba, arXiv 1412.6980, section 3)."""
     found, mean = [], 0.0
     for count, value in enumerate(values, 1):
-        mean = weight * mean + (1 - weight) * value
-        found.append(mean / (1 - weight**count))
+        mean = _KEPT * mean + (1 - _KEPT) * value
+        found.append(mean / (1 - _KEPT**count))
     return found

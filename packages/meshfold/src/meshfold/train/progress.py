@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 import time
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 # A line comes at most every 2 seconds, and about 30 times in a run; at least every 30 seconds.
 _LEAST_S, _MOST_S, _LINES = 2.0, 30.0, 30
@@ -76,14 +76,14 @@ class _Clock:
 class Lines:
     """Plain lines."""
 
-    def __init__(self, steps: int, file: TextIO | None = None) -> None:
-        self._steps, self._file = steps, sys.stdout if file is None else file
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
         self._pace = _Pace(steps)
         self._clock = _Clock()
 
     def say(self, text: str) -> None:
         """A line or more."""
-        print(text, file=self._file, flush=True)
+        print(text, flush=True)
 
     def step(self, step: int, numbers: dict[str, float]) -> None:
         """A line, if it is time for one."""

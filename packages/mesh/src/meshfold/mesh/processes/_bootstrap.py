@@ -25,18 +25,17 @@ STOPPED_CODE = 75
 """What a program ends with that has stopped on request and is to go on later: EX_TEMPFAIL of sysexits.h"""
 
 
-def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux; elsewhere nothing).
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that happens (Linux; elsewhere nothing).
 
     Args:
         parent: the process id that the parent has; if it is gone already, this process ends here.
-        signal_number: what the kernel sends.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the call above
-        os._exit(128 + signal_number)
+        os._exit(128 + signal.SIGKILL)
 
 
 def run_program(argv: list[str]) -> None:

@@ -152,18 +152,11 @@ class ParallelSpec:
         """Return the distributions beyond meshfold-mesh that carry this spec out, each once."""
         return tuple(dict.fromkeys(need.distribution for need in self._needs()))
 
-    def missing_distributions(self) -> tuple[str, ...]:
-        """Return the ``required_distributions`` whose modules cannot be imported here."""
-        return tuple(dict.fromkeys(need.distribution for need in self._missing()))
-
     def require_installed(self) -> None:
         """Raise a SpecError that names what is missing and what to do about it; nothing if all is there."""
-        if missing := self._missing():
+        if missing := [need for need in self._needs() if not is_importable(need.module)]:
             written = self.written or f"parallel={format_value(self.to_dict())}"
             raise SpecError(f"{written}: {why_missing(missing)}")
-
-    def _missing(self) -> list[Need]:
-        return [need for need in self._needs() if not is_importable(need.module)]
 
 
 def _belongs(key: str, value: object) -> str:
