@@ -212,8 +212,13 @@ def test_power_is_averaged_over_the_timed_steps() -> None:
     assert log.mean(begin, begin + 1, 3) == {}
 
 
-def test_two_versions_are_compared_by_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("start", ["warm_commands", pytest.param("cold", marks=pytest.mark.slow)])
+def test_two_versions_are_compared_by_turns(
+    start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
     """This checkout beside itself: both versions run in processes of their own, from their own folders."""
+    if start != "cold":
+        request.getfixturevalue(start)
     out, tree = tmp_path / "found.json", Path(reports.__file__).parents[1]
     words = ["bench", "two-versions", "--before", str(tree), "--case", "2 layers of 128, zero 3"]
     assert main([*words, "--rounds", "2", "--steps", "2", "--warm-up", "1", "--out", str(out)]) == 0

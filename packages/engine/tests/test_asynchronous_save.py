@@ -155,7 +155,9 @@ WITHIN = {"fp64": 1e-8, "fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow) if case in ("eight ranks", "regimes") else case
+        pytest.param(case, marks=pytest.mark.slow)
+        if case in ("eight ranks", "tensor modes", "regimes")
+        else case
         for case in LEGS
     ],
 )

@@ -62,13 +62,28 @@ def test_a_rank_with_one_row_and_blocks_in_a_dict_drop_what_one_process_drops() 
     run_on_ranks(2, compare, alone("named"), [dict(data=2), dict(pipeline=dict(size=2, microbatches=2))])
 
 
-def test_sequence_first_streams_drop_what_one_process_drops() -> None:
-    wanted = alone("turned", "torch's own", "attention")
-    run_on_ranks(
-        2, compare, wanted, [dict(data=2), dict(tensor=2), dict(pipeline=dict(size=2, microbatches=2))]
-    )
-    four = [dict(data=2, tensor=2), dict(tensor=dict(mode="2d", grid=(2, 2)))]
-    run_on_ranks(4, compare, wanted, [*four, dict(data=2, pipeline=dict(size=2, microbatches=2))])
+def compare_some(names: tuple[str, ...], specs: list[tuple[int, dict[str, Any]]], turn: int) -> None:
+    """Each spec with one of the models, others for the next turn."""
+    wanted = alone(*names)
+    for number, (size, parallel) in enumerate(specs):
+        name = names[(number + turn) % len(names)]
+        run_on_ranks(size, compare, {name: wanted[name]}, [parallel])
+
+
+PIPED: dict[str, Any] = dict(pipeline=dict(size=2, microbatches=2))
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_sequence_first_streams_drop_what_one_process_drops(turn: int) -> None:
+    specs: list[tuple[int, dict[str, Any]]] = [
+        (2, dict(data=2)),
+        (2, dict(tensor=2)),
+        (2, PIPED),
+        (4, dict(tensor=dict(mode="2d", grid=(2, 2)))),
+        (4, dict(data=2, tensor=2)),
+        (4, dict(data=2, **PIPED)),
+    ]
+    compare_some(("turned", "torch's own", "attention"), specs, turn)
 
 
 def test_sequence_first_streams_whose_tokens_are_dealt_drop_what_one_process_drops() -> None:
@@ -79,11 +94,10 @@ def test_sequence_first_streams_whose_tokens_are_dealt_drop_what_one_process_dro
     run_on_ranks(4, compare, alone("turned", "torch's own"), [dict(data=2, **megatron)])
 
 
-def test_dims_merged_with_the_batch_drop_what_one_process_drops() -> None:
-    wanted = alone("mlp", "merged", "windows", "twice")
-    run_on_ranks(
-        2, compare, wanted, [dict(data=2), dict(tensor=2), dict(pipeline=dict(size=2, microbatches=2))]
-    )
+@pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_dims_merged_with_the_batch_drop_what_one_process_drops(turn: int) -> None:
+    specs: list[tuple[int, dict[str, Any]]] = [(2, dict(data=2)), (2, dict(tensor=2)), (2, PIPED)]
+    compare_some(("mlp", "merged", "windows", "twice"), specs, turn)
 
 
 def test_a_model_that_repeats_its_blocks_drops_what_it_dropped() -> None:

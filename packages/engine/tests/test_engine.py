@@ -153,9 +153,13 @@ SPECS_OF_4: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "rest"])
 @ranks(4)
-def test_four_ranks_in_every_tensor_mode_are_the_serial_model() -> None:
+def test_four_ranks_in_every_tensor_mode_are_the_serial_model(rest: bool) -> None:
+    """Each mode, and one of them beside data; the slow test has the other grids and mixtures."""
     for number, parallel in enumerate(SPECS_OF_4):
+        if (number in (0, 3, 6, 8)) != rest:
+            continue
         model = ("gpt", "llama", "untied_gpt")[number % 3]
         # 5 rows: filled up, inside, to what the mode can split.
         compare(model, parallel, rows=8 if number % 2 else 5, clip=0.5 if number % 2 else None)
@@ -332,10 +336,13 @@ def test_bf16_keeps_float32_masters_that_learn_from_small_updates() -> None:
     assert torch.equal(engine.model.weight.float(), torch.full((2, 4), 0.5))  # type: ignore[union-attr, operator]
 
 
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "rest"])
 @ranks(4)
-def test_bf16_and_fp16_train_under_tensor_parallelism_and_replicas_stay_equal() -> None:
-    for precision in ("bf16", "fp16"):
-        for parallel in (dict(data=2, tensor=2), dict(tensor=dict(mode="2d", size=4))):
+def test_bf16_and_fp16_train_under_tensor_parallelism_and_replicas_stay_equal(rest: bool) -> None:
+    """Each precision with one of the two specs; the slow test has the other one."""
+    specs: tuple[dict[str, Any], ...] = (dict(data=2, tensor=2), dict(tensor=dict(mode="2d", size=4)))
+    for precision, some in (("bf16", specs[:1]), ("fp16", specs[1:])):
+        for parallel in specs if rest else some:
             engine = Engine(llama, parallel, optimizer=ADAMW, precision=precision, clip_grad_norm=1.0)
             losses = [engine.train_step(engine.shard_batch(global_batches(8, 1)[0])) for _ in range(6)]
             assert losses[-1] < losses[0] - 0.5, (precision, parallel, losses)

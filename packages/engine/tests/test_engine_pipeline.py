@@ -58,13 +58,13 @@ def test_more_schedules() -> None:
 
 
 COMPOSED: list[Case] = [
-    (dict(data=2, pipeline=2), "tied", {"gradient_accumulation": 2}),
-    (dict(tensor=2, pipeline=2), "dropping", {}),
     (dict(tensor=2, pipeline=2, sequence=dict(mode="megatron")), "llama", {}),
     (dict(data=2, pipeline=2, zero=dict(stage=1)), "tied", {"gradient_accumulation": 2}),
     (dict(data=2, pipeline=ordered("interleaved")["pipeline"], zero=dict(stage=2)), "dropping", {}),
 ]
 MORE_COMPOSED: list[Case] = [
+    (dict(data=2, pipeline=2), "tied", {"gradient_accumulation": 2}),
+    (dict(tensor=2, pipeline=2), "dropping", {}),
     (dict(tensor=dict(mode="2d", grid=(2, 1)), pipeline=2), "dropping", {}),
     (
         dict(tensor=2, pipeline=2, zero=dict(stage=2)),
@@ -251,8 +251,11 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(tmp_path: Path) -> None:
-    relay(LEGS, leg, tmp_path)
+@pytest.mark.parametrize("legs", [LEGS[1:5], pytest.param(LEGS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(
+    legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    relay(legs, leg, tmp_path)
 
 
 # -- evaluation, text, refusals ---------------------------------------------------------------------------------------
@@ -323,6 +326,9 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
     assert [first, *rest] == pytest.approx([wanted[0], wanted[2], wanted[5]], rel=1e-9)
 
 
+MEGATRON: dict[str, Any] = dict(tensor=2, sequence=dict(mode="megatron"))
+
+
 def hugging_face(parallel: dict[str, Any], given: list[dict[str, Tensor]]) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -336,16 +342,19 @@ def hugging_face(parallel: dict[str, Any], given: list[dict[str, Tensor]]) -> An
         return train(engine, given), engine.full_state_dict()
 
 
-def test_a_hugging_face_model() -> None:
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(dict(tensor=2, pipeline=2), marks=pytest.mark.slow),
+        pytest.param(dict(pipeline=2, **MEGATRON), marks=pytest.mark.slow),
+        dict(pipeline=dict(size=2, schedule="interleaved", chunks=2), **MEGATRON),
+    ],
+    ids=str,
+)
+def test_a_hugging_face_model(parallel: dict[str, Any]) -> None:
     """It is there on every rank at first, ties its head, and computes its loss in float32."""
     pytest.importorskip("transformers")
     given = batches(3)
     wanted = hugging_face({}, given)
-    megatron = dict(tensor=2, sequence=dict(mode="megatron"))
-    for parallel in (
-        dict(tensor=2, pipeline=2),
-        dict(pipeline=2, **megatron),
-        dict(pipeline=dict(size=2, schedule="interleaved", chunks=2), **megatron),
-    ):
-        for found in run_on_ranks(4, hugging_face, parallel, given):
-            assert_same(found, wanted, f"gpt2 under {parallel}", 1e-6)
+    for found in run_on_ranks(4, hugging_face, parallel, given):
+        assert_same(found, wanted, f"gpt2 under {parallel}", 1e-6)

@@ -291,5 +291,8 @@ LEGS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(tmp_path: Path) -> None:
-    relay(LEGS, leg, tmp_path)
+@pytest.mark.parametrize("legs", [LEGS[:3], pytest.param(LEGS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_run_handed_from_spec_to_spec_is_the_unbroken_run(
+    legs: list[tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    relay(legs, leg, tmp_path)
