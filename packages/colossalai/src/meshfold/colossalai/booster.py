@@ -94,7 +94,7 @@ class Booster:
         engine, schedule = make_engine(
             model,
             optimizer,
-            None if loss is None else loss,
+            loss,
             lr_scheduler,
             settings,
             type(self.plugin).__name__,
@@ -153,9 +153,8 @@ class Booster:
             )
         if isinstance(engine.given_criterion, _Late):
             engine.given_criterion.now = criterion or engine.given_criterion.first
-            if (
-                engine.given_criterion.now is None
-            ):  # here, on all ranks: inside only that of the last stage would find out
+            # Here, on all ranks: inside only that of the last stage would find out.
+            if engine.given_criterion.now is None:
                 raise SpecError(
                     f"execute_pipeline: {type(engine.model).__name__} takes no labels to make a loss of: give boost(...) or "
                     "execute_pipeline(...) a criterion of (output, target)"
@@ -164,7 +163,7 @@ class Booster:
         _, _, loss = engine.execute_schedule(
             iter([batch]), forward_only=forward_only, return_output_label=False
         )
-        outputs = engine.output_of(batch) if return_outputs else None
+        outputs = engine.predict(batch) if return_outputs else None
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
     def no_sync(

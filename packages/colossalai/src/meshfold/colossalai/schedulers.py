@@ -58,13 +58,9 @@ def _all(scheduler: Any) -> Iterator[Any]:
 def _mark(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer say when it stepped, as those do of which a scheduler is made: torch warns where it cannot see it."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    LambdaLR(optimizer, _as_it_is)
+    LambdaLR(optimizer, lambda step: 1.0)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _as_it_is(step: int) -> float:
-    return 1.0
 
 
 class _WarmUp(LRScheduler):

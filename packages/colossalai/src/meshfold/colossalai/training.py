@@ -128,10 +128,6 @@ class TrainingEngine(Engine):
         with eval_mode(self.model), torch.no_grad():
             return runs(*work.args, **work.kwargs)
 
-    def output_of(self, batch: Any) -> Any:
-        """Return the model's output on a batch as :meth:`execute_schedule` takes it, whole on every rank, without gradients."""
-        return self.predict(batch)
-
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add a loss's gradient; 1/n of it with ``gradient_accumulation=n``."""
         with self._waits():
@@ -187,20 +183,18 @@ class TrainingEngine(Engine):
             Output, label and loss.
         """
         batch = next(data_iter)
+        output = label = None
         if self.pipeline is not None:
-            found: tuple[Any, Any, Tensor] = (None, None, self._through(batch, forward_only=forward_only))
+            loss = self._through(batch, forward_only=forward_only)
         else:
-            found = self._forward_of(batch, forward_only=forward_only)
-        output, label, loss = found
+            output, label, loss = self._forward_of(batch, forward_only=forward_only)
         if not return_output_label:
             output = label = None
         return output, label, loss if return_loss else None
 
     def _through(self, batch: Any, *, forward_only: bool) -> Tensor:
         """Run a batch through the stages; the optimizer does not step."""
-        if forward_only:
-            return torch.tensor(self.eval_step(batch), dtype=torch.float64, device=self.device)
-        loss = self._run(batch)
+        loss = self.eval_step(batch) if forward_only else self._run(batch)
         return torch.tensor(loss, dtype=torch.float64, device=self.device)
 
     @report_errors
