@@ -1,11 +1,15 @@
-"""What every benchmark does: describe the machine, time contestants interleaved, write JSON."""
+"""Steps that every benchmark takes: read arguments, describe the machine, start ranks, time contestants interleaved, write JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import secrets
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+RESULTS = Path(__file__).parent / "results"
+_LAUNCH = "import sys; from meshfold.mesh.processes import launch; raise SystemExit(launch(sys.argv[2:], int(sys.argv[1])))"
+
+
+def add_output(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add ``--out``, which is ``results/NAME.json`` unless given, and ``--report``."""
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
+    parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
+
+
+def parse_with_tiny(
+    parser: argparse.ArgumentParser, argv: Sequence[str], tiny: Mapping[str, Any]
+) -> argparse.Namespace:
+    """Add ``--tiny`` and parse; with it, ``tiny`` has the defaults."""
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
+    if "--tiny" in argv:
+        parser.set_defaults(**tiny)
+    return parser.parse_args(argv)
 
 
 @dataclass
@@ -55,6 +78,39 @@ def machine() -> dict[str, Any]:
     except ImportError:
         found["triton"] = None
     return found
+
+
+def start_ranks(script: Path, words: Sequence[str], ranks: int, timeout: float) -> tuple[int | None, str]:
+    """Run a program on so many local ranks until it ends.
+
+    Args:
+        script: the program.
+        words: its arguments.
+        ranks: how many processes.
+        timeout: seconds after which they are ended.
+
+    Returns:
+        What the launcher exited with (None: it was ended), and what all have printed.
+    """
+    command = [sys.executable, "-c", _LAUNCH, str(ranks), str(script.resolve()), *words]
+    with tempfile.TemporaryFile() as out:
+        running = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            ended: int | None = running.wait(timeout)
+        except subprocess.TimeoutExpired:
+            running.terminate()
+            running.wait(30)
+            ended = None
+        out.seek(0)
+        return ended, out.read().decode(errors="replace")
+
+
+def how_it_ended(ended: int | None, said: str, timeout: float) -> str:
+    """In a few words, with the last line that was printed."""
+    if ended is None:
+        return f"stopped after {timeout:g} s"
+    last = (said.strip().splitlines() or [""])[-1]
+    return f"ended with {ended}: {last[:200]}"
 
 
 def synchronize() -> None:

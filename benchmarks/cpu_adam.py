@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import reports
-from benchmarks.common import Contestant, check_out, interleave, machine, median, ratios, write
+from benchmarks.common import Contestant, add_output, check_out, interleave, machine, median, ratios, write
 from experiments.toml_tables import read_tables
 
-RESULTS = Path(__file__).parent / "results"
 HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
 BETAS = (0.9, 0.999)
 
@@ -70,8 +69,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=1, help="steps a timing")
-    parser.add_argument("--out", type=Path, default=RESULTS / "cpu_adam.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
+    add_output(parser, "cpu_adam")
     args = parser.parse_args(argv)
     if args.report:
         return report(args.report)

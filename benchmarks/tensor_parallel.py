@@ -23,9 +23,17 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from benchmarks import reports
-from benchmarks.common import Contestant, check_out, interleave, machine, median, synchronize, write
+from benchmarks.common import (
+    Contestant,
+    add_output,
+    check_out,
+    interleave,
+    machine,
+    median,
+    synchronize,
+    write,
+)
 
-RESULTS = Path(__file__).parent / "results"
 MODES: dict[str, tuple[str, dict[str, int]]] = {
     "1d+sequence": ("1d+sequence", {"tensor": 4}),
     "1d": ("1d", {"tensor": 4}),
@@ -56,8 +64,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--profile", default="", help="contestant to profile instead; writes the kernels' times"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "tensor_parallel.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
+    add_output(parser, "tensor_parallel")
     args = parser.parse_args(argv)
     if args.report:
         return report(args.report)

@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 from benchmarks import reports
-from benchmarks.common import check_out, machine, median, synchronize, write
+from benchmarks.common import add_output, check_out, machine, median, synchronize, write
 from benchmarks.zero_offload.decoder import SHAPES, WORDS, decoder
 
-RESULTS = Path(__file__).parent / "results"
 HEAD = ("state lives", "seconds a step", "GPU peak, GiB", "host peak, GiB", "loss after the last step")
 PLACEMENTS: dict[str, dict[str, Any] | None] = {
     "everything on the GPU, no zero": None,
@@ -68,8 +67,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=6, help="timed, after two that are not")
     parser.add_argument("--only", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "zero_placements.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this result; nothing is run")
+    add_output(parser, "zero_placements")
     parser.add_argument("--row", choices=PLACEMENTS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.report is not None:

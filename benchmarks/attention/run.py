@@ -24,9 +24,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.attention.report import DEFAULT
-from benchmarks.common import check_out, machine, milliseconds, synchronize, write
+from benchmarks.common import (
+    add_output,
+    check_out,
+    machine,
+    milliseconds,
+    parse_with_tiny,
+    synchronize,
+    write,
+)
 
-RESULTS = Path(__file__).parents[1] / "results"
 TINY = dict(
     lengths=[256, 512],
     check_length=128,
@@ -62,13 +69,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=2, help="steps a timing")
     parser.add_argument("--only", default="", help="comma-separated names of contestants")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
     parser.add_argument("--list", action="store_true", help="the contestants")
-    parser.add_argument("--out", type=Path, default=RESULTS / "attention.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
-    if "--tiny" in argv:
-        parser.set_defaults(**TINY)
-    args = parser.parse_args(argv)
+    add_output(parser, "attention")
+    args = parse_with_tiny(parser, argv, TINY)
     if args.report:
         from benchmarks.attention.report import report
 

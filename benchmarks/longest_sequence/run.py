@@ -21,11 +21,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 from benchmarks import reports
-from benchmarks.common import check_out, machine, write
-from benchmarks.starting import how_it_ended, start_ranks
+from benchmarks.common import (
+    add_output,
+    check_out,
+    how_it_ended,
+    machine,
+    parse_with_tiny,
+    start_ranks,
+    write,
+)
 from experiments import plotting
 
-RESULTS = Path(__file__).parents[1] / "results"
 GIB = 2**30
 BAR = reports.read_bars("longest_sequence", ("growth",))["growth"]
 HEAD = ("ranks", "foretold tokens", "trained", "refused", "against 1 rank", "s a step", "peak GiB")
@@ -88,13 +94,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--tries", type=int, default=6, help="most starts for a number of ranks")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
-    parser.add_argument("--out", type=Path, default=RESULTS / "longest_sequence.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
+    add_output(parser, "longest_sequence")
     parser.add_argument("--rank-job", default="", help=argparse.SUPPRESS)
-    if "--tiny" in argv:
-        parser.set_defaults(**TINY)
-    args = parser.parse_args(argv)
+    args = parse_with_tiny(parser, argv, TINY)
     if args.report:
         return report(args.report)
     if args.rank_job:

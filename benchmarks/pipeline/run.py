@@ -23,9 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 import torch
 
-from benchmarks.common import check_out, machine, milliseconds, synchronize, write
+from benchmarks.common import (
+    add_output,
+    check_out,
+    machine,
+    milliseconds,
+    parse_with_tiny,
+    synchronize,
+    write,
+)
 
-RESULTS = Path(__file__).parents[1] / "results"
 TINY = dict(
     layers=16,
     hidden=64,
@@ -70,13 +77,9 @@ def main(argv: Sequence[str]) -> int:
         default=8.0,
         help="most activations that `auto` may hold, in micro-batches of a rank's share of the model",
     )
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
     parser.add_argument("--list", action="store_true", help="the contestants")
-    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
-    if "--tiny" in argv:
-        parser.set_defaults(**TINY)
-    args = parser.parse_args(argv)
+    add_output(parser, "pipeline")
+    args = parse_with_tiny(parser, argv, TINY)
     if args.report:
         from benchmarks.pipeline.report import report
 

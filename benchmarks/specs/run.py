@@ -19,13 +19,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
-from benchmarks.common import check_out, machine, median, new_call, write
+from benchmarks.common import (
+    add_output,
+    check_out,
+    how_it_ended,
+    machine,
+    median,
+    new_call,
+    parse_with_tiny,
+    start_ranks,
+    write,
+)
 from benchmarks.specs.contestants import names
 from benchmarks.specs.ours import SPECS
 from benchmarks.specs.report import described, report
-from benchmarks.starting import how_it_ended, start_ranks
 
-RESULTS = Path(__file__).parents[1] / "results"
 TINY = dict(model="llama-tiny", seq_len=32, lr=1e-3, rise=2, precision="fp32", steps=6, warm_up=2)
 NOT_SETTINGS = ("out", "report", "list", "only", "rounds", "timeout", "rank_job", "tiny")
 
@@ -80,14 +88,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--only", nargs="+", metavar="CONTESTANT", help="see --list")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command without GPUs")
     parser.add_argument("--list", action="store_true", help="the contestants")
-    parser.add_argument("--out", type=Path, default=RESULTS / "specs.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
+    add_output(parser, "specs")
     parser.add_argument("--rank-job", default="", help=argparse.SUPPRESS)
-    if "--tiny" in argv:
-        parser.set_defaults(**TINY)
-    args = parser.parse_args(argv)
+    args = parse_with_tiny(parser, argv, TINY)
     if not args.model.startswith("llama"):
         raise SystemExit(f"--model {args.model}: a Llama, as in llama-8b")
     if args.rise < 1:

@@ -21,14 +21,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
-from benchmarks.common import check_out, machine, new_call, write
+from benchmarks.common import add_output, check_out, machine, new_call, write
 from benchmarks.zero_offload import process, verdict
 from benchmarks.zero_offload.cases import CASES, CONTESTANTS, OURS, Case, chosen
 from benchmarks.zero_offload.decoder import SHAPES
 from benchmarks.zero_offload.job import GIB, Job
 from benchmarks.zero_offload.report import line, report
 
-RESULTS = Path(__file__).parents[1] / "results"
 LIBRARIES = ("deepspeed", "colossalai", "transformers", "triton", "numba", "numpy")
 
 
@@ -98,8 +97,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prepare", action="store_true", help="compile the peers' extensions, and nothing else"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "zero_offload.json")
-    parser.add_argument("--report", type=Path, help="make table and plot from this result; nothing is run")
+    add_output(parser, "zero_offload")
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of these results to --out"
     )
