@@ -33,7 +33,7 @@ def style() -> Iterator[Any]:
         yield plt
 
 
-def settings() -> dict[str, Any]:
+def settings() -> dict[Any, Any]:  # matplotlib types the keys as a literal of all their names
     """Return the style as matplotlib's settings."""
     inks = (
         "text.color",
