@@ -84,7 +84,7 @@ def table(members: Iterable[Member]) -> str:
     ]
     columns = list(kinds())
     rows = [
-        f"| | {' | '.join(_title(*column) for column in columns)} |",
+        f"| entries | {' | '.join(_title(*column) for column in columns)} |",
         f"|---|{'---|' * len(columns)}",
     ]
     for place, row in enumerate(columns):

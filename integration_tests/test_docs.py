@@ -108,6 +108,19 @@ def test_readme_starts_with_a_short_example(package: Package) -> None:
     assert any(f"meshfold.{source.name}" in first.code for source in package.sources)
 
 
+CONCEPTS = (
+    "checkpoints choosing composition hugging-face kernels layouts-and-algebra mesh-and-spec modes/README parallelize pipeline "
+    "random-numbers sequence training zero zero-chunks zero-disk zero-optimizers zero-plan"
+)
+
+
+@pytest.mark.parametrize("name", CONCEPTS.split())
+def test_a_concept_starts_with_a_short_example(name: str) -> None:
+    found = blocks((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+    assert found[0].language == "python" and found[0].runs
+    assert len(found[0].code.splitlines()) < 15
+
+
 PAGE = """\
 # A page
 
