@@ -103,7 +103,7 @@ def test_a_refusal_has_to_name_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None
     case = replace(PLAIN, spec=many)
     found = judge(case)
     assert found.kind == "refused"
-    assert "Use fewer ranks or chunks" in found.why
+    assert "pipeline=2 with chunks=1" in found.why
     assert found.sort == "~ blocks cannot be cut into ~ stages: each stage"
     monkeypatch.setattr(judging, "REMEDY", re.compile("no such word"))
     assert judge(case).why.startswith("refused without a remedy")

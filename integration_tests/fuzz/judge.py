@@ -14,12 +14,12 @@ from torch import Tensor
 from integration_tests.fuzz import run
 from integration_tests.fuzz.cases import Case
 from integration_tests.fuzz.run import Raised, Refused, Trained
+from integration_tests.house import ROOT
 from meshfold.mesh import MeshfoldError
 from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.testing.pool import RankFailure
 
 TIMEOUT_S = 150.0
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-9  # of a tensor's largest element, in float64
 FAMILY_TOLERANCE = 2e-5  # models of transformers make losses and some norms in float32
 

@@ -507,6 +507,15 @@ def test_no_decay_spares_norms_and_biases() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(precision="float16"), "it is called 'fp16' here"),
+    (dict(precision="bfloat"), "it is called 'bf16' here"),
+    (
+        dict(optimizer=dict(name="adamw", learning_rate=1e-3)),
+        "'learning_rate' is called 'lr' here: write lr=0.001",
+    ),
+    (
+        dict(optimizer=dict(name="sgd", lr=0.1, wd=0.1)),
+        "'wd' is called 'weight_decay' here: write weight_decay=0.1",
+    ),
     (dict(precision=16), "precision=16"),
     (dict(precision=dict(name="fp16", initial_scal=2)), "'initial_scal'.*'initial_scale'"),
     (dict(precision=dict(name="bf16", initial_scale=2.0)), "no key 'initial_scale'"),
@@ -524,7 +533,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(device="gpu"), "device='gpu'"),
     (dict(optimizer="adamx"), "no optimizer 'adamx'.*'adam"),
     (dict(optimizer=dict(lr=1e-3)), "needs a name"),
-    (dict(optimizer=dict(name="adamw", learning_rate=1e-3)), "no key 'learning_rate'"),
     (dict(optimizer=dict(name="adamw", lr=-1.0)), "learning rate"),
     (dict(optimizer=dict(name="adamw", fused=True)), "no key 'fused'"),
     (dict(optimizer=dict(name="adamw", no_decay="biases")), "norms_and_biases"),

@@ -320,11 +320,11 @@ WRONG_WORLDS: list[tuple[dict[str, Any], Any, list[str]]] = [
         ["no size of data fits", "4 does not divide 6", "Start 8 processes", "1, 2, 3 or 6"],
     ),
     (dict(tensor=dict(mode="3d", size=8)), 12, ["a=2 × b=2 × c=2", "Start 8 or 16 processes"]),
-    (dict(pipeline=3), 2, ["parallel=dict(pipeline=3)", "pipe=3 makes 3", "Start 3 processes", "1 or 2"]),
+    (dict(pipeline=3), 2, ["parallel=dict(pipeline=3)", "pipeline=3 makes 3", "Start 3 processes", "1 or 2"]),
     (
         dict(pipeline=2, sequence=dict(mode="ring", size=3)),
         7,
-        ["pipe=2 × seq=3", "6 does not divide 7", "6 or 12"],
+        ["pipeline=2 × sequence=3", "6 does not divide 7", "6 or 12"],
     ),
     (dict(tensor=4), 0, ["world_size=0 is zero"]),
     (dict(tensor=4), -4, ["world_size=-4 is negative"]),

@@ -38,6 +38,8 @@ _NEVER = {
     "LBFGS": "needs all gradients as one vector, and evaluates the loss several times a step",
     "SparseAdam": "is for sparse gradients, and gradients are summed over ranks as dense ones",
 }
+_ELSEWHERE = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay", "decay": "weight_decay"}
+"""other libraries' names of settings"""
 _SCHEDULER = "a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
 _OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
 
@@ -191,6 +193,11 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
             f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{did_you_mean(str(no_decay), [NO_DECAY])}"
         )
     defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name not in _OURS}
+    for key in rest.keys() & _ELSEWHERE.keys():
+        if _ELSEWHERE[key] in defaults:
+            raise SpecError(
+                f"optimizer={value!r}: {key!r} is called {_ELSEWHERE[key]!r} here: write {_ELSEWHERE[key]}={rest[key]!r}"
+            )
     settings.known_keys("optimizer", value, rest, {**defaults, "no_decay": None})
     for key, setting in rest.items():
         _check_setting(value, key, setting, defaults[key])

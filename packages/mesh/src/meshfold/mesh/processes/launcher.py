@@ -9,6 +9,7 @@ rank that failed first comes last, and a request to stop goes to the ranks, whic
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -178,6 +179,12 @@ def _host_store(port: int | None) -> tuple[Any, int]:
     return serve_store(listener.detach()), number
 
 
+def _stops_after(config: Any, seconds: int) -> dict[str, int]:
+    """Return the setting of torch's agent for how long ranks may take to end; empty under torch 2.11, which has none."""
+    known = {field.name for field in dataclasses.fields(config)}
+    return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}
+
+
 def _cores_each(ranks: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
@@ -220,7 +227,7 @@ def launch_node(
         job: a name that the agents of one job have in common.
         restarts: how often all ranks are started anew after a failure.
         address: of this node, as the others see it; by default its host name.
-        stop_s: seconds that ranks get to end by themselves when the agent must end them.
+        stop_s: seconds that ranks get to end by themselves when the agent must end them; under torch 2.11 always 30.
 
     Returns:
         0; 75 if the ranks stopped on request; else the code of the rank of this node that failed first.
@@ -245,7 +252,7 @@ def launch_node(
         min_nodes=nodes[0], max_nodes=nodes[1], nproc_per_node=ranks, run_id=job,
         rdzv_backend="c10d", rdzv_endpoint=rendezvous, local_addr=address,
         max_restarts=restarts, monitor_interval=0.2, logs_specs=DefaultLogsSpecs(),
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT", shutdown_timeout=stop_s,
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT", **_stops_after(LaunchConfig, stop_s),
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="meshfold-agent-") as records, _forward_signals():
         program = ["-P", _bootstrap.__file__, str(os.getpid()), records, *argv]

@@ -80,7 +80,11 @@ class ParallelSpec:
             return replace(self, data=total // rest)
         written = self.written or f"parallel={format_value(self.to_dict())}"
         shown = {name: size for name, size in self.axes.items() if name != "data" or self.data is not None}
-        sizes = " × ".join(f"{name}={size}" for name, size in shown.items())
+        entries = {
+            "pipe": "pipeline",
+            "seq": "sequence",
+        }  # what the user wrote, where the axis has a name of its own
+        sizes = " × ".join(f"{entries.get(name, name)}={size}" for name, size in shown.items())
         problem = f"{written}: {sizes} makes {self.world_size} ranks, but the world size is {total}"
         if total % rest == 0:
             raise SpecError(

@@ -114,9 +114,9 @@ def balance_blocks(
     """
     count = len(costs)
     if stages > count:
+        fitting = f"pipeline={count} with chunks=1" if count > 1 else "leave pipeline out"
         raise LayoutError(
-            f"{count} blocks cannot be cut into {stages} stages: each stage has one at least. Use fewer ranks or "
-            f"chunks, or a deeper model"
+            f"{count} blocks cannot be cut into {stages} stages: each stage has at least one. Use a deeper model, or {fitting}"
         )
     if min((*costs, before, after)) < 0:
         raise LayoutError(f"a negative cost among {[*costs, before, after]}: costs are times")

@@ -187,7 +187,8 @@ class Dropout(ShardedLayer):
         if not made:
             return (last,)
         turned = x.dim() > 2 and self.mesh.world_size > 1 and self._tokens_first(shape, size(*tokens))
-        made[turned] = (Run(tokens, "rows", single=True, size=shape[turned]),)
+        rows = 1 if turned else 0  # dynamo of torch 2.11 traces no index that is a bool
+        made[rows] = (Run(tokens, "rows", single=True, size=shape[rows]),)
         if self._dealt and x.dim() > 2:
             at = 0 if turned else len(made) - 1
             made[at] = (made[at][0]._replace(dealt=True),)
