@@ -512,11 +512,11 @@ SABOTAGE = """
 import os
 parallel = dict(data=2)
 if os.environ.get("RANK") == "1":
-    from meshfold.train.progress import Silent
+    from meshfold.train.progress import Progress
     def step(self, step, numbers):
         if step == 3:
             raise ValueError('a hole in the data')
-    Silent.step = step
+    Progress.step = step
 """
 
 

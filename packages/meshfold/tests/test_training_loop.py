@@ -18,7 +18,7 @@ from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis
 from meshfold.train import loop
-from meshfold.train.progress import Silent
+from meshfold.train.progress import Progress
 from meshfold.train.settings import TrainSettings
 
 SECONDS = 0.3  # that the disk takes for a file
@@ -28,7 +28,7 @@ class Hole(Exception):
     """Of the tests."""
 
 
-class Breaks(Silent):
+class Breaks(Progress):
     """Raises in a step."""
 
     def __init__(self, at: int) -> None:
@@ -102,7 +102,7 @@ def test_an_error_closes_all_and_the_save_under_way_is_completed(
 
     monkeypatch.undo()
     again = settings_in(tmp_path, resume=True)
-    rows = loop.train(again, loop.open_inputs(again, Silent()), Silent())
+    rows = loop.train(again, loop.open_inputs(again, Progress()), Progress())
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
@@ -110,11 +110,11 @@ def one_rank_fails(folder: str) -> tuple[str, float, bool]:
     """What a rank's run ends with, after how many seconds, and whether its watchdog is still at work."""
     diagnosis._BEAT_S = 0.1  # of this pool's ranks, which end after the test
     settings = settings_in(Path(folder), parallel=dict(data=2), watchdog=300.0)
-    inputs = loop.open_inputs(settings, Silent())
+    inputs = loop.open_inputs(settings, Progress())
     began = time.monotonic()
     # Rank 0 alone writes metrics, say, and finds its disk full.
     try:
-        loop.train(settings, inputs, Breaks(at=3) if dist.get_rank() == 0 else Silent())
+        loop.train(settings, inputs, Breaks(at=3) if dist.get_rank() == 0 else Progress())
     except (Hole, CollectiveError) as error:
         return (
             f"{type(error).__name__}: {error}",

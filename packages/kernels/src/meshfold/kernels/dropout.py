@@ -78,27 +78,19 @@ def dropout(
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        threshold: int,
-        scale: float,
-        state: int | Tensor,
-        rows: int | Tensor,
-        col_offset: int,
-        global_cols: int,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        """Apply :func:`drop` with these arguments behind ``x``."""
         ctx.drop = dispatch.twin(drop, x)
-        # Plain attributes: neither the state nor the row numbers are inputs or outputs that autograd could lose.
-        ctx.arguments = (threshold, scale, state, rows, col_offset, global_cols)
-        y: Tensor = ctx.drop(as_rows(x), *ctx.arguments)
+        # A plain attribute: neither the state nor the row numbers are inputs or outputs that autograd could lose.
+        ctx.arguments = arguments
+        y: Tensor = ctx.drop(as_rows(x), *arguments)
         return y.reshape(x.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx = ctx.drop(as_rows(dy), *ctx.arguments)
-        return dx.reshape(dy.shape), None, None, None, None, None, None
+        return dx.reshape(dy.shape), *(None for _ in ctx.arguments)
 
 
 # The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
@@ -117,25 +109,11 @@ def drop(
 
     ``state`` is the stream's (an int64), ``rows`` the number of the first row or an int64 tensor ``m``.
     """
-    keep = kept(x.shape[0], x.shape[1], threshold, state, rows, col_offset, global_cols, x.device)
-    return scaled(x, keep, scale)
-
-
-def kept(
-    count: int,
-    columns: int,
-    threshold: int,
-    state: int | Tensor,
-    rows: int | Tensor,
-    col_offset: int,
-    global_cols: int,
-    device: torch.device,
-) -> Tensor:
-    """The mask ``count columns``, bool."""
-    row = rows if isinstance(rows, Tensor) else plain(torch.arange(count, device=device)) + rows
-    column = plain(torch.arange(columns, device=device)) + col_offset
+    count, columns = x.shape
+    row = rows if isinstance(rows, Tensor) else plain(torch.arange(count, device=x.device)) + rows
+    column = plain(torch.arange(columns, device=x.device)) + col_offset
     index = (row * global_cols).unsqueeze(1) + column
-    return top24(bits_of(state, index)) >= threshold
+    return scaled(x, top24(bits_of(state, index)) >= threshold, scale)
 
 
 def scaled(x: Tensor, keep: Tensor, scale: float) -> Tensor:

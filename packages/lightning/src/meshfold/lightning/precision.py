@@ -26,14 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-)
-from lightning.pytorch.plugins.precision import (
-    Precision as LightningPrecision,
-)
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from meshfold.engine.precision import LossScaler, Precision, ScaleSettings
 from meshfold.mesh import SpecError, did_you_mean
 
@@ -116,11 +110,8 @@ class MeshfoldPrecision(LightningPrecision):
             return data
 
         def convert(value: Any) -> Any:
-            return (
-                value.to(self.engine.dtype)
-                if isinstance(value, Tensor) and value.is_floating_point()
-                else value
-            )
+            is_number = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(self.engine.dtype) if is_number else value
 
         return tree_map(convert, data)
 
@@ -128,9 +119,7 @@ class MeshfoldPrecision(LightningPrecision):
         """Nothing: the strategy casts when the module is there."""
         return nullcontext()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Nothing: the strategy casts when the module is there."""
-        return nullcontext()
+    module_init_context = tensor_init_context
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -157,16 +157,16 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     from meshfold.mesh.processes import start as join
     from meshfold.mesh.watchdog import watchdog_limit
     from meshfold.train.loop import open_inputs, train
-    from meshfold.train.progress import Silent, make_progress
+    from meshfold.train.progress import Progress, make_progress
 
     if settings.hf is not None and (here.rank > 0 or not plan):
         silence_transformers()
     progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
-    settings = _settled(settings, here.world_size, progress if plan else Silent())
+    settings = _settled(settings, here.world_size, progress if plan else Progress())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     require_runnable(spec)
     _check_warmup(settings)
-    check_folder(settings, progress if plan else Silent())
+    check_folder(settings, progress if plan else Progress())
     if (
         plan
     ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers

@@ -20,7 +20,7 @@ from meshfold.checkpoint.files import write_atomically
 from meshfold.train.loop import open_inputs, train
 from meshfold.train.metrics import read_metrics
 from meshfold.train.plots import can_plot, plot_loss
-from meshfold.train.progress import Silent
+from meshfold.train.progress import Progress
 from meshfold.train.settings import TrainSettings
 
 TENSOR = dict(mode="2d", size=4)
@@ -119,7 +119,7 @@ def compare_with_serial(parallel: TrainSettings, steps: int) -> Comparison:
         eval_every=0,
         prompt=None,
     )
-    progress = Silent()
+    progress = Progress()
     # The tokens are there already: the cache is the parallel run's.
     inputs = open_inputs(parallel, progress)
     serial = {row["step"]: row["loss"] for row in train(alone, inputs, progress) if "loss" in row}

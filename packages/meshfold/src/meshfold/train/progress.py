@@ -6,14 +6,14 @@ import importlib.util
 import json
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 # A line comes at most every 2 seconds, and about 30 times in a run; at least every 30 seconds.
 _LEAST_S, _MOST_S, _LINES = 2.0, 30.0, 30
 
 
-class Progress(Protocol):
-    """Takes what a run has to say; only rank 0 has one that shows it."""
+class Progress:
+    """Takes what a run has to say; this one shows nothing, as on every rank but rank 0."""
 
     def say(self, text: str) -> None:
         """A line or more."""
@@ -23,19 +23,6 @@ class Progress(Protocol):
 
     def close(self) -> None:
         """The run is over."""
-
-
-class Silent:
-    """Shows nothing: every rank but one."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def step(self, step: int, numbers: dict[str, float]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class _Pace:
@@ -73,7 +60,7 @@ class _Clock:
         return f"  {minutes // 60}:{minutes % 60:02}:{second:02} left"
 
 
-class Lines:
+class Lines(Progress):
     """Plain lines."""
 
     def __init__(self, steps: int) -> None:
@@ -91,11 +78,8 @@ class Lines:
         if self._pace.due(step):
             self.say(line(step, self._steps, numbers) + left)
 
-    def close(self) -> None:
-        """Do nothing: no line is left open."""
 
-
-class JsonLines:
+class JsonLines(Progress):
     """A line of JSON a step on standard output, for a script; what is said goes to standard error."""
 
     def say(self, text: str) -> None:
@@ -106,11 +90,8 @@ class JsonLines:
         """A line of JSON."""
         print(json.dumps({"step": step, **numbers}), flush=True)
 
-    def close(self) -> None:
-        """Do nothing: no line is left open."""
 
-
-class Bar:
+class Bar(Progress):
     """A bar at the bottom of the terminal, and now and then a line above it."""
 
     def __init__(self, steps: int) -> None:
@@ -150,7 +131,7 @@ class Bar:
 def make_progress(steps: int, *, show: bool, as_json: bool = False) -> Progress:
     """Return the progress display that suits standard output."""
     if not show:
-        return Silent()
+        return Progress()
     if as_json:
         return JsonLines()
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
