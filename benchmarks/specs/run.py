@@ -30,8 +30,7 @@ from benchmarks.common import (
     start_ranks,
     write,
 )
-from benchmarks.specs.contestants import names
-from benchmarks.specs.ours import SPECS
+from benchmarks.specs.contestants import SPECS, names
 from benchmarks.specs.report import described, report
 
 TINY = dict(model="llama-tiny", seq_len=32, lr=1e-3, rise=2, precision="fp32", steps=6, warm_up=2)

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshfold.cli import main
 from meshfold.engine import Engine, plan_memory
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import build
 from meshfold.pipeline import simulate
 from meshfold.pipeline.runtime import Stage
 from meshfold.pipeline.runtime.executor import Peaks
@@ -26,13 +28,43 @@ from meshfold.planner.pipeline_estimate import PipelineEstimate
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))
 from pipeline_cases import watched
-from plan_models import Perceptron, llama
 
+SIZES: dict[str, Any] = dict(hidden=32, layers=4, heads=4, vocab_size=40, max_positions=16)
 SPECS: dict[str, dict[str, Any]] = {
     "zb-h1": dict(data=2, pipeline=dict(size=2, schedule="zb-h1", microbatches=4)),
     "tensor": dict(tensor=2, pipeline=dict(size=2, schedule="1f1b", microbatches=2)),
     "zero 1": dict(data=2, pipeline=dict(size=2, schedule="interleaved", microbatches=2), zero=dict(stage=1)),
 }
+
+
+def llama() -> nn.Module:
+    return build("llama-tiny", **SIZES, kv_heads=2, ffn=64)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Perceptron(nn.Module):
+    """Without attention, of which other kernels keep other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.blocks = nn.ModuleList([Layer() for _ in range(6)])
+        self.head = nn.Linear(32, 40)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)[:, :-1].flatten(0, 1)
+        return {"loss": F.cross_entropy(logits, torch.flatten(labels[:, 1:]))}
 
 
 def planned(parallel: dict[str, Any], model: Any = llama, *, ranks: int = 4, **settings: Any) -> Estimate:
