@@ -179,7 +179,7 @@ def _host_store(port: int | None) -> tuple[Any, int]:
     return serve_store(listener.detach()), number
 
 
-def _stops_after(config: Any, seconds: int) -> dict[str, int]:
+def _stops_after(config: Any, seconds: int) -> dict[str, Any]:
     """Return the setting of torch's agent for how long ranks may take to end; empty under torch 2.11, which has none."""
     known = {field.name for field in dataclasses.fields(config)}
     return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}
