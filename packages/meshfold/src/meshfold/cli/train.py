@@ -102,7 +102,7 @@ def start(
     _check_warmup(settings)
     check_trackers(settings.track)
     check_folder(settings, progress)
-    inputs = _open_inputs(settings, progress)
+    inputs = _open_inputs(settings, spec, progress)
     _show_plan(settings, spec, inputs, progress, show=plan, report=report)
     if spec.world_size == 1:
         from meshfold.train.loop import train
@@ -170,7 +170,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     if (
         plan
     ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
-        _show_plan(settings, spec, _open_inputs(settings, progress), progress, show=True, report=report)
+        _show_plan(settings, spec, _open_inputs(settings, spec, progress), progress, show=True, report=report)
     with join(
         device=settings.device, meeting=watchdog_limit(settings.watchdog) or DEFAULT_TIMEOUT
     ) as process:
@@ -225,7 +225,7 @@ def _check_warmup(settings: TrainSettings) -> None:
         )
 
 
-def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
+def _open_inputs(settings: TrainSettings, spec: ParallelSpec, progress: Progress) -> Inputs:
     """Open what the run reads, and say what that is."""
     from meshfold.train.loop import open_inputs
 
@@ -236,7 +236,10 @@ def _open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
         f"{corpus.validation_tokens:,} to validate with; "
         f"{settings.steps * settings.batch_size * settings.seq_len:,} are {settings.steps} steps"
     )
-    for note in inputs.notes:
+    rows, shares = settings.batch_size // settings.accumulate, spec.data or 1
+    idle = [f"{rows} of {shares} data ranks get a row in a forward, the others compute nothing. Write a --batch-size of "
+            f"{shares * settings.accumulate} at least"] if rows < shares else []  # fmt: skip
+    for note in (*inputs.notes, *idle):
         progress.say(f"  {note}")
     return inputs
 
