@@ -38,7 +38,13 @@ def runs(parallel: dict[str, Any]) -> dict[str, tuple[list[float], dict[str, Ten
     return {kind: parallel_run(kind, parallel) for kind in MODULES}
 
 
-@pytest.mark.parametrize("spec", SPECS)
+SLOW = ("data 2 × tensor 2", "zero 1", "zero 3 cpu")
+"""Each beside others of its kind"""
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=pytest.mark.slow) if spec in SLOW else spec for spec in SPECS]
+)
 def test_example_modules_train_as_on_one_device(spec: str) -> None:
     for rank in run_on_ranks(4, runs, SPECS[spec]):
         for kind, found in rank.items():

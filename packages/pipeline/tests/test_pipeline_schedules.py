@@ -35,11 +35,11 @@ def layers_for(name: str, settings: dict[str, Any], count: int) -> int:
     return len(schedule(name, ranks=count, microbatches=2 * count, **settings).home) + 1
 
 
-def check_schedules(count: int, microbatches: tuple[int, ...], steps: int) -> None:
-    """Every schedule against one process, and what it holds against the simulation."""
-    for name, settings in SCHEDULES:
+def check_schedules(count: int, microbatches: tuple[int, ...], steps: int, by_turns: bool = False) -> None:
+    """Every schedule against one process, and what it holds against the simulation; by turns: with one number each."""
+    for number, (name, settings) in enumerate(SCHEDULES):
         make = partial(model, layers_for(name, settings, count))
-        for many in microbatches:
+        for many in (microbatches[number % len(microbatches)],) if by_turns else microbatches:
             what = f"{name} {settings} of {many} on {count} ranks"
             batches = [tokens(many + many // 2, seed) for seed in range(steps)]  # rows that do not divide
             pipeline = compare(
@@ -51,9 +51,12 @@ def check_schedules(count: int, microbatches: tuple[int, ...], steps: int) -> No
             assert pipeline.peaks.graphs == simulate(plan, kept=0.0).peak[rank], what
 
 
+@pytest.mark.parametrize("by_turns", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize(("count", "microbatches"), [(2, (1, 3, 4)), (4, (2, 8))])
-def test_every_schedule_trains_as_one_process(count: int, microbatches: tuple[int, ...]) -> None:
-    run_on_ranks(count, check_schedules, count, microbatches, 3)
+def test_every_schedule_trains_as_one_process(
+    count: int, microbatches: tuple[int, ...], by_turns: bool
+) -> None:
+    run_on_ranks(count, check_schedules, count, microbatches, 3, by_turns)
 
 
 @pytest.mark.slow  # eight ranks on two cores
