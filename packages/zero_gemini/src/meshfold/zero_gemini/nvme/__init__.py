@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .bench import DiskRates, bench
-from .folder import free_bytes
-from .memory import aligned_empty
-from .request import Pending
-from .store import DiskStore
+from meshfold.zero_gemini.nvme.bench import DiskRates, bench
+from meshfold.zero_gemini.nvme.folder import free_bytes
+from meshfold.zero_gemini.nvme.memory import aligned_empty
+from meshfold.zero_gemini.nvme.request import Pending
+from meshfold.zero_gemini.nvme.store import DiskStore
 
 __all__ = [
     "DiskRates",

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import DiskError
-from .memory import aligned_empty
-from .request import Pending
-from .store import DiskStore
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme.memory import aligned_empty
+from meshfold.zero_gemini.nvme.request import Pending
+from meshfold.zero_gemini.nvme.store import DiskStore
 
 
 @dataclass(frozen=True, kw_only=True)

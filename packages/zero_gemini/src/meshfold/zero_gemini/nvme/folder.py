@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import DiskError
-from .layout import MAGIC, Header
-from .memory import ALIGN
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme.layout import MAGIC, Header
+from meshfold.zero_gemini.nvme.memory import ALIGN
 
 _PATIENCE, _PAUSE_SECONDS = 500, 0.01
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -14,8 +14,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from ..errors import DiskError
-from .memory import ALIGN, round_up
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme.memory import ALIGN, round_up
 
 MAGIC = b"MFBLOCKS"
 VERSION = 2

@@ -7,10 +7,10 @@ import os
 import stat
 from pathlib import Path
 
-from ..errors import DiskError
-from .folder import alone_in, is_still, unlock
-from .layout import Header
-from .memory import ALIGN
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme.folder import alone_in, is_still, unlock
+from meshfold.zero_gemini.nvme.layout import Header
+from meshfold.zero_gemini.nvme.memory import ALIGN
 
 _ANY = "meshfold-*-rank*.blocks"
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import DiskError
+from meshfold.zero_gemini.errors import DiskError
 
 Bytes = npt.NDArray[np.uint8]
 

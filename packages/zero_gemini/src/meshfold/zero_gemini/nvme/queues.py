@@ -9,11 +9,11 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ..errors import DiskError
-from .file import BlockFile
-from .folder import disk_error
-from .layout import BlockPlace
-from .request import Request
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme.file import BlockFile
+from meshfold.zero_gemini.nvme.folder import disk_error
+from meshfold.zero_gemini.nvme.layout import BlockPlace
+from meshfold.zero_gemini.nvme.request import Request
 
 
 @dataclass(eq=False)

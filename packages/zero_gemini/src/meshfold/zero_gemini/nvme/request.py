@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..errors import DiskError
-from .layout import BlockPlace
-from .memory import Bytes
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme.layout import BlockPlace
+from meshfold.zero_gemini.nvme.memory import Bytes
 
 
 @dataclass(eq=False)

@@ -21,14 +21,13 @@ from types import TracebackType
 from torch import Tensor
 
 from meshfold.mesh import did_you_mean
-
-from ..errors import DiskError
-from .file import BlockFile, Direct
-from .folder import block_path, disk_error
-from .layout import FileLayout
-from .memory import bytes_of
-from .queues import BlockQueues
-from .request import Pending, Request
+from meshfold.zero_gemini.errors import DiskError
+from meshfold.zero_gemini.nvme.file import BlockFile, Direct
+from meshfold.zero_gemini.nvme.folder import block_path, disk_error
+from meshfold.zero_gemini.nvme.layout import FileLayout
+from meshfold.zero_gemini.nvme.memory import bytes_of
+from meshfold.zero_gemini.nvme.queues import BlockQueues
+from meshfold.zero_gemini.nvme.request import Pending, Request
 
 
 class DiskStore:
