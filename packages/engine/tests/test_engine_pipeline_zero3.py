@@ -20,7 +20,7 @@ from meshfold.mesh import all_reduce, record
 from meshfold.mesh.testing import ranks
 from meshfold.models import generate
 from meshfold.zero_gemini import Chunk, Gemini
-from meshfold.zero_gemini.chunks import groups as members
+from meshfold.zero_gemini.chunks import parameter_table as members
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from pipeline_cases import MODELS, VOCABULARY, Case, batches, compare, engine_of, gpt, relay, run, watched

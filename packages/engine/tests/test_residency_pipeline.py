@@ -19,7 +19,7 @@ from meshfold.engine.zero.measured_plans import MeasuredPlans
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.zero_gemini import Gemini, MemoryPlanError
-from meshfold.zero_gemini.chunks import groups as members
+from meshfold.zero_gemini.chunks import parameter_table as members
 from meshfold.zero_gemini.planner import Machine, Workload
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank

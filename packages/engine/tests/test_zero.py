@@ -20,7 +20,7 @@ from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import fake_world, ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import MemoryPlanError
-from meshfold.zero_gemini.chunks import groups as members
+from meshfold.zero_gemini.chunks import parameter_table as members
 
 VOCABULARY, CLIP = 37, 0.5
 # A large epsilon: Adam divides gradients that are zero but for rounding, such as those of key biases, by themselves.

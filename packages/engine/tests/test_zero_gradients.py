@@ -20,7 +20,7 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.planner import estimate, find_machine
 from meshfold.zero_gemini import Gemini, MemoryPlanError
-from meshfold.zero_gemini.chunks import groups as members
+from meshfold.zero_gemini.chunks import parameter_table as members
 from meshfold.zero_gemini.planner import MiB
 
 WORDS, WIDTH, ROWS = 37, 32, 8

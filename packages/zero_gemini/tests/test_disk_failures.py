@@ -19,9 +19,8 @@ import torch
 
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.nvme import DiskStore, aligned_empty
-from meshfold.zero_gemini.nvme.folder import block_path
+from meshfold.zero_gemini.nvme.folder import block_path, sweep
 from meshfold.zero_gemini.nvme.layout import FileLayout, Header
-from meshfold.zero_gemini.nvme.leftovers import sweep
 
 PAGE = 4096
 SIZES = {"first": 3 * PAGE + 7, "second": PAGE}

@@ -19,7 +19,7 @@ from stepping_cases import Small, adam, kinds, same
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import OutOfBudget
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.optimizer import AdamStepper
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, _Deal
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming, HostState

@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.zero_gemini.chunks.move_order import Move, in_turn
+from meshfold.zero_gemini.chunks.placement import Move, in_turn
 
 sizes = st.integers(0, 1000)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshfold.zero_gemini.memory.host_waits import Waiting
+from meshfold.zero_gemini.memory.copies import Waiting
 from meshfold.zero_gemini.profiler import PhaseClock, PhaseSeconds
 
 sys.path.append(str(Path(__file__).parent))

@@ -20,8 +20,8 @@ from training_cases import CPU, Model, batches, in_chunks, loss_of, make_model
 
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Home, Memory
-from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
 
 HOMES = {

@@ -26,7 +26,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import DiskError, MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.nvme import DiskStore
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module

@@ -17,7 +17,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.optimizer.interface import Entry
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper

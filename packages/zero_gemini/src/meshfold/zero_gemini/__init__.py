@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from meshfold.zero_gemini import moved
-from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_size
-from meshfold.zero_gemini.chunks.groups import slot_alignment
 from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
+from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
 from meshfold.zero_gemini.chunks.placement import Home, ParameterBudget, PlacementRule, Shares
+from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError, DiskError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.gemini import Gemini
-from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
+from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
 from meshfold.zero_gemini.optimizer import Entry
 from meshfold.zero_gemini.optimizers import CPUAdam, HybridAdam
 from meshfold.zero_gemini.sharded_init import ShardedInit

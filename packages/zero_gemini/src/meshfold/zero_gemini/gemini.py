@@ -40,9 +40,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel

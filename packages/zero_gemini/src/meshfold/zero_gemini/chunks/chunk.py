@@ -29,8 +29,7 @@ from meshfold.mesh.collectives import all_gather_into
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
+from meshfold.zero_gemini.memory.arena import Block, Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import beside, mark, queue_behind
 
 

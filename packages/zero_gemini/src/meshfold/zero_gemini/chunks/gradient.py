@@ -18,13 +18,11 @@ from torch import Tensor
 
 from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
-from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, GradState, check_transition
+from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, BackwardRole, GradState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.memory.copies import Arrival, fetch, send_home, stream_of
 
 

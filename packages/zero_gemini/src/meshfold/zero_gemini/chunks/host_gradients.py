@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Block, Memory
 
 BUFFERS = 2
 """One is stepped from while another is filled; a plan counts as many (``planner.memory.gradient_ring``)."""

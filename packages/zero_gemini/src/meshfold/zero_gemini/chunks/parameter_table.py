@@ -1,8 +1,8 @@
-"""Facts about a model's parameters that never change, wherever their elements are."""
+"""Table of a model's parameters: facts that never change, and the layout of all of them in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, ParameterMeta
 from meshfold.mesh.parameters import metadata_on
-from meshfold.zero_gemini.chunks.groups import Member
+from meshfold.zero_gemini.chunks.chunk_size import MIN_CHUNK_ELEMS, search_chunk_size
+from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
 from meshfold.zero_gemini.norm import holders_of
 
 
@@ -70,3 +71,56 @@ def members_of(known: Mapping[str, Known]) -> dict[str, Member]:
         name: Member(numel=one.shape.numel(), kind=one.kind, sum_axes=one.meta.sum_axes)
         for name, one in known.items()
     }
+
+
+PARTS = 16
+"""Into about so many chunks at least a model is laid out, however small, so that some of it can be elsewhere."""
+LEAST_ELEMS = 2**16
+"""Chunks of fewer elements are not worth a collective."""
+
+
+def slot_alignment(regime: str) -> int:
+    """Return the multiple of elements at which each parameter begins: 8-bit moments share a scale every 256."""
+    return 256 if regime == "C" else 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A parameter, as far as its place goes."""
+
+    numel: int
+    """elements on this rank, over the tensor axes"""
+    kind: Hashable
+    """what the parameters of a chunk have in common"""
+    sum_axes: tuple[str, ...]
+    """axes that its gradient is summed over: their ranks share its chunk"""
+
+
+def lay_out_members(
+    members: Mapping[str, Member], mesh: Mesh, *, slot_align_elems: int, chunk_elems: int | None = None
+) -> list[tuple[tuple[str, ...], ChunkLayout]]:
+    """The chunks of every set of axes that gradients are summed over, in order of registration.
+
+    Args:
+        members: parameters by name, in order of registration, tied ones once.
+        mesh: says how many ranks share a chunk.
+        slot_align_elems: each parameter begins at a multiple of this.
+        chunk_elems: size of a chunk in elements; None searches for the least waste.
+    """
+    found = []
+    for axes in dict.fromkeys(member.sum_axes for member in members.values()):
+        ranks = mesh.size(*axes)
+        items = [
+            Item(name, member.numel, member.kind)
+            for name, member in members.items()
+            if member.sum_axes == axes and member.numel
+        ]
+        size = chunk_elems or _size(items, ranks)
+        found.append((axes, lay_out(items, size, ranks, slot_align_elems=slot_align_elems)))
+    return found
+
+
+def _size(items: Sequence[Item], ranks: int) -> int:
+    """Elements of a chunk."""
+    least = min(MIN_CHUNK_ELEMS, max(LEAST_ELEMS, sum(item.numel for item in items) // PARTS))
+    return search_chunk_size(items, ranks, min_elems=least, max_elems=4 * least).chunk_elems

@@ -1,4 +1,4 @@
-"""States of a chunk and of its gradient, and the legal transitions between them.
+"""States of a chunk and of its gradient, their legal transitions, and the role of a backward in its step.
 
 Chunks and gradients change their state only by a ``_to`` of their own, which asks these tables.
 """
@@ -6,7 +6,7 @@ Chunks and gradients change their state only by a ``_to`` of their own, which as
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from meshfold.zero_gemini.errors import ChunkError
 
@@ -78,3 +78,13 @@ def check_transition(
     """
     if after not in transitions[before]:
         raise ChunkError(f"{who}: illegal transition from {before.value!r} to {after.value!r}")
+
+
+BackwardRole = Literal["more", "apart", "last", "final"]
+"""Role of a backward within its optimizer step.
+
+``"more"``: others follow before the step; what is reduced is reduced as the stage does it.
+``"apart"``: others follow, and nothing is sent to other ranks meanwhile.
+``"last"``: the last as far as one knows: gradients are complete after it.
+``"final"``: the last for certain, and nobody looks at the gradients before the step: chunks are stepped in it.
+"""

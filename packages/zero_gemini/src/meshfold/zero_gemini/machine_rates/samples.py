@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_parameters
 from meshfold.mesh import Group, all_gather
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.memory.copies import stream_of, synchronize
 from meshfold.zero_gemini.nvme import bench, free_bytes
 from meshfold.zero_gemini.optimizer.cpu_executor import threads_for_steps

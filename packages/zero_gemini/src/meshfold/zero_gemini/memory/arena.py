@@ -6,16 +6,21 @@ machine without a GPU, an arena with a budget stands for the compute device, so 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import mmap
+import os
 import threading
 from collections import Counter
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
+from meshfold.zero_gemini.memory.copies import Waiting
 
 # What the CUDA allocator rounds to: storages are made that large, so that its count is ours (but for up to 1 MiB that
 # it leaves to a block rather than split a cached segment).
@@ -305,3 +310,116 @@ def _size(nbytes: int) -> str:
     if nbytes >= 2**20:
         return f"{nbytes / 2**20:.2f} MiB"
     return f"{nbytes:,} bytes"
+
+
+PAGE_BYTES = 4096
+"""Host memory is locked in pages, and so is direct I/O done."""
+
+_HUGE_PAGE_BYTES = 2**21
+_PLACES = 16
+_turns = itertools.count()
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the process
+
+
+class _Pages(mmap.mmap):
+    """Pages that are unlocked just before they are unmapped, which is when nothing refers to them any more."""
+
+    _unlock: Callable[[int], object] | None = None
+    _address = 0
+    _process = 0
+
+    def advise(self, advice: str) -> None:
+        with contextlib.suppress(OSError):  # a kernel that does not know it does as well without
+            if hasattr(mmap, advice):
+                self.madvise(getattr(mmap, advice))
+
+    def lock(self, address: int, nbytes: int) -> None:
+        # A fork (the workers of a data loader) would copy locked pages one by one: children do without them.
+        self.advise("MADV_DONTFORK")
+        runtime = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        if status:
+            raise OSError(
+                f"CUDA could not lock {nbytes:,} bytes of host memory (error {status}); ask for less, or raise the "
+                "limit of locked memory (ulimit -l)"
+            )
+        self._unlock, self._address, self._process = runtime.cudaHostUnregister, address, os.getpid()
+
+    def __del__(self) -> None:
+        if self._unlock is not None and self._process == os.getpid():
+            self._unlock(self._address)
+
+
+def page_locked(nbytes: int) -> Tensor:
+    """Zeros, uint8 ``nbytes``, on pages of their own, locked if there is CUDA.
+
+    ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
+    freed. These are exact, and go back to the system with the last tensor on them.
+
+    Equally large ones follow each other in the address space, so what a kernel reads of several at a time would be whole
+    powers of two apart where they are as large: the same bank of memory, or set of a cache, for all of them at every moment.
+    (A step of Adam on planes 256 MiB apart reached 10 to 12 GB/s of a core's 40.) So they begin by turns on one of 16
+    pages; those before and behind are never touched, so no memory is behind them.
+
+    Raises:
+        OSError: if the system has not as much memory, or does not let it be locked.
+    """
+    is_large = nbytes >= _HUGE_PAGE_BYTES
+    room, front = (_PLACES * PAGE_BYTES if is_large else 0), 0
+    pages = _Pages(-1, room + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_large:
+        pages.advise("MADV_HUGEPAGE")  # one page fault and one TLB entry for 2 MiB
+        # Wherever the system has put it.
+        begin = torch.frombuffer(pages, dtype=torch.uint8).data_ptr() // PAGE_BYTES
+        front = (next(_turns) - begin) % _PLACES * PAGE_BYTES
+    storage = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=front)
+    # The first write takes the memory from the system: slow, so all of torch's threads share it.
+    storage.fill_(0)
+    if torch.cuda.is_available():
+        pages.lock(storage.data_ptr(), nbytes)
+    return storage
+
+
+MemoryTier = Literal["device", "host", "disk"]
+"""Memory that holds something between its uses; data on disk visits the host."""
+
+
+class Memory:
+    """Two arenas. Without a GPU both are the CPU's memory, and budgets alone tell them apart.
+
+    Attributes:
+        compute: the arena where the model computes.
+        home: the arena of the host; page-locked if the model computes on a GPU.
+        device: of ``compute``.
+        host: of ``home``.
+        waiting: goes round what the host waits for before memory can be used again.
+    """
+
+    def __init__(
+        self, device: torch.device, *, device_bytes: int | None = None, host_bytes: int | None = None
+    ) -> None:
+        """Args:
+        device: where the model computes.
+        device_bytes: budget of chunks there; None for what it has.
+        host_bytes: budget at home.
+        """
+        self.device, self.host = device, torch.device("cpu")
+        self.compute = Arena(f"compute device {device}", device, device_bytes)
+        self.home = Arena("host", self.host, host_bytes, pinned=device.type == "cuda")
+        self.waiting = Waiting()
+
+    def arena(self, place: MemoryTier) -> Arena:
+        """Return the arena of a memory tier."""
+        return self.compute if place == "device" else self.home
+
+    def allocate(self, elements: int, dtype: torch.dtype, place: MemoryTier, purpose: str) -> Block:
+        """A flat block of undefined contents; the caller frees it.
+
+        Raises:
+            OutOfBudget: if there is not as much left.
+        """
+        return self.arena(place).allocate(elements, dtype, purpose)
+
+    def count(self, tensor: torch.Tensor, purpose: str) -> Block:
+        """Account for a tensor of the compute device that somebody else made, until the block is freed."""
+        return self.compute.count(tensor, purpose)

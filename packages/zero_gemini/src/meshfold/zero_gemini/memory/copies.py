@@ -1,10 +1,14 @@
-"""Copies between the host and a GPU beside the computation: on a stream of their own, waited for by the GPU alone."""
+"""Copies between the host and a GPU beside the computation, on a stream of their own, and waits of the host.
+
+Hooks of a backward wait for the optimizer's work of the step before, or for space for a gradient. A device that gets no
+work meanwhile is idle: `Waiting` reports each such wait, so that profilers do not count it as compute.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -88,3 +92,21 @@ def synchronize(device: torch.device) -> None:
     """Wait for all that was queued on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+Watch = Callable[[str], AbstractContextManager[None]]
+"""Goes round a wait; is told what for."""
+
+
+class Waiting:
+    """Goes round whatever the host may wait for: ``with waiting("the optimizer's step"): ...``.
+
+    Attributes:
+        watch: what goes round it; None: nobody watches.
+    """
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+
+    def __call__(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.watch is None else self.watch(what)

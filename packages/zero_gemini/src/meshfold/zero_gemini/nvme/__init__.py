@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from meshfold.zero_gemini.nvme.bench import DiskRates, bench
 from meshfold.zero_gemini.nvme.folder import free_bytes
-from meshfold.zero_gemini.nvme.memory import aligned_empty
-from meshfold.zero_gemini.nvme.request import Pending
-from meshfold.zero_gemini.nvme.store import DiskStore
+from meshfold.zero_gemini.nvme.layout import aligned_empty
+from meshfold.zero_gemini.nvme.store import DiskStore, Pending
 
 __all__ = [
     "DiskRates",

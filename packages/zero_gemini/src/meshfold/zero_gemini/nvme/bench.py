@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from meshfold.zero_gemini.errors import DiskError
-from meshfold.zero_gemini.nvme.memory import aligned_empty
-from meshfold.zero_gemini.nvme.request import Pending
-from meshfold.zero_gemini.nvme.store import DiskStore
+from meshfold.zero_gemini.nvme.layout import aligned_empty
+from meshfold.zero_gemini.nvme.store import DiskStore, Pending
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,15 @@ from typing import Literal
 
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.nvme.folder import claim, disk_error, is_still, preallocate, unlock
-from meshfold.zero_gemini.nvme.layout import PROBE_AT, FileLayout, Header
-from meshfold.zero_gemini.nvme.memory import ALIGN, Bytes, aligned_empty, round_up
+from meshfold.zero_gemini.nvme.layout import (
+    ALIGN,
+    PROBE_AT,
+    Bytes,
+    FileLayout,
+    Header,
+    aligned_empty,
+    round_up,
+)
 
 Direct = bool | Literal["auto"]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import MemoryTier
 from meshfold.zero_gemini.optimizer.adam_parameters import AdamValues
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker

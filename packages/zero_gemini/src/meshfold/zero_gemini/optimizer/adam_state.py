@@ -12,8 +12,7 @@ from meshfold.kernels import AdamState
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece, Ring
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes
 from meshfold.zero_gemini.optimizer.gpu_streaming import HostState

@@ -16,9 +16,7 @@ from itertools import islice
 from torch import Tensor, uint8
 
 from meshfold.zero_gemini.errors import DiskError
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Memory
-from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
+from meshfold.zero_gemini.memory.arena import PAGE_BYTES, Block, Memory
 from meshfold.zero_gemini.nvme import DiskStore, Pending
 from meshfold.zero_gemini.optimizer.state_planes import Plane, views
 

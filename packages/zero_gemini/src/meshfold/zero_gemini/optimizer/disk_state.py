@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from itertools import count
 
 from meshfold.zero_gemini.errors import DiskError, MemoryPlanError
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.nvme import DiskStore
-from meshfold.zero_gemini.nvme.folder import block_path, is_others
-from meshfold.zero_gemini.nvme.leftovers import sweep
-from meshfold.zero_gemini.nvme.memory import ALIGN, round_up
+from meshfold.zero_gemini.nvme.folder import block_path, is_others, sweep
+from meshfold.zero_gemini.nvme.layout import ALIGN, round_up
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece, Ring
 from meshfold.zero_gemini.optimizer.state_planes import BLOCK_ELEMS, Plane, lie
 

@@ -16,7 +16,7 @@ from functools import partial
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.host_gradients import GradientRing
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.memory.copies import Arrival, send_home
 from meshfold.zero_gemini.optimizer.interface import EarlyStepper
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls

@@ -11,8 +11,7 @@ from meshfold.mesh.parameters import StoredValue, number_keys
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
-from meshfold.zero_gemini.memory.arena import Arena, Block
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import Arena, Block, MemoryTier
 from meshfold.zero_gemini.optimizer.interface import Entry
 from meshfold.zero_gemini.optimizer.master_weights import Weights
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import AdamState
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Block, Memory
 from meshfold.zero_gemini.memory.copies import Arrival
 from meshfold.zero_gemini.optimizer.state_planes import Plane, cut, lie, state_of, views
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import MemoryTier
 
 
 class Entry(NamedTuple):

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 
 
 class Weights:

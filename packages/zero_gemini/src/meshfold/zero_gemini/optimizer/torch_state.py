@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import Tensor
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.memory.arena import Arena, Block
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import Arena, Block, MemoryTier
 
 STATE = "optimizer state"
 

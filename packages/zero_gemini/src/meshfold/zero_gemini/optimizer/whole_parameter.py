@@ -21,8 +21,7 @@ from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError
-from meshfold.zero_gemini.memory.arena import Block
-from meshfold.zero_gemini.memory.arenas import MemoryTier
+from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer import state_tree as paths
 from meshfold.zero_gemini.optimizer.interface import Entry
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners, rounds_of

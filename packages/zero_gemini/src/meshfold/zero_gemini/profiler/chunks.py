@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Mesh
-from meshfold.zero_gemini.chunks.groups import lay_out_members
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
-from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of
+from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, lay_out_members, members_of
 from meshfold.zero_gemini.profiler.workload import ChunkUse
 from meshfold.zero_gemini.runtime.units import Unit, find_units
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshfold.zero_gemini.memory.host_waits import Waiting
+from meshfold.zero_gemini.memory.copies import Waiting
 from meshfold.zero_gemini.profiler.clocks import Clock
 
 

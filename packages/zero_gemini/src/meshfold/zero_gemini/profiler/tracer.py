@@ -4,7 +4,7 @@ A unit is *arrived at*, then *entered* (in between, whoever gathers parameters w
 through hooks on its module, in the backward through hooks on what it returned and on what it was given. Those are the
 same places at which the runtime gathers and releases: moments of a trace are moments of the executor.
 
-Where the host waits inside of a moment (:mod:`meshfold.zero_gemini.memory.host_waits`) the time is not that
+Where the host waits inside of a moment (:mod:`meshfold.zero_gemini.memory.copies`) the time is not that
 of compute: it is taken
 off, so that a plan is made of what the model needs wherever its chunks are, and not of where they were while it was watched.
 """

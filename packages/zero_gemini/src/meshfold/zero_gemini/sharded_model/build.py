@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import copy_parameter_hooks
-from meshfold.zero_gemini.chunks.groups import lay_out_members
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
-from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, members_of
+from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, lay_out_members, members_of
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
 from meshfold.zero_gemini.optimizer.dispatch import adam_regime, optimizer_kind

@@ -16,11 +16,11 @@ from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
-from meshfold.zero_gemini.chunks.groups import slot_alignment
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
+from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Home, PlacementRule
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.memory.arenas import Memory
+from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps

@@ -10,11 +10,10 @@ import torch
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
-from meshfold.zero_gemini.chunks.move_order import Move, in_turn
 from meshfold.zero_gemini.chunks.parameter_table import Kind
-from meshfold.zero_gemini.chunks.placement import Home, PlacementRule
+from meshfold.zero_gemini.chunks.placement import Home, Move, PlacementRule, in_turn
 from meshfold.zero_gemini.errors import OutOfBudget
-from meshfold.zero_gemini.memory.arenas import Memory, MemoryTier
+from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import synchronize
 from meshfold.zero_gemini.optimizer import AdamStepper, Stepper
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from meshfold.mesh import Group
 from meshfold.mesh.parameters import GradientProxy, after_gradients
-from meshfold.zero_gemini.chunks.backward_role import BackwardRole
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.norm import total_norm
