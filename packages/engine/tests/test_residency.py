@@ -23,8 +23,8 @@ from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import Chunk, DiskError, Gemini, Home, MemoryPlanError
-from meshfold.zero_gemini.machine_rates import observed as seen
 from meshfold.zero_gemini.machine_rates import samples as measuring
+from meshfold.zero_gemini.machine_rates import samples as seen
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer import kernel_runs as runs
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker

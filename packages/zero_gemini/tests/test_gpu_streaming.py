@@ -23,7 +23,7 @@ from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.optimizer import AdamStepper
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, _Deal
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming, HostState
-from meshfold.zero_gemini.optimizer.state_planes import planes_of
+from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
 HOST = Home(parameters="host", state="host")
 SLOT_BYTES = 2**14 * 16  # one piece of the smallest size, or a part of one more

@@ -17,12 +17,12 @@ from stepping_cases import SHAPES, Small, adam
 from meshfold.mesh import Group
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.machine_rates import samples as measuring
-from meshfold.zero_gemini.machine_rates.observed import ENOUGH_ELEMS, with_observed_rates
+from meshfold.zero_gemini.machine_rates.samples import ENOUGH_ELEMS, with_observed_rates
 from meshfold.zero_gemini.memory.arena import PAGE_BYTES, Arena, Memory, page_locked
 from meshfold.zero_gemini.optimizer import AdamStepper
-from meshfold.zero_gemini.optimizer import step_timing as paces
+from meshfold.zero_gemini.optimizer import kernel_runs as paces
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
-from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTimer, StepTiming
+from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTimer, StepTiming
 from meshfold.zero_gemini.planner import H200, REGIMES, Machine
 from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT_STEP, Choice
 from meshfold.zero_gemini.planner.seconds import seconds_table

@@ -25,7 +25,7 @@ from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.arena import PAGE_BYTES
 from meshfold.zero_gemini.optimizer import AdamStepper, GeneralStepper
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
-from meshfold.zero_gemini.optimizer.state_planes import planes_of
+from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
 
 def check_bytes(made: Small, homes: Iterable[Home], regime: str, *, resident: bool = False) -> None:

@@ -32,7 +32,7 @@ from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes
-from meshfold.zero_gemini.optimizer.state_planes import planes_of
+from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
 PAGE = 4096
 CPU = torch.device("cpu")

@@ -52,7 +52,7 @@ class Measured:
         gpu_bytes: most that tensors took on the device at once, gathered chunks and activations included; 0 on a CPU.
         host_bytes: most that the process had of the host's memory at the end of a step.
         host_steps: elements a second that the optimizer stepped on the host, by what was done (see
-            :mod:`meshfold.zero_gemini.optimizer.step_timing`); empty for other optimizers than Adam.
+            :mod:`meshfold.zero_gemini.optimizer.kernel_runs`); empty for other optimizers than Adam.
     """
 
     seconds: float

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from meshfold.zero_gemini.machine_rates.observed import with_observed_rates
 from meshfold.zero_gemini.machine_rates.samples import (
     UNLIMITED_BYTES,
     available_device_bytes,
     available_host_bytes,
     measure_machine,
     measure_rank_rates,
+    with_observed_rates,
 )
 
 __all__ = [

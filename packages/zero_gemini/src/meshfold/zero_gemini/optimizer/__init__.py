@@ -7,8 +7,8 @@ from meshfold.zero_gemini.optimizer.disk_state import DiskSettings
 from meshfold.zero_gemini.optimizer.dispatch import OptimizerKind, optimizer_kind
 from meshfold.zero_gemini.optimizer.elementwise import GeneralStepper
 from meshfold.zero_gemini.optimizer.interface import EarlyStepper, Entry, Stepper
+from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.speculative_steps import SPECULATE_AFTER_STEPS
-from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
 
 __all__ = [
     "SPECULATE_AFTER_STEPS",

@@ -13,8 +13,8 @@ from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.interface import Entry
-from meshfold.zero_gemini.optimizer.state_planes import MOMENTS
-from meshfold.zero_gemini.optimizer.state_snapshot import AdamSnapshot
+from meshfold.zero_gemini.optimizer.master_weights import MOMENTS
+from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
 
 
 class AdamValues(ABC):

@@ -16,10 +16,8 @@ from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece, Ring
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes
 from meshfold.zero_gemini.optimizer.gpu_streaming import HostState
-from meshfold.zero_gemini.optimizer.master_weights import Weights
-from meshfold.zero_gemini.optimizer.shadow_state import SecondCopy
-from meshfold.zero_gemini.optimizer.state_planes import cut, planes_of, state_of
-from meshfold.zero_gemini.optimizer.state_snapshot import ChunkSnapshot
+from meshfold.zero_gemini.optimizer.master_weights import SecondCopy, Weights, cut, planes_of, state_of
+from meshfold.zero_gemini.optimizer.state_tree import ChunkSnapshot
 
 
 class Held:

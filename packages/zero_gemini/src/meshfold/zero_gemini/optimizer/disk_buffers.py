@@ -18,7 +18,7 @@ from torch import Tensor, uint8
 from meshfold.zero_gemini.errors import DiskError
 from meshfold.zero_gemini.memory.arena import PAGE_BYTES, Block, Memory
 from meshfold.zero_gemini.nvme import DiskStore, Pending
-from meshfold.zero_gemini.optimizer.state_planes import Plane, views
+from meshfold.zero_gemini.optimizer.master_weights import Plane, views
 
 _PAUSE_SECONDS = 2e-4  # a piece is on its way for some 20 ms
 

@@ -26,7 +26,7 @@ from meshfold.zero_gemini.nvme import DiskStore
 from meshfold.zero_gemini.nvme.folder import block_path, is_others, sweep
 from meshfold.zero_gemini.nvme.layout import ALIGN, round_up
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece, Ring
-from meshfold.zero_gemini.optimizer.state_planes import BLOCK_ELEMS, Plane, lie
+from meshfold.zero_gemini.optimizer.master_weights import BLOCK_ELEMS, Plane, lie
 
 Slot = tuple[DiskStore, str]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from meshfold.kernels import AdamState
 from meshfold.zero_gemini.memory.arena import Block, Memory
 from meshfold.zero_gemini.memory.copies import Arrival
-from meshfold.zero_gemini.optimizer.state_planes import Plane, cut, lie, state_of, views
+from meshfold.zero_gemini.optimizer.master_weights import Plane, cut, lie, state_of, views
 
 SLOT_BYTES = 32 * 2**20
 SLOTS = 6

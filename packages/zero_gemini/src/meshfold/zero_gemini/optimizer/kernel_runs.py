@@ -1,11 +1,14 @@
-"""One step of one chunk as a few runs of the kernel, now or later, at once or in halves."""
+"""One step of one chunk as a few runs of the kernel, now or later, at once or in halves, and the timings of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +18,6 @@ from meshfold.zero_gemini.memory.copies import Arrival
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Work
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
-from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTimer
 
 
 @dataclass
@@ -204,3 +206,47 @@ def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> A
             )
         ),
     )
+
+
+StepKind = Literal["whole", "parameters", "moments", "passage", "second copy", "disk"]
+"""Kind of an optimizer step: whole, one of its halves (see :mod:`meshfold.zero_gemini.optimizer.cpu_executor`), by the
+device, into a second copy of the state, or of state on a disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Elements and seconds of some optimizer steps.
+
+    Attributes:
+        elements: that they stepped.
+        seconds: that they took, one after the other; waiting for gradients is not in them, nor for a disk but for its own.
+    """
+
+    elements: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: StepTiming) -> StepTiming:
+        return StepTiming(self.elements + other.elements, self.seconds + other.seconds)
+
+
+class StepTimer:
+    """Sum of the timings of several threads, by kind of step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[StepKind, StepTiming] = {}
+
+    @contextmanager
+    def clock(self, what: StepKind, elements: int) -> Iterator[None]:
+        """Context manager: time a step of so many elements; a step that raises does not count."""
+        begin = time.perf_counter()
+        yield
+        took = StepTiming(elements, time.perf_counter() - begin)
+        with self._lock:
+            self._found[what] = self._found.get(what, StepTiming()) + took
+
+    def take(self) -> dict[StepKind, StepTiming]:
+        """Return the timings since the last call."""
+        with self._lock:
+            found, self._found = self._found, {}
+        return found

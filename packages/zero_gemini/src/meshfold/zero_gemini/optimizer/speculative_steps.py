@@ -3,7 +3,7 @@
 The norm is known when backward is over, and then a step that waited for it has only the next forward to hide behind. But a
 gradient that was not scaled down in the last steps will hardly be in this one. So a chunk whose state is on the host is
 stepped as soon as its gradient is there, into a second copy
-(:mod:`meshfold.zero_gemini.optimizer.shadow_state`), as if the gradient
+(:mod:`meshfold.zero_gemini.optimizer.master_weights`), as if the gradient
 counted what the last two steps' did. If it does, the step is made; else it never was, and the chunk is stepped again. Both
 ways give the same bits.
 """

@@ -1,4 +1,6 @@
-"""Optimizer state of one parameter as a flat table of named tensors and numbers, and back, bit for bit.
+"""Optimizer state: as a flat table of named tensors and numbers, counted in arenas, and as a snapshot to copy later.
+
+The table is of one parameter, and gives the state back bit for bit.
 
 Optimizers that need whole matrices keep lists of them, and numbers of Python beside tensors. A name says how to come
 back: ``gram[0]`` is the first of a list, ``moments(1)`` the second of a tuple, ``sizes.rows`` an entry of a dict;
@@ -8,14 +10,21 @@ back: ``gram[0]`` is the first of a list, ``moments(1)`` the second of a tuple, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshfold.kernels import QuantizedState, join_master
+from meshfold.mesh.parameters import StoredValue
+from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.memory.arena import Arena, Block, MemoryTier
+from meshfold.zero_gemini.optimizer.master_weights import Plane
 
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 _EMPTY: dict[str, type] = {"list": list, "tuple": tuple, "dict": dict}
@@ -116,3 +125,111 @@ def _built(node: Any) -> Any:
     kind = node[""]
     below = {key: _built(value) for key, value in node.items() if key != ""}
     return below if kind == "dict" else _EMPTY[kind](below[place] for place in sorted(below))
+
+
+STATE = "optimizer state"
+
+
+class CountedState:
+    """The tensors that an optimizer has of some chunks."""
+
+    def __init__(
+        self, tensors_of: Callable[[Chunk], Iterable[Tensor]], places: Mapping[Chunk, MemoryTier]
+    ) -> None:
+        """Args:
+        tensors_of: those of a chunk.
+        places: where each chunk's are; may change.
+        """
+        self._tensors_of, self._places = tensors_of, places
+        self._blocks: dict[int, Block] = {}  # by identity of the tensor
+
+    def missing(self, places: Mapping[Chunk, MemoryTier]) -> Iterator[tuple[Tensor, Arena]]:
+        """Yield the tensors to account for, with the arena of each, if chunks had these placements."""
+        for chunk, place in places.items():
+            arena = chunk.memory.arena(place)
+            for value in self._tensors_of(chunk):
+                known = self._blocks.get(id(value))
+                if known is None or known.arena is not arena:
+                    yield value, arena
+
+    def update(self) -> None:
+        """Account for what is there now, and no more for what is not.
+
+        Raises:
+            OutOfBudget: if the optimizer took more than there was left.
+        """
+        there = {id(value) for chunk in self._places for value in self._tensors_of(chunk)}
+        missing = {id(value): (value, arena) for value, arena in self.missing(self._places)}
+        for key in [key for key in self._blocks if key not in there or key in missing]:
+            self._blocks.pop(key).free()
+        for key, (value, arena) in missing.items():
+            self._blocks[key] = arena.count(value, STATE)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkSnapshot:
+    """The state of a chunk that is in memory.
+
+    Attributes:
+        dtype: in which the model computes.
+        weights: of the shard.
+        planes: what is kept beside them, by name; none of state on a disk.
+    """
+
+    dtype: torch.dtype
+    weights: Tensor
+    planes: Mapping[str, tuple[Plane, Tensor]]
+
+    def parts(self, begin: int, end: int, key: str | None) -> StoredValue:
+        """The elements from ``begin`` up to ``end`` of one of the moments, or for None of the master weights: views."""
+        if key is None and self.dtype == torch.float32:
+            return StoredValue((self.weights[begin:end],))
+        planes = self._cut(begin, end, ("parameter", "lo") if key is None else (key, f"{key}_scale"))
+        if key is None:
+            if self.dtype == torch.float16:
+                return StoredValue(planes)
+            return StoredValue((self.weights[begin:end], *planes), _master)
+        if len(planes) > 1:
+            return StoredValue(planes, partial(_moment, key))
+        return StoredValue(planes) if planes[0].dtype == torch.float32 else StoredValue(planes, _widened)
+
+    def _cut(self, begin: int, end: int, names: Collection[str]) -> tuple[Tensor, ...]:
+        found = (self.planes[name] for name in names if name in self.planes)
+        return tuple(tensor[begin // plane.each : plane.numel(end)] for plane, tensor in found)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdamSnapshot:
+    """The state of all chunks, none of it on a disk.
+
+    Attributes:
+        chunks: by chunk.
+        chunk_of: each parameter's, by name.
+        steps: of each parameter.
+    """
+
+    chunks: Mapping[Chunk, ChunkSnapshot]
+    chunk_of: Mapping[str, Chunk]
+    steps: Mapping[str, int]
+
+    def parts(self, name: str, key: str | None) -> StoredValue:
+        """This rank's elements of one of a parameter's moments, or for None of its true value; ``"step"`` is a number."""
+        if key == "step":
+            return StoredValue((torch.tensor(float(self.steps[name])),))
+        chunk = self.chunk_of[name]
+        return self.chunks[chunk].parts(*chunk.span(name), key)
+
+
+def _master(planes: Sequence[Tensor]) -> Tensor:
+    """Master weights of their two planes."""
+    return join_master(*planes)
+
+
+def _moment(key: str, planes: Sequence[Tensor]) -> Tensor:
+    """A moment of its codes and scales."""
+    return QuantizedState.decoded(key, *planes)
+
+
+def _widened(planes: Sequence[Tensor]) -> Tensor:
+    """A moment that is kept in fewer bits."""
+    return planes[0].float()

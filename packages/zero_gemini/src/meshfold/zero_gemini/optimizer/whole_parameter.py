@@ -25,7 +25,7 @@ from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer import state_tree as paths
 from meshfold.zero_gemini.optimizer.interface import Entry
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners, rounds_of
-from meshfold.zero_gemini.optimizer.torch_state import STATE, CountedState
+from meshfold.zero_gemini.optimizer.state_tree import STATE, CountedState
 
 
 class WholeStepper:

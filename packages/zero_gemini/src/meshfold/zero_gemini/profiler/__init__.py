@@ -10,14 +10,19 @@ Without a device, on tensors without values::
 On a GPU the same with ``CudaBytes(device, model_bytes=peak_of(arena))`` and ``CudaClock(device)``.
 """
 
-from meshfold.zero_gemini.profiler.chunks import chunk_uses
-from meshfold.zero_gemini.profiler.clocks import Clock, CudaClock, OperatorClock, WallClock
+from meshfold.zero_gemini.profiler.clocks import (
+    Clock,
+    CudaClock,
+    OperatorClock,
+    PhaseClock,
+    PhaseSeconds,
+    WallClock,
+)
 from meshfold.zero_gemini.profiler.layers import LayerWatch
 from meshfold.zero_gemini.profiler.live import CudaBytes, LiveBytes, MemoryProbe, peak_of
 from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment
-from meshfold.zero_gemini.profiler.phases import PhaseClock, PhaseSeconds
 from meshfold.zero_gemini.profiler.tracer import StepTracer
-from meshfold.zero_gemini.profiler.workload import ChunkUse, workload_of
+from meshfold.zero_gemini.profiler.workload import ChunkUse, chunk_uses, workload_of
 
 __all__ = [
     "ChunkUse",

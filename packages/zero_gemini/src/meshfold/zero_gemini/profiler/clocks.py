@@ -1,9 +1,16 @@
-"""Clocks of compute: by the operators that were called, by a GPU's events, or by wall time."""
+"""Clocks of compute: by the operators that were called, by a GPU's events, or by wall time; and a clock of both phases.
+
+Compute is not always the device's: small layers take as long as the host needs to launch them, and longer while its cores
+step the optimizer. A trace made before the plan does not show that, so `PhaseClock` measures forward and backward while
+chunks are where the plan has put them. It hangs nothing on modules, so that blocks stay compiled.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
+
+from meshfold.zero_gemini.memory.copies import Waiting
 
 
 class Clock(Protocol):
@@ -129,3 +138,68 @@ _MAKES_NOTHING = {
     torch.ops.aten.is_same_size,
 }
 """Operators that touch no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Seconds of compute, waits left out.
+
+    Attributes:
+        forward: of the forward of one micro-step.
+        backward: of its backward, with what is recomputed there.
+    """
+
+    forward: float
+    backward: float
+
+
+class PhaseClock:
+    """Takes the time of one micro-step: ``begin``, then ``turn`` before its backward, then ``end`` after it."""
+
+    def __init__(self, waiting: Waiting, clock: Clock) -> None:
+        """Args:
+        waiting: goes round what is waited for; this clock watches it from ``begin`` to ``end``.
+        clock: knows seconds.
+        """
+        self._waiting, self._clock = waiting, clock
+        self._marks: list[Any] = []
+        self._stalls: list[tuple[int, Any, Any]] = []  # in which phase, from when, until when
+
+    def begin(self) -> None:
+        """Before the forward."""
+        self._marks, self._stalls = [self._clock.mark()], []
+        self._waiting.watch = self._stalled
+
+    def turn(self) -> None:
+        """Before the backward. Of several the first counts."""
+        if len(self._marks) == 1:
+            self._marks.append(self._clock.mark())
+
+    def end(self) -> None:
+        """After the backward."""
+        if len(self._marks) == 2:
+            self._marks.append(self._clock.mark())
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Watch no longer."""
+        if self._waiting.watch == self._stalled:
+            self._waiting.watch = None
+
+    def take(self) -> PhaseSeconds | None:
+        """Return the measured seconds, once; None unless all three were called."""
+        marks, self._marks = self._marks, []
+        if len(marks) < 3:
+            return None
+        spent = [self._clock.seconds(*marks[i : i + 2]) for i in range(2)]
+        for phase, *stall in self._stalls:
+            spent[phase] -= self._clock.seconds(*stall)
+        return PhaseSeconds(*(max(0.0, seconds) for seconds in spent))
+
+    @contextmanager
+    def _stalled(self, what: str) -> Iterator[None]:
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._stalls.append((len(self._marks) - 1, begin, self._clock.mark()))

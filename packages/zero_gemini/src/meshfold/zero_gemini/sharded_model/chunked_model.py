@@ -24,10 +24,9 @@ from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
+from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
-from meshfold.zero_gemini.optimizer.step_timing import StepKind, StepTiming
-from meshfold.zero_gemini.profiler.chunks import Named, uses_of
-from meshfold.zero_gemini.profiler.workload import ChunkUse, light_units
+from meshfold.zero_gemini.profiler.workload import ChunkUse, Named, light_units, uses_of
 from meshfold.zero_gemini.rank_errors import Faults
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls

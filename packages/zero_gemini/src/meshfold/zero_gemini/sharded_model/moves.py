@@ -17,7 +17,7 @@ from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import synchronize
 from meshfold.zero_gemini.optimizer import AdamStepper, Stepper
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
-from meshfold.zero_gemini.optimizer.state_planes import planes_of
+from meshfold.zero_gemini.optimizer.master_weights import planes_of
 from meshfold.zero_gemini.rank_errors import Faults
 
 
