@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfold.zero_gemini.planner.loads import TAIL
 from meshfold.zero_gemini.planner.options import (
     ALL_GPU,
     DISK_RESIDENT,
@@ -21,6 +20,7 @@ from meshfold.zero_gemini.planner.options import (
 )
 from meshfold.zero_gemini.planner.problem import Case, Problem
 from meshfold.zero_gemini.planner.rates import Machine
+from meshfold.zero_gemini.planner.seconds import TAIL
 from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 

@@ -1,20 +1,223 @@
-"""The joint search: state of some chunks, parameters of some, activations of some layers, and how to clip.
+"""Search for the best plan: state of some chunks, parameters of some, activations of some layers, and how to clip.
 
-Up to ``EXACT_CHUNKS`` chunks the best choice is proved (exact.py); beyond it is the best of an ordered family (family.py).
-Which of the two is used depends on the workload alone and both are exact minima over sets that do not depend on the
-limits: with more memory a plan is never slower.
+Up to ``EXACT_CHUNKS`` chunks the best choice is proved; beyond it is the best of an ordered family (family.py). Which of the
+two is used depends on the workload alone, and both are exact minima over sets that do not depend on the limits: with more
+memory a plan is never slower.
+
+The proof is branch and bound over whole blocks of partial choices. One is dropped when its memory cannot fit any more, or
+when no completion can be faster than the best plan known. Two lower bounds are used: every row with the least that the rest
+adds, and Lagrangian bounds, which price the memory so that its scarcity counts (Fisher, 1981): for weights y of the rows of
+every phase and prices μ >= 0 of memory,
+
+    seconds >= Σ y·time(x) + Σ μ·(memory(x) - limit),   a sum over chunks and layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
-from meshfold.zero_gemini.planner.exact import as_choice, branch_and_bound, every_choice
 from meshfold.zero_gemini.planner.family import Family, layer_order, orders
-from meshfold.zero_gemini.planner.options import ALL_GPU, Choice
+from meshfold.zero_gemini.planner.options import ALL_GPU, Choice, Floats, Ints
 from meshfold.zero_gemini.planner.problem import Case, Problem
+
+BLOCK = 1024
+"""Number of partial choices that are looked at together."""
+ITERATIONS = 120
+"""Steps towards the best prices."""
+ROUNDS, CLIMB = 2, 12
+"""Rounds, and steps a round, in which prices are improved for every block."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """The best choice, if one is better than what was known; ``proved`` unless the search was cut short."""
+
+    value: float
+    choice: Choice | None
+    proved: bool
+    looked_at: int
+
+
+class _Items:
+    """Chunks and layers alike: for each the sums that each of its options adds. Shape of one: option row."""
+
+    def __init__(self, problem: Problem) -> None:
+        options = list(problem.options)
+        self.chunks, self.layers = len(problem.time.chunk), len(problem.time.layer)
+        table = problem.memory
+        most = table.base + table.chunk[:, options].max(1).sum(0) + table.layer.max(1).sum(0)
+        rows = np.isfinite(problem.limits) & (most > problem.limits)  # the others can never be exceeded
+        self.limits = problem.limits[rows]
+        self.time_base, self.memory_base = problem.time.base, table.base[rows]
+        self.time = [*problem.time.chunk[:, options], *problem.time.layer]
+        self.memory = [*table.chunk[:, options][..., rows], *table.layer[..., rows]]
+
+    def choice(self, picks: Ints, problem: Problem) -> Choice:
+        options = np.array(problem.options)
+        chunks = options[picks[: self.chunks]]
+        return Choice(chunks=chunks, layers=picks[self.chunks :].astype(np.int64))
+
+
+def branch_and_bound(problem: Problem, worst: float, *, most_looked_at: int = 400_000) -> Found:
+    """The best choice of a problem, if it is better than ``worst``.
+
+    Args:
+        worst: the best value that is known: only better ones are looked for; inf if none is.
+        most_looked_at: partial choices after which the search gives up and says so.
+    """
+    items = _Items(problem)
+    count = len(items.time)
+    rows, limited = len(items.time_base), len(items.limits)
+    everything = _Prices(problem, items, range(count))
+    everything.climb(items.time_base, items.memory_base, worst, ITERATIONS)
+    tight = np.maximum(items.limits, 1.0)  # what fills most memory first: then little is left to choose
+    order = sorted(range(count), key=lambda i: -float(np.ptp(items.memory[i] / tight, axis=0).sum()))
+    rest = [_Prices(problem, items, order[level:], like=everything) for level in range(count)]
+    least = np.zeros((count + 1, rows + limited))
+    adds = [np.concatenate([t, m], axis=-1) for t, m in zip(items.time, items.memory, strict=True)]
+    for level in reversed(range(count)):
+        least[level] = least[level + 1] + adds[order[level]].min(0)
+    start = np.concatenate([items.time_base, items.memory_base])
+    blocks = [(0, start[None], np.zeros((1, count), dtype=np.int64))]
+    best: Choice | None = None
+    looked_at = 0
+    while blocks:
+        level, sums, picks = blocks.pop()
+        bounds = problem.value((sums + least[level])[:, :rows])
+        prices = rest[level]
+        for _ in range(ROUNDS):
+            keep = np.maximum(bounds, prices.bound(sums)) < worst * (1 - 1e-12)
+            sums, picks, bounds = sums[keep], picks[keep], bounds[keep]
+            if not len(sums):
+                break
+            middle = sums.mean(0)
+            prices.climb(middle[:rows], middle[rows:], worst, CLIMB)
+        if not len(sums):
+            continue
+        add = adds[order[level]]
+        looked_at += len(sums) * len(add)
+        if looked_at > most_looked_at:
+            return Found(value=worst, choice=best, proved=False, looked_at=looked_at)
+        sums = (sums[:, None] + add[None]).reshape(-1, sums.shape[1])
+        picks = np.repeat(picks, len(add), axis=0)
+        picks[:, order[level]] = np.tile(np.arange(len(add)), len(picks) // len(add))
+        ends = sums + least[level + 1]
+        fits = (ends[:, rows:] <= items.limits).all(1)
+        bounds = np.where(fits, problem.value(ends[:, :rows]), np.inf)
+        if level + 1 == count:
+            i = int(bounds.argmin())
+            if bounds[i] < worst:
+                worst, best = float(bounds[i]), items.choice(picks[i], problem)
+            continue
+        bounds = np.maximum(bounds, rest[level + 1].bound(sums))
+        good = np.argsort(bounds, kind="stable")[: int((bounds < worst * (1 - 1e-12)).sum())]
+        parts = [good[i : i + BLOCK] for i in range(0, len(good), BLOCK)]
+        blocks += [(level + 1, sums[part], picks[part]) for part in reversed(parts)]
+    return Found(value=worst, choice=best, proved=True, looked_at=looked_at)
+
+
+class _Prices:
+    """Weights of time rows and prices of memory rows for the items that are still open, and the bound they give.
+
+    Subgradient ascent with Polyak's step, the weights of a phase projected to their simplex.
+    """
+
+    def __init__(
+        self, problem: Problem, items: _Items, open_items: Sequence[int], like: _Prices | None = None
+    ) -> None:
+        self.phases, self.limits, self.value = problem.phases, items.limits, problem.value
+        padded = max(len(items.time[i]) for i in open_items)
+        self.scale = 1 / np.maximum(items.limits, 1.0)
+        self.time = np.stack([_padded(items.time[i], padded) for i in open_items])
+        self.memory = np.stack([_padded(items.memory[i], padded) for i in open_items]) * self.scale
+        self.index = np.arange(len(open_items))
+        self.weights, self.prices = np.zeros(len(items.time_base)), np.zeros(len(items.limits))
+        for phase in problem.phases:
+            self.weights[phase.start : phase.stop] = phase.weight / (phase.stop - phase.start)
+        if like is not None:
+            self.weights, self.prices = like.weights, like.prices
+
+    def priced(self) -> Floats:
+        """Return the cost of every option of every open item; item option."""
+        cost: Floats = self.time @ self.weights + self.memory @ self.prices
+        return cost
+
+    def bound(self, sums: Floats) -> Floats:
+        """No completion of partial sums (partial, time and memory rows) is faster than this."""
+        rows = len(self.weights)
+        memory = (sums[:, rows:] - self.limits) * self.scale
+        total: Floats = sums[:, :rows] @ self.weights + memory @ self.prices + self.priced().min(1).sum()
+        return total
+
+    def climb(self, time: Floats, memory: Floats, worst: float, steps: int) -> None:
+        """Better prices for partial sums."""
+        over = (memory - self.limits) * self.scale
+        weights, prices = self.weights, self.prices
+        top, stride = -np.inf, 1.0
+        for _ in range(steps):
+            picks = (self.time @ weights + self.memory @ prices).argmin(1)
+            up = time + self.time[self.index, picks].sum(0)
+            use = over + self.memory[self.index, picks].sum(0)
+            value = float(weights @ up + prices @ use)
+            if value > top:
+                top, self.weights, self.prices = value, weights, prices
+            else:
+                stride *= 0.93
+            target = worst if np.isfinite(worst) else 1.2 * float(self.value(up)) + 1e-9
+            if value >= target:
+                return
+            unit = max(target, 1e-30) ** 2  # memory is in shares of its limit, time in seconds
+            length = stride * (target - value) / max(float(use @ use) * unit + float(up @ up), 1e-300)
+            weights = weights + length * up
+            for phase in self.phases:
+                part = slice(phase.start, phase.stop)
+                weights[part] = _simplex(weights[part], phase.weight)
+            prices = np.maximum(0, prices + length * unit * use)
+
+
+def _padded(options: Floats, count: int) -> Floats:
+    """The last option again until there are so many."""
+    return np.concatenate([options, options[-1:].repeat(count - len(options), 0)])
+
+
+def _simplex(x: Floats, total: float) -> Floats:
+    """The nearest point of ``x >= 0, Σ x = total``."""
+    ordered = np.sort(x)[::-1]
+    excess = np.cumsum(ordered) - total
+    last = np.nonzero(ordered - excess / np.arange(1, len(x) + 1) > 0)[0]
+    shift = excess[last[-1]] / (last[-1] + 1) if len(last) else excess[-1] / len(x)
+    out: Floats = np.maximum(x - shift, 0)
+    return out
+
+
+def every_choice(problem: Problem) -> Iterator[tuple[Floats, Ints]]:
+    """Every choice that fits and its value, in blocks and without any bound: (values, picks), for few chunks."""
+    items = _Items(problem)
+    split = max(0, len(items.time) - 7)  # the last seven are made at once
+    tail = np.array(list(product(*[range(len(option)) for option in items.time[split:]])))
+    time = sum((items.time[split + i][tail[:, i]] for i in range(tail.shape[1])), start=items.time_base)
+    memory = sum((items.memory[split + i][tail[:, i]] for i in range(tail.shape[1])), start=items.memory_base)
+    for head in product(*[range(len(option)) for option in items.time[:split]]):
+        used = sum((items.memory[i][pick] for i, pick in enumerate(head)), start=np.zeros(len(items.limits)))
+        fits = (memory + used <= items.limits).all(1)
+        if fits.any():
+            spent = sum(
+                (items.time[i][pick] for i, pick in enumerate(head)), start=np.zeros(len(items.time_base))
+            )
+            picks = np.concatenate(
+                [np.tile(np.array(head, dtype=np.int64), (int(fits.sum()), 1)), tail[fits]], axis=1
+            )
+            yield problem.value(time[fits] + spent), picks.astype(np.int64)
+
+
+def as_choice(problem: Problem, picks: Ints) -> Choice:
+    """The choice that a row of picks means."""
+    return _Items(problem).choice(picks, problem)
+
 
 EXACT_CHUNKS, EXACT_LAYERS = 10, 24
 MOST_SWAPS = 64
