@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
 
 from meshfold.mesh.errors import LaunchError
 from meshfold.mesh.processes import launch
+from meshfold.mesh.processes.launcher import _stops_after
 
 SECONDS = 40.0  # far below what the ranks would sleep, with room for a busy machine
 
@@ -437,3 +439,10 @@ def test_what_cannot_start_is_refused_before_anything_starts(tmp_path: Path) -> 
         launch(["-m"], 2)
     with pytest.raises(LaunchError, match="port 70000 is not a port"):
         launch([__file__], 2, port=70000)
+
+
+def test_torch_gets_the_time_to_stop_only_where_it_takes_one() -> None:
+    torch_2_11 = make_dataclass("LaunchConfig", [("signals_to_handle", str)])
+    torch_2_13 = make_dataclass("LaunchConfig", [("signals_to_handle", str), ("shutdown_timeout", int)])
+    assert _stops_after(torch_2_11, 7) == {}
+    assert _stops_after(torch_2_13, 7) == {"shutdown_timeout": 7}
