@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import re
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -437,3 +439,7 @@ def test_nearest() -> None:
     assert did_you_mean("quux", known) == ""
     assert did_you_mean("data", []) == ""
     assert did_you_mean("Row", (name for name in ("row", "col"))) == " Did you mean 'row'?"
+
+
+def test_the_example_of_did_you_mean_is_what_it_prints() -> None:
+    assert doctest.testmod(sys.modules["meshfold.mesh.errors"]) == doctest.TestResults(failed=0, attempted=2)
