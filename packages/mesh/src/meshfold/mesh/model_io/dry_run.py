@@ -155,6 +155,11 @@ class DryRun(TorchFunctionMode):
             and found.is_meta
         ):
             found._holds = func in (torch.all, Tensor.all)  # type: ignore[attr-defined]
+        # transformers writes mask.all() as mask.sum() == mask.numel(), so the count is remembered until it is compared.
+        if func is Tensor.sum and len(args) == 1 and args[0].is_meta and args[0].dtype is torch.bool:
+            found._most = args[0].numel()
+        if func is Tensor.__eq__ and isinstance(args[1], int) and getattr(args[0], "_most", None) == args[1]:
+            found._holds = True
         return found
 
     def _attention(self, *given: Tensor | None) -> Tensor:
