@@ -237,7 +237,7 @@ def _open_inputs(settings: TrainSettings, spec: ParallelSpec, progress: Progress
         f"{settings.steps * settings.batch_size * settings.seq_len:,} are {settings.steps} steps"
     )
     rows, shares = settings.batch_size // settings.accumulate, spec.data or 1
-    idle = [f"{rows} of {shares} data ranks get a row in a forward, the others compute nothing. Write a --batch-size of "
+    idle = [f"{rows} of {shares} data ranks get a row in a forward, the others one that does not count. Write a --batch-size of "
             f"{shares * settings.accumulate} at least"] if rows < shares else []  # fmt: skip
     for note in (*inputs.notes, *idle):
         progress.say(f"  {note}")
