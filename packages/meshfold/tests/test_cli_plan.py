@@ -230,7 +230,7 @@ MODEL = ["plan", "--model", "gpt-tiny", "--seq-len", "256", "--precision", "fp32
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What is said on standard error of a plan that does not fit."""
+    """The text on standard error for a plan that does not fit."""
     assert main([*MODEL, *words]) == 1
     said = capsys.readouterr().err
     assert said.startswith("meshfold plan: it does not fit: ") and said.count("\n") == 1

@@ -272,7 +272,7 @@ class Recorder(TorchDispatchMode):
         noted_args, noted_kwargs = self._noted(args, kwargs, written)
         try:
             result = written[0] if _is_plain_normal(func, args) else func(*_on_meta(args), **_on_meta(kwargs))
-        except NotImplementedError:  # it depends on values
+        except NotImplementedError:  # no meta kernel: values decide the shape
             if not written:
                 return self._compute(func, args, kwargs)
             result = written[0]

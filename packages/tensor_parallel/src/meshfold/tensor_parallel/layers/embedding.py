@@ -100,9 +100,9 @@ class Embedding(ShardedLayer):
         Raises:
             TokenError: on the CPU, for an id beyond the table; on a GPU it is an assertion on the device.
         """
-        if self._alone and ids.device.type != "cpu" and self.weight.shape[0] == self.num_embeddings:
-            return F.embedding(ids, self.weight, self.padding_idx)  # the device checks ids itself
-        ids = checked(ids, self.num_embeddings, "token id")
+        # A GPU checks ids against the table's rows itself; those of a padded vocabulary are too many.
+        if not self._alone or ids.device.type == "cpu" or self.weight.shape[0] != self.num_embeddings:
+            ids = checked(ids, self.num_embeddings, "token id")
         if self._alone:
             return F.embedding(ids, self.weight, self.padding_idx)
         flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.compute[self.plan.m])
