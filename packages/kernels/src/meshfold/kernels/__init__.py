@@ -38,6 +38,7 @@ from meshfold.kernels.grad_pass import (
     sum_of_squares,
     write_gradient,
 )
+from meshfold.kernels.linear_cross_entropy import VocabularyShard, linear_cross_entropy
 from meshfold.kernels.merge_attention import merge_attention_
 from meshfold.kernels.nf4 import NF4_BLOCK, Nf4Linear, pack_nf4, unpack_nf4
 from meshfold.kernels.norms import (
@@ -67,6 +68,7 @@ __all__ = [
     "Nf4Linear",
     "QuantizedState",
     "SplitState",
+    "VocabularyShard",
     "WholeState",
     "adam_step",
     "adam_update_moments",
@@ -88,6 +90,7 @@ __all__ = [
     "layer_norm_backward_stats",
     "layer_norm_centred_sum",
     "layer_norm_sum",
+    "linear_cross_entropy",
     "local_max",
     "loss_per_row",
     "merge_attention_",

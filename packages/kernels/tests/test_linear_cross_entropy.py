@@ -1,0 +1,262 @@
+"""Linear + cross entropy against the two steps one after the other: loss, every gradient, memory, shards, errors."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshfold.kernels import linear_cross_entropy
+from meshfold.kernels.linear_cross_entropy import CHUNK_BYTES, VocabularyShard, chunk_rows
+
+ROWS, WIDTH, WORDS = 13, 6, 37
+
+
+def operands(
+    dtype: torch.dtype = torch.float64, rows: int = ROWS, bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, WIDTH, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(WORDS, WIDTH, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, WORDS, (rows,), generator=random)
+    labels[1::4] = -100
+    made = (
+        torch.randn(WORDS, generator=random, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    )
+    return x, weight, labels, made
+
+
+def expected_rows(
+    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, settings: dict[str, Any]
+) -> Tensor:
+    """The loss of every row, from whole logits."""
+    wide = [
+        None if t is None else t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, weight, bias)
+    ]
+    logits = F.linear(wide[0], wide[1], wide[2]) * settings.get("scale", 1.0)  # type: ignore[arg-type]
+    if cap := settings.get("softcap", 0.0):
+        logits = cap * torch.tanh(logits / cap)
+    rows = F.cross_entropy(
+        logits, labels, reduction="none", label_smoothing=settings.get("label_smoothing", 0.0)
+    )
+    return rows + settings.get("z_loss", 0.0) * logits.logsumexp(-1).square() * (labels != -100)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all at once": dict(label_smoothing=0.1, z_loss=0.01, softcap=2.0, scale=0.7),
+    "scale": dict(scale=3.0),
+    "cap": dict(softcap=1.5),
+    "smoothing": dict(label_smoothing=0.2),
+    "z-loss": dict(z_loss=0.05),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["in the forward", "in the backward"])
+@pytest.mark.parametrize("chunk", [1, 5, 128])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_two_steps(case: str, chunk: int, recompute: bool) -> None:
+    settings = CASES[case]
+    for reduction in ("mean", "sum", "none"):
+        x, weight, labels, bias = operands()
+        leaves = [x, weight, bias]
+        rows = expected_rows(x, weight, labels, bias, settings)
+        upstream = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)
+        plain = (
+            (rows * upstream).sum() if reduction == "none" else 3.0 * rows.sum() / (
+                (labels != -100).sum() if reduction == "mean" else 1)
+        )  # fmt: skip
+        want = torch.autograd.grad(plain, leaves)  # type: ignore[arg-type]
+        got = linear_cross_entropy(
+            x, weight, labels, bias, chunk=chunk, reduction=reduction, recompute=recompute, **settings  # type: ignore[arg-type]
+        )  # fmt: skip
+        loss = (got * upstream).sum() if reduction == "none" else 3.0 * got
+        assert torch.allclose(loss, plain, rtol=1e-13)
+        for name, one, other in zip(
+            ("x", "weight", "bias"), torch.autograd.grad(loss, leaves), want, strict=True  # type: ignore[arg-type]
+        ):  # fmt: skip
+            assert torch.allclose(one, other, rtol=1e-11, atol=1e-13), f"{reduction}: gradient of {name}"
+
+
+def test_only_what_is_wanted_has_a_gradient() -> None:
+    x, weight, labels, bias = operands()
+    for needs in ((True, False, False), (False, True, False), (False, False, True)):
+        leaves = [t.detach().requires_grad_(need) for t, need in zip((x, weight, bias), needs, strict=True)]  # type: ignore[union-attr]
+        linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2]).backward()
+        assert [leaf.grad is not None for leaf in leaves] == list(needs)
+    with torch.no_grad():
+        assert not linear_cross_entropy(x, weight, labels, bias).requires_grad
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_batches_of_rows_and_strides(recompute: bool) -> None:
+    x, weight, labels, _ = operands(rows=12)
+    batch = x.detach().view(3, 4, WIDTH).transpose(0, 1).requires_grad_()
+    shaped = labels.view(3, 4).t()
+    want = linear_cross_entropy(x, weight, labels, reduction="none", recompute=recompute)
+    got = linear_cross_entropy(batch, weight, shaped, reduction="none", recompute=recompute)
+    assert torch.equal(got, want.view(3, 4).t())
+    wanted = torch.autograd.grad(want.sum(), x)[0]
+    assert torch.allclose(torch.autograd.grad(got.sum(), batch)[0].transpose(0, 1).reshape(12, -1), wanted)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest number of elements that an operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return found
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_logits_are_never_whole(recompute: bool, settings: dict[str, Any]) -> None:
+    rows, chunk = 64, 8
+    x, weight, labels, bias = operands(rows=rows)
+    with LargestTensor() as seen:
+        linear_cross_entropy(x, weight, labels, bias, chunk=chunk, recompute=recompute, **settings).backward()
+    # The reference of the gradient holds a chunk; nothing is larger, save what has the shape of an operand.
+    assert seen.largest <= max(chunk * WORDS, rows * WIDTH, WORDS * WIDTH) < rows * WORDS
+
+
+def test_low_precision_is_as_exact_as_the_two_steps() -> None:
+    exact = operands(torch.float64, rows=96)
+    truth = torch.autograd.grad(expected_rows(*exact, {}).sum() / 72, exact[:2])
+    x, weight, labels, bias = operands(torch.bfloat16, rows=96)
+    plain = F.cross_entropy(F.linear(x, weight, bias).float(), labels)
+    loss = linear_cross_entropy(x, weight, labels, bias, chunk=16)
+    assert loss.dtype is torch.float32
+    for got, two_steps, want in zip(
+        torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(plain, (x, weight)), truth, strict=True
+    ):
+        error, allowed = (got.double() - want).norm(), (two_steps.double() - want).norm()
+        assert error <= 2.0 * allowed
+
+
+def test_half_precision_scales_before_it_rounds() -> None:
+    """A gradient of 1e-8 a row is nothing in float16; with a loss scale in front of it, it is."""
+    x, weight, labels, bias = operands(torch.float16)
+    loss = linear_cross_entropy(x, weight, labels, bias) * 1e-4
+    (loss * 65536.0).backward()
+    exact = operands(torch.float64)
+    (expected_rows(*exact, {}).sum() / int((labels != -100).sum()) * 1e-4 * 65536.0).backward()
+    assert torch.allclose(weight.grad.double(), exact[1].grad, rtol=0.02, atol=1e-3)  # type: ignore[union-attr]
+
+
+def test_nothing_counts() -> None:
+    x, weight, labels, bias = operands()
+    for rows in (slice(None), slice(0, 0)):
+        loss = linear_cross_entropy(x[rows], weight, torch.full_like(labels, -100)[rows], bias)
+        gradients = torch.autograd.grad(loss, (x, weight))
+        assert loss == 0.0 and not any(g.any() for g in gradients)
+
+
+def test_vocabulary_over_ranks() -> None:
+    """Three ranks, one of them all padding: the loss on each, and gradients that are the parts of the whole."""
+    x, weight, labels, bias = operands()
+    settings: dict[str, Any] = dict(label_smoothing=0.1, z_loss=0.01, softcap=2.0, chunk=5)
+    whole = linear_cross_entropy(x, weight, labels, bias, **settings)
+    want = torch.autograd.grad(whole, (x, weight, bias))  # type: ignore[arg-type]
+    padded, blocks = 20, 3
+    meeting, slots = threading.Barrier(blocks), [torch.zeros(0)] * blocks
+    found: list[Any] = [None] * blocks
+
+    def all_reduce(rank: int, how: Any) -> Any:
+        def run(tensor: Tensor) -> Tensor:
+            slots[rank] = tensor
+            meeting.wait()
+            result = how(torch.stack(slots))
+            meeting.wait()
+            return result  # type: ignore[no-any-return]
+
+        return run
+
+    def run(rank: int) -> None:
+        start = rank * padded
+        valid = min(max(WORDS - start, 0), padded)
+        block = torch.full((padded, WIDTH), 9.0, dtype=torch.float64)
+        block[:valid] = weight[start : start + valid].detach()
+        offsets = torch.zeros(padded, dtype=torch.float64)
+        offsets[:valid] = bias[start : start + valid].detach()  # type: ignore[index]
+        leaves = [x.detach().requires_grad_(), block.requires_grad_(), offsets.requires_grad_()]
+        shard = VocabularyShard(
+            start=start, valid=valid, size=WORDS,
+            all_reduce_max=all_reduce(rank, lambda t: t.amax(0)), all_reduce_sum=all_reduce(rank, lambda t: t.sum(0)),
+        )  # fmt: skip
+        loss = linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], vocabulary=shard, **settings)
+        # Backward needs no communication, so ranks need not meet in it.
+        found[rank] = (loss.detach(), torch.autograd.grad(loss, leaves), valid)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(blocks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    losses, gradients, valid = zip(*found, strict=True)
+    assert all(torch.allclose(loss, whole, rtol=1e-13) for loss in losses)
+    assert torch.allclose(sum(g[0] for g in gradients), want[0], atol=1e-13)
+    assert torch.allclose(
+        torch.cat([g[1][:n] for g, n in zip(gradients, valid, strict=True)]), want[1], atol=1e-13
+    )
+    assert torch.allclose(
+        torch.cat([g[2][:n] for g, n in zip(gradients, valid, strict=True)]), want[2], atol=1e-13
+    )
+    assert not any(g[1][n:].any() for g, n in zip(gradients, valid, strict=True))
+
+
+def test_autocast_and_compile() -> None:
+    x, weight, labels, bias = operands(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, weight, labels, bias)
+    loss.backward()
+    assert x.grad is not None and x.grad.dtype is torch.float32
+    compiled = torch.compile(lambda *a: linear_cross_entropy(*a) * 2.0, backend="aot_eager")
+    leaves = (x, weight, bias)
+    want = torch.autograd.grad(linear_cross_entropy(x, weight, labels, bias) * 2.0, leaves)  # type: ignore[arg-type]
+    got = torch.autograd.grad(compiled(x, weight, labels, bias), leaves)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
+
+
+def test_a_second_backward_is_refused() -> None:
+    x, weight, labels, bias = operands()
+    loss = linear_cross_entropy(x, weight, labels, bias)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "item_bytes"), [(8192, 128_256, 2), (16384, 128_256, 2), (4096, 50_257, 4), (100, 32_000, 2), (7, 10, 8)]
+)  # fmt: skip
+def test_chunks_fit_and_are_even(rows: int, words: int, item_bytes: int) -> None:
+    size = chunk_rows(rows, words, item_bytes)
+    assert size * words * item_bytes <= max(CHUNK_BYTES, 128 * words * item_bytes)
+    assert size % 128 == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=torch.zeros(ROWS, WIDTH + 1, dtype=torch.float64)), "as many columns as the weight"),
+        (dict(labels=torch.zeros(ROWS - 1, dtype=torch.int64)), r"one number a row, shape \[13\]; got \[12\]"),
+        (dict(bias=torch.zeros(3)), r"bias must be \[37\], one number a word; got \[3\]"),
+        (dict(x=torch.zeros(ROWS, WIDTH)), "x is torch.float32 and weight torch.float64"),
+        (dict(labels=torch.full((ROWS,), 37)), "label 37 is no word of 37: labels are 0 to 36, or ignore_index=-100"),
+        (dict(reduction="average"), "reduction='average': use 'mean' or 'sum'"),
+    ],
+)  # fmt: skip
+def test_errors(change: dict[str, Any], message: str) -> None:
+    x, weight, labels, bias = operands()
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{**dict(x=x, weight=weight, labels=labels, bias=bias), **change})
