@@ -56,6 +56,7 @@ class Engine:
         model_state: the whole model, as checkpoints have it.
         runner: forward, backward and the optimizer's step.
         recomputed_blocks: the blocks that backward recomputes; None if there are none.
+        fused_kernels: the fused kernels in the model, to be printed; None with ``kernels="off"``.
         saver: saves that run beside the training.
         data_positions: of the loaders that checkpoints know.
     """
@@ -79,6 +80,7 @@ class Engine:
         device: torch.device | str | None = None,
         rules: Mapping[str, str] | None = None,
         recompute: str | None = None,
+        kernels: object = "auto",
         example: Any = None,
         nonfinite: str | None = None,
         watchdog: float | None = None,
@@ -103,6 +105,9 @@ class Engine:
             rules: roles of submodules that tensor parallelism cannot tell by name and shape.
             recompute: which activations backward recomputes: None: the model's own business. ``"blocks"``: those of every
                 repeated block. ``"auto"``: under ``zero=dict(placement="auto")``, of the blocks that the plan says.
+            kernels: fused kernels in the place of the model's own operations (:func:`meshfold.kernels.fuse.fuse`): ``"auto"``
+                (where they pay), ``"off"``, or rule by rule: ``dict(norm=..., gated=..., rotary=..., loss=...)``, each True
+                (always), False (never) or None (where it pays).
             example: a small batch, for ``pipeline`` with a model that is not called with token ids: to see what comes before
                 its blocks. Values do not matter. Under other specs the model's signature is all that it is held against.
             nonfinite: what to do before a step whose loss or gradient is nan or infinite: ``"error"``, ``"skip"`` (leave it
@@ -118,7 +123,7 @@ class Engine:
         asked = Arguments.check(
             parallel=parallel, optimizer=optimizer, precision=precision, gradient_accumulation=gradient_accumulation,
             clip_grad_norm=clip_grad_norm, clip_norm_type=clip_norm_type, clip_grad_value=clip_grad_value, seed=seed,
-            loss_fn=loss_fn, lr_scheduler=lr_scheduler, nonfinite=nonfinite, watchdog=watchdog,
+            loss_fn=loss_fn, lr_scheduler=lr_scheduler, kernels=kernels, nonfinite=nonfinite, watchdog=watchdog,
             check_collectives=check_collectives,
         )  # fmt: skip
         with ExitStack() as self._open:  # what is to be closed, the last first
@@ -130,6 +135,7 @@ class Engine:
             self.model, self.report, self.loaded = part.model, part.report, part.loaded
             self.pipeline = None if part.pipelined is None else part.pipelined.pipeline
             self.precision, self.recomputed_blocks = asked.precision, built.blocks
+            self.fused_kernels = built.fused
             self.states, self.model_state = built.states, built.model_state
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()

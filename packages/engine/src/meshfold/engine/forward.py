@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import Precision
 from meshfold.engine.states.replicated import States
 from meshfold.engine.world import World
+from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, eval_mode, is_encoder_decoder, labels_are_shifted
 
@@ -34,6 +36,7 @@ class Forward:
         *,
         pipelined: PipelinedModel | None,
         loss_fn: Callable[[Any, Any], Tensor] | None,
+        logits: DeferredLogits | None = None,
     ) -> None:
         """Args:
         model: this rank's part.
@@ -42,9 +45,10 @@ class Forward:
         states: the model's, which may know why a forward failed.
         pipelined: runs the model where it is in stages.
         loss_fn: the user's own; None: the loss is in the model's output.
+        logits: those that nobody reads but the loss; None: all logits are computed.
         """
         self._model, self._world, self._precision, self._states = model, world, precision, states
-        self._pipelined, self._loss_fn = pipelined, loss_fn
+        self._pipelined, self._loss_fn, self._logits = pipelined, loss_fn, logits
         self._shifted = loss_fn is None and labels_are_shifted(model)
         self._aligned = not is_encoder_decoder(model)
         self._takes_cache = batches.takes_cache(model)
@@ -134,6 +138,11 @@ class Forward:
         return torch.where(shares.count > 0, loss, 0.0)
 
     def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
+        """The loss; logits that it alone reads are not held whole."""
+        with nullcontext() if self._logits is None else self._logits.waiting():
+            return self._loss_looked_at(work, shares)
+
+    def _loss_looked_at(self, work: batches.Batch, shares: Shares) -> Tensor:
         """The loss, whose calls of cross entropy are looked at the first time."""
         if not self._looks:
             return self.loss_of(self.output(work), work)

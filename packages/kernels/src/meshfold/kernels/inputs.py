@@ -10,6 +10,11 @@ from torch import Tensor
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Return True if torch.autocast is on for a tensor's device."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that a kernel computes in: float64 for float64, else float32, rounded once at the output.
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 from meshfold.kernels.cross_entropy import gradient, loss_per_row, sum_rows
-from meshfold.kernels.inputs import compute_dtype
+from meshfold.kernels.inputs import compute_dtype, is_autocast
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -116,7 +116,7 @@ def linear_cross_entropy(
         ValueError: if shapes or dtypes do not fit, or, on the CPU, for a label that is no word.
     """
     _check(x, weight, labels, bias, reduction, ignore_index, vocabulary)
-    if torch.is_autocast_enabled(x.device.type):
+    if is_autocast(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     rows, flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
@@ -158,7 +158,7 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], one number a word; got {list(bias.shape)}")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != weight.dtype and not is_autocast(x):
         raise ValueError(
             f"x is {x.dtype} and weight {weight.dtype}: give one dtype, as in x.to(weight.dtype)"
         )

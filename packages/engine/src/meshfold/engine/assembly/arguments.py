@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshfold.engine.batches.loss import check_loss_fn
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
+from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.engine.optimizers import Factory, optimizer_factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.states.replicated import States
@@ -32,6 +33,7 @@ class Arguments:
         seed: of initial weights, dropout and the order of data.
         loss_fn: of the model's output and the batch; None: the model's own loss.
         lr_scheduler: makes a torch scheduler of the optimizer; None for none.
+        kernels: the rules by which fused kernels are put into the model; None for none.
         nonfinite: what to do about what is nan or infinite; None: do not look.
         watchdog: seconds; None is left to the environment.
         compare: whether every collective is compared between its ranks.
@@ -44,6 +46,7 @@ class Arguments:
     seed: int
     loss_fn: Callable[[Any, Any], Tensor] | None
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    kernels: Mapping[str, bool | None] | None
     nonfinite: Mode | None
     watchdog: float | None
     compare: bool
@@ -62,6 +65,7 @@ class Arguments:
         loss_fn: Callable[[Any, Any], Tensor] | None,
         lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         seed: object,
+        kernels: object,
         nonfinite: object,
         watchdog: object,
         check_collectives: object,
@@ -82,6 +86,7 @@ class Arguments:
             raise SpecError(
                 "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
             )
+        rules = check_kernels(kernels)
         limit_s, compare = check_watchdog(watchdog, check_collectives)
         return cls(
             precision=checked_precision,
@@ -91,6 +96,7 @@ class Arguments:
             seed=checked_seed,
             loss_fn=loss_fn,
             lr_scheduler=lr_scheduler,
+            kernels=rules,
             nonfinite=mode,
             watchdog=limit_s,
             compare=compare,

@@ -24,6 +24,7 @@ from meshfold.engine.sequence import split_sequence
 from meshfold.engine.sequence.checks import check_given
 from meshfold.engine.states.replicated import States
 from meshfold.engine.world import World, join_world, watch_over
+from meshfold.kernels.fuse import FusedModel, fuse
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.watchdog import report_errors
 
@@ -41,6 +42,7 @@ class Built:
         world: the running processes, as a mesh.
         part: this rank's part of the model.
         blocks: those of its blocks that backward recomputes; None if none is.
+        fused: the fused kernels in it; None if none were asked for.
         states: its master weights, their gradients and the optimizer's state.
         step_guard: lets nobody but the engine step the optimizer.
         lr_scheduler: of the optimizer; None if none was given.
@@ -51,6 +53,7 @@ class Built:
     world: World
     part: Assembled
     blocks: RecomputedBlocks | None
+    fused: FusedModel | None
     states: States
     step_guard: StepGuard
     lr_scheduler: Any
@@ -100,6 +103,9 @@ def build(
     sequence = split_sequence(part.model, world, own_loss=asked.loss_fn is not None)
     if sequence is not None:
         opened.callback(sequence.close)
+    fused = None if asked.kernels is None else fuse(part.model, **asked.kernels)
+    if fused is not None:
+        opened.callback(fused.close)
     blocks = recomputation.recompute_blocks(recompute, part.model, sequence, part.pipelined)
     if blocks is not None:
         opened.callback(blocks.close)
@@ -122,11 +128,18 @@ def build(
         world=world,
         part=part,
         blocks=blocks,
+        fused=fused,
         states=states,
         step_guard=step_guard,
         lr_scheduler=schedulers[0],
         forward=Forward(
-            part.model, world, asked.precision, states, pipelined=part.pipelined, loss_fn=asked.loss_fn
+            part.model,
+            world,
+            asked.precision,
+            states,
+            pipelined=part.pipelined,
+            loss_fn=asked.loss_fn,
+            logits=None if fused is None else fused.logits,
         ),
         model_state=part.whole_state(states, world),
     )

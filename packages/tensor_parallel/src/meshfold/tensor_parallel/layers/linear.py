@@ -40,6 +40,7 @@ from meshfold.tensor_parallel.layers.base import (
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
+    bind_enter_operand,
     bind_matmul,
     bind_sum_repeated,
     lead_shape,
@@ -251,6 +252,39 @@ class Linear(ShardedLayer):
         if bias is not None:
             y = y + self._enter_bias(self._sum_bias(bias)).to(y.dtype)
         return self.whole(y) if self.gather_output else y
+
+    # What meshfold.kernels.fuse asks a head whose logits wait for their loss.
+
+    @property
+    def makes_logits(self) -> bool:
+        """Tell whether the layer is a head."""
+        return self.role in ("head", "tied_head")
+
+    def defers_logits(self) -> bool:
+        """Return True if the loss of this call can be computed with the layer: its product is one local matmul."""
+        return (
+            self.makes_logits
+            and self.stored == "nk"
+            and self._site is None
+            and not self.gather_output
+            and self.input_adapter in (_as_given, flattened)
+            and not self.plan.extras("y")
+            and not self.plan.sums("y")
+        )
+
+    def logits_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the output for an input, ``.. k`` to ``.. v``, local."""
+        plan, tokens = self.plan, x.shape[:-1].numel()
+        lead = x.shape[:-1] if self.input_adapter is _as_given else torch.Size([tokens])
+        rows = tokens * self.mesh.size(*plan.x[plan.m]) // self.mesh.size(*plan.y[plan.m])
+        return (*lead_shape(lead, rows), self.weight.shape[0])
+
+    def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what the local matmul multiplies: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
+        rows = bind_enter_operand(self.plan, self.mesh, "x")(x.reshape(-1, x.shape[-1]))
+        weight = bind_enter_operand(self.plan, self.mesh, "w")(self._sum_weight(self.weight))
+        bias = None if self.bias is None else self._enter_bias(self._sum_bias(self.bias))
+        return rows, weight, bias
 
     def whole(self, y: Tensor) -> Tensor:
         """Return the output on every rank, padding cut off: for logits that are looked at, not trained on."""

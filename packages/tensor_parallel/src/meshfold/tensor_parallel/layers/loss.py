@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold import kernels
+from meshfold.kernels.fuse import LazyLogits
 from meshfold.mesh import LayoutError, Mesh, collectives
 from meshfold.mesh.collectives import bind_leave, take_block
 from meshfold.tensor_parallel.layers import vocabulary
@@ -122,22 +123,46 @@ def _make(
             )  # fmt: skip
             return dlogits, None
 
+    def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
+        """Return the summed loss of logits that are computed with their loss, of this rank's tokens and words."""
+        columns, group = logits.shape[-1], mesh.group(*words)
+        start, (scale, softcap) = mesh.index(*words) * columns, logits.cap()
+        shard = kernels.VocabularyShard(
+            start=start,
+            valid=min(max(vocab_size - start, 0), columns),
+            size=vocab_size,
+            all_reduce_max=lambda values: collectives.all_reduce(values, group, "max"),
+            all_reduce_sum=lambda values: collectives.all_reduce(values, group),
+        )
+
+        def loss(operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+            rows, weight, bias = operands
+            return kernels.linear_cross_entropy(
+                rows, weight, labels, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+                softcap=softcap, scale=scale, reduction="sum", vocabulary=shard,
+            )  # fmt: skip
+
+        return logits.head.loss(logits.rows, loss)
+
     def summed(logits: Tensor, labels: Tensor) -> Tensor:
-        rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-        columns = rows.shape[1]
+        flat, columns, count = labels.reshape(-1), logits.shape[-1], logits.shape[:-1].numel()
         if columns * blocks < vocab_size or columns == vocab_size != padded:
             raise LayoutError(
                 f"logits with {columns} columns are not a block of {vocab_size} words over {', '.join(words) or 'no axis'} "
                 f"({blocks} blocks): give what the head returned, split over the vocabulary"
             )
-        if flat.shape[0] != rows.shape[0] * shares:
+        if flat.shape[0] != count * shares:
             raise LayoutError(
-                f"{flat.shape[0]} labels for {rows.shape[0]} local rows of logits, split over {shares} blocks: "
-                f"give the labels of all {rows.shape[0] * shares} tokens on every rank"
+                f"{flat.shape[0]} labels for {count} local rows of logits, split over {shares} blocks: "
+                f"give the labels of all {count * shares} tokens on every rank"
             )
         flat = checked(flat, vocab_size, "label", ignore_index)
+        mine = take_block(flat, mesh, 0, tokens)
+        if isinstance(logits, LazyLogits):
+            return add_up(with_head(logits, mine))
+        rows = logits.reshape(-1, columns)
         with without_autocast(rows):
-            return add_up(VocabParallel.apply(rows, take_block(flat, mesh, 0, tokens)).sum())
+            return add_up(VocabParallel.apply(rows, mine).sum())
 
     return summed
 

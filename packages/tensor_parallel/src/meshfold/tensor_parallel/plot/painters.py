@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -117,9 +118,9 @@ def _paint_tensor(
             (centre, radius) = at
             disc(canvas, centre, radius, holder, color(holder, mesh.world_size), f"{name}-{holder}")
     shade = mix(color(rank, mesh.world_size), (0.0, 0.0, 0.0), 0.45)
-    hatched = dict(edgecolor=(*shade, 0.32), hatch="////", linewidth=0, zorder=3)
-    dashed = dict(edgecolor=shade, linewidth=1.1, linestyle=(0, (4, 2)), zorder=5)
-    solid = dict(edgecolor=shade, linewidth=2.6, zorder=6)
+    hatched: dict[str, Any] = dict(edgecolor=(*shade, 0.32), hatch="////", linewidth=0, zorder=3)
+    dashed: dict[str, Any] = dict(edgecolor=shade, linewidth=1.1, linestyle=(0, (4, 2)), zorder=5)
+    solid: dict[str, Any] = dict(edgecolor=shade, linewidth=2.6, zorder=6)
     for held, style in ((work, hatched), (work, dashed), (layout, solid)):
         x, y, width, height = rectangle_of(rank_block(held, mesh, rank), corner)
         canvas.add_patch(Rectangle((x, y), width, height, facecolor="none", **style))

@@ -1,0 +1,38 @@
+"""The engine's argument ``kernels``: fused kernels in the place of the model's own operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshfold.kernels.fuse import RULES
+from meshfold.mesh import SpecError, did_you_mean
+
+WAYS = ("auto", "off")
+
+
+def check_kernels(kernels: object) -> dict[str, bool | None] | None:
+    """Return the rules of ``meshfold.kernels.fuse`` that an argument asks for, as its arguments; None for none.
+
+    Raises:
+        SpecError: for another word, rule or value.
+    """
+    if kernels == "off":
+        return None
+    if kernels == "auto":
+        return {}
+    if not isinstance(kernels, Mapping):
+        hint = did_you_mean(kernels, WAYS) if isinstance(kernels, str) else ""
+        raise SpecError(
+            f"kernels={kernels!r}: 'auto' (fused kernels where they pay), 'off' (the model's own operations), or a dict of "
+            f"{', '.join(RULES)}, as in kernels=dict(loss=False).{hint}"
+        )
+    for name, value in kernels.items():
+        if name not in RULES:
+            raise SpecError(
+                f"kernels=dict({name}=...): the rules are {', '.join(RULES)}.{did_you_mean(str(name), tuple(RULES))}"
+            )
+        if not isinstance(value, bool | None):
+            raise SpecError(
+                f"kernels=dict({name}={value!r}): True (always), False (never) or None (where it pays)"
+            )
+    return dict(kernels)

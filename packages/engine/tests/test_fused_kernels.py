@@ -1,0 +1,220 @@
+"""``kernels``: fused kernels train any model to the same weights, under every spec, and are off by one word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.engine import Engine
+from meshfold.kernels.fuse.logits import Head
+from meshfold.mesh.testing import ranks
+from meshfold.models import GPT, GPTConfig, build
+
+ALWAYS = dict(norm=True, gated=True, rotary=True, loss=True)
+WORDS = 40
+IDS = torch.randint(1, WORDS, (4, 12), generator=torch.Generator().manual_seed(1))
+LABELS = IDS.clone()
+LABELS[0, 3:] = LABELS[1, :6] = -100  # so that data ranks have unequally many
+
+
+class OwnRMSNorm(nn.Module):
+    """RMSNorm, as a user writes it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.norm1, self.norm2 = OwnRMSNorm(16), OwnRMSNorm(16)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(16, 16) for _ in range(4))
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            p(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out_proj(y)
+        y = self.norm2(x)
+        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+
+
+class OwnModel(nn.Module):
+    """A user's model, whose loss is the usual line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = OwnRMSNorm(16), nn.Linear(16, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return dict(logits=logits)
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return dict(loss=F.cross_entropy(logits.view(-1, WORDS), shifted.reshape(-1)), logits=logits)
+
+
+def llama() -> nn.Module:
+    return build(
+        "llama-tiny", hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab_size=WORDS, max_positions=16
+    )
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=WORDS, hidden=16, layers=2, heads=2, max_positions=16, dropout=0.1))
+
+
+def hugging_face() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="this test trains a model of transformers")
+    return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
+        transformers.LlamaConfig(
+            vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+fused_losses: list[str] = []  # the heads that made one
+
+
+class Counted(Head):
+    def loss(self, *args: Any) -> Tensor:
+        fused_losses.append(self.name)
+        return super().loss(*args)
+
+
+def trained(
+    model: Callable[[], nn.Module], parallel: dict[str, Any], kernels: object, **settings: Any
+) -> tuple[list[float], dict[str, Tensor], str]:
+    """Losses and gradient norms of three steps, the weights, and what was fused."""
+    engine = Engine(
+        model, parallel, kernels=kernels, clip_grad_norm=0.5,
+        **{**dict(precision="fp64", optimizer=dict(name="sgd", lr=0.5, momentum=0.9)), **settings},
+    )  # fmt: skip
+    if engine.fused_kernels is not None and engine.fused_kernels.logits is not None:
+        for head in engine.fused_kernels.logits.heads:
+            head.__class__ = Counted
+    seen: list[float] = []
+    for _ in range(3):
+        seen.append(engine.train_step(engine.shard_batch(dict(input_ids=IDS, labels=LABELS))))
+        assert engine.last is not None
+        seen.append(engine.last.grad_norm or 0.0)
+    seen.append(engine.eval_step(engine.shard_batch(dict(input_ids=IDS, labels=LABELS))))
+    weights, fused = engine.full_state_dict(), str(engine.fused_kernels)
+    engine.close()
+    return seen, weights, fused
+
+
+def check(
+    model: Callable[[], nn.Module], parallel: dict[str, Any], rules: tuple[str, ...], **settings: Any
+) -> None:
+    want, got = trained(model, parallel, "off", **settings), trained(model, parallel, ALWAYS, **settings)
+    assert want[2] == "None"
+    lines = got[2].splitlines()
+    assert len(lines) == len(rules) and all(rule in line for rule, line in zip(rules, lines, strict=True)), (
+        got[2]
+    )
+    # transformers' RMSNorm computes in float32 whatever it is given.
+    tolerance: dict[str, float] = (
+        dict(rtol=1e-4, atol=1e-5) if model is hugging_face else dict(rtol=1e-9, atol=1e-12)
+    )
+    for one, other in zip(got[0], want[0], strict=True):
+        assert one == pytest.approx(other, rel=tolerance["rtol"])
+    for name, value in want[1].items():
+        assert torch.allclose(got[1][name], value, **tolerance), name
+
+
+NORM, GATED, ROTARY, LOSS = "RMSNorm", "silu(gate) * up", "rotary embedding", "linear + cross entropy"
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "own": (OwnModel, (NORM, GATED, LOSS)),
+    "Hugging Face": (hugging_face, (NORM, GATED, ROTARY, LOSS)),
+    "llama": (llama, (NORM, LOSS)),
+    "gpt with dropout": (gpt, (LOSS,)),
+}
+ALONE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "zero 3": dict(zero=dict(stage=3)),
+    "zero 2 on the host": dict(zero=dict(stage=2, placement="cpu")),
+    "a plan": dict(zero=dict(placement="auto")),
+}
+
+
+@pytest.mark.parametrize("spec", ALONE)
+@pytest.mark.parametrize("model", MODELS)
+@ranks(1)
+def test_alone(model: str, spec: str) -> None:
+    check(*MODELS[model][:1], ALONE[spec], MODELS[model][1])
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(recompute="blocks"), dict(gradient_accumulation=2), dict(precision="bf16")], ids=str
+)
+@ranks(1)
+def test_beside_other_arguments(settings: dict[str, Any]) -> None:
+    if "precision" in settings:  # other roundings on the way
+        (want, *_), (got, *_) = (trained(OwnModel, {}, kernels, **settings) for kernels in ("off", ALWAYS))
+        assert got == pytest.approx(want, rel=0.02)
+    else:
+        check(OwnModel, {}, MODELS["own"][1], **settings)
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "data": dict(data=2),
+    "zero 3": dict(data=2, zero=dict(stage=3)),
+    "zero 1": dict(data=2, zero=dict(stage=1)),
+    "tensor": dict(tensor=2),
+    "megatron": dict(tensor=2, sequence=dict(mode="megatron")),
+    "pipeline": dict(pipeline=dict(size=2, microbatches=4)),
+    "ring": dict(sequence=dict(mode="ring", size=2)),
+    "ulysses": dict(sequence=dict(mode="ulysses", size=2)),
+}
+
+
+# A model whose loss moves labels itself cannot be told that a part of a sequence has neighbours: it is refused there.
+CASES = [
+    (model, spec)
+    for model in ("own", "llama", "Hugging Face")
+    for spec in SPLIT
+    if model != "own" or "sequence" not in SPLIT[spec]
+]
+
+
+@pytest.mark.parametrize(("model", "spec"), CASES, ids=[f"{model}, {spec}" for model, spec in CASES])
+@ranks(2)
+def test_on_two_ranks(model: str, spec: str) -> None:
+    make = MODELS[model][0]
+    fused_losses.clear()
+    (want, weights, _), (got, others, fused) = (
+        trained(make, SPLIT[spec], kernels) for kernels in ("off", ALWAYS)
+    )
+    assert "linear + cross entropy" in fused or spec == "pipeline"
+    # Under tensor parallelism a model with a loss of its own gets whole logits.
+    # Else one a step and one an evaluation, save the first of each, whose operations are looked at where tokens or words are split.
+    assert len(fused_losses) in (
+        (0,) if spec == "pipeline" or (model, spec) == ("own", "tensor") else (2, 3, 4)
+    )
+    tolerance = 1e-4 if model == "Hugging Face" else 1e-9
+    assert got == pytest.approx(want, rel=tolerance)
+    for name, value in weights.items():
+        assert torch.allclose(others[name], value, rtol=tolerance, atol=tolerance / 10), name

@@ -1,0 +1,101 @@
+"""Fused kernels in the place of a model's own operations: any ``nn.Module``, found by shape and by trial.
+
+    RMSNorm                 a module that computes what :func:`meshfold.kernels.rms_norm` does, whatever it is called
+    gated activations       silu(gate) * up, where an ``nn.SiLU`` of a module is only ever multiplied
+    rotary embedding        a function (q, k, cos, sin) of the Hugging Face kind that a module's forward calls
+    linear + cross entropy  a head whose logits nobody reads but the loss: they are never held whole
+
+Each rule tries a module out on small random tensors before it touches it, and each replacement goes back to the model's own
+code wherever it cannot do better: under torch.compile, in another dtype than its weights', on a device without Triton. Names,
+parameters and state dicts stay as they are. Nothing is patched outside of the model's own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from meshfold.kernels.fuse.activations import fuse_gated
+from meshfold.kernels.fuse.logits import DeferredLogits, LazyLogits, defer_logits
+from meshfold.kernels.fuse.norms import fuse_norms
+from meshfold.kernels.fuse.replaced import Replaced
+from meshfold.kernels.fuse.rotary import fuse_rotary
+
+__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse"]
+
+RULES: Mapping[str, str] = {
+    "norm": "RMSNorm in one launch",
+    "gated": "silu(gate) * up in one launch",
+    "rotary": "rotary embedding of queries and keys in one launch",
+    "loss": "linear + cross entropy, without whole logits",
+}
+"""The rules by name, and what each puts into a model."""
+
+
+@dataclass(kw_only=True)
+class FusedModel:
+    """The replacements in one model.
+
+    Attributes:
+        modules: for each rule that found anything, the names of the modules.
+        logits: the heads whose logits may be left out; None without the rule ``loss``.
+    """
+
+    modules: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    logits: DeferredLogits | None = None
+    _replaced: list[Replaced] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return a line for each rule: what is fused, in how many modules, the first of them."""
+        if not self.modules:
+            return "fused: nothing"
+        return "\n".join(
+            f"fused: {RULES[rule]}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+            for rule, names in self.modules.items()
+        )
+
+    def close(self) -> None:
+        """Give every module its own forward back."""
+        while self._replaced:
+            self._replaced.pop().close()
+        self.logits = None
+
+
+def fuse(
+    model: nn.Module,
+    *,
+    norm: bool | None = None,
+    gated: bool | None = None,
+    rotary: bool | None = None,
+    loss: bool | None = None,
+) -> FusedModel:
+    """Put fused kernels into a model, in place, and return what was replaced.
+
+    Args:
+        model: real or meta weights; in training or not.
+        norm, gated, rotary, loss: the rules. None: where it pays, which is decided at each call (on a GPU; logits from
+            :data:`meshfold.kernels.fuse.logits.WORTHWHILE` elements on, on any device). True: always. False: never.
+
+    What torch.compile has been given, a module or the whole model, keeps its own operations.
+    """
+    found = FusedModel()
+    for rule, always, apply in (
+        ("norm", norm, fuse_norms),
+        ("gated", gated, fuse_gated),
+        ("rotary", rotary, fuse_rotary),
+    ):
+        if always is False:
+            continue
+        replaced = apply(model, always=always is True)
+        if replaced:
+            found.modules[rule] = tuple(each.name for each in replaced)
+            found._replaced += replaced
+    if loss is not False:
+        deferred = defer_logits(model, always=loss is True)
+        if deferred.heads:
+            found.modules["loss"] = tuple(each.name for each in deferred.heads)
+            found._replaced += deferred.heads
+            found.logits = deferred
+    return found

@@ -1,0 +1,210 @@
+"""Gated activations, ``silu(gate) * up``, where a module multiplies its activation and does nothing else with it.
+
+The activation may be a module of any name (``nn.SiLU``, Hugging Face's) or a call ``F.silu(...)`` in the forward's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from meshfold.kernels.activations import swiglu2
+from meshfold.kernels.fuse.replaced import (
+    ReplacedForward,
+    candidates,
+    names_of,
+    own_forward,
+    runs_fused,
+    with_names,
+)
+
+Activation = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]  # of gate and up
+
+_FUSED: tuple[tuple[Activation, Product], ...] = ((F.silu, swiglu2),)
+"""Each activation with the kernel of its product."""
+
+
+def fuse_gated(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
+    """Let every gated activation run as one kernel; see :func:`meshfold.kernels.fuse.fuse`."""
+    tried: dict[Any, bool] = {}
+    copies: dict[type, Callable[..., Any] | None] = {}
+    found: dict[int, ReplacedForward] = {}
+    for name, module in candidates(model):
+        if not own_forward(module) or type(module).__module__.startswith(("torch.", "meshfold.")):
+            continue
+        kinds = {leaf: kind for leaf, child in module.named_children() if (kind := _kind(child))}
+        if len(kinds) == 1:
+            ((leaf, (own, product)),) = kinds.items()
+            child = module.get_submodule(leaf)
+            key = (type(module), own)
+            if key not in tried:
+                tried[key] = _only_multiplies(module, type(module).forward, leaf)
+            if tried[key] and id(child) not in found:
+                path = f"{name}.{leaf}" if name else leaf
+                found[id(child)] = ReplacedForward(path, child, partial(_activate, own, product, always))
+        elif not kinds:
+            if type(module) not in copies:
+                copies[type(module)] = _with_lazy_function(module, always)
+            forward = copies[type(module)]
+            if forward is not None:
+                found[id(module)] = ReplacedForward(name, module, types.MethodType(forward, module))
+    return [*found.values()]
+
+
+@torch.no_grad()
+def _kind(module: nn.Module) -> tuple[Activation, Product] | None:
+    """Return the activation that a module computes and its product; None for any other module. Found by trial."""
+    if next(module.children(), None) is not None or not own_forward(module):
+        return None
+    if any(True for _ in module.parameters()) or getattr(module, "inplace", False):
+        return None
+    if "activation" not in type(module).__module__:
+        return None
+    x = torch.linspace(-4.0, 4.0, 33)
+    try:
+        y = module(x)
+    except Exception:  # it takes something else
+        return None
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return None
+    return next((each for each in _FUSED if torch.allclose(y, each[0](x), rtol=1e-6, atol=1e-7)), None)
+
+
+def _activate(own: Activation, product: Product, always: bool, x: Tensor) -> Any:
+    return LazyActivation(own, product, x) if runs_fused(x, always) else own(x)
+
+
+class LazyActivation:
+    """An activation that waits for what it is multiplied with. Any other use computes it."""
+
+    __slots__ = ("_own", "_product", "_x")
+
+    def __init__(self, own: Activation, product: Product, x: Tensor) -> None:
+        self._own, self._product, self._x = own, product, x
+
+    def __mul__(self, other: Any) -> Tensor:
+        if type(other) is Tensor and other.shape == self._x.shape and other.dtype == self._x.dtype:
+            return self._product(self._x, other)
+        result: Tensor = self._value() * other
+        return result
+
+    __rmul__ = __mul__
+
+    def _value(self) -> Tensor:
+        return self._own(self._x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in _PRODUCTS and len(args) == 2 and not given:
+            one, other = args
+            return one * other if isinstance(one, LazyActivation) else other * one
+        args, given = tree_map_only(LazyActivation, lambda each: each._value(), (args, given))
+        return func(*args, **given)
+
+
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+
+
+# Trials: a module's forward is run on a copy without weights, all of whose other children return what they are given.
+
+
+class _Noted(LazyActivation):
+    """An activation that notes what it is used for."""
+
+    __slots__ = ("products", "values")
+
+    def __init__(self, own: Activation, product: Product, x: Tensor) -> None:
+        super().__init__(own, product, x)
+        self.products = self.values = 0
+
+    def __mul__(self, other: Any) -> Tensor:
+        self.products += 1
+        return super().__mul__(other)
+
+    __rmul__ = __mul__
+
+    def _value(self) -> Tensor:
+        self.values += 1
+        return super()._value()
+
+
+class _Notes(nn.Module):
+    """Stands for the activation in a trial, as a module or as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[_Noted] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(_Noted(*_FUSED[0], x))
+        return self.seen[-1]
+
+    def only_multiplied(self) -> bool:
+        """Return True if there was one activation, whose one use was a product."""
+        return len(self.seen) == 1 and self.seen[0].products == 1 and self.seen[0].values == 0
+
+
+@torch.no_grad()
+def _only_multiplies(module: nn.Module, forward: Callable[..., Any], leaf: str, notes: Any = None) -> bool:
+    """Return True if a forward multiplies its activation, the child ``leaf`` or one that notes for itself."""
+    notes = notes or _Notes()
+    trial = copy.copy(module)
+    trial.__dict__ = dict(module.__dict__)
+    trial.__dict__["_modules"] = {
+        name: notes if name == leaf else nn.Identity() for name, child in module._modules.items() if child
+    }
+    try:
+        forward(trial, torch.randn(2, 3, 8))
+    except Exception:  # it wants its weights, or other inputs: nothing is known of it
+        return False
+    return bool(notes.only_multiplied())
+
+
+class _Functional:
+    """``torch.nn.functional`` with one function of another meaning."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name, self._function = name, function
+
+    def __getattr__(self, name: str) -> Any:
+        return self._function if name == self._name else getattr(F, name)
+
+
+def _with_lazy_function(module: nn.Module, always: bool) -> Callable[..., Any] | None:
+    """Return a forward in which ``F.silu`` waits for its product; None if it calls none, or uses it in another way."""
+    forward = type(module).forward
+    for own, product in _FUSED:
+        bind = _binding(forward, own)
+        if bind is None:
+            continue
+        notes = _Notes()
+        if _only_multiplies(module, with_names(forward, bind(notes)), "", notes):
+            return with_names(forward, bind(partial(_activate, own, product, always)))
+    return None
+
+
+def _binding(forward: Callable[..., Any], own: Activation) -> Callable[[Any], dict[str, Any]] | None:
+    """Return how a forward's global names have to be bound for it to call another function than ``own``; None if it calls none."""
+    names, leaf = names_of(forward), own.__name__
+    aliases = [name for name, value in names.items() if value is F]
+    if leaf not in forward.__code__.co_names or not (aliases or names.get(leaf) is own):
+        return None
+    return lambda function: {
+        **({leaf: function} if names.get(leaf) is own else {}),
+        **{alias: _Functional(leaf, function) for alias in aliases},
+    }

@@ -1,0 +1,451 @@
+"""Logits that wait for their loss: a head that is called returns a stand-in, and cross entropy of it is computed with the head.
+
+    logits = model.head(x)                       # LazyLogits: x, and which head
+    F.cross_entropy(logits.float().view(-1, v), labels)   # linear_cross_entropy(x, head.weight, labels)
+
+What a loss usually does to logits on the way is kept in mind and not carried out: casts, views of the rows, slices of them,
+a scale, a soft cap. Whatever else a program does with them computes them as the head would have, once, with their gradient.
+
+The head is *called* when the loss is computed, and only then, so hooks on it, such as those that gather its weights, run
+round the computation that needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.kernels.fuse.replaced import candidates, is_watched, own_forward
+from meshfold.kernels.inputs import is_autocast
+from meshfold.kernels.linear_cross_entropy import Reduction, linear_cross_entropy
+
+WORTHWHILE = 1 << 24
+"""Number of logits from which on they are left out: 64 MiB in float32. Fewer are computed at once, as ever."""
+
+_CALL = "_meshfold_head"
+
+
+class DeferredLogits:
+    """The heads of a model whose logits may wait, and when they do.
+
+    Attributes:
+        heads: the heads.
+    """
+
+    def __init__(self, heads: list[Head]) -> None:
+        self.heads = heads
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager: logits that are made inside wait for their loss.
+
+        They must not be read after the weights have changed, so nothing that is made inside may be given to others.
+        """
+        for head in self.heads:
+            head.open += 1
+        try:
+            yield
+        finally:
+            for head in self.heads:
+                head.open -= 1
+
+
+def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
+    """Find the heads of a model: linear layers with an output for each row of an embedding table, and those that say so."""
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+
+    def makes_logits(module: nn.Module) -> bool:
+        if isinstance(module, DeferrableHead):
+            return module.makes_logits
+        return type(module) is nn.Linear and module.out_features in rows
+
+    heads = [
+        Head(name, module, always)
+        for name, module in candidates(model)
+        if own_forward(module) and makes_logits(module)
+    ]
+    return DeferredLogits(heads)
+
+
+@runtime_checkable
+class DeferrableHead(Protocol):
+    """A layer of another kind than ``nn.Linear`` whose logits may wait, such as one that is split over ranks."""
+
+    @property
+    def makes_logits(self) -> bool:
+        """Tell whether the layer is a head."""
+
+    def defers_logits(self) -> bool:
+        """Return True if the logits of this call may wait."""
+
+    def logits_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the output for an input."""
+
+    def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are, each with its gradient."""
+
+
+Operands = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Head:
+    """A linear layer whose logits may wait.
+
+    Attributes:
+        name: of the layer in its model.
+        open: number of contexts inside of which its logits wait.
+    """
+
+    def __init__(self, name: str, layer: Any, always: bool) -> None:
+        self.name, self.open = name, 0
+        self._layer, self._always = layer, always
+        self._kind = type(layer)
+        self._loss: Callable[[Tensor], Tensor] | None = (
+            None  # computed in the layer's forward, if it is called now
+        )
+        layer.__dict__[_CALL] = self
+        layer.__class__ = _deferring(self._kind)
+
+    def close(self) -> None:
+        """Make the layer what it was."""
+        self._layer.__class__ = self._kind
+        self._layer.__dict__.pop(_CALL, None)
+
+    def waits(self, x: object) -> bool:
+        """Return True if the logits of ``x`` are to wait."""
+        if not self.open or type(x) is not Tensor or torch.compiler.is_compiling() or is_watched():
+            return False
+        if x.ndim < 2 or is_autocast(x):
+            return False
+        if isinstance(self._layer, DeferrableHead) and not self._layer.defers_logits():
+            return False
+        return self._always or math.prod(self.shape(x)) >= WORTHWHILE
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the logits of ``x``."""
+        if isinstance(self._layer, DeferrableHead):
+            return self._layer.logits_shape(x)
+        return (*x.shape[:-1], self._layer.out_features)
+
+    def operands(self, x: Tensor) -> Operands:
+        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are; only within :meth:`loss`."""
+        if isinstance(self._layer, DeferrableHead):
+            return self._layer.loss_operands(x)
+        return x.reshape(-1, x.shape[-1]), self._layer.weight, self._layer.bias
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether the layer's weight has a gradient."""
+        return bool(self._layer.weight.requires_grad)
+
+    def stand_in(self, x: Tensor) -> LazyLogits:
+        """Return the logits of ``x``, to be computed when they are wanted."""
+        return LazyLogits.make(self, x, self.shape(x), self._layer.weight.dtype, ())
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return what the layer makes of ``x``."""
+        found: Tensor = self._kind.__call__(self._layer, x)
+        return found
+
+    def loss(self, x: Tensor, loss: Callable[[Operands], Tensor]) -> Tensor:
+        """Call the layer on ``x`` for a loss: ``loss(operands)`` is run as the layer's forward, between its hooks."""
+        self._loss = lambda rows: loss(self.operands(rows))
+        try:
+            return self.logits(x)
+        finally:
+            self._loss = None
+
+    def forward(self, layer: Any, x: Tensor) -> Tensor:
+        """Run the layer's forward, or the loss that it is called for."""
+        return self._kind.forward(layer, x) if self._loss is None else self._loss(x)
+
+
+_kinds: dict[type, type] = {}
+
+
+def _deferring(kind: type[nn.Module]) -> type:
+    """Return the class of a layer whose calls may be put off: of the same name, module and behaviour otherwise."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head: Head = self.__dict__[_CALL]
+        if len(args) == 1 and not kwargs and head.waits(args[0]):
+            return head.stand_in(args[0])
+        return kind.__call__(self, *args, **kwargs)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        head: Head = self.__dict__[_CALL]
+        return head.forward(self, input)
+
+    if kind not in _kinds:
+        body = dict(
+            __call__=call, forward=forward, __module__=kind.__module__, __qualname__=kind.__qualname__
+        )
+        _kinds[kind] = type(kind.__name__, (kind,), body)
+    return _kinds[kind]
+
+
+Change = tuple[str, Any]  # "cast" with a dtype, "scale" with a number, "tanh" with None
+
+
+class LazyLogits(Tensor):
+    """Logits that were not computed: shape, dtype and device are known, everything else computes them."""
+
+    head: Head
+    rows: Tensor  # ``... k``: the head's input
+    changes: tuple[Change, ...]  # elementwise, in order, to what the head makes of the rows
+    _computed: Tensor | None
+
+    @staticmethod
+    def make(
+        head: Head, rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, changes: tuple[Change, ...]
+    ) -> LazyLogits:
+        """Return the logits of rows ``... k`` as ``... v``."""
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
+            LazyLogits,
+            shape,
+            dtype=dtype,
+            device=rows.device,
+            requires_grad=torch.is_grad_enabled() and (rows.requires_grad or head.trains),
+        )
+        made.head, made.rows, made.changes, made._computed = head, rows, changes, None
+        return made
+
+    def values(self) -> Tensor:
+        """Return the logits, computed the first time; with their gradient."""
+        if self._computed is None:
+            found = self.head.logits(self.rows)
+            for what, by in self.changes:
+                found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()
+            self._computed = found
+        return self._computed
+
+    def changed(self, what: str, by: Any) -> LazyLogits:
+        """Return these logits with one more change."""
+        dtype = by if what == "cast" else self.dtype
+        return LazyLogits.make(self.head, self.rows, tuple(self.shape), dtype, (*self.changes, (what, by)))
+
+    def of_rows(self, take: Callable[[Tensor], Tensor]) -> LazyLogits | None:
+        """Return the logits of the rows that ``take`` makes of these, with the same changes; None if rows are not alike."""
+        if self.rows.shape[:-1] != self.shape[:-1]:
+            return None  # a layer that is split takes other rows than it returns
+        rows = take(self.rows)
+        return LazyLogits.make(self.head, rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes)
+
+    def cap(self) -> tuple[float, float]:
+        """Return (scale, soft cap) of the changes, ``softcap * tanh(scale * logits / softcap)``; cap 0 for none."""
+        scale, cap, bounded = 1.0, 0.0, False
+        for what, by in self.changes:
+            if what == "tanh":
+                bounded = True
+            elif what == "scale" and bounded:
+                cap = (cap or 1.0) * by
+            elif what == "scale":
+                scale *= by
+        if not bounded:
+            return scale, 0.0
+        cap = cap or 1.0
+        return scale * cap, cap
+
+    def cross_entropy(
+        self,
+        target: Tensor,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:
+        """Return the cross entropy of logits ``m v`` and targets ``m``, computed with the head; a mean over none is 0."""
+        scale, softcap = self.cap()
+
+        def loss(operands: Operands) -> Tensor:
+            rows, weight, bias = operands
+            return linear_cross_entropy(
+                rows, weight, target, bias, ignore_index=ignore_index, scale=scale, softcap=softcap,
+                label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
+            )  # fmt: skip
+
+        return self.head.loss(self.rows, loss).to(self.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        first = args[0] if args else None
+        if func in _FACTS or getattr(func, "__self__", None) in _PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        if isinstance(first, LazyLogits) and first._computed is None:
+            handler = _HANDLERS.get(func)
+            if handler is not None and (found := handler(first, *args[1:], **given)) is not None:
+                return found
+        args, given = torch.utils._pytree.tree_map_only(LazyLogits, LazyLogits.values, (args, given))
+        return func(*args, **given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} was called below torch's functions on logits that were not computed: write kernels='off', or "
+            "kernels=dict(loss=False), which computes them"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        if self._computed is not None:
+            return repr(self._computed)
+        return f"LazyLogits(size={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.values().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+
+# What is known without values: functions, and the descriptors of properties.
+_FACTS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex,
+          Tensor.__len__, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous, torch.is_floating_point,
+          torch.numel, torch.is_complex}  # fmt: skip
+_PROPERTIES = tuple(
+    getattr(Tensor, name)
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_meta", "is_cpu", "is_leaf", "layout",
+                 "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes")
+)  # fmt: skip
+
+
+def _cast(logits: LazyLogits, dtype: Any = None, *rest: Any, **given: Any) -> LazyLogits | None:
+    """Tensor.to and Tensor.type with a dtype alone."""
+    if rest or set(given) - {"dtype"}:
+        return None
+    dtype = given.get("dtype", dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    return logits if dtype == logits.dtype else logits.changed("cast", dtype)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[..., LazyLogits | None]:
+    return lambda logits, *args, **given: None if args or given else _cast(logits, dtype)
+
+
+def _view(logits: LazyLogits, *shape: Any, **given: Any) -> LazyLogits | None:
+    """Tensor.view and reshape that leave the last dim as it is."""
+    if given:
+        return None
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if isinstance(sizes, torch.dtype) or not sizes or len(sizes) < 2:
+        return None
+    words, lead = logits.shape[-1], [int(size) for size in sizes[:-1]]
+    count = math.prod(logits.shape[:-1])
+    if lead.count(-1) == 1 and sizes[-1] == words:
+        known = math.prod(size for size in lead if size != -1)
+        if not known or count % known:
+            return None
+        lead[lead.index(-1)] = count // known
+    elif sizes[-1] not in (-1, words) or -1 in lead:
+        return None
+    if math.prod(lead) != count:
+        return None
+    return logits.of_rows(lambda rows: rows.reshape(*lead, rows.shape[-1]))
+
+
+def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> LazyLogits | None:
+    ndim = logits.ndim
+    start, end = start_dim % ndim, end_dim % ndim
+    return None if end >= ndim - 1 else logits.of_rows(lambda rows: rows.flatten(start, end))
+
+
+def _index(logits: LazyLogits, index: Any) -> LazyLogits | None:
+    """Slices of the rows; the words stay whole."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if not all(entry is Ellipsis or isinstance(entry, slice) for entry in entries):
+        return None
+    if Ellipsis in entries:
+        at = entries.index(Ellipsis)
+        middle = (slice(None),) * (logits.ndim - len(entries) + 1)
+        entries = (*entries[:at], *middle, *entries[at + 1 :])
+    if len(entries) == logits.ndim:
+        last = entries[-1]
+        if last not in (
+            slice(None),
+            slice(0, None),
+            slice(None, logits.shape[-1]),
+            slice(0, logits.shape[-1]),
+        ):
+            return None
+        entries = entries[:-1]
+    return logits.of_rows(lambda rows: rows[entries])
+
+
+def _same(logits: LazyLogits, **given: Any) -> LazyLogits | None:
+    return None if given else logits
+
+
+def _times(logits: LazyLogits, other: Any) -> LazyLogits | None:
+    return logits.changed("scale", float(other)) if isinstance(other, int | float) else None
+
+
+def _over(logits: LazyLogits, other: Any) -> LazyLogits | None:
+    return logits.changed("scale", 1.0 / other) if isinstance(other, int | float) and other else None
+
+
+def _tanh(logits: LazyLogits) -> LazyLogits | None:
+    return logits.changed("tanh", None) if not any(what == "tanh" for what, _ in logits.changes) else None
+
+
+def _cross_entropy(
+    input: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    if weight is not None or size_average is not None or reduce is not None:
+        return None
+    if input.ndim != 2 or target.ndim != 1 or target.is_floating_point():
+        return None
+    if target.shape[0] != input.shape[0] or reduction not in ("mean", "sum", "none"):
+        return None  # torch's own error
+    return input.cross_entropy(
+        target,
+        ignore_index=ignore_index,
+        reduction=reduction,  # type: ignore[arg-type]  # checked
+        label_smoothing=label_smoothing,
+    )
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.float: _cast_to(torch.float32),
+    Tensor.double: _cast_to(torch.float64),
+    Tensor.half: _cast_to(torch.float16),
+    Tensor.bfloat16: _cast_to(torch.bfloat16),
+    Tensor.to: _cast,
+    Tensor.type: _cast,
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    torch.reshape: _view,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.contiguous: _same,
+    Tensor.__getitem__: _index,
+    Tensor.mul: _times,
+    Tensor.__mul__: _times,
+    Tensor.__rmul__: _times,
+    torch.mul: _times,
+    Tensor.div: _over,
+    Tensor.__truediv__: _over,
+    torch.div: _over,
+    Tensor.tanh: _tanh,
+    torch.tanh: _tanh,
+    F.cross_entropy: _cross_entropy,
+}

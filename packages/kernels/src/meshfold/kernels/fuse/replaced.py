@@ -1,0 +1,105 @@
+"""A module's forward replaced by another, and put back."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+class Replaced(Protocol):
+    """A replacement in one module.
+
+    Attributes:
+        name: of the module in its model.
+    """
+
+    name: str
+
+    def close(self) -> None:
+        """Undo the replacement."""
+
+
+class ReplacedForward:
+    """A forward in the place of a module's own, as an attribute of that one module."""
+
+    def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Args:
+        name: of the module.
+        module: called through ``forward`` from now on.
+        forward: takes what the module's own forward takes, without ``self``.
+        """
+        self.name = name
+        self._module, self._forward = module, forward
+        module.forward = forward
+
+    def close(self) -> None:
+        """Give the module its own forward back, unless somebody has replaced this one."""
+        if self._module.__dict__.get("forward") is self._forward:
+            del self._module.forward
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Return True if a module is called through the forward of its class, neither replaced nor compiled."""
+    return "forward" not in module.__dict__ and not is_compiled(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile has been given this module."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def names_of(forward: object) -> Mapping[str, Any]:
+    """Return the global names that a forward's code uses, with their values; none for what a decorator has wrapped.
+
+    A decorator's names are not those of the forward inside.
+    """
+    if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
+        return {}
+    known = forward.__globals__
+    return {name: known[name] for name in forward.__code__.co_names if name in known}
+
+
+def with_names(forward: Callable[..., Any], bound: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a function in which some global names have other values. The function itself stays as it is."""
+    own = forward
+    if not isinstance(own, types.FunctionType):
+        raise TypeError(f"{forward!r} is no function of Python: only its code can be copied")
+    made = types.FunctionType(
+        own.__code__, {**own.__globals__, **bound}, own.__name__, own.__defaults__, own.__closure__
+    )
+    made.__kwdefaults__ = own.__kwdefaults__
+    return made
+
+
+def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model with their names, each once, without those that are compiled and what is inside of them."""
+    stack, seen = [("", model)], {model}
+    while stack:
+        name, module = stack.pop()
+        if is_compiled(module):
+            continue
+        yield name, module
+        children = [(leaf, child) for leaf, child in module.named_children() if child not in seen]
+        seen.update(child for _, child in children)
+        stack += [(f"{name}.{leaf}" if name else leaf, child) for leaf, child in reversed(children)]
+
+
+def is_watched() -> bool:
+    """Return True while a mode that wants to see the model's own operations is on, such as one that checks their layouts.
+
+    It says so with an attribute ``wants_own_operations``.
+    """
+    return any(getattr(mode, "wants_own_operations", False) for mode in _get_current_dispatch_mode_stack())
+
+
+def runs_fused(x: Tensor, always: bool) -> bool:
+    """Return True if a kernel is worth while for a tensor: on a GPU, or anywhere if it is wanted ``always``.
+
+    Never under torch.compile, which fuses the model's own operations with their neighbours.
+    """
+    return (x.is_cuda or always) and not torch.compiler.is_compiling() and not is_watched()

@@ -1,0 +1,338 @@
+"""Fused kernels put into models: which modules each rule finds and leaves alone, and that results stay the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import silu
+
+from meshfold.kernels.fuse import LazyLogits, fuse
+from meshfold.kernels.fuse import logits as logits_module
+
+ALWAYS: dict[str, Any] = dict(norm=True, gated=True, rotary=True, loss=True)
+WORDS, WIDTH = 50, 16
+
+
+class ScaledNorm(nn.Module):
+    """RMSNorm as Llama has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.variance_epsilon = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+class OffsetNorm(ScaledNorm):
+    """RMSNorm as Gemma has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1.0 + self.weight) * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
+
+
+class CentredNorm(ScaledNorm):
+    """LayerNorm without a bias: no RMSNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (WIDTH,), self.weight, None, self.variance_epsilon)
+
+
+class UnlikeNorm(ScaledNorm):
+    """RMSNorm that adds eps to the root: off by little, and only where rows are small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class Gate(nn.Module):
+    def __init__(self, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        if activation is not None:
+            self.activation = activation
+
+
+class ModuleGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class TurnedGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.activation(self.gate(x)))  # type: ignore[no-any-return]
+
+
+class FunctionGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class ImportedGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class TwiceUsed(Gate):
+    """The activation is read once more, so nothing would be saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated = F.silu(self.gate(x))
+        return self.down(gated * self.up(x) + gated)  # type: ignore[no-any-return]
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def interleaved_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def turn(x: Tensor) -> Tensor:
+        return x * cos.unsqueeze(1) + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(
+            -2
+        ) * sin.unsqueeze(1)
+
+    return turn(q), turn(k)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        angles = (torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 0.3, 0.7])).repeat(1, 2)[None]
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        q, k = apply_rotary_pos_emb(q, k, *self.tables(x))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class InterleavedAttention(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        q, k = interleaved_rotary(q, k, *self.tables(x))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+FOUND: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "norm": (ScaledNorm, "norm"),
+    "norm of one plus the weight": (OffsetNorm, "norm"),
+    "torch's RMSNorm": (lambda: nn.RMSNorm(WIDTH, eps=1e-6), "norm"),
+    "a norm that is centred": (CentredNorm, None),
+    "a norm with another eps": (UnlikeNorm, None),
+    "gate with nn.SiLU": (lambda: ModuleGate(nn.SiLU()), "gated"),
+    "gate, the other way round": (lambda: TurnedGate(nn.SiLU()), "gated"),
+    "gate with F.silu": (FunctionGate, "gated"),
+    "gate with an imported silu": (ImportedGate, "gated"),
+    "gate with GELU": (lambda: ModuleGate(nn.GELU()), None),
+    "activation used twice": (TwiceUsed, None),
+    "mere SiLU between layers": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()), None),
+    "rotary": (Attention, "rotary"),
+    "rotary of neighbours": (InterleavedAttention, None),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_a_rule_finds_its_modules_and_changes_no_result(case: str) -> None:
+    make, rule = FOUND[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), make())
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
+    want = gradients(model, x)
+    names, state = [n for n, _ in model.named_modules()], list(model.state_dict())
+    found = fuse(model, **ALWAYS)
+    assert list(found.modules) == ([] if rule is None else [rule])
+    for got, expected in zip(gradients(model, x), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    assert ([n for n, _ in model.named_modules()], list(model.state_dict())) == (names, state)
+    found.close()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), want, strict=True))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("rule", ["norm", "gated", "rotary"])
+def test_the_kernel_is_what_runs(rule: str) -> None:
+    """A result that is the same to rounding does not show which code made it: its autograd node does."""
+    model, node = {
+        "norm": (ScaledNorm(), "_NormBackward"),
+        "gated": (nn.Sequential(ModuleGate(nn.SiLU())), "_SeparateBackward"),
+        "rotary": (nn.Sequential(Attention()), "_RotaryBackward"),
+    }[rule]
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
+    for asked, runs in ((None, False), (True, True)):  # None: on a GPU alone
+        found = fuse(model, **{rule: asked})
+        nodes, stack = set(), [model(x).grad_fn]
+        while stack:
+            each = stack.pop()
+            if each is not None and each not in nodes:
+                nodes.add(each)
+                stack += [before for before, _ in each.next_functions]
+        assert any(each.name() == node for each in nodes) is runs
+        found.close()
+
+
+def test_weights_in_another_dtype_keep_the_modules_own_result() -> None:
+    model, x = ScaledNorm(), torch.randn(3, WIDTH, dtype=torch.bfloat16)
+    want = model(x)
+    fuse(model, norm=True)
+    assert model(x).dtype is want.dtype is torch.float32 and torch.equal(model(x), want)
+
+
+def test_compiled_modules_are_left_alone() -> None:
+    model = nn.Sequential(ModuleGate(nn.SiLU()), ScaledNorm())
+    model[0].compile(backend="eager")
+    assert list(fuse(model, **ALWAYS).modules) == ["norm"]
+    assert not fuse(torch.compile(nn.Sequential(ScaledNorm()), backend="eager"), **ALWAYS).modules  # type: ignore[arg-type]
+
+
+class LanguageModel(nn.Module):
+    """Embedding, a layer, a head; ``finish`` makes of logits and labels what the model returns."""
+
+    def __init__(
+        self, finish: Callable[[Tensor, Tensor], Any], *, bias: bool = False, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.finish = finish
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.finish(self.head(self.layer(self.embed(ids))), ids)
+
+
+def shifted(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), ids[:, 1:].flatten())
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nanoGPT": lambda z, ids: F.cross_entropy(z.view(-1, z.size(-1)), ids.view(-1), ignore_index=-1),
+    "shifted slices": lambda z, ids: F.cross_entropy(
+        z[..., :-1, :].contiguous().double().view(-1, WORDS), ids[..., 1:].reshape(-1)
+    ),
+    "criterion": lambda z, ids: nn.CrossEntropyLoss(label_smoothing=0.1)(z.flatten(0, 1), ids.flatten()),
+    "sum": lambda z, ids: F.cross_entropy(z.reshape(-1, WORDS), ids.reshape(-1), reduction="sum"),
+    "rows": lambda z, ids: F.cross_entropy(z.view(-1, WORDS), ids.view(-1), reduction="none").square().mean(),
+    "soft cap": lambda z, ids: shifted(torch.tanh(z / 2.0) * 2.0, ids),
+    "scale": lambda z, ids: shifted(z * 0.3, ids),
+    "double": lambda z, ids: shifted(z.to(torch.float64), ids),
+}
+OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weights of classes": lambda z, ids: F.cross_entropy(
+        z.view(-1, WORDS), ids.view(-1), weight=torch.arange(1.0, WORDS + 1).to(z.dtype)
+    ),
+    "words left out": lambda z, ids: F.cross_entropy(z[..., :40].reshape(-1, 40), ids.view(-1) % 40),
+    "words in the middle": lambda z, ids: F.cross_entropy(z.transpose(1, 2), ids),
+    "probabilities": lambda z, ids: F.cross_entropy(
+        z.view(-1, WORDS), F.one_hot(ids.view(-1), WORDS).to(z.dtype)
+    ),
+    "two steps": lambda z, ids: F.nll_loss(F.log_softmax(z, -1).view(-1, WORDS), ids.view(-1)),
+    "in place": lambda z, ids: shifted(z.add_(1.0), ids),
+    "mean of logits": lambda z, ids: z.float().mean() + shifted(z, ids),
+    "norm": lambda z, ids: torch.linalg.vector_norm(z) + z.max(),
+    "picked": lambda z, ids: z.logsumexp(-1).mean() - z[0, 0, 3],
+}
+
+
+@pytest.mark.parametrize("layer", [{}, dict(bias=True), dict(tied=True)], ids=["plain", "bias", "tied"])
+@pytest.mark.parametrize("case", [*LOSSES, *OTHERS])
+def test_logits_that_wait_give_the_same_loss_and_gradients(case: str, layer: dict[str, bool]) -> None:
+    finish = {**LOSSES, **OTHERS}[case]
+    torch.manual_seed(1)
+    model = LanguageModel(finish, **layer).double()
+    ids = torch.randint(0, WORDS, (2, 6))
+    parameters = [*model.parameters()]
+    want = [loss := model(ids).double(), *torch.autograd.grad(loss, parameters)]
+    found = fuse(model, loss=True)
+    assert found.modules == {"loss": ("head",)} and found.logits is not None
+    calls: list[Tensor] = []
+    model.head.register_forward_hook(lambda module, args, output: calls.append(output))
+    with found.logits.waiting():
+        got = [loss := model(ids).double(), *torch.autograd.grad(loss, parameters)]
+    for one, other in zip(got, want, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+    # The hook ran round what was computed with the head: one loss, or whole logits, never both at first.
+    whole = [output for output in calls if output.shape[-1:] == (WORDS,)]
+    assert (not whole and len(calls) == 1) if case in LOSSES else whole
+
+
+def test_logits_wait_only_where_that_is_asked_and_worth_while() -> None:
+    model = LanguageModel(lambda z, ids: z)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    found = fuse(model, loss=True)
+    assert found.logits is not None and type(model(ids)) is Tensor
+    with found.logits.waiting():
+        assert type(model(ids)) is LazyLogits
+    assert type(model(ids)) is Tensor
+    found.close()
+    assert type(model.head) is nn.Linear
+    found = fuse(model)  # few logits: at once
+    assert found.logits is not None
+    with found.logits.waiting():
+        assert type(model(ids)) is Tensor
+        many = torch.zeros(logits_module.WORTHWHILE // WORDS + 1, 1, WIDTH, device="meta")
+        model.to("meta")
+        assert type(model.head(many)) is LazyLogits
+
+
+def test_a_stand_in_knows_its_facts_and_becomes_a_tensor_when_it_is_read() -> None:
+    model = LanguageModel(lambda z, ids: z)
+    ids = torch.randint(0, WORDS, (2, 3))
+    want = model(ids)
+    found = fuse(model, loss=True)
+    assert found.logits is not None
+    with found.logits.waiting():
+        z = model(ids)
+        assert (z.shape, z.dtype, z.device, z.ndim, z.requires_grad) == (
+            (2, 3, WORDS),
+            torch.float32,
+            want.device,
+            3,
+            True,
+        )
+        assert z.size(-1) == WORDS and len(z) == 2 and z.numel() == want.numel() and isinstance(z, Tensor)
+        assert repr(z) == "LazyLogits(size=(2, 3, 50), dtype=torch.float32)"
+        assert torch.equal(z.argmax(-1), want.argmax(-1)) and z.tolist() == want.tolist()
+        assert torch.equal(copy.deepcopy(model(ids).detach()), want)
+        assert torch.equal(torch.stack([model(ids), model(ids)])[1], want) and "grad_fn" in repr(z)
+
+
+def test_a_module_that_is_no_head_is_none() -> None:
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS + 1))
+    assert not fuse(model, **ALWAYS).modules
+    assert str(fuse(model)) == "fused: nothing"
+
+
+def test_what_is_fused_can_be_printed() -> None:
+    model = nn.ModuleDict(dict(a=ScaledNorm(), b=ScaledNorm(), model=LanguageModel(shifted)))
+    assert str(fuse(model)).splitlines() == [
+        "fused: RMSNorm in one launch: a and 1 more",
+        "fused: linear + cross entropy, without whole logits: model.head",
+    ]
