@@ -72,7 +72,7 @@ class _Settings:
 
     @property
     def changes(self) -> bool:
-        """Whether logits are scaled or capped."""
+        """Tell whether logits are scaled or capped."""
         return self.scale != 1.0 or self.softcap != 0.0
 
 
