@@ -1,0 +1,186 @@
+"""An unmodified Llama-shaped model of transformers, trained by Meshfold, plain torch and Liger on one GPU.
+
+`meshfold bench hugging-face` starts each contestant in a process of its own, in rounds, and warms it up until clocks have
+settled. It writes JSON with the seconds of every step, peak memory, mean power and clock; `--report FILE.json` makes the
+table from it. All begin with the same weights, keep float32 masters, clip by the norm and step with AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
+
+from benchmarks.common import add_output, check_out, machine, median, parse_with_tiny, write
+from benchmarks.hugging_face.worker import CONTESTANTS
+from benchmarks.power import PowerLog
+from benchmarks.reports import table
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "3B": dict(
+        vocab_size=128_256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+        num_key_value_heads=8, rope_theta=500_000.0, tie_word_embeddings=True,
+    ),
+    "1B": dict(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, rope_theta=500_000.0, tie_word_embeddings=True,
+    ),
+    "tiny": dict(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+"""Llama 3.2's shapes by name, and one to try the command."""
+
+TINY = dict(
+    shape="tiny",
+    rows=2,
+    length=32,
+    dtype="float32",
+    steps=2,
+    settle_s=0.0,
+    warm_up=1,
+    rounds=1,
+    timeout=120.0,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench hugging-face`."""
+    parser = argparse.ArgumentParser(prog="meshfold bench hugging-face", description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="3B")
+    parser.add_argument("--rows", type=int, default=8, help="sequences a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--recompute", choices=("blocks", "auto", "none"), default="blocks",
+                        help="which activations backward recomputes; auto, of a plan: every layer for peers")  # fmt: skip
+    parser.add_argument(
+        "--gpu-memory", default="", help="limit of the device, as in 24GB; for Meshfold alone"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=CONTESTANTS, default=["torch", "Liger", "ours"], metavar="NAME"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of a start")
+    parser.add_argument("--warm-up", type=int, default=4, help="least number of steps before them")
+    parser.add_argument(
+        "--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle"
+    )
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
+    parser.add_argument("--profile", action="store_true", help="add a profile of one step by kernels")
+    add_output(parser, "hugging_face")
+    options = parse_with_tiny(parser, argv, TINY)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    check_out(options.out)
+    work = {
+        name: getattr(options, name)
+        for name in ("shape", "rows", "length", "dtype", "recompute", "gpu_memory")
+    }
+    found: dict[str, Any] = dict(area="hugging-face", machine={**machine(), **_versions()}, cases={})
+    if options.out.exists():
+        before = json.loads(options.out.read_text())
+        if before["machine"] != found["machine"]:
+            parser.error(f"{options.out} is of another machine: give another --out")
+        found = before
+    case = found["cases"].setdefault(case_name(work), dict(work=work, runs={}))
+    for turn in range(options.rounds):
+        for name in options.only if turn % 2 == 0 else options.only[::-1]:
+            run = _run(name, work, options)
+            case["runs"].setdefault(name, []).append(run)
+            write(options.out, found)
+            middle = _seconds([run])
+            print(f"{name}: {run['error'] if middle is None else f'{middle:.4f} s'}", flush=True)
+    report(options.out)
+    return 0
+
+
+def case_name(work: dict[str, Any]) -> str:
+    """Return a work in words."""
+    limit = f", {work['gpu_memory']}" if work["gpu_memory"] else ""
+    recompute = dict(blocks="every layer recomputed", auto="recomputed by plan", none="nothing recomputed")
+    return f"Llama {work['shape']}, {work['rows']} × {work['length']} tokens, {recompute[work['recompute']]}{limit}"
+
+
+def _versions() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("transformers", "liger-kernel"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _run(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Run one start of a contestant; its result, or the error."""
+    with tempfile.TemporaryDirectory(prefix="hugging-face-") as folder, PowerLog() as power:
+        out = Path(folder) / "found.json"
+        job = dict(
+            **work, contestant=name, model=SHAPES[work["shape"]], steps=options.steps, warm_up=options.warm_up,
+            settle_s=options.settle_s, profile=options.profile, out=str(out),
+        )  # fmt: skip
+        words = [sys.executable, "-m", "benchmarks.hugging_face.worker", json.dumps(job)]
+        try:
+            ended = subprocess.run(
+                words, cwd=Path(__file__).resolve().parents[2], timeout=options.timeout, capture_output=True, text=True
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"error": f"not at its end after {options.timeout:.0f} s"}
+        if ended.returncode or not out.exists():
+            last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
+            print(ended.stderr[-3000:], file=sys.stderr)
+            return {"error": last[:300]}
+        run: dict[str, Any] = json.loads(out.read_text())
+    run.update(power.mean(run.pop("first"), run.pop("last"), 1))
+    if (kernels := run.pop("profile", None)) is not None:
+        print(kernels)
+    return run
+
+
+def report(path: Path) -> None:
+    """Write the table beside a result, and print it."""
+    found = json.loads(path.read_text())
+    words = ", ".join(f"{key} {value}" for key, value in found["machine"].items() if value is not None)
+    lines = [f"Measured on: {words}."]
+    for name, case in found["cases"].items():
+        tokens = case["work"]["rows"] * case["work"]["length"]
+        liger = _seconds(case["runs"].get("Liger", []))
+        rows = []
+        for contestant, runs in case["runs"].items():
+            seconds, good = _seconds(runs), [run for run in runs if not run.get("error")]
+            if seconds is None:
+                rows.append((contestant, "–", "–", "–", "–", "–", runs[0]["error"]))
+                continue
+            watts = [run["watts"] for run in good if "watts" in run]
+            clocks = [run["mhz"] for run in good if "mhz" in run]
+            rows.append((
+                contestant, f"{seconds:.4f}", f"{liger / seconds:.3f}" if liger else "–",
+                f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
+                f"{sum(watts) / len(watts) * seconds / tokens * 1e3:.2f}" if watts else "–",
+                f"{sum(clocks) / len(clocks):.0f}" if clocks else "–", "",
+            ))  # fmt: skip
+        head = ("contestant", "s a step", "× Liger's speed", "peak GiB", "mJ a token", "mean MHz", "note")
+        lines += ["", f"**{name}**", "", *table(head, rows)]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def _seconds(runs: Sequence[dict[str, Any]]) -> float | None:
+    """Return the median over starts of the median step; None if no start came to its end."""
+    middles = [median(run["seconds"]) for run in runs if not run.get("error")]
+    return median(middles) if middles else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

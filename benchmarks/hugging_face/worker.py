@@ -1,0 +1,146 @@
+"""One contestant trains a Llama-shaped model of transformers for a while, in a process of its own; it writes JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Step = Callable[[], object]
+
+
+def model_of(job: dict[str, Any]) -> nn.Module:
+    """Return the model, with the same weights for every contestant."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**job["model"], max_position_embeddings=job["length"], use_cache=False)
+    config._attn_implementation = "sdpa"
+    dtype, device = getattr(torch, job["dtype"]), "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def peer(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
+    """Return the step of plain torch: float32 masters, fused AdamW, clipping by the norm, each layer recomputed."""
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    model = model_of(job).train()
+    if job["recompute"] != "none":
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))  # type: ignore[operator]
+    if compiled:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.compile()
+    parameters = [*model.parameters()]
+    masters = [p.detach().float().requires_grad_() for p in parameters]
+    fused = torch.cuda.is_available()
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=fused)
+    ids = batch(job)
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        for parameter, master in zip(parameters, masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+        return loss.detach()
+
+    return step
+
+
+def ours(job: dict[str, Any], **settings: Any) -> Step:
+    """Return the step of Meshfold."""
+    from meshfold.engine import Engine
+
+    recompute = None if job["recompute"] == "none" else job["recompute"]
+    zero: dict[str, Any] = dict(stage=3, placement="cuda")
+    if job["recompute"] == "auto" or job["gpu_memory"]:
+        zero = dict(placement="auto", **(dict(gpu_memory=job["gpu_memory"]) if job["gpu_memory"] else {}))
+    engine = Engine(
+        model_of(job), dict(zero=zero), precision="bf16" if job["dtype"] == "bfloat16" else "fp32", clip_grad_norm=1.0,
+        optimizer=dict(name="adamw", lr=1e-4, weight_decay=0.01), recompute=recompute, **settings,
+    )  # fmt: skip
+    if engine.fused_kernels is not None:
+        print(engine.fused_kernels, file=sys.stderr)
+    ids = batch(job)
+
+    def step() -> Tensor:
+        engine.run_step(dict(input_ids=ids, labels=ids))
+        return engine.runner.loss
+
+    return step
+
+
+def batch(job: dict[str, Any]) -> Tensor:
+    """Return token ids ``rows length``."""
+    ids = torch.randint(
+        job["model"]["vocab_size"], (job["rows"], job["length"]), generator=torch.Generator().manual_seed(1)
+    )
+    return ids.cuda() if torch.cuda.is_available() else ids
+
+
+CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
+    "torch": lambda job: peer(job, liger=False, compiled=False),
+    "torch, compiled": lambda job: peer(job, liger=False, compiled=True),
+    "Liger": lambda job: peer(job, liger=True, compiled=False),
+    "Liger, compiled": lambda job: peer(job, liger=True, compiled=True),
+    "ours": lambda job: ours(job),
+    "ours, kernels off": lambda job: ours(job, kernels="off"),
+    "ours, compiled": lambda job: ours(job, compile=True),
+}
+
+
+def main(job: dict[str, Any]) -> None:
+    """Warm up until clocks have settled, then time each step; write seconds, losses, peak memory and the interval."""
+
+    def synchronize() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    step = CONTESTANTS[job["contestant"]](job)
+    begun, losses = time.perf_counter(), [step()]
+    while len(losses) < job["warm_up"] or time.perf_counter() - begun < job["settle_s"]:
+        losses.append(step())
+        synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds, first = [], time.time()
+    for _ in range(job["steps"]):
+        start = time.perf_counter()
+        losses.append(step())
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    found = dict(
+        seconds=seconds, peak_bytes=peak, losses=[float(each) for each in losses[:8]], first=first, last=time.time()
+    )  # fmt: skip
+    if job["profile"]:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            step()
+            synchronize()
+        found["profile"] = profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
+    Path(job["out"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    main(json.loads(sys.argv[1]))
