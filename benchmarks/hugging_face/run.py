@@ -113,7 +113,7 @@ def case_name(work: dict[str, Any]) -> str:
 def _versions() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("transformers", "liger-kernel"):
         try:
             found[name] = version(name)
@@ -144,7 +144,8 @@ def _run(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[s
         run: dict[str, Any] = json.loads(out.read_text())
     run.update(power.mean(run.pop("first"), run.pop("last"), 1))
     if (kernels := run.pop("profile", None)) is not None:
-        print(kernels)
+        for name, calls, ms in kernels[:60]:
+            print(f"{ms:9.2f} ms {calls:6d} x {name[:90]}")
     return run
 
 

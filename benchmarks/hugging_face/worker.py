@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Step = Callable[[], object]
+Step = Callable[[], Tensor]
 
 
 def model_of(job: dict[str, Any]) -> nn.Module:
@@ -43,8 +43,8 @@ def peer(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
     if compiled:
         for layer in model.model.layers:  # type: ignore[union-attr]
             layer.compile()
-    parameters = [*model.parameters()]
-    masters = [p.detach().float().requires_grad_() for p in parameters]
+    parameters: list[Tensor] = [*model.parameters()]
+    masters: list[Tensor] = [p.detach().float().requires_grad_() for p in parameters]
     fused = torch.cuda.is_available()
     optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=fused)
     ids = batch(job)
@@ -72,7 +72,9 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
     recompute = None if job["recompute"] == "none" else job["recompute"]
     zero: dict[str, Any] = dict(stage=3, placement="cuda")
     if job["recompute"] == "auto" or job["gpu_memory"]:
-        zero = dict(placement="auto", **(dict(gpu_memory=job["gpu_memory"]) if job["gpu_memory"] else {}))
+        zero = dict(
+            placement="auto", **(dict(gpu_memory_limit=job["gpu_memory"]) if job["gpu_memory"] else {})
+        )
     engine = Engine(
         model_of(job), dict(zero=zero), precision="bf16" if job["dtype"] == "bfloat16" else "fp32", clip_grad_norm=1.0,
         optimizer=dict(name="adamw", lr=1e-4, weight_decay=0.01), recompute=recompute, **settings,
@@ -137,7 +139,13 @@ def main(job: dict[str, Any]) -> None:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             step()
             synchronize()
-        found["profile"] = profiled.key_averages().table(sort_by="self_cuda_time_total", row_limit=45)
+        events = [each for each in profiled.key_averages() if each.self_device_time_total > 0]
+        events.sort(key=lambda each: -each.self_device_time_total)
+        found["profile"] = [
+            (each.key, each.count, each.self_device_time_total / 1e3)
+            for each in events
+            if str(each.device_type).endswith("CUDA")
+        ]
     Path(job["out"]).write_text(json.dumps(found))
 
 
