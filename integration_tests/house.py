@@ -45,6 +45,7 @@ BANNED = {
     "held_model": "chunked_parameters, or what holds the model",
     "politely": "what it avoids: without_raising, if_possible",
     "residence": "placement",
+    "staying": "gather_cache",
     "talk": "exchange, messages",
     "tape": "init_trace",
     "told_to_all": "broadcast",

@@ -195,8 +195,8 @@ def test_chunks_stay_gathered_where_there_is_room() -> None:
             gathers = []
             for number, batch in enumerate(given):
                 if number:
-                    assert gemini.staying_bytes >= allowed  # nobody limits a CPU: all may stay
-                    gemini.staying_bytes = allowed
+                    assert gemini.gather_cache_bytes >= allowed  # nobody limits a CPU: all may stay
+                    gemini.gather_cache_bytes = allowed
                 at_once.clear()
                 with record() as log:
                     engine.train_step(engine.shard_batch(batch))
@@ -241,7 +241,7 @@ def peaks_of_steps(limit: str, batch: dict[str, Tensor]) -> tuple[list[int], int
     with small_chunks(), engine_of(ordered("1f1b", zero=zero), "dropping") as engine:
         gemini, everyone = gemini_of(engine), engine.mesh.group(*engine.mesh.names)
         for _ in range(4):
-            stayed = int(all_reduce(torch.tensor([gemini.staying_bytes]), everyone, "min"))
+            stayed = int(all_reduce(torch.tensor([gemini.gather_cache_bytes]), everyone, "min"))
             with watched(gemini) as seen:
                 engine.train_step(engine.shard_batch(batch))
             found.append(int(all_reduce(torch.tensor([max(seen)]), everyone, "max")))

@@ -1,13 +1,14 @@
-"""Import paths of version 0.1 give the modules of today."""
+"""Names of version 0.1 give the modules and attributes of today."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Any
 
 import pytest
 
-from meshfold.zero_gemini.moved import MOVED, install
+from meshfold.zero_gemini.moved import MOVED, install, with_old_names
 from meshfold.zero_gemini.optimizer import dispatch, optimizer_kind
 
 
@@ -29,3 +30,16 @@ def test_modules_of_a_moved_folder_and_renamed_functions_keep_their_old_names() 
         del sys.modules[old]
     with pytest.warns(DeprecationWarning, match="optimizer_kind"):
         assert dispatch.kind_of is optimizer_kind
+
+
+def test_a_renamed_attribute_is_read_and_written_under_its_old_name() -> None:
+    @with_old_names({"old": "new"})
+    class Named:
+        new = 1
+
+    named: Any = Named()
+    with pytest.warns(DeprecationWarning, match=r"Named\.old is now Named\.new"):
+        assert named.old == 1
+    with pytest.warns(DeprecationWarning, match="is now"):
+        named.old = 2
+    assert named.new == 2

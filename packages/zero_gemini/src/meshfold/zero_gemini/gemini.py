@@ -44,10 +44,12 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.moved import with_old_names
 from meshfold.zero_gemini.norm import power_sum, total_norm
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 
 
+@with_old_names({"staying_bytes": "gather_cache_bytes"})
 class Gemini(ChunkedModel):
     """Holds a model in chunks and trains it.
 
@@ -284,17 +286,17 @@ class Gemini(ChunkedModel):
             self._runtime.reread()
 
     @property
-    def staying_bytes(self) -> int:
+    def gather_cache_bytes(self) -> int:
         """Limit, in bytes, of gathered chunks that are not in use and wait on the device for their next use in the step.
 
         All ranks that share chunks must set the same, between steps. Whoever does lets them go before the optimizer steps,
         by :meth:`rest`.
         """
-        return self._runtime.staying.most_bytes
+        return self._runtime.gather_cache.most_bytes
 
-    @staying_bytes.setter
-    def staying_bytes(self, most: int) -> None:
-        self._runtime.staying.most_bytes = most
+    @gather_cache_bytes.setter
+    def gather_cache_bytes(self, most: int) -> None:
+        self._runtime.gather_cache.most_bytes = most
 
     def rest(self, *, unlearn: bool = False) -> None:
         """Release all chunks that come and go.

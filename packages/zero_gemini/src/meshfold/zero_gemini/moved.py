@@ -1,8 +1,14 @@
-"""Import paths of version 0.1: each gives the module of today, with a DeprecationWarning."""
+"""Names of version 0.1: each gives the module or attribute of today, with a DeprecationWarning."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
 from meshfold.mesh import redirect_imports
+
+T = TypeVar("T")
 
 MOVED = {
     "meshfold.zero_gemini.disk": "meshfold.zero_gemini.nvme",
@@ -16,3 +22,33 @@ MOVED = {
 def install() -> None:
     """Let imports find the old paths of meshfold.zero_gemini."""
     redirect_imports(MOVED)
+
+
+def with_old_names(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Return a decorator that lets a class's attributes be read and written under old names, with a DeprecationWarning.
+
+    Args:
+        names: old name of an attribute: its name today.
+    """
+
+    def renamed(cls: type[T], old: str, new: str) -> property:
+        def warn() -> None:
+            message = f"{cls.__name__}.{old} is now {cls.__name__}.{new}"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
+
+        def read(self: T) -> Any:
+            warn()
+            return getattr(self, new)
+
+        def write(self: T, value: Any) -> None:
+            warn()
+            setattr(self, new, value)
+
+        return property(read, write)
+
+    def decorate(cls: type[T]) -> type[T]:
+        for old, new in names.items():
+            setattr(cls, old, renamed(cls, old, new))
+        return cls
+
+    return decorate

@@ -26,10 +26,10 @@ from meshfold.engine.states import optimizer_state
 from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world import PIPE, World
+from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
 from meshfold.engine.zero.memory import grow_segments, ranks_per_host
 from meshfold.engine.zero.plan import Sizes, first_homes, gradient_dtype, regime_of
 from meshfold.engine.zero.residency import Residency
-from meshfold.engine.zero.staying import StayingBytes
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
 from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory, OutOfBudget
@@ -137,7 +137,7 @@ class ZeroStates:
         )  # fmt: skip
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._staying = StayingBytes(self.gemini, spec, world)
+        self._gather_cache = GatherCacheBytes(self.gemini, spec, world)
 
     def begin(self, *, first: bool) -> None:
         if first:
@@ -156,7 +156,7 @@ class ZeroStates:
             yield
         finally:
             self.gemini.takes = False  # another engine's backward may go through this model
-            if self._staying.some and kind != "more":
+            if self._gather_cache.some and kind != "more":
                 self.gemini.rest()  # what has stayed from use to use
         self.residency.end()
         self._owed = kind in ("more", "apart")
@@ -199,12 +199,12 @@ class ZeroStates:
         return [self._names[self.trained[place]] for place in places]
 
     def step(self) -> None:
-        if self._staying.some:
+        if self._gather_cache.some:
             self.gemini.rest()  # a forward without a backward has left something, perhaps
         self.gemini.step()
         self.residency.stepped()
         if not self.residency.is_watching:
-            self._staying.stepped(moves=self.residency.moves)
+            self._gather_cache.stepped(moves=self.residency.moves)
 
     def forget(self) -> None:
         self.gemini.forget()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from meshfold.zero_gemini.chunks.chunk import Chunk
 
 
-class Staying:
+class GatherCache:
     """Chooses among chunks that nobody computes with at the moment.
 
     Attributes:
@@ -31,7 +31,7 @@ class Staying:
             for chunk in chunks:
                 self._uses.setdefault(chunk, []).append(place)
 
-    def leaving(self, chunks: Sequence[Chunk], place: int) -> list[Chunk]:
+    def evicted(self, chunks: Sequence[Chunk], place: int) -> list[Chunk]:
         """Those that go.
 
         Args:

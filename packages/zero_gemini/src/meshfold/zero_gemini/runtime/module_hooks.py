@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.prefetch import reach
-from meshfold.zero_gemini.runtime.gather_cache import Staying
+from meshfold.zero_gemini.runtime.gather_cache import GatherCache
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls, graph_task
 from meshfold.zero_gemini.runtime.units import Unit
@@ -30,7 +30,7 @@ class Runtime:
 
     Attributes:
         order: names of the units entered by the last step that was trained, forward and backward.
-        staying: chooses the chunks that stay between two uses.
+        gather_cache: chooses the chunks that stay between two uses.
         is_quiet: hooks do nothing.
     """
 
@@ -70,7 +70,7 @@ class Runtime:
         self._unfinished: dict[
             Unit, None
         ] = {}  # forwards left by an exception, as a pipeline's stages leave them
-        self.staying = Staying()
+        self.gather_cache = GatherCache()
         self.is_quiet = False
         self._held: dict[Chunk, None] = {}  # gathered, or on their way
         self._in_backward = False
@@ -108,7 +108,7 @@ class Runtime:
         """Expect, from now on, what the last step showed. Call it before each training step."""
         if self._seen:
             self.order, self._seen = self._seen, []
-            self.staying.learn([self._chunks[unit] for unit in self.order])
+            self.gather_cache.learn([self._chunks[unit] for unit in self.order])
         self.unlearn()
 
     def unlearn(self) -> None:
@@ -229,7 +229,7 @@ class Runtime:
         self._behind.clear()
         self._inside.clear()
         self._recomputed.clear()
-        self._release(self._leaving(self._held))
+        self._release(self._evicted(self._held))
 
     # -- what is held -------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Runtime:
         coming = [] if not self._expects(unit) else self._next()
         ahead = dict.fromkeys(chunk for later in coming for chunk in self._chunks[later])
         self._release(
-            self._leaving(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead)
+            self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead)
         )
         for chunk in wanted:
             if chunk.step_is_pending and chunk not in self._chunks[unit]:
@@ -257,12 +257,12 @@ class Runtime:
         for chunk in self._chunks[unit]:
             chunk.wait()
 
-    def _leaving(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+    def _evicted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Return those that are released, of chunks that no entered unit needs."""
         chunks, place = [*chunks], self.place
         if not self._seen or not self._expects(self._seen[-1]):
             return chunks
-        return self.staying.leaving(chunks, place)
+        return self.gather_cache.evicted(chunks, place)
 
     def _expects(self, unit: Unit) -> bool:
         """Return True if this step has gone as the last one until here."""

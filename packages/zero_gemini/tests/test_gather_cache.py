@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshfold.zero_gemini.runtime.gather_cache import Staying
+from meshfold.zero_gemini.runtime.gather_cache import GatherCache
 
 
 @dataclass(eq=False)
@@ -19,35 +19,35 @@ class Sized:
     gathered_bytes: int = 10
 
 
-def staying(most: int, *steps: str, **sizes: int) -> tuple[Staying, dict[str, Any]]:
+def cache(most: int, *steps: str, **sizes: int) -> tuple[GatherCache, dict[str, Any]]:
     """Of a step that wanted these chunks, a letter each, at its places."""
     chunks: dict[str, Any] = {name: Sized(name, sizes.get(name, 10)) for name in sorted(set("".join(steps)))}
-    made = Staying()
+    made = GatherCache()
     made.most_bytes = most
     made.learn([[chunks[name] for name in step] for step in steps])
     return made, chunks
 
 
-def leaving(made: Staying, chunks: dict[str, Any], names: str, place: int) -> str:
-    return "".join(chunk.name for chunk in made.leaving([chunks[name] for name in names], place))
+def evicted(made: GatherCache, chunks: dict[str, Any], names: str, place: int) -> str:
+    return "".join(chunk.name for chunk in made.evicted([chunks[name] for name in names], place))
 
 
 def test_what_is_wanted_last_goes_first() -> None:
-    made, chunks = staying(20, "a", "b", "c", "c", "b", "a")
-    assert leaving(made, chunks, "abc", 3) == "a"
-    assert leaving(made, chunks, "abc", 4) == "c"  # never again in this step
-    assert leaving(made, chunks, "abc", 6) == "abc"
+    made, chunks = cache(20, "a", "b", "c", "c", "b", "a")
+    assert evicted(made, chunks, "abc", 3) == "a"
+    assert evicted(made, chunks, "abc", 4) == "c"  # never again in this step
+    assert evicted(made, chunks, "abc", 6) == "abc"
 
 
 def test_nothing_stays_where_there_is_no_room() -> None:
-    assert leaving(*staying(0, "a", "a"), "a", 1) == "a"
-    assert leaving(*staying(9, "a", "a"), "a", 1) == "a"
-    assert leaving(*staying(10, "a", "a"), "a", 1) == ""
+    assert evicted(*cache(0, "a", "a"), "a", 1) == "a"
+    assert evicted(*cache(9, "a", "a"), "a", 1) == "a"
+    assert evicted(*cache(10, "a", "a"), "a", 1) == ""
 
 
 def test_sizes_count() -> None:
-    made, chunks = staying(25, "ab", "b", "a", b=20)
-    assert leaving(made, chunks, "ab", 1) == "a"
+    made, chunks = cache(25, "ab", "b", "a", b=20)
+    assert evicted(made, chunks, "ab", 1) == "a"
 
 
 @given(
@@ -58,10 +58,10 @@ def test_sizes_count() -> None:
 def test_never_more_than_allowed_and_never_what_comes_later_first(
     steps: list[str], most: int, data: st.DataObject
 ) -> None:
-    made, chunks = staying(most, *steps, a=7, b=11, c=13)
+    made, chunks = cache(most, *steps, a=7, b=11, c=13)
     place = data.draw(st.integers(0, len(steps)))
     names = "".join(chunks)
-    gone = leaving(made, chunks, names, place)
+    gone = evicted(made, chunks, names, place)
     stays = [name for name in names if name not in gone]
     assert sum(chunks[name].gathered_bytes for name in stays) <= most
     following = {

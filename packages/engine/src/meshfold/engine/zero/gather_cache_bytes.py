@@ -14,7 +14,7 @@ ROOM = 0.1
 """Share of a GPU that is left free: batches differ, and who runs out in the middle of a step cannot undo it."""
 
 
-class StayingBytes:
+class GatherCacheBytes:
     """Under ``zero`` stage 3 and ``pipeline``: lets chunks stay gathered in what a step without has left free.
 
     The first step, and the first after chunks have changed homes, gathers each stage's parameters anew for every use, and shows
@@ -32,7 +32,7 @@ class StayingBytes:
         on_device = world.device.type != "meta"
         self._wanted = world.pipelined and spec.stage == 3 and spec.reshard_after_forward and on_device
         if not spec.reshard_after_forward:
-            gemini.staying_bytes = UNLIMITED_BYTES
+            gemini.gather_cache_bytes = UNLIMITED_BYTES
         self._moves = 0
         self._is_known = False  # what a step takes without
         self._reset()
@@ -47,17 +47,17 @@ class StayingBytes:
             return
         if moves != self._moves:  # the step was one of the homes before
             self._moves, self._is_known = moves, False
-            self._gemini.staying_bytes = 0
+            self._gemini.gather_cache_bytes = 0
             self._reset()
             return
         room = torch.tensor([self._room()], dtype=torch.int64, device=self._world.device)
         least = -int(all_reduce(-room, self._world.data_group, "max"))  # who shares chunks
         if self._is_known:
-            stays = self._gemini.staying_bytes + min(0, least)
+            stays = self._gemini.gather_cache_bytes + min(0, least)
         else:
             stays = least
         gathered = sum(chunk.gathered_bytes for chunk in self._gemini.chunks if not chunk.resident)
-        self._gemini.staying_bytes, self._is_known = min(gathered, max(0, stays)), True
+        self._gemini.gather_cache_bytes, self._is_known = min(gathered, max(0, stays)), True
         self._reset()
 
     def _room(self) -> int:
