@@ -302,7 +302,7 @@ RUN = """
     import sys
     from pathlib import Path
     sys.path.insert(0, sys.argv[2])
-    from test_stepping_disk import equal, files, model, plain_bits
+    from test_nvme_stepping import equal, files, model, plain_bits
     for _ in range(10):
         with model(Path(sys.argv[1]), count=1) as made:
             made.step()
@@ -494,7 +494,7 @@ KILLED = """
     import sys
     from pathlib import Path
     sys.path.insert(0, sys.argv[2])
-    from test_stepping_disk import Model, HOST, DISK
+    from test_nvme_stepping import Model, HOST, DISK
     made = Model(Path(sys.argv[1]), HOST)
     for chunk in made.chunks[:3]:
         made.stepper.move(chunk, DISK)
