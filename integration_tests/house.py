@@ -43,6 +43,7 @@ BANNED = {
     "ghosts": "absent_parameters",
     "handed_over": "what was passed on, and to whom",
     "held_model": "chunked_parameters, or what holds the model",
+    "known_of": "parameter_facts",
     "politely": "what it avoids: without_raising, if_possible",
     "residence": "placement",
     "staying": "gather_cache",

@@ -223,7 +223,7 @@ def stepped_on_the_way(world: int) -> None:
             assert len(done) == len(set(done)) and {*done} == {*gemini._gradients}
             gemini.step()
             chunks = [
-                {gemini._chunk_of[name] for name in gemini._known if name.startswith(f"blocks.{number}.")} for number in range(4)
+                {gemini._chunk_of[name] for name in gemini._facts if name.startswith(f"blocks.{number}.")} for number in range(4)
             ]  # fmt: skip
             assert not before[0] & chunks[2]  # called last, and once before
             assert len(before[1] & (chunks[3] | chunks[2])) >= 3, (recompute, home)

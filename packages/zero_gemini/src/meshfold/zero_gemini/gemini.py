@@ -187,7 +187,7 @@ class Gemini(ChunkedModel):
                 continue
             for part in chunk.slices:
                 if part.name in names:
-                    holders = self._known[part.name].holders
+                    holders = self._facts[part.name].holders
                     if isinstance(holders, Tensor):
                         holders = holders[part.parameter_start : part.parameter_start + part.length]
                     yield shard[part.shard_start : part.shard_start + part.length], holders

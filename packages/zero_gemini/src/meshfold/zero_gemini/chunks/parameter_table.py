@@ -26,7 +26,7 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class ParameterFacts:
     """Facts about a parameter that never change; its tensor comes and goes."""
 
     parameter: nn.Parameter
@@ -36,12 +36,12 @@ class Known:
     holders: int | Tensor = field(compare=False)
 
 
-def known_of(
+def parameter_facts(
     model: nn.Module,
     mesh: Mesh,
     dtype: torch.dtype | None,
     other: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
-) -> dict[str, Known]:
+) -> dict[str, ParameterFacts]:
     """Return the facts about a model's parameters, by name, in order of registration.
 
     Args:
@@ -50,7 +50,7 @@ def known_of(
         dtype: in which the model will compute; None keeps each parameter's.
         other: parameters that will be in another dtype.
     """
-    known = {}
+    facts = {}
     for name, parameter in model.named_parameters():
         meta = metadata_on(parameter, mesh)
         holders = holders_of(meta, parameter.shape, mesh)
@@ -61,15 +61,17 @@ def known_of(
             parameter.requires_grad,
             holders if isinstance(holders, int) else 0,
         )
-        known[name] = Known(parameter=parameter, meta=meta, shape=parameter.shape, kind=kind, holders=holders)
-    return known
+        facts[name] = ParameterFacts(
+            parameter=parameter, meta=meta, shape=parameter.shape, kind=kind, holders=holders
+        )
+    return facts
 
 
-def members_of(known: Mapping[str, Known]) -> dict[str, Member]:
+def members_of(facts: Mapping[str, ParameterFacts]) -> dict[str, Member]:
     """The parameters as far as their places in chunks go."""
     return {
         name: Member(numel=one.shape.numel(), kind=one.kind, sum_axes=one.meta.sum_axes)
-        for name, one in known.items()
+        for name, one in facts.items()
     }
 
 

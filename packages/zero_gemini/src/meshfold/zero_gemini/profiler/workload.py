@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from meshfold.mesh import Mesh, SpecError
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
-from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, lay_out_members, members_of
+from meshfold.zero_gemini.chunks.parameter_table import (
+    ParameterFacts,
+    lay_out_members,
+    members_of,
+    parameter_facts,
+)
 from meshfold.zero_gemini.planner.options import SPLIT_STEP
 from meshfold.zero_gemini.planner.workload import ChunkCost, Layer, Regime, Workload
 from meshfold.zero_gemini.prefetch import light_ones
@@ -222,16 +227,18 @@ class Named(NamedTuple):
     trained: bool
 
 
-def uses_of(chunks: Iterable[Named], units: Iterable[Unit], known: Mapping[str, Known]) -> list[ChunkUse]:
+def uses_of(
+    chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, ParameterFacts]
+) -> list[ChunkUse]:
     """The chunks, with the units that need them: what a plan is made of.
 
     Args:
         chunks: in any order.
         units: of the model.
-        known: its parameters, by name.
+        facts: its parameters, by name.
     """
-    names: dict[Tensor, str] = {one.parameter: name for name, one in known.items()}
-    users: dict[str, list[str]] = {name: [] for name in known}  # of each parameter
+    names: dict[Tensor, str] = {one.parameter: name for name, one in facts.items()}
+    users: dict[str, list[str]] = {name: [] for name in facts}  # of each parameter
     for unit in units:
         for used in unit.parameters:
             users[names[used]].append(unit.name)
@@ -240,7 +247,7 @@ def uses_of(chunks: Iterable[Named], units: Iterable[Unit], known: Mapping[str, 
         needed: dict[str, int] = {}
         for name in chunk.spec.names:
             for unit_name in users[name]:
-                needed[unit_name] = needed.get(unit_name, 0) + known[name].shape.numel()
+                needed[unit_name] = needed.get(unit_name, 0) + facts[name].shape.numel()
         uses.append(
             ChunkUse(
                 name=chunk.name, elems=chunk.spec.shard_elems, gathered_elems=chunk.spec.size_elems, units=needed,
@@ -267,11 +274,11 @@ def chunk_uses(
         other_dtypes: parameters that it has in another dtype.
         slot_align_elems: 256 under regime C.
     """
-    known = known_of(model, mesh, dtype, other_dtypes)
-    laid = lay_out_members(members_of(known), mesh, slot_align_elems=slot_align_elems)
+    facts = parameter_facts(model, mesh, dtype, other_dtypes)
+    laid = lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems)
     chunks = (
-        Named(chunk.names[0], chunk, known[chunk.names[0]].kind.trained)
+        Named(chunk.names[0], chunk, facts[chunk.names[0]].kind.trained)
         for _, layout in laid
         for chunk in layout.chunks
     )
-    return uses_of(chunks, find_units(model), known)
+    return uses_of(chunks, find_units(model), facts)

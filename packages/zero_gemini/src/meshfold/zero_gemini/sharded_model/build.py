@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
-from meshfold.zero_gemini.chunks.parameter_table import Known, known_of, lay_out_members, members_of
+from meshfold.zero_gemini.chunks.parameter_table import (
+    ParameterFacts,
+    lay_out_members,
+    members_of,
+    parameter_facts,
+)
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
 from meshfold.zero_gemini.optimizer.dispatch import adam_regime, optimizer_kind
@@ -28,8 +33,8 @@ def take_parameters(
     device: torch.device,
     dtype: torch.dtype | None,
     other: Mapping[Tensor, torch.dtype],
-) -> tuple[dict[str, Known], dict[str, Tensor]]:
-    """Return what is known of a model's parameters, and their first values, by name; parameters on meta become real.
+) -> tuple[dict[str, ParameterFacts], dict[str, Tensor]]:
+    """Return the facts about a model's parameters, and their first values, by name; parameters on meta become real.
 
     Args:
         model: its parameters on meta are replaced, without elements yet.
@@ -39,18 +44,18 @@ def take_parameters(
         other: parameters that will be in another dtype.
     """
     first = {name: p.detach() for name, p in model.named_parameters()}
-    known = known_of(model, mesh, dtype, other)
+    facts = parameter_facts(model, mesh, dtype, other)
     _replace_meta(model, device)
     here = dict(model.named_parameters())
-    return {name: replace(one, parameter=here[name]) for name, one in known.items()}, first
+    return {name: replace(one, parameter=here[name]) for name, one in facts.items()}, first
 
 
-def lay_out_known(
-    known: Mapping[str, Known], mesh: Mesh, *, chunk_elems: int | None, slot_align_elems: int
+def lay_out_parameters(
+    facts: Mapping[str, ParameterFacts], mesh: Mesh, *, chunk_elems: int | None, slot_align_elems: int
 ) -> Iterator[tuple[Group, Sequence[ChunkSpec], list[list[ShardSlice]]]]:
     """Group, chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
     for axes, layout in lay_out_members(
-        members_of(known), mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
+        members_of(facts), mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
     ):
         group = mesh.group(*axes)
         yield group, layout.chunks, [layout.shard_slices(chunk, group.index) for chunk in layout.chunks]
@@ -73,7 +78,7 @@ class MadeStepper:
 
 def make_stepper(
     make: MakeOptimizer,
-    known: Mapping[str, Known],
+    facts: Mapping[str, ParameterFacts],
     *,
     master_dtype: torch.dtype | None,
     regime: str,
@@ -86,13 +91,13 @@ def make_stepper(
     Raises:
         MemoryPlanError: for a regime that is not this optimizer's, or one that cannot be carried out on chunks.
     """
-    trained = {name: one for name, one in known.items() if one.kind.trained}
+    trained = {name: one for name, one in facts.items() if one.kind.trained}
     stand_ins = {
         name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()
     }
     # torch refuses to make an optimizer of nothing, which is all that a stage has whose layers are frozen.
     made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
-    looked_at = (trained or known).values()
+    looked_at = (trained or facts).values()
     kind = optimizer_kind(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in looked_at})
     names = {parameter: name for name, parameter in stand_ins.items()}
     groups = [[names[p] for p in group["params"] if p in names] for group in made.param_groups]

@@ -35,7 +35,7 @@ from meshfold.zero_gemini.sharded_init import sharded_values
 from meshfold.zero_gemini.sharded_model.build import (
     MakeOptimizer,
     give_stretches,
-    lay_out_known,
+    lay_out_parameters,
     make_stepper,
     take_parameters,
 )
@@ -107,16 +107,16 @@ class ChunkedModel(ParameterValues):
         self._promised = False  # a step whose outcome the ranks have not told each other yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)
-        self._known, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes)
-        self._names: dict[Tensor, str] = {known.parameter: name for name, known in self._known.items()}
+        self._facts, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes)
+        self._names: dict[Tensor, str] = {facts.parameter: name for name, facts in self._facts.items()}
         self.group_names: list[list[str]] = []
         if make_optimizer is not None:
             made = make_stepper(
-                make_optimizer, self._known, master_dtype=master_dtype, regime=regime, seed=seed, disk=disk, faults=self._faults
+                make_optimizer, self._facts, master_dtype=master_dtype, regime=regime, seed=seed, disk=disk, faults=self._faults
             )  # fmt: skip
             self._stepper, self.group_names, regime = made.stepper, made.group_names, made.regime
         self._contents = Contents(
-            self._chunk_of, {name: known.shape for name, known in self._known.items()}, self._gradients,
+            self._chunk_of, {name: facts.shape for name, facts in self._facts.items()}, self._gradients,
             self._stepper, memory.device, self._faults,
         )  # fmt: skip
         self._residents = Residents(
@@ -124,12 +124,12 @@ class ChunkedModel(ParameterValues):
         )
         laid = [
             (group, spec, mine)
-            for group, specs, slices in lay_out_known(
-                self._known, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_alignment(regime)
+            for group, specs, slices in lay_out_parameters(
+                self._facts, mesh, chunk_elems=chunk_elems, slot_align_elems=slot_alignment(regime)
             )
             for spec, mine in zip(specs, slices, strict=True)
         ]
-        kinds = [self._known[spec.names[0]].kind for _, spec, _ in laid]
+        kinds = [self._facts[spec.names[0]].kind for _, spec, _ in laid]
         try:
             chosen = self._residents.choose(homes, [spec for _, spec, _ in laid], kinds)
             settled(self.optimizer)
@@ -173,10 +173,10 @@ class ChunkedModel(ParameterValues):
         master_dtype: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
     ) -> Chunk:
-        members = [self._known[name] for name in spec.names]
+        members = [self._facts[name] for name in spec.names]
         kind = members[0].kind
         chunk = Chunk(
-            spec, slices, [known.parameter for known in members], [known.shape for known in members], group,
+            spec, slices, [facts.parameter for facts in members], [facts.shape for facts in members], group,
             dtype=kind.dtype, memory=self.memory, home=home.parameters, whole_group=self._stage < 3,
         )  # fmt: skip
         self.chunks.append(chunk)
@@ -203,17 +203,17 @@ class ChunkedModel(ParameterValues):
         if whole.is_meta:
             if values is None:
                 raise ChunkError(f"{name!r} is on the meta device and nothing says its first values")
-            whole = values(name, self._known[name].parameter, whole.dtype)
+            whole = values(name, self._facts[name].parameter, whole.dtype)
         self._contents.fill(name, whole)
 
     def _power_sum(self, chunk: Chunk, norm_type: float, shard: Tensor) -> Tensor:
         """This rank's part of a norm: of a chunk's shard of the gradient, wherever that lies."""
-        alike = self._known[chunk.spec.names[0]].kind.holders
+        alike = self._facts[chunk.spec.names[0]].kind.holders
         if alike:
             return power_sum(shard, alike, norm_type)
         sums = []
         for part in chunk.slices:
-            holders = self._known[part.name].holders
+            holders = self._facts[part.name].holders
             if isinstance(holders, Tensor):
                 holders = holders[part.parameter_start : part.parameter_start + part.length]
             stretch = shard[part.shard_start : part.shard_start + part.length]
@@ -283,7 +283,7 @@ class ChunkedModel(ParameterValues):
             Named(str(number), chunk.spec, chunk in self._gradients)
             for number, chunk in enumerate(self.chunks)
         )
-        return uses_of(chunks, self._units, self._known)
+        return uses_of(chunks, self._units, self._facts)
 
     def pass_through(self, on: bool, *, halves: bool = False) -> bool:
         """Let the device step a part of the host's chunks, whose state passes through it: whether it does from now on.
