@@ -291,7 +291,7 @@ def sums_apart(world: int, zero: dict[str, Any], ends: str) -> None:
                     engine.backward(loss_of(engine, rows))
             # Whole gradients wait where the optimizer's state lives: as many times a share as there are ranks.
             if ends == "step" and step == 0 and zero["placement"] in ("cpu", "cuda"):
-                used = {gemini._chunk_of[name] for name in gemini._known if "unused" not in name} & {
+                used = {gemini._chunk_of[name] for name in gemini._facts if "unused" not in name} & {
                     *gemini._gradients
                 }
                 whole = 8 * sum(chunk.spec.size_elems for chunk in used)

@@ -84,8 +84,8 @@ class Small:
             chunk.wait_if_resident()
         assert len(self.chunks) == 3
         for settings_, mine in zip(self.stepper.optimizer.param_groups, names, strict=True):
-            found = [self.stepper.stretch(name) for name in mine]
-            settings_["params"] = [stretch for stretch in found if stretch is not None]
+            found = [self.stepper.optimizer_parameter(name) for name in mine]
+            settings_["params"] = [parameter for parameter in found if parameter is not None]
         if isinstance(self.stepper, GeneralStepper):
             self.stepper.begin()
 
@@ -103,7 +103,7 @@ class Small:
                 drawn = torch.randn(part.length, generator=generator)
                 if part.name in used:
                     gradient[part.shard_start : part.shard_start + part.length] = drawn
-            home = self.stepper.stretch(chunk.slices[0].name) if chunk.slices else None
+            home = self.stepper.optimizer_parameter(chunk.slices[0].name) if chunk.slices else None
             gradients[chunk] = gradient.to("cpu" if home is None else home.device, dtype)
         self.stepper.step(gradients, scale, set(used))
         for chunk in self.chunks:
@@ -133,10 +133,10 @@ class Small:
         for chunk in self.chunks:
             for name, entries in self.stepper.entries(chunk).items():
                 found += [self.stepper.read(name, key).cpu().clone() for key in sorted(entries)]
-        mine = [name for name in SHAPES if self.stepper.stretch(name) is not None]
+        mine = [name for name in SHAPES if self.stepper.optimizer_parameter(name) is not None]
         return found + [self.stepper.true(name).cpu().clone() for name in mine]
 
-    def stretches(self) -> list[int]:
+    def parameter_ids(self) -> list[int]:
         """Which objects the optimizer's groups have."""
         return [id(p) for group in self.stepper.optimizer.param_groups for p in group["params"]]
 

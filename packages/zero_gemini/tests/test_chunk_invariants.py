@@ -182,9 +182,9 @@ def lies_in_whole(chunk: Chunk) -> bool:
     return chunk.shard.data_ptr() == chunk._whole.data_ptr() + first
 
 
-def check_padding(tensor: Tensor, stretches: list[tuple[int, int]], what: str) -> None:
+def check_padding(tensor: Tensor, spans: list[tuple[int, int]], what: str) -> None:
     rest = torch.ones(tensor.numel(), dtype=torch.bool)
-    for start, length in stretches:
+    for start, length in spans:
         assert rest[start : start + length].all(), f"{what}: parameters overlap"
         rest[start : start + length] = False
     assert not tensor[rest].any(), f"{what}: padding is not zero"
@@ -195,10 +195,10 @@ def check_state_padding(gemini: Gemini) -> None:
     stepper = gemini._stepper
     assert isinstance(stepper, AdamStepper)
     for chunk, held in stepper._held.items():
-        stretches = [(s.shard_start, s.length) for s in chunk.slices]
+        spans = [(s.shard_start, s.length) for s in chunk.slices]
         for name, block in held._blocks.items():
-            check_padding(block.tensor, stretches, f"{chunk}: {name}")
-        check_padding(held.weights.tensor, stretches, f"{chunk}: weights")
+            check_padding(block.tensor, spans, f"{chunk}: {name}")
+        check_padding(held.weights.tensor, spans, f"{chunk}: weights")
 
 
 @dataclass

@@ -66,7 +66,7 @@ class Model:
             self.stepper.fill(spec.names[0], torch.linspace(-1, 1, ELEMS))
             self.stepper.publish(chunk)
             chunk.wait_if_resident()
-        made.param_groups[0]["params"] = [self.stepper.stretch(name) for name in names]
+        made.param_groups[0]["params"] = [self.stepper.optimizer_parameter(name) for name in names]
         self.count = 0
 
     def step(self) -> None:

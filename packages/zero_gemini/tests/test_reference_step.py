@@ -61,14 +61,14 @@ class Reference:
         model.to(dtype)
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shares = shares_of(self.trained, group.size)
-        self.length = max(sum(stretch.length for stretch in share) for share in shares)
+        self.length = max(sum(part.length for part in share) for share in shares)
         self.places: dict[str, list[tuple[slice, slice]]] = {name: [] for name in self.trained}
         for rank, share in enumerate(shares):
             start = rank * self.length
-            for stretch in share:
-                there = slice(stretch.parameter_start, stretch.parameter_start + stretch.length)
-                self.places[stretch.name].append((slice(start, start + stretch.length), there))
-                start += stretch.length
+            for part in share:
+                there = slice(part.parameter_start, part.parameter_start + part.length)
+                self.places[part.name].append((slice(start, start + part.length), there))
+                start += part.length
         self.sum, self.kept = torch.zeros(self.length * group.size), torch.zeros(self.length)
         flat = torch.zeros(self.length * group.size)
         for name in self.trained:
@@ -135,11 +135,11 @@ class Reference:
 
 
 def shares_of(parameters: dict[str, nn.Parameter], world: int) -> list[list[ShardSlice]]:
-    """Which stretches of which parameters are each rank's."""
+    """Slices of parameters that each rank has."""
     items = [Item(name, p.numel(), 0) for name, p in parameters.items()]
     layout = lay_out(items, CHUNK_ELEMS, world, slot_align_elems=64)
     return [
-        [stretch for chunk in layout.chunks for stretch in layout.shard_slices(chunk, rank)]
+        [part for chunk in layout.chunks for part in layout.shard_slices(chunk, rank)]
         for rank in range(world)
     ]
 

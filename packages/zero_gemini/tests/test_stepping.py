@@ -113,7 +113,7 @@ def test_any_sequence_of_moves_trains_to_the_same_bits(
         small(adam(regime), dtype, HOMES[:1], resident=resident) as plain,
         small(adam(regime, tmp_path, buffers=buffers), dtype, homes, resident=resident) as made,
     ):
-        stretches = made.stretches()
+        ids = made.parameter_ids()
         for do in data.draw(st.lists(st.one_of(steps, moves, moves, others), max_size=10), label="do"):
             if isinstance(do, list):
                 made.step(do)
@@ -138,7 +138,7 @@ def test_any_sequence_of_moves_trains_to_the_same_bits(
             if not made.chunks[0].step_is_pending:
                 check_bytes(made, homes, regime, resident=resident)
         check_bytes(made, homes, regime, resident=resident)
-        assert made.stretches() == stretches
+        assert made.parameter_ids() == ids
         assert same(made.bits(), plain.bits())
     assert not list(tmp_path.iterdir())
 
@@ -304,7 +304,7 @@ def test_any_optimizer_moves_with_the_same_bits(name: str, do: list[Any], wide: 
         small(make, torch.float32, HOMES[:1], optimizer=optimizer) as plain,
         small(make, torch.float32, [start], optimizer=optimizer) as made,
     ):
-        stretches, homes = made.stretches(), [start] * 3
+        ids, homes = made.parameter_ids(), [start] * 3
         for one in do:
             if isinstance(one, list):
                 plain.step(one)
@@ -313,7 +313,7 @@ def test_any_optimizer_moves_with_the_same_bits(name: str, do: list[Any], wide: 
                 made.move(*one)
                 homes[one[0]] = one[1]
             check_general_bytes(made, homes, torch.float64 if wide else torch.float32)
-        assert made.stretches() == stretches
+        assert made.parameter_ids() == ids
         assert same(made.bits(), plain.bits())
     assert made.memory.compute.used_bytes + made.memory.home.used_bytes == sum(
         made.memory.arena(chunk.home).nbytes(chunk.spec.shard_elems, torch.float32) for chunk in made.chunks
@@ -329,9 +329,9 @@ def check_general_bytes(made: Small, homes: list[Home], true_dtype: torch.dtype)
         if true_dtype != chunk.dtype or home.parameters != home.state:
             bytes_[home.state] += arena.nbytes(chunk.spec.shard_elems, true_dtype)
         for part in chunk.slices:
-            stretch = made.stepper.stretch(part.name)
-            assert stretch is not None
-            for value in made.stepper.optimizer.state.get(stretch, {}).values():
+            parameter = made.stepper.optimizer_parameter(part.name)
+            assert parameter is not None
+            for value in made.stepper.optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.dim():
                     bytes_[home.state] += arena.nbytes(value.numel(), value.dtype)
     assert (memory.compute.used_bytes, memory.home.used_bytes) == (bytes_["device"], bytes_["host"])

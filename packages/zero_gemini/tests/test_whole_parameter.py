@@ -124,7 +124,7 @@ class Trained:
             chunk.publish()
             chunk.wait_if_resident()
         made.param_groups[0]["params"] = [
-            s for name in shapes if (s := self.stepper.stretch(name)) is not None
+            s for name in shapes if (s := self.stepper.optimizer_parameter(name)) is not None
         ]
         self.stepper.begin()
 

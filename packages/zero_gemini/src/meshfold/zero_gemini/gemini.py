@@ -125,10 +125,7 @@ class Gemini(ChunkedModel):
         """
         everyone = self._mesh.group(*self._mesh.names)
         if names is not None and not self._is_all(names):
-            sums = [
-                power_sum(stretch, holders, norm_type)
-                for stretch, holders in self._stretches(names, "measured")
-            ]
+            sums = [power_sum(grad, holders, norm_type) for grad, holders in self._grads(names, "measured")]
             return total_norm(sums, norm_type, everyone, self.memory.device) * self._scale
         if self._flow.steps_early:
             self._faults.check()
@@ -153,8 +150,8 @@ class Gemini(ChunkedModel):
         """Bring every element of these parameters' gradients into [low, high]; None: of all."""
         scale = float(self._scale)
         bounds = [None if bound is None else bound / scale for bound in (low, high)]
-        for stretch in self._changing(names, "to be clipped"):
-            stretch.clamp_(*bounds)
+        for grad in self._changing(names, "to be clipped"):
+            grad.clamp_(*bounds)
 
     @torch.no_grad()
     def multiply(self, names: Collection[str] | None, factor: Tensor | float) -> None:
@@ -163,8 +160,8 @@ class Gemini(ChunkedModel):
             self._keep_as_they_are(not self._flow.steps_early, "to be multiplied")
             self._scale = self._scale * factor
             return
-        for stretch in self._changing(names, "to be multiplied"):
-            stretch.mul_(factor.to(stretch) if isinstance(factor, Tensor) else factor)
+        for grad in self._changing(names, "to be multiplied"):
+            grad.mul_(factor.to(grad) if isinstance(factor, Tensor) else factor)
 
     def _is_all(self, names: Collection[str] | None) -> bool:
         return names is None or set(names) >= {name for c in self._gradients for name in c.spec.names}
@@ -173,11 +170,11 @@ class Gemini(ChunkedModel):
         """This rank's complete gradients of these parameters, to be changed in place; None: of all, padding included."""
         if self._trials is not None:
             self._trials.give_up()
-        for stretch, _ in self._stretches(names, what):
-            yield stretch
+        for grad, _ in self._grads(names, what):
+            yield grad
         self._flow.changed()
 
-    def _stretches(self, names: Collection[str] | None, what: str) -> Iterator[tuple[Tensor, int | Tensor]]:
+    def _grads(self, names: Collection[str] | None, what: str) -> Iterator[tuple[Tensor, int | Tensor]]:
         """This rank's complete gradients, each with how many ranks hold the same elements."""
         self._keep_as_they_are(not self._flow.steps_early, what)
         self.flush()

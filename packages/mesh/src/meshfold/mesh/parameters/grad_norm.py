@@ -141,8 +141,8 @@ def gradient_shards(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[t
     for dim, parts in meta.placement.parts.items():
         lengths = [n for _, n in meta.placement.segments(meta.mesh, dim)]
         cut = [
-            (stretch, holders * part.repeat)
+            (segment, holders * part.repeat)
             for piece, holders in cut
-            for stretch, part in zip(piece.split(lengths, dim), parts, strict=True)
+            for segment, part in zip(piece.split(lengths, dim), parts, strict=True)
         ]
     yield from cut

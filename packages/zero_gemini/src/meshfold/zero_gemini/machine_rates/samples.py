@@ -33,7 +33,7 @@ _ELEMENTS, _ELEMENTS_BESIDE_GPU = (
 )  # of the optimizer's step: 450 and 900 MB, more than caches hold
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 _ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
-_STRETCH_S, _STRETCHES = 0.15, 5
+_PERIOD_S, _PERIODS = 0.15, 5
 _STEADY_S, _MOST_S = 0.15, 1.5
 WORTH_IT = 1.05
 """Least speed-up of cores and device over cores alone for which state passes through the device."""
@@ -217,7 +217,7 @@ def _steady(work: Callable[[], int]) -> float:
 def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
     """Bytes/s of state that passes through the device, and of host memory under the cores' halves meanwhile.
 
-    What both have stepped goes to the device all the time. As of the cores alone it is the best of some stretches that
+    What both have stepped goes to the device all the time. As of the cores alone it is the best of some periods that
     counts: that in which both together stepped most.
     """
     memory = Memory(device)
@@ -233,9 +233,9 @@ def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
         if end is not None:
             end()
 
-    def stretch() -> tuple[float, float]:
+    def period() -> tuple[float, float]:
         begin, passed, moved = time.perf_counter(), other.passed, 0
-        while time.perf_counter() - begin < _STRETCH_S:
+        while time.perf_counter() - begin < _PERIOD_S:
             moved += mine.half()
         took = time.perf_counter() - begin
         return (other.passed - passed) * regime.step / took, moved / took
@@ -246,7 +246,7 @@ def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
     with ThreadPoolExecutor(1, "meshfold-feed") as feeder:
         fed = feeder.submit(feed)
         try:
-            best = max((stretch() for _ in range(_STRETCHES)), key=elements)
+            best = max((period() for _ in range(_PERIODS)), key=elements)
         finally:
             stop.set()
         fed.result()

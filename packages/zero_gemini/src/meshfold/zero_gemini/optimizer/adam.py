@@ -265,7 +265,7 @@ class AdamStepper(AdamValues):
     # -- within -------------------------------------------------------------------------------------------------
 
     def _groups_of(self) -> dict[Tensor, Any]:
-        """The group of each stretch."""
+        """The group of each parameter of the optimizer."""
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
     def _read_ahead(self) -> None:
@@ -298,12 +298,12 @@ class AdamStepper(AdamValues):
             self._steps[part.name] += part.name in used
 
     def _runs(self, chunk: Chunk, used: set[str], groups: Mapping[Tensor, Any]) -> list[Run]:
-        """Stretches of the shard that are stepped alike, as many neighbours as can be in one."""
-        stretches = self._held[chunk].weights.stretches
+        """Spans of the shard that are stepped alike, as many neighbours as can be in one."""
+        parameters = self._held[chunk].weights.parameters
         runs: list[Run] = []
         key = None
         for part in chunk.slices:
-            group = groups[stretches[part.name]]
+            group = groups[parameters[part.name]]
             mine = (id(group), self._steps[part.name]) if part.name in used else None
             if mine != key:
                 if key is not None:

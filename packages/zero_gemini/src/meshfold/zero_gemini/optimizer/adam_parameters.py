@@ -32,8 +32,8 @@ class AdamValues(ABC):
     def drop_trials(self) -> None:
         """Forget what was stepped on trial since the last step: the state is another than it was stepped from."""
 
-    def stretch(self, name: str) -> nn.Parameter | None:
-        return self._held[self._chunks[name]].weights.stretches[name] if name in self._chunks else None
+    def optimizer_parameter(self, name: str) -> nn.Parameter | None:
+        return self._held[self._chunks[name]].weights.parameters[name] if name in self._chunks else None
 
     def true_dtype(self, chunk: Chunk) -> torch.dtype:
         return torch.float32

@@ -1,4 +1,4 @@
-"""Any elementwise optimizer of torch: it steps on stretches of the master weights, one a parameter."""
+"""Any elementwise optimizer of torch: it steps on slices of the master weights, one a parameter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GeneralStepper:
         self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, *, with_state: bool
     ) -> None:
         """Args:
-        optimizer: its groups will be given stretches.
+        optimizer: its groups will be given its parameters.
         dtype: of the master weights; None: as the model computes.
         with_state: it makes its state as soon as it is made, as Adagrad does.
         """
@@ -68,37 +68,37 @@ class GeneralStepper:
         """Bring the optimizer's state of a chunk to a place, one tensor at a time."""
         arena, moved = chunk.memory.arena(place), []
         try:
-            for stretch in self._weights[chunk].stretches.values():
-                for key, value in self._tensors(stretch):
-                    old = self._counted.get(stretch, {}).get(key)
+            for parameter in self._weights[chunk].parameters.values():
+                for key, value in self._tensors(parameter):
+                    old = self._counted.get(parameter, {}).get(key)
                     if old is not None and old.arena is not arena:
-                        self._replace(stretch, key, arena)
-                        moved.append((stretch, key, old.arena))
+                        self._replace(parameter, key, arena)
+                        moved.append((parameter, key, old.arena))
                     elif old is None and key != "step":  # torch counts steps on the CPU, whatever the device
-                        self.optimizer.state[stretch][key] = value.to(arena.device)
+                        self.optimizer.state[parameter][key] = value.to(arena.device)
         except BaseException:
-            for stretch, key, before in moved:
-                self._replace(stretch, key, before)
+            for parameter, key, before in moved:
+                self._replace(parameter, key, before)
             raise
 
-    def _replace(self, stretch: nn.Parameter, key: str, arena: Arena) -> None:
+    def _replace(self, parameter: nn.Parameter, key: str, arena: Arena) -> None:
         """Copy a tensor of the optimizer to an arena, and forget the one that was."""
-        old = self._counted[stretch][key]
+        old = self._counted[parameter][key]
         new = arena.allocate(old.tensor.numel(), old.tensor.dtype, old.purpose)
         new.tensor.copy_(old.tensor)
-        self.optimizer.state[stretch][key], self._counted[stretch][key] = new.tensor, new
+        self.optimizer.state[parameter][key], self._counted[parameter][key] = new.tensor, new
         old.free()
 
     def begin(self) -> None:
-        """Make the optimizer's state anew where it keeps state from the start; its groups have their stretches by now."""
+        """Make the optimizer's state anew where it keeps state from the start; its groups have their parameters by now."""
         if self._made_with_state:
             # The object stays, which a scheduler is of.
             groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
             type(self.optimizer).__init__(self.optimizer, groups, **defaults)
             self._count()
 
-    def stretch(self, name: str) -> nn.Parameter | None:
-        return self._weights[self._chunks[name]].stretches[name] if name in self._chunks else None
+    def optimizer_parameter(self, name: str) -> nn.Parameter | None:
+        return self._weights[self._chunks[name]].parameters[name] if name in self._chunks else None
 
     def true_dtype(self, chunk: Chunk) -> torch.dtype:
         return self._weights[chunk].dtype
@@ -108,12 +108,12 @@ class GeneralStepper:
         if name in self._chunks:
             chunk = self._chunks[name]
             weights = self._weights[chunk]
-            weights.stretches[name].copy_(chunk.cut(name, block))
+            weights.parameters[name].copy_(chunk.cut(name, block))
             if not weights.are_shard:
                 chunk.fill(name, block)
 
     def true(self, name: str) -> Tensor:
-        return self._weights[self._chunks[name]].stretches[name].detach()
+        return self._weights[self._chunks[name]].parameters[name].detach()
 
     def publish(self, chunk: Chunk) -> None:
         self._weights[chunk].show()
@@ -128,11 +128,11 @@ class GeneralStepper:
             elif scale != 1.0:
                 gradient = gradient * scale
             for part in chunk.slices:
-                stretch = gradient[part.shard_start : part.shard_start + part.length]
-                weights.stretches[part.name].grad = stretch if part.name in used else None
+                grad = gradient[part.shard_start : part.shard_start + part.length]
+                weights.parameters[part.name].grad = grad if part.name in used else None
         self.optimizer.step()
         for weights in self._weights.values():
-            for parameter in weights.stretches.values():
+            for parameter in weights.parameters.values():
                 parameter.grad = None
         self._count()
 
@@ -149,7 +149,7 @@ class GeneralStepper:
         self.optimizer.state.clear()
         self._count()
         self.begin()
-        if any(one.numel() == 1 for weights in self._weights.values() for one in weights.stretches.values()):
+        if any(one.numel() == 1 for weights in self._weights.values() for one in weights.parameters.values()):
             self._number_keys = number_keys(self.optimizer)
 
     def close(self) -> None:
@@ -162,30 +162,30 @@ class GeneralStepper:
     def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
         return {
             name: {
-                key: Entry(_is_like(value, stretch), str(value.dtype).removeprefix("torch."))
-                for key, value in self._tensors(stretch)
+                key: Entry(_is_like(value, parameter), str(value.dtype).removeprefix("torch."))
+                for key, value in self._tensors(parameter)
             }
-            for name, stretch in self._weights[chunk].stretches.items()
+            for name, parameter in self._weights[chunk].parameters.items()
         }
 
     def read(self, name: str, key: str) -> Tensor:
-        value: Tensor = self.optimizer.state[self.stretch(name)][key]  # type: ignore[index]
+        value: Tensor = self.optimizer.state[self.optimizer_parameter(name)][key]  # type: ignore[index]
         return value.detach()
 
     def parts(self, name: str, key: str | None) -> StoredValue:
         return StoredValue((self.true(name) if key is None else self.read(name, key),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
-        stretch = self._weights[self._chunks[name]].stretches[name]
+        parameter = self._weights[self._chunks[name]].parameters[name]
         # torch counts steps on the CPU, whatever the device; other numbers are where the parameter is.
-        home = torch.device("cpu") if key == "step" else stretch.device
-        if not value.dim() and stretch.numel() == 1 and key not in self._number_keys:
-            value = value.reshape(1)  # a moment of a scalar parameter: its stretch is flat
-        self.optimizer.state[stretch][key] = value.to(home, copy=True)
-        self._count_one(self._weights[self._chunks[name]], stretch)
+        home = torch.device("cpu") if key == "step" else parameter.device
+        if not value.dim() and parameter.numel() == 1 and key not in self._number_keys:
+            value = value.reshape(1)  # a moment of a scalar parameter: its slice is flat
+        self.optimizer.state[parameter][key] = value.to(home, copy=True)
+        self._count_one(self._weights[self._chunks[name]], parameter)
 
-    def _tensors(self, stretch: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-        for key, value in [*self.optimizer.state.get(stretch, {}).items()]:
+    def _tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        for key, value in [*self.optimizer.state.get(parameter, {}).items()]:
             if isinstance(value, Tensor):
                 yield key, value
 
@@ -196,12 +196,12 @@ class GeneralStepper:
             OutOfBudget: if the optimizer took more than there was left.
         """
         for weights in self._weights.values():
-            for stretch in weights.stretches.values():
-                self._count_one(weights, stretch)
+            for parameter in weights.parameters.values():
+                self._count_one(weights, parameter)
 
-    def _count_one(self, weights: Weights, stretch: nn.Parameter) -> None:
-        counted = self._counted.setdefault(stretch, {})
-        found = {key: value for key, value in self._tensors(stretch) if _is_like(value, stretch)}
+    def _count_one(self, weights: Weights, parameter: nn.Parameter) -> None:
+        counted = self._counted.setdefault(parameter, {})
+        found = {key: value for key, value in self._tensors(parameter) if _is_like(value, parameter)}
         for key, block in [*counted.items()]:
             if found.get(key) is not block.tensor:
                 counted.pop(key).free()
@@ -210,5 +210,5 @@ class GeneralStepper:
                 counted[key] = weights.chunk.memory.arena(weights.place).count(value, "optimizer state")
 
 
-def _is_like(value: Tensor, stretch: Tensor) -> bool:
-    return value.dim() > 0 and value.shape == stretch.shape
+def _is_like(value: Tensor, parameter: Tensor) -> bool:
+    return value.dim() > 0 and value.shape == parameter.shape

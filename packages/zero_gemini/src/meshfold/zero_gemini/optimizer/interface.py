@@ -29,7 +29,7 @@ class Stepper(Protocol):
     """Keeps the master weights and the optimizer's state of chunks, and steps.
 
     Attributes:
-        optimizer: has the groups and their settings; its parameters are stretches of this rank's shards.
+        optimizer: has the groups and their settings; its parameters are slices of this rank's shards.
     """
 
     optimizer: torch.optim.Optimizer
@@ -60,7 +60,7 @@ class Stepper(Protocol):
             MemoryPlanError: for a place that this way of stepping cannot use.
         """
 
-    def stretch(self, name: str) -> nn.Parameter | None:
+    def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         """This rank's elements of a parameter as a parameter of the optimizer; None if it has none."""
 
     def true_dtype(self, chunk: Chunk) -> torch.dtype:

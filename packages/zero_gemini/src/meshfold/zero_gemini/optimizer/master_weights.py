@@ -25,7 +25,7 @@ class Weights:
         chunk: whose.
         place: where they live; what is for the disk is on the host, since the model is shown it every step.
         tensor: flat, ``shard_elems``.
-        stretches: this rank's part of each parameter, views of ``tensor``: what an optimizer of torch is given.
+        parameters: this rank's part of each parameter, views of ``tensor``: what an optimizer of torch is given.
     """
 
     def __init__(self, chunk: Chunk, dtype: torch.dtype, place: MemoryTier) -> None:
@@ -33,7 +33,7 @@ class Weights:
         self.chunk, self.dtype, self.place = chunk, dtype, place
         self._own: Block | None = None
         self.tensor = self._settled()
-        self.stretches = {part.name: nn.Parameter(torch.empty(0, dtype=dtype)) for part in chunk.slices}
+        self.parameters = {part.name: nn.Parameter(torch.empty(0, dtype=dtype)) for part in chunk.slices}
         self._point()
 
     @property
@@ -108,9 +108,9 @@ class Weights:
         return own.tensor
 
     def _point(self) -> None:
-        """Let the stretches be where the weights are; as objects they stay, which an optimizer's groups know them by."""
+        """Let the parameters be where the weights are; as objects they stay, which an optimizer's groups know them by."""
         for part in self.chunk.slices:
-            self.stretches[part.name].data = self.tensor[part.shard_start : part.shard_start + part.length]
+            self.parameters[part.name].data = self.tensor[part.shard_start : part.shard_start + part.length]
 
 
 @dataclass(kw_only=True)

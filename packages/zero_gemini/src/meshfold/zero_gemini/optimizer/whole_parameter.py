@@ -29,7 +29,7 @@ from meshfold.zero_gemini.optimizer.state_tree import STATE, CountedState
 
 
 class WholeStepper:
-    """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`; a *stretch* here is a whole parameter that this rank owns.
+    """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`; the optimizer has the whole parameters that this rank owns.
 
     The optimizer steps on all parameters in one call, so their gradients are held until then, also without clipping.
     """
@@ -183,7 +183,7 @@ class WholeStepper:
         """Return whether this rank has the whole of a parameter."""
         return self._owners[name] == self._chunks[name].group.index
 
-    def stretch(self, name: str) -> nn.Parameter | None:
+    def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         return self._weights.get(name)
 
     # -- values ---------------------------------------------------------------------------------------------------

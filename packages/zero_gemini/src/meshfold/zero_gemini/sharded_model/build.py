@@ -127,11 +127,11 @@ def make_stepper(
     return MadeStepper(stepper=stepper, group_names=groups, regime=regime)
 
 
-def give_stretches(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> None:
-    """Put this rank's stretches into the optimizer's groups, in place of what they were made with."""
+def give_parameters(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> None:
+    """Put this rank's parameters into the optimizer's groups, in place of what they were made with."""
     for group, names in zip(stepper.optimizer.param_groups, group_names, strict=True):
-        found = (stepper.stretch(name) for name in names)
-        group["params"] = [stretch for stretch in found if stretch is not None]
+        found = (stepper.optimizer_parameter(name) for name in names)
+        group["params"] = [parameter for parameter in found if parameter is not None]
     if isinstance(stepper, GeneralStepper | WholeStepper):
         stepper.begin()
 

@@ -34,7 +34,7 @@ from meshfold.zero_gemini.runtime.units import Unit, find_units
 from meshfold.zero_gemini.sharded_init import sharded_values
 from meshfold.zero_gemini.sharded_model.build import (
     MakeOptimizer,
-    give_stretches,
+    give_parameters,
     lay_out_parameters,
     make_stepper,
     take_parameters,
@@ -145,7 +145,7 @@ class ChunkedModel(ParameterValues):
                 self._stepper.close()  # its files and threads
             raise
         if self._stepper is not None:
-            give_stretches(self._stepper, self.group_names)
+            give_parameters(self._stepper, self.group_names)
         self._units = find_units(model)
         light = light_units(self.uses())
         calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
@@ -216,8 +216,8 @@ class ChunkedModel(ParameterValues):
             holders = self._facts[part.name].holders
             if isinstance(holders, Tensor):
                 holders = holders[part.parameter_start : part.parameter_start + part.length]
-            stretch = shard[part.shard_start : part.shard_start + part.length]
-            sums.append(power_sum(stretch, holders, norm_type))
+            grad = shard[part.shard_start : part.shard_start + part.length]
+            sums.append(power_sum(grad, holders, norm_type))
         return combine(sums, norm_type, shard.device)
 
     def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:

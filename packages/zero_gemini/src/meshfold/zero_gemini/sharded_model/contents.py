@@ -63,12 +63,12 @@ class Contents:
             return stepper.gather_true(name)
         mine = next((part for part in chunk.slices if part.name == name), None)
         if mine is None:
-            stretch = torch.zeros(0, dtype=self.true_dtype(name), device=self._device)
+            values = torch.zeros(0, dtype=self.true_dtype(name), device=self._device)
         elif stepper is not None:
-            stretch = self._attempted(partial(stepper.true, name), mine.length, self.true_dtype(name))
+            values = self._attempted(partial(stepper.true, name), mine.length, self.true_dtype(name))
         else:
-            stretch = chunk.shard[mine.shard_start : mine.shard_start + mine.length]
-        return self._joined(name, stretch)
+            values = chunk.shard[mine.shard_start : mine.shard_start + mine.length]
+        return self._joined(name, values)
 
     def kept(self, name: str) -> range:
         """Return the flat elements of a parameter that this rank keeps, of its master weights and of state laid out like them."""
@@ -130,7 +130,7 @@ class Contents:
         if isinstance(stepper, WholeStepper):
             return stepper.gather_state(name, key, entry)
         value = None
-        if stepper is not None and stepper.stretch(name) is not None:
+        if stepper is not None and stepper.optimizer_parameter(name) is not None:
             mine = next(part for part in chunk.slices if part.name == name)
             value = self._attempted(partial(stepper.read, name, key), mine.length if entry.like else 1, dtype)
         if entry.like:
@@ -140,7 +140,7 @@ class Contents:
 
     def write_state(self, name: str, key: str, value: Tensor) -> None:
         """Take an optimizer's tensor: this rank's block over the tensor axes, or a number."""
-        if self._stepper is None or self._stepper.stretch(name) is None:
+        if self._stepper is None or self._stepper.optimizer_parameter(name) is None:
             return
         whole = isinstance(self._stepper, WholeStepper)
         like = not whole and value.dim() > 0 and value.shape == self._shapes[name]
@@ -153,12 +153,12 @@ class Contents:
             found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]
         return found[0]
 
-    def _joined(self, name: str, stretch: Tensor) -> Tensor:
+    def _joined(self, name: str, values: Tensor) -> Tensor:
         """A parameter's elements from all ranks of its chunk's group, in its shape."""
         chunk = self._chunk_of[name]
         lengths = chunk.lengths(name)
-        padded = torch.zeros(max(lengths), dtype=stretch.dtype, device=self._device)
-        padded[: stretch.numel()] = stretch
+        padded = torch.zeros(max(lengths), dtype=values.dtype, device=self._device)
+        padded[: values.numel()] = values
         rows = all_gather(padded[None], chunk.group, 0)
         whole = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
         return whole.view(self._shapes[name])
