@@ -50,6 +50,7 @@ BANNED = {
     "talk": "exchange, messages",
     "tape": "init_trace",
     "told_to_all": "broadcast",
+    "true_dtype": "master_dtype",
     "true_weight": "master_weight",
     "true_weights": "master_weights",
     "untouched": "what it is: unused, unchanged",

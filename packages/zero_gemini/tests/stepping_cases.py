@@ -134,7 +134,7 @@ class Small:
             for name, entries in self.stepper.entries(chunk).items():
                 found += [self.stepper.read(name, key).cpu().clone() for key in sorted(entries)]
         mine = [name for name in SHAPES if self.stepper.optimizer_parameter(name) is not None]
-        return found + [self.stepper.true(name).cpu().clone() for name in mine]
+        return found + [self.stepper.master(name).cpu().clone() for name in mine]
 
     def parameter_ids(self) -> list[int]:
         """Which objects the optimizer's groups have."""

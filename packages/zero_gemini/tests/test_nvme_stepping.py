@@ -89,7 +89,7 @@ class Model:
         self.stepper.finish()
         keys = ("exp_avg", "exp_avg_sq", "step")
         names = [f"p{i}" for i in range(len(self.chunks))]
-        return [self.stepper.true(name) for name in names] + [
+        return [self.stepper.master(name) for name in names] + [
             self.stepper.read(name, key) for name in names for key in keys
         ]
 

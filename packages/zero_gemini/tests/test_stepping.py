@@ -320,14 +320,14 @@ def test_any_optimizer_moves_with_the_same_bits(name: str, do: list[Any], wide: 
     )
 
 
-def check_general_bytes(made: Small, homes: list[Home], true_dtype: torch.dtype) -> None:
+def check_general_bytes(made: Small, homes: list[Home], master_dtype: torch.dtype) -> None:
     memory = made.memory
     bytes_ = {"device": 0, "host": 0}
     for chunk, home in zip(made.chunks, homes, strict=True):
         arena = memory.arena(home.state)
         bytes_[home.parameters] += memory.arena(home.parameters).nbytes(chunk.spec.shard_elems, chunk.dtype)
-        if true_dtype != chunk.dtype or home.parameters != home.state:
-            bytes_[home.state] += arena.nbytes(chunk.spec.shard_elems, true_dtype)
+        if master_dtype != chunk.dtype or home.parameters != home.state:
+            bytes_[home.state] += arena.nbytes(chunk.spec.shard_elems, master_dtype)
         for part in chunk.slices:
             parameter = made.stepper.optimizer_parameter(part.name)
             assert parameter is not None

@@ -209,7 +209,7 @@ def compare(name: str, dtype: torch.dtype, scale: float, home: Home, stage: int,
     shown = trained.shown()
     for key, p in whole.items():
         assert torch.equal(shown[key], p.detach()), key
-        assert torch.equal(trained.stepper.gather_true(key), p.detach()), key
+        assert torch.equal(trained.stepper.gather_master(key), p.detach()), key
     state = trained.state()
     for key, p in whole.items():
         for part, value in reference.state.get(p, {}).items():
@@ -243,9 +243,9 @@ def mixed(chunk_elems: int) -> None:
         trained.step(step, 1.0, torch.bfloat16)
     shown = trained.shown()
     for key, p in whole.items():
-        assert torch.equal(trained.stepper.gather_true(key), p.detach())
+        assert torch.equal(trained.stepper.gather_master(key), p.detach())
         assert torch.equal(shown[key], p.detach().bfloat16())
-        assert trained.stepper.true_dtype(trained.chunks[0]) == torch.float32
+        assert trained.stepper.master_dtype(trained.chunks[0]) == torch.float32
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -263,7 +263,7 @@ def resume(name: str) -> None:
     other.stepper.reset()
     assert not any(other.stepper.entries(chunk).get("up") for chunk in other.chunks) or name == "adagrad"
     for key in shapes:
-        other.stepper.fill(key, trained.stepper.gather_true(key))
+        other.stepper.fill(key, trained.stepper.gather_master(key))
         for part in reversed(state.get(key, {})):  # parts of lists in any order
             other.stepper.write(key, part, state[key][part])
     again = other.state()

@@ -178,8 +178,8 @@ class ZeroUnits:
                     continue
                 if parameter not in fresh:
                     unit = next(unit for unit, p in known.values() if p is parameter)
-                    true = _states(unit).gemini.true_dtype(parameter)
-                    empty = torch.empty(self._shape(parameter), dtype=true, device="meta")
+                    dtype = _states(unit).gemini.master_dtype(parameter)
+                    empty = torch.empty(self._shape(parameter), dtype=dtype, device="meta")
                     fresh[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     fresh[parameter].__dict__.update(parameter.__dict__)
                 module._parameters[name] = fresh[parameter]

@@ -49,7 +49,7 @@ from meshfold.zero_gemini.norm import power_sum, total_norm
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 
 
-@with_old_names({"staying_bytes": "gather_cache_bytes"})
+@with_old_names({"staying_bytes": "gather_cache_bytes", "true_dtype": "master_dtype"})
 class Gemini(ChunkedModel):
     """Holds a model in chunks and trains it.
 

@@ -260,7 +260,7 @@ class ZeroStates:
             return source_like(tensor, tensor, self._world)
         meta = metadata_on(tensor, self._world.mesh)
         return Source(
-            dtype=self.gemini.true_dtype(tensor),
+            dtype=self.gemini.master_dtype(tensor),
             shape=meta.placement.shape,
             read=lambda: self._checked(meta.placement.gather(self.gemini.read(tensor), self._world.mesh)),
             cut=lambda: self._cut(tensor),
@@ -329,7 +329,7 @@ class ZeroStates:
         """Return this rank's run of a tensor that lies like a parameter."""
         gemini, meta = self.gemini, metadata_on(parameter, self._world.mesh)
         shape = meta.placement.local_shape(self._world.mesh)
-        run, dtype, over = gemini.kept(parameter), gemini.true_dtype(parameter), gemini.axes_over(parameter)
+        run, dtype, over = gemini.kept(parameter), gemini.master_dtype(parameter), gemini.axes_over(parameter)
         return ShardRule(shards_of_flat_run, (run, shape, meta, dtype, over))
 
     def _cut_of_state(self, entry: Entry, parameter: Tensor) -> ShardRule:

@@ -16,7 +16,7 @@ class Home:
 
     Attributes:
         parameters: where the shard that the model computes with is.
-        state: where true weights and optimizer state are; the host steps what is not on the device.
+        state: where master weights and optimizer state are; the host steps what is not on the device.
 
     Raises:
         MemoryPlanError: for parameters on the host with their state on the device, or parameters on disk.
@@ -47,7 +47,7 @@ class Shares:
 
     Attributes:
         host_parameters: share of the elements whose parameters live on the host.
-        host_optimizer: share of the elements whose true weights and optimizer state do; not less.
+        host_optimizer: share of the elements whose master weights and optimizer state do; not less.
         disk_optimizer: share of the elements whose optimizer state is on disk; not more than ``host_optimizer``, in
             which it is counted.
 

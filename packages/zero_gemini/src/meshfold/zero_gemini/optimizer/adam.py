@@ -47,12 +47,12 @@ _PLAIN = ("amsgrad", "maximize", "capturable", "differentiable")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def suits(optimizer: torch.optim.Optimizer, dtype: torch.dtype, true_dtype: torch.dtype) -> bool:
+def suits(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtype: torch.dtype) -> bool:
     """Return whether our Adam computes what a torch optimizer would: Adam or AdamW without extras, in float32 throughout."""
     return (
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and dtype in _FLOATS
-        and true_dtype == torch.float32
+        and master_dtype == torch.float32
         and not any(group.get(key) for group in optimizer.param_groups for key in _PLAIN)
         and not any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
     )

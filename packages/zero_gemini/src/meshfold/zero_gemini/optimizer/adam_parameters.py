@@ -35,7 +35,7 @@ class AdamValues(ABC):
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         return self._held[self._chunks[name]].weights.parameters[name] if name in self._chunks else None
 
-    def true_dtype(self, chunk: Chunk) -> torch.dtype:
+    def master_dtype(self, chunk: Chunk) -> torch.dtype:
         return torch.float32
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class AdamValues(ABC):
         if not held.weights.are_shard:
             held.chunk.shard[begin:end].copy_(weights)
 
-    def true(self, name: str) -> Tensor:
+    def master(self, name: str) -> Tensor:
         held, (begin, end) = self._idle(name), self._range(name)
         if held.chunk.dtype == torch.float32:
             return held.weights.tensor[begin:end]
@@ -107,7 +107,7 @@ class AdamValues(ABC):
         if key == "step":
             return StoredValue((self.read(name, key),))
         if held.place == "disk":
-            return StoredValue((self.true(name) if key is None else self.read(name, key),))
+            return StoredValue((self.master(name) if key is None else self.read(name, key),))
         return held.snapshot().parts(*self._range(name), key)
 
     def snapshot(self) -> AdamSnapshot | None:

@@ -100,7 +100,7 @@ class GeneralStepper:
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         return self._weights[self._chunks[name]].parameters[name] if name in self._chunks else None
 
-    def true_dtype(self, chunk: Chunk) -> torch.dtype:
+    def master_dtype(self, chunk: Chunk) -> torch.dtype:
         return self._weights[chunk].dtype
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class GeneralStepper:
             if not weights.are_shard:
                 chunk.fill(name, block)
 
-    def true(self, name: str) -> Tensor:
+    def master(self, name: str) -> Tensor:
         return self._weights[self._chunks[name]].parameters[name].detach()
 
     def publish(self, chunk: Chunk) -> None:
@@ -173,7 +173,7 @@ class GeneralStepper:
         return value.detach()
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        return StoredValue((self.true(name) if key is None else self.read(name, key),))
+        return StoredValue((self.master(name) if key is None else self.read(name, key),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         parameter = self._weights[self._chunks[name]].parameters[name]

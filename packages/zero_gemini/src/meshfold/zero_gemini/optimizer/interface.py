@@ -63,14 +63,14 @@ class Stepper(Protocol):
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         """This rank's elements of a parameter as a parameter of the optimizer; None if it has none."""
 
-    def true_dtype(self, chunk: Chunk) -> torch.dtype:
+    def master_dtype(self, chunk: Chunk) -> torch.dtype:
         """Return the dtype of the chunk's master weights."""
 
     def fill(self, name: str, block: Tensor) -> None:
-        """Take a parameter's true values, of its shape."""
+        """Take a parameter's master weights, of its shape."""
 
-    def true(self, name: str) -> Tensor:
-        """This rank's elements of a parameter's true values, flat."""
+    def master(self, name: str) -> Tensor:
+        """This rank's elements of a parameter's master weights, flat."""
 
     def publish(self, chunk: Chunk) -> None:
         """Start showing the master weights to the model."""
@@ -106,7 +106,7 @@ class Stepper(Protocol):
         """One of them: this rank's elements, flat, or a number."""
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """One of them, or for None the true values, as it lies in memory; what is on disk is read."""
+        """One of them, or for None the master weights, as it lies in memory; what is on disk is read."""
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Take one of them."""

@@ -213,7 +213,7 @@ class AdamSnapshot:
     steps: Mapping[str, int]
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """This rank's elements of one of a parameter's moments, or for None of its true value; ``"step"`` is a number."""
+        """This rank's elements of one of a parameter's moments, or for None of its master weights; ``"step"`` is a number."""
         if key == "step":
             return StoredValue((torch.tensor(float(self.steps[name])),))
         chunk = self.chunk_of[name]

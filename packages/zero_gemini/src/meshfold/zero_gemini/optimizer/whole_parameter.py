@@ -108,7 +108,7 @@ class WholeStepper:
         """Have the owned weights of a chunk, and the optimizer's state of them, in a place."""
         if place == "disk":
             self._refuse_disk()
-        dtype, arena = self.true_dtype(chunk), chunk.memory.arena(place)
+        dtype, arena = self.master_dtype(chunk), chunk.memory.arena(place)
         shown = "device" if chunk.resident else chunk.home
         in_shard = (
             chunk.group.size == 1 and dtype == chunk.dtype and place == shown
@@ -188,7 +188,7 @@ class WholeStepper:
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def true_dtype(self, chunk: Chunk) -> torch.dtype:
+    def master_dtype(self, chunk: Chunk) -> torch.dtype:
         return self._dtype or chunk.dtype
 
     @torch.no_grad()
@@ -197,17 +197,17 @@ class WholeStepper:
             self._weights[name].copy_(block.view(self._shapes[name]))
         self._chunks[name].fill(name, block)
 
-    def true(self, name: str) -> Tensor:
-        """A parameter's true values, flat, on the rank that owns it."""
+    def master(self, name: str) -> Tensor:
+        """A parameter's master weights, flat, on the rank that owns it."""
         return self._weights[name].detach().view(-1)
 
     def publish(self, chunk: Chunk) -> None:
         chunk.publish()  # a step and `fill` have written the shard
 
-    def gather_true(self, name: str) -> Tensor:
-        """A parameter's true value, from its owner. All ranks of its chunk's group must call."""
+    def gather_master(self, name: str) -> Tensor:
+        """A parameter's master weights, from its owner. All ranks of its chunk's group must call."""
         chunk = self._chunks[name]
-        return self._from_owner(name, self._weights.get(name), self._shapes[name], self.true_dtype(chunk))
+        return self._from_owner(name, self._weights.get(name), self._shapes[name], self.master_dtype(chunk))
 
     def gather_state(self, name: str, key: str, entry: Entry) -> Tensor:
         """One of the optimizer's tensors, in its shape, from its owner. All ranks of the chunk's group must call.
@@ -317,7 +317,7 @@ class WholeStepper:
 
     def parts(self, name: str, key: str | None) -> StoredValue:
         """On the rank that owns the parameter."""
-        return StoredValue((self.true(name) if key is None else self.read(name, key).detach(),))
+        return StoredValue((self.master(name) if key is None else self.read(name, key).detach(),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Take one of them: the whole tensor, on the rank that owns the parameter; elsewhere nothing is done."""

@@ -220,7 +220,7 @@ class FlatAdam(torch.optim.Optimizer):
             )
 
     def master(self, parameter: Tensor) -> Tensor:
-        """A parameter's true value in float32, of its shape: a new tensor. A bfloat16 parameter is this, rounded."""
+        """A parameter's master weights in float32, of its shape: a new tensor. A bfloat16 parameter is this, rounded."""
         with torch.no_grad():
             return slots.master_of(parameter, self.state.get(parameter, {}))
 

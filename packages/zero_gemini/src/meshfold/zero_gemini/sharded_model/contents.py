@@ -49,7 +49,7 @@ class Contents:
     # -- master weights -------------------------------------------------------------------------------------------
 
     def fill(self, name: str, block: Tensor) -> None:
-        """Take a parameter's true value: this rank keeps its share of it."""
+        """Take a parameter's master weights: this rank keeps its share of it."""
         stepper = self._stepper_of(name)
         if stepper is None:
             self._chunk_of[name].fill(name, block)
@@ -57,15 +57,15 @@ class Contents:
             stepper.fill(name, block)
 
     def read(self, name: str) -> Tensor:
-        """This rank's block over the tensor axes of a parameter's true value. All ranks of its chunk's group must call."""
+        """This rank's block over the tensor axes of a parameter's master weights. All ranks of its chunk's group must call."""
         stepper, chunk = self._stepper_of(name), self._chunk_of[name]
         if isinstance(stepper, WholeStepper):
-            return stepper.gather_true(name)
+            return stepper.gather_master(name)
         mine = next((part for part in chunk.slices if part.name == name), None)
         if mine is None:
-            values = torch.zeros(0, dtype=self.true_dtype(name), device=self._device)
+            values = torch.zeros(0, dtype=self.master_dtype(name), device=self._device)
         elif stepper is not None:
-            values = self._attempted(partial(stepper.true, name), mine.length, self.true_dtype(name))
+            values = self._attempted(partial(stepper.master, name), mine.length, self.master_dtype(name))
         else:
             values = chunk.shard[mine.shard_start : mine.shard_start + mine.length]
         return self._joined(name, values)
@@ -79,7 +79,7 @@ class Contents:
         return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
 
     def parts(self, name: str, key: str | None = None) -> StoredValue:
-        """These elements of the true value, or of an optimizer's tensor (the whole of one that does not lie so).
+        """These elements of the master weights, or of an optimizer's tensor (the whole of one that does not lie so).
 
         Flat, as they lie in memory; none where this rank keeps none. Without communication.
         """
@@ -99,10 +99,10 @@ class Contents:
         begin, end = chunk.span(name)
         return StoredValue((chunk.shard[begin:end],))
 
-    def true_dtype(self, name: str) -> torch.dtype:
+    def master_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter's master weights."""
         stepper, chunk = self._stepper_of(name), self._chunk_of[name]
-        return chunk.dtype if stepper is None else stepper.true_dtype(chunk)
+        return chunk.dtype if stepper is None else stepper.master_dtype(chunk)
 
     # -- the optimizer's state ----------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class ParameterValues(ABC):
         return parameter in self._names
 
     def read(self, parameter: Tensor) -> Tensor:
-        """This rank's block over the tensor axes of a parameter's true value. All ranks of its chunk's group must call.
+        """This rank's block over the tensor axes of a parameter's master weights. All ranks of its chunk's group must call.
 
         What a rank cannot read from its disk is NaN, and :meth:`check` and :meth:`agree` raise then.
         """
@@ -56,12 +56,12 @@ class ParameterValues(ABC):
         """Raise on all ranks what could not be read or written on any. All ranks must call."""
         self._faults.agree()
 
-    def true_dtype(self, parameter: Tensor) -> torch.dtype:
+    def master_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's master weights."""
-        return self._contents.true_dtype(self._name_of(parameter))
+        return self._contents.master_dtype(self._name_of(parameter))
 
     def write(self, parameter: Tensor, block: Tensor) -> None:
-        """Take a parameter's true value, this rank's block over the tensor axes; then ``publish``."""
+        """Take a parameter's master weights, this rank's block over the tensor axes; then ``publish``."""
         self.flush()
         self._faults.keep(partial(self._contents.fill, self._name_of(parameter), block))
 
@@ -79,7 +79,7 @@ class ParameterValues(ABC):
         return self._contents.kept(self._name_of(parameter))
 
     def parts(self, parameter: Tensor, key: str | None = None) -> StoredValue:
-        """These elements of a parameter's true value, or of an optimizer's tensor, flat and as they lie in memory.
+        """These elements of a parameter's master weights, or of an optimizer's tensor, flat and as they lie in memory.
 
         A number as it is. After ``flush``, no communication. They change with the next step, and mean nothing after
         ``rehome``; what lives on disk was read.
@@ -103,12 +103,12 @@ class ParameterValues(ABC):
         return self._chunk_of[self._name_of(parameter)].group.axes
 
     def is_on_disk(self, parameter: Tensor, key: str | None = None) -> bool:
-        """Return whether some of a parameter's true value, or of one of the optimizer's tensors of it, lives on disk."""
+        """Return whether some of a parameter's master weights, or of one of the optimizer's tensors of it, lives on disk."""
         chunk = self._chunk_of[self._name_of(parameter)]
         if chunk not in self._gradients or self._residents.homes[chunk].state != "disk":
             return False
         # What the model computes with never does, and how often it was stepped is a number.
-        return chunk.dtype != self.true_dtype(parameter) if key is None else key != "step"
+        return chunk.dtype != self.master_dtype(parameter) if key is None else key != "step"
 
     def clear_state(self) -> None:
         """Forget the optimizer's state, as if it had not stepped yet."""
