@@ -25,10 +25,9 @@ from meshfold.mesh import Mesh
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import Gemini, Home, Memory
-from meshfold.zero_gemini.errors import DiskError, OutOfBudget, RankError
+from meshfold.zero_gemini.errors import DiskError, Faults, OutOfBudget, RankError
 from meshfold.zero_gemini.optimizer import DiskSettings
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
-from meshfold.zero_gemini.rank_errors import Faults
 
 LIMIT_S = 60.0
 HOST, DISK = Home(parameters="host", state="host"), Home(parameters="host", state="disk")
@@ -291,7 +290,7 @@ def test_alone_everything_raises_at_once() -> None:
     for faults in (Faults(), Faults(Mesh({}).group(), CPU)):
         with pytest.raises(ValueError, match="here"):
             faults.keep(fails)
-        with pytest.raises(ValueError, match="here"), faults.together():
+        with pytest.raises(ValueError, match="here"), faults.raised_on_all():
             fails()
         assert faults.keep(lambda: None)
         faults.agree()

@@ -322,7 +322,7 @@ class Gemini(ChunkedModel):
     def close(self) -> None:
         """Take all hooks off, and let go of what only training needs: gradients and the optimizer's state."""
         try:
-            if self._stepper is not None and not self._faults.told and not self.is_half_stepped:
+            if self._stepper is not None and not self._faults.is_reported and not self.is_half_stepped:
                 self.flush()
         finally:  # also if a step that was promised failed
             self._runtime.close()

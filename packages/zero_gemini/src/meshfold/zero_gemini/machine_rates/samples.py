@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshfold.kernels import AdamSettings, AdamState, adam_step, adam_update_parameters
 from meshfold.mesh import Group, all_gather
+from meshfold.zero_gemini.errors import Faults
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.memory.copies import stream_of, synchronize
 from meshfold.zero_gemini.nvme import bench, free_bytes
@@ -24,7 +25,6 @@ from meshfold.zero_gemini.optimizer.gpu_streaming import STREAMING_BYTES, GpuStr
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.master_weights import Plane, planes_of, state_of
 from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB, Regime
-from meshfold.zero_gemini.rank_errors import Faults
 
 _BYTES = 256 * MiB
 _ELEMENTS, _ELEMENTS_BESIDE_GPU = (
@@ -66,7 +66,7 @@ def measure_machine(
     if everyone.size > 1:
         found = replace(found, collective=_collective(device, everyone))
     if disk is not None:
-        with Faults(everyone, device).together():
+        with Faults(everyone, device).raised_on_all():
             rates = bench(disk, GiB)
         found = replace(
             found, disk_read=rates.read_bytes_per_s, disk_write=rates.write_bytes_per_s,

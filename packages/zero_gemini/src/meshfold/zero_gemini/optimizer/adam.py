@@ -29,7 +29,7 @@ from torch import Tensor
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import Home
-from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
+from meshfold.zero_gemini.errors import Faults, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.arena import MemoryTier
 from meshfold.zero_gemini.optimizer.adam_parameters import AdamValues
 from meshfold.zero_gemini.optimizer.adam_state import Held
@@ -40,7 +40,6 @@ from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, StepTimer, settings_of
 from meshfold.zero_gemini.optimizer.master_weights import planes_of
 from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
-from meshfold.zero_gemini.rank_errors import Faults
 
 REGIMES = ("A", "B", "C")
 _PLAIN = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -63,7 +62,7 @@ class AdamStepper(AdamValues):
 
     Attributes:
         disk: where state on disk lies; None without.
-        faults: keeps what fails of a promised step, which nobody can be told of in the middle of a collective.
+        faults: keeps what fails of a promised step, which cannot raise in the middle of a collective.
         paces: of steps on the host.
     """
 
@@ -337,14 +336,14 @@ class AdamStepper(AdamValues):
         """End the thread, with all steps done; remove what is on disk, and give all memory back.
 
         Raises:
-            DiskError: or what else kept a step from being done, if nobody was told yet.
+            DiskError: or what else kept a step from being done, unless it was reported before.
         """
-        told = self._worker.failed or self.faults.told
+        reported = self._worker.failed or self.faults.is_reported
         try:
             self.drop_trials()
             self.finish()
         except Exception:
-            if not told:
+            if not reported:
                 raise
         finally:
             self._worker.close()

@@ -18,11 +18,10 @@ from meshfold.zero_gemini.chunks.parameter_table import (
     members_of,
     parameter_facts,
 )
-from meshfold.zero_gemini.errors import MemoryPlanError
+from meshfold.zero_gemini.errors import Faults, MemoryPlanError
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
 from meshfold.zero_gemini.optimizer.dispatch import adam_regime, optimizer_kind
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
-from meshfold.zero_gemini.rank_errors import Faults
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 

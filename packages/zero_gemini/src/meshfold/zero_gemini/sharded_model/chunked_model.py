@@ -19,7 +19,7 @@ from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Home, PlacementRule
-from meshfold.zero_gemini.errors import ChunkError
+from meshfold.zero_gemini.errors import ChunkError, Faults
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
@@ -27,7 +27,6 @@ from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
 from meshfold.zero_gemini.profiler.workload import ChunkUse, Named, light_units, uses_of
-from meshfold.zero_gemini.rank_errors import Faults
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 from meshfold.zero_gemini.runtime.units import Unit, find_units
@@ -134,7 +133,7 @@ class ChunkedModel(ParameterValues):
             chosen = self._residents.choose(homes, [spec for _, spec, _ in laid], kinds)
             settled(self.optimizer)
             for (group, spec, mine), home in zip(laid, chosen, strict=True):
-                with self._faults.together():
+                with self._faults.raised_on_all():
                     chunk = self._make_chunk(spec, mine, group, home, master_dtype, gradient_dtype)
                     for name in spec.names:
                         self._fill(name, first.pop(name), values)

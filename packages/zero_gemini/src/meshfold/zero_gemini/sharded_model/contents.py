@@ -13,10 +13,10 @@ from meshfold.mesh import Group, all_gather, all_reduce
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.errors import Faults
 from meshfold.zero_gemini.optimizer import AdamStepper, Entry, Stepper
 from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
-from meshfold.zero_gemini.rank_errors import Faults
 
 
 class Contents:

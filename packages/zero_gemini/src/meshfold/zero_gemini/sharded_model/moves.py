@@ -12,13 +12,12 @@ from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
 from meshfold.zero_gemini.chunks.parameter_table import Kind
 from meshfold.zero_gemini.chunks.placement import Home, Move, PlacementRule, in_turn
-from meshfold.zero_gemini.errors import OutOfBudget
+from meshfold.zero_gemini.errors import Faults, OutOfBudget
 from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import synchronize
 from meshfold.zero_gemini.optimizer import AdamStepper, Stepper
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.master_weights import planes_of
-from meshfold.zero_gemini.rank_errors import Faults
 
 
 class Residents:
@@ -101,7 +100,7 @@ class Residents:
 
     def _reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         if self._stepper is not None:
-            with self._faults.together():
+            with self._faults.raised_on_all():
                 self._stepper.reserve(shards)
 
     def _as_move(self, chunk: Chunk, home: Home) -> Move[tuple[Chunk, Home]]:
@@ -124,7 +123,7 @@ class Residents:
         """Move a chunk, on all ranks or, if one cannot, on none."""
         was, moved = self.homes[chunk], False
         try:
-            with self._faults.together():
+            with self._faults.raised_on_all():
                 self._move(chunk, home)
                 moved = True
         except BaseException:

@@ -12,8 +12,8 @@ from torch import Tensor
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
+from meshfold.zero_gemini.errors import Faults
 from meshfold.zero_gemini.optimizer import Entry, Stepper
-from meshfold.zero_gemini.rank_errors import Faults
 from meshfold.zero_gemini.sharded_model.contents import Contents
 from meshfold.zero_gemini.sharded_model.moves import Residents
 
