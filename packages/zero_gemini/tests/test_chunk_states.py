@@ -204,6 +204,15 @@ class Life(RuleBasedStateMachine):
             self.gradient.hand_over()
         assert self.gradient.state is before
 
+    @precondition(lambda self: self.gradient.state is GradState.ACCUMULATING)
+    @rule()
+    def finish_before_the_sum(self) -> None:
+        with pytest.raises(
+            ChunkError, match="gradients of a to b: some of them are not summed over the ranks yet"
+        ):
+            self.gradient.finish()
+        assert self.gradient.state is GradState.ACCUMULATING
+
     @rule()
     def clear(self) -> None:
         self.gradient.clear()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.zero_gemini import Gemini, Memory, Shares
+from meshfold.zero_gemini import ChunkError, Gemini, Memory, Shares
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
 from meshfold.zero_gemini.runtime.units import find_units
 
@@ -322,3 +322,21 @@ def regimes_learn(world: int) -> None:
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_regimes_learn(world: int) -> None:
     run_on_ranks(world, regimes_learn, world)
+
+
+def gradients_after_the_last_reduction() -> None:
+    model, gemini = in_chunks(1, torch.float32)
+    (ids, _), (more, _) = batches(2)
+    for last, rows in ((True, ids), (False, more)):
+        gemini.begin(last=last)
+        loss_of(model, rows, False).backward()
+    with pytest.raises(ChunkError, match="some of them are not summed over the ranks yet"):
+        gemini.finish()
+    gemini.reduce_rest()
+    gemini.finish()
+    assert gemini.norm() > 0
+    gemini.step()
+
+
+def test_gradients_after_the_last_reduction_are_an_error() -> None:
+    run_on_ranks(1, gradients_after_the_last_reduction)

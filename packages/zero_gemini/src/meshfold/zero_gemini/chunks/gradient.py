@@ -206,9 +206,14 @@ class ChunkGradient:
         """Return the complete shard, at home, after the last reduction.
 
         Raises:
-            ChunkError: if there was none.
+            ChunkError: if there was none, or gradients came after it.
         """
         self.collect()
+        if self.state is GradState.ACCUMULATING:
+            raise ChunkError(
+                f"{self._name}: some of them are not summed over the ranks yet: begin the last backward of a step as its last, "
+                "or call reduce_rest() after it"
+            )
         if self.shard is None:
             raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
         self._arrive()
