@@ -458,7 +458,7 @@ def waits_are_watched() -> None:
         first, second = states.residency._watcher.traces
         assert sum(moment.stalled_seconds for moment in second.moments if moment.backward) >= took
         assert all(moment.stalled_seconds == 0.0 for moment in second.moments if not moment.backward)
-        assert first.order == second.order and states.gemini.memory.waiting.watch is None
+        assert first.order == second.order and not states.gemini.memory.waiting.is_watched
         engine.close()
 
 

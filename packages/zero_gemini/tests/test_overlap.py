@@ -104,10 +104,9 @@ def record(monkeypatch: pytest.MonkeyPatch, kind: Any, accumulate: int) -> Seen:
         gemini.begin(last=last)
         tracer = StepTracer(model, memory=LiveBytes(), clock=clock)
         if first:
-            gemini.memory.waiting.watch = tracer.waiting
-            with tracer:
+            with gemini.memory.waiting.watched(tracer.waiting), tracer:
                 one_micro_step(model, gemini, kind if last else "more", seen)
-            seen.trace, gemini.memory.waiting.watch = tracer.trace(), None
+            seen.trace = tracer.trace()
         else:
             one_micro_step(model, gemini, kind if last else "more", seen)
         if last:

@@ -37,7 +37,7 @@ def test_what_is_waited_for_is_no_compute_of_its_phase() -> None:
     clock.now += 1
     phases.end()
     waited(waiting, clock, 64)
-    assert waiting.watch is None
+    assert not waiting.is_watched
     assert phases.take() == PhaseSeconds(forward=3, backward=5)
     assert phases.take() is None
 
@@ -48,7 +48,7 @@ def test_a_step_that_was_left_in_the_middle_says_nothing() -> None:
     phases.begin()
     phases.turn()
     phases.let_go()
-    assert waiting.watch is None and phases.take() is None
+    assert not waiting.is_watched and phases.take() is None
     phases.end()  # nothing was begun since
     assert phases.take() is None
 
@@ -59,9 +59,12 @@ def test_another_watch_is_left_alone() -> None:
 
     waiting = Waiting()
     phases = PhaseClock(waiting, HandClock())
-    waiting.watch = other
-    phases.let_go()
-    assert waiting.watch is other
+    with waiting.watched(other):
+        phases.let_go()
+        assert waiting.is_watched
+        with pytest.raises(RuntimeError, match="watched already"):
+            phases.begin()
+    assert not waiting.is_watched
 
 
 def test_a_workload_takes_as_long_as_was_seen() -> None:

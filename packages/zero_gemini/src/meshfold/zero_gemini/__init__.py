@@ -8,7 +8,7 @@ from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_siz
 from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
 from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
 from meshfold.zero_gemini.chunks.placement import Home, ParameterBudget, PlacementRule, Shares
-from meshfold.zero_gemini.chunks.states import BackwardRole
+from meshfold.zero_gemini.chunks.states import BackwardRole, check_transition
 from meshfold.zero_gemini.errors import ChunkError, DiskError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.gemini import Gemini
 from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
@@ -39,6 +39,7 @@ __all__ = [
     "PlacementRule",
     "ShardedInit",
     "Shares",
+    "check_transition",
     "lay_out",
     "search_chunk_size",
     "slot_alignment",

@@ -26,7 +26,16 @@ from meshfold.engine.zero.memory import Pressure, describe_shortage, limit_alloc
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.zero_gemini import Chunk, DiskError, Gemini, Home, MemoryPlanError, MemoryTier, OutOfBudget
+from meshfold.zero_gemini import (
+    Chunk,
+    DiskError,
+    Gemini,
+    Home,
+    MemoryPlanError,
+    MemoryTier,
+    OutOfBudget,
+    check_transition,
+)
 from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, SPLIT_STEP_ON_DEVICE, Plan, Regime
@@ -158,8 +167,7 @@ class Residency:
         self._watcher.turn()
 
     def _to(self, phase: Phase) -> None:
-        if phase not in _TRANSITIONS[self.phase]:
-            raise RuntimeError(f"residency: illegal transition from {self.phase.value!r} to {phase.value!r}")
+        check_transition("residency", _TRANSITIONS, self.phase, phase)
         self.phase = phase
 
     @property

@@ -76,9 +76,7 @@ class Watcher:
         self._watch.callback(handle.remove)
         if self._blocks is not None:
             self._watch.enter_context(self._blocks.watched(tracer.layers))
-        waiting = self._gemini.memory.waiting
-        waiting.watch = tracer.waiting
-        self._watch.callback(setattr, waiting, "watch", None)
+        self._watch.enter_context(self._gemini.memory.waiting.watched(tracer.waiting))
         self._tracer = self._watch.enter_context(tracer)
 
     def time(self) -> None:

@@ -71,7 +71,7 @@ State = TypeVar("State", bound=Enum)
 def check_transition(
     who: object, transitions: dict[State, frozenset[State]], before: State, after: State
 ) -> None:
-    """Raise if a transition is not in a table.
+    """Raise if a table of legal transitions does not have one.
 
     Raises:
         ChunkError: names the object and both states.

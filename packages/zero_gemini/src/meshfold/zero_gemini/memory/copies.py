@@ -95,18 +95,34 @@ def synchronize(device: torch.device) -> None:
 
 
 Watch = Callable[[str], AbstractContextManager[None]]
-"""Goes round a wait; is told what for."""
+"""Context manager around one wait, made from a description of what is waited for."""
 
 
 class Waiting:
-    """Goes round whatever the host may wait for: ``with waiting("the optimizer's step"): ...``.
-
-    Attributes:
-        watch: what goes round it; None: nobody watches.
-    """
+    """Context manager around each wait of the host: ``with waiting("the optimizer's step"): ...``."""
 
     def __init__(self) -> None:
-        self.watch: Watch | None = None
+        self._watch: Watch | None = None
 
     def __call__(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.watch is None else self.watch(what)
+        return nullcontext() if self._watch is None else self._watch(what)
+
+    @property
+    def is_watched(self) -> bool:
+        """True inside of :meth:`watched`."""
+        return self._watch is not None
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Context manager: let ``watch`` go around each wait meanwhile.
+
+        Raises:
+            RuntimeError: if waits are watched already.
+        """
+        if self._watch is not None:
+            raise RuntimeError("waits are watched already: leave the other watch first")
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -162,13 +162,15 @@ class PhaseClock:
         clock: knows seconds.
         """
         self._waiting, self._clock = waiting, clock
+        self._watching = ExitStack()
         self._marks: list[Any] = []
         self._stalls: list[tuple[int, Any, Any]] = []  # in which phase, from when, until when
 
     def begin(self) -> None:
         """Before the forward."""
+        self._watching.close()
         self._marks, self._stalls = [self._clock.mark()], []
-        self._waiting.watch = self._stalled
+        self._watching.enter_context(self._waiting.watched(self._stalled))
 
     def turn(self) -> None:
         """Before the backward. Of several the first counts."""
@@ -183,8 +185,7 @@ class PhaseClock:
 
     def let_go(self) -> None:
         """Watch no longer."""
-        if self._waiting.watch == self._stalled:
-            self._waiting.watch = None
+        self._watching.close()
 
     def take(self) -> PhaseSeconds | None:
         """Return the measured seconds, once; None unless all three were called."""
