@@ -16,7 +16,8 @@ from meshfold.mesh import Mesh
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out
 from meshfold.zero_gemini.chunks.placement import Home
-from meshfold.zero_gemini.memory.arena import PAGE_BYTES, Memory
+from meshfold.zero_gemini.memory.arena import Memory
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory import arena as arena_module
-from meshfold.zero_gemini.memory.arena import PAGE_BYTES, ROUND_BYTES, Arena
+from meshfold.zero_gemini.memory.arena import ROUND_BYTES, Arena
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
 
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int16, torch.float64]
 

@@ -18,7 +18,8 @@ from meshfold.mesh import Group
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.machine_rates import samples as measuring
 from meshfold.zero_gemini.machine_rates.samples import ENOUGH_ELEMS, with_observed_rates
-from meshfold.zero_gemini.memory.arena import PAGE_BYTES, Arena, Memory, page_locked
+from meshfold.zero_gemini.memory.arena import Arena, Memory
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.optimizer import AdamStepper
 from meshfold.zero_gemini.optimizer import kernel_runs as paces
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming

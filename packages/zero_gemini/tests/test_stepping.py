@@ -22,7 +22,7 @@ from stepping_cases import HOMES, SHAPES, Small, adam, kinds, same, small, two_g
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini.chunks.placement import Home
 from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
-from meshfold.zero_gemini.memory.arena import PAGE_BYTES
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
 from meshfold.zero_gemini.optimizer import AdamStepper, GeneralStepper
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
 from meshfold.zero_gemini.optimizer.master_weights import planes_of

@@ -1,4 +1,4 @@
-"""Memory that is accounted: every byte of chunks comes from an arena, which may have a budget.
+"""Arenas: accounted memory that every byte of chunks comes from, with budgets.
 
 An arena hands out *blocks*; the bytes it accounts are the bytes of the blocks' storages, no more and no less. On a
 machine without a GPU, an arena with a budget stands for the compute device, so that plans can be executed anywhere.
@@ -6,13 +6,8 @@ machine without a GPU, an arena with a budget stands for the compute device, so 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import mmap
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Literal, NoReturn
 
 import torch
@@ -21,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.copies import Waiting
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
 
 # What the CUDA allocator rounds to: storages are made that large, so that its count is ours (but for up to 1 MiB that
 # it leaves to a block rather than split a cached segment).
@@ -28,12 +24,12 @@ ROUND_BYTES = 512
 
 
 class Block:
-    """A piece of an arena; comes from :meth:`Arena.allocate` or :meth:`Arena.count`.
+    """Part of an arena, made by :meth:`Arena.allocate` or :meth:`Arena.count`.
 
     Attributes:
-        arena: where it lies.
+        arena: that accounts for it.
         nbytes: bytes of its storage: those of the tensor, rounded up.
-        purpose: what it is for, as :class:`OutOfBudget` will tell.
+        purpose: what it is for, shown by :class:`OutOfBudget`.
     """
 
     __slots__ = ("_tensor", "arena", "nbytes", "purpose")
@@ -61,7 +57,7 @@ class Block:
         return self._tensor is None
 
     def empty(self) -> None:
-        """Give the memory back and keep the tensor: it has no storage until :meth:`restore`. Nothing if it has none.
+        """Give the memory back and keep the tensor: it has no storage until :meth:`restore`. Does nothing if it has none.
 
         Raises:
             ArenaError: after :meth:`free`.
@@ -72,10 +68,10 @@ class Block:
             self.arena._returned(self.nbytes)
 
     def restore(self) -> None:
-        """Have memory again after :meth:`empty`, of undefined contents. Nothing if it has some.
+        """Allocate memory again after :meth:`empty`, of undefined contents. Does nothing if it has some.
 
         Raises:
-            OutOfBudget: if the arena has not as much left.
+            OutOfBudget: if the arena has less left.
             ArenaError: after :meth:`free`.
         """
         storage = self.tensor.untyped_storage()
@@ -87,7 +83,7 @@ class Block:
                 self.arena._refused(self.nbytes, error)
 
     def free(self) -> None:
-        """Give the memory back. The caller lets go of all views; they would keep the storage alive, unaccounted.
+        """Give the memory back. The caller drops all views: they would keep the storage alive, unaccounted.
 
         Device memory returns to torch's allocator in the order of the current stream: work on another stream must
         have been waited for, and so must a copy to or from a pinned block.
@@ -183,28 +179,19 @@ class Arena:
             purpose: what it is for, in a word or two: shown when memory runs out.
 
         Raises:
-            OutOfBudget: if the budget or the device has not as much left; nothing has changed then.
+            OutOfBudget: if the budget or the device has less left; nothing has changed then.
             ArenaError: if ``numel`` is not positive.
         """
         if numel <= 0:
             raise ArenaError(f"arena {self.name!r}: a block of {numel} elements; it must have at least 1")
         nbytes = self.nbytes(numel, dtype)
         with self._lock:
-            if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
-                raise self._exhausted(nbytes, "")
-            self._used += (
-                nbytes  # claimed before it is made, so that threads cannot exceed the budget together
-            )
+            self._claim(nbytes)  # before it is made, so that threads cannot exceed the budget together
         try:
-            with _disable_current_modes():  # whoever counts what a model's operators make does not mean this
+            with _disable_current_modes():  # modes that count what a model's operators make leave this out
                 storage = self._storage(nbytes)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            with self._lock:
-                self._used -= nbytes
-                if not _is_out_of_memory(error):
-                    raise
-                reason = str(error).strip().splitlines()[0]
-                raise self._exhausted(nbytes, f"{self.device} itself has no more: {reason}") from error
+            self._refused(nbytes, error)
         block = Block(self, storage.view(dtype)[:numel], nbytes, purpose)
         with self._lock:
             self._blocks[id(block)] = block
@@ -212,10 +199,10 @@ class Arena:
         return block
 
     def count(self, tensor: Tensor, purpose: str = "") -> Block:
-        """Account for a tensor that somebody else made, until the block is freed.
+        """Account for a tensor made elsewhere, until the block is freed.
 
         Raises:
-            OutOfBudget: if the budget has not as much left.
+            OutOfBudget: if the budget has less left.
         """
         nbytes = self.nbytes(tensor.numel(), tensor.dtype)
         self._taken(nbytes)
@@ -241,19 +228,23 @@ class Arena:
                 self._used -= block.nbytes
             block._tensor = None
 
+    def _claim(self, nbytes: int) -> None:
+        """Count bytes as used if the budget allows them; the lock is held."""
+        if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
+            raise self._exhausted(nbytes, "")
+        self._used += nbytes
+
     def _taken(self, nbytes: int) -> None:
         with self._lock:
-            if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
-                raise self._exhausted(nbytes, "")
-            self._used += nbytes
+            self._claim(nbytes)
             self._peak = max(self._peak, self._used)
 
     def _returned(self, nbytes: int) -> None:
         with self._lock:
             self._used -= nbytes
 
-    def _refused(self, nbytes: int, error: RuntimeError) -> NoReturn:
-        """The device had no more after all."""
+    def _refused(self, nbytes: int, error: Exception) -> NoReturn:
+        """Take a claim back and raise the error of the device, out of memory as :class:`OutOfBudget`."""
         with self._lock:
             self._used -= nbytes
             if not _is_out_of_memory(error):
@@ -304,7 +295,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _size(nbytes: int) -> str:
-    """Exact where a person would count, in GiB or MiB where not."""
+    """Return a number of bytes as text: exact below 1 MiB, else in MiB or GiB."""
     if nbytes >= 2**30:
         return f"{nbytes / 2**30:.2f} GiB"
     if nbytes >= 2**20:
@@ -312,87 +303,19 @@ def _size(nbytes: int) -> str:
     return f"{nbytes:,} bytes"
 
 
-PAGE_BYTES = 4096
-"""Host memory is locked in pages, and so is direct I/O done."""
-
-_HUGE_PAGE_BYTES = 2**21
-_PLACES = 16
-_turns = itertools.count()
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the process
-
-
-class _Pages(mmap.mmap):
-    """Pages that are unlocked just before they are unmapped, which is when nothing refers to them any more."""
-
-    _unlock: Callable[[int], object] | None = None
-    _address = 0
-    _process = 0
-
-    def advise(self, advice: str) -> None:
-        with contextlib.suppress(OSError):  # a kernel that does not know it does as well without
-            if hasattr(mmap, advice):
-                self.madvise(getattr(mmap, advice))
-
-    def lock(self, address: int, nbytes: int) -> None:
-        # A fork (the workers of a data loader) would copy locked pages one by one: children do without them.
-        self.advise("MADV_DONTFORK")
-        runtime = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
-        if status:
-            raise OSError(
-                f"CUDA could not lock {nbytes:,} bytes of host memory (error {status}); ask for less, or raise the "
-                "limit of locked memory (ulimit -l)"
-            )
-        self._unlock, self._address, self._process = runtime.cudaHostUnregister, address, os.getpid()
-
-    def __del__(self) -> None:
-        if self._unlock is not None and self._process == os.getpid():
-            self._unlock(self._address)
-
-
-def page_locked(nbytes: int) -> Tensor:
-    """Zeros, uint8 ``nbytes``, on pages of their own, locked if there is CUDA.
-
-    ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
-    freed. These are exact, and go back to the system with the last tensor on them.
-
-    Equally large ones follow each other in the address space, so what a kernel reads of several at a time would be whole
-    powers of two apart where they are as large: the same bank of memory, or set of a cache, for all of them at every moment.
-    (A step of Adam on planes 256 MiB apart reached 10 to 12 GB/s of a core's 40.) So they begin by turns on one of 16
-    pages; those before and behind are never touched, so no memory is behind them.
-
-    Raises:
-        OSError: if the system has not as much memory, or does not let it be locked.
-    """
-    is_large = nbytes >= _HUGE_PAGE_BYTES
-    room, front = (_PLACES * PAGE_BYTES if is_large else 0), 0
-    pages = _Pages(-1, room + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if is_large:
-        pages.advise("MADV_HUGEPAGE")  # one page fault and one TLB entry for 2 MiB
-        # Wherever the system has put it.
-        begin = torch.frombuffer(pages, dtype=torch.uint8).data_ptr() // PAGE_BYTES
-        front = (next(_turns) - begin) % _PLACES * PAGE_BYTES
-    storage = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=front)
-    # The first write takes the memory from the system: slow, so all of torch's threads share it.
-    storage.fill_(0)
-    if torch.cuda.is_available():
-        pages.lock(storage.data_ptr(), nbytes)
-    return storage
-
-
 MemoryTier = Literal["device", "host", "disk"]
 """Memory that holds something between its uses; data on disk visits the host."""
 
 
 class Memory:
-    """Two arenas. Without a GPU both are the CPU's memory, and budgets alone tell them apart.
+    """Two arenas. Without a GPU both are the CPU's memory and differ only in their budgets.
 
     Attributes:
         compute: the arena where the model computes.
         home: the arena of the host; page-locked if the model computes on a GPU.
         device: of ``compute``.
         host: of ``home``.
-        waiting: goes round what the host waits for before memory can be used again.
+        waiting: context manager around each wait for memory to be free again.
     """
 
     def __init__(
@@ -416,10 +339,10 @@ class Memory:
         """A flat block of undefined contents; the caller frees it.
 
         Raises:
-            OutOfBudget: if there is not as much left.
+            OutOfBudget: if less is left.
         """
         return self.arena(place).allocate(elements, dtype, purpose)
 
     def count(self, tensor: torch.Tensor, purpose: str) -> Block:
-        """Account for a tensor of the compute device that somebody else made, until the block is freed."""
+        """Account for a tensor of the compute device that was made elsewhere, until the block is freed."""
         return self.compute.count(tensor, purpose)

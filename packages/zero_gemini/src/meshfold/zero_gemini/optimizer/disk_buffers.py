@@ -16,7 +16,8 @@ from itertools import islice
 from torch import Tensor, uint8
 
 from meshfold.zero_gemini.errors import DiskError
-from meshfold.zero_gemini.memory.arena import PAGE_BYTES, Block, Memory
+from meshfold.zero_gemini.memory.arena import Block, Memory
+from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
 from meshfold.zero_gemini.nvme import DiskStore, Pending
 from meshfold.zero_gemini.optimizer.master_weights import Plane, views
 
