@@ -96,6 +96,11 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     for approximate in ("none", "tanh"):
         K.bias_gelu(x, b, approximate).sum().backward()
     K.cross_entropy(x, labels, label_smoothing=0.1).sum().backward()
+    for recompute in (False, True):
+        K.linear_cross_entropy(
+            x, x.detach(), labels, softcap=30.0, label_smoothing=0.1, recompute=recompute
+        ).backward()
+    K.linear_log_probs(x, x.detach(), labels, entropy=True)[0].sum().backward()
     K.dropout(x, 0.5, 3, 4).sum().backward()
     K.dropout(x, 0.5, torch.tensor(3), 4, torch.arange(8)).sum().backward()
     q, k = (torch.zeros(2, 8, heads, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8))
@@ -133,7 +138,8 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     assert compiler.compiled == {
         "norms._normalise", "norms._row_sums", "norms._gradient_sums", "norms._gradients",
         "activations._gated", "activations._gated_gradients", "activations._gelu", "activations._gelu_gradients",
-        "rotary._rotate", "merge_attention._merge", "cross_entropy._sums", "cross_entropy._gradient", "dropout._dropout",
+        "rotary._rotate", "merge_attention._merge", "cross_entropy._sums", "cross_entropy._gradient",
+        "cross_entropy._losses_and_gradient", "cross_entropy._multiply", "dropout._dropout",
         "adam._elementwise", "adam._quantized", "float_bits._split", "float_bits._join", "grad_pass._pass",
         "grad_pass._write",
     }  # fmt: skip

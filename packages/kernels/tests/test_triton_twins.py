@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -294,6 +295,47 @@ def test_cross_entropy_pieces(
     for d, (_, valid, z) in zip(got, parts, strict=True):
         assert (d is z) is inplace and (d[:, valid:] == 0).all()
     near(torch.cat([d[:, :valid] for d, (_, valid, _) in zip(got, parts, strict=True)], -1), back, "dlogits")
+
+
+HEADS: list[dict[str, object]] = [{}, dict(softcap=2.0, scale=0.7, label_smoothing=0.1, z_loss=1e-2), dict(recompute=True),
+                                  dict(softcap=2.0, recompute=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("given_", HEADS, ids=str)
+@pytest.mark.parametrize("words", [37, 1100])
+@dtypes
+def test_linear_cross_entropy(dtype: torch.dtype, words: int, given_: dict[str, Any]) -> None:
+    """Chunks of two sizes, rows that do not count, and a factor in the backward."""
+    x, weight = seeded(5, 8, dtype=dtype), seeded(words, 8, dtype=dtype, seed=1)
+    labels = torch.tensor([3, -100, words - 1, 0, 3], device=DEVICE)
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return K.linear_cross_entropy(x, weight, labels, chunk=3, **given_) * 3.0
+
+    exact = tuple(t.double().requires_grad_() for t in (x, weight))
+    got_leaves = tuple(t.detach().requires_grad_() for t in (x, weight))
+    with K.use("reference"):
+        wanted = loss(*exact)
+        back = torch.autograd.grad(wanted, exact)
+    got = loss(*got_leaves)
+    # The matmuls round logits and their gradient to the dtype, as a linear layer does.
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    assert abs(got.item() - wanted.item()) <= rounding * wanted.item()
+    for g, e in zip(torch.autograd.grad(got, got_leaves), back, strict=True):
+        assert float((g.double() - e).norm()) <= rounding * float(e.norm())
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("words", [37, 1100])
+def test_linear_log_probs(words: int, softcap: float) -> None:
+    x, weight = seeded(5, 8), seeded(words, 8, seed=1)
+    labels = torch.tensor([3, -100, words - 1, 0, 3], device=DEVICE)
+    agree(
+        lambda x, weight: tuple(  # type: ignore[arg-type]
+            K.linear_log_probs(x, weight, labels, chunk=3, softcap=softcap, scale=0.9, entropy=True)
+        ),
+        x, weight, scale=10.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -38,7 +38,7 @@ from meshfold.kernels.grad_pass import (
     sum_of_squares,
     write_gradient,
 )
-from meshfold.kernels.linear_cross_entropy import VocabularyShard, linear_cross_entropy
+from meshfold.kernels.linear_cross_entropy import VocabularyShard, linear_cross_entropy, linear_log_probs
 from meshfold.kernels.merge_attention import merge_attention_
 from meshfold.kernels.nf4 import NF4_BLOCK, Nf4Linear, pack_nf4, unpack_nf4
 from meshfold.kernels.norms import (
@@ -91,6 +91,7 @@ __all__ = [
     "layer_norm_centred_sum",
     "layer_norm_sum",
     "linear_cross_entropy",
+    "linear_log_probs",
     "local_max",
     "loss_per_row",
     "merge_attention_",

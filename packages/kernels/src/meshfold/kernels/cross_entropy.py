@@ -6,7 +6,8 @@ Per row, with z the logits over V words, m their maximum and s = sum(exp(z - m))
     dlogits = g * (softmax(z) * (1 + 2 * zl * lse) - (1 - ls) * onehot(label) - ls / V)
 
 with ls the label smoothing and zl the weight of the z-loss. Computed in float32 (float64 for float64); dlogits is
-rounded once to the dtype of the logits.
+rounded once to the dtype of the logits. The kernels of :mod:`meshfold.kernels.linear_cross_entropy` take z from scaled and
+capped logits, and find the entropy of softmax(z) as well; :class:`Terms` has what they need to know.
 
 **Split vocabulary.** A rank holds the columns ``vocab_start`` onwards, of which the first ``vocab_valid`` are words
 and the rest is padding, which takes no part and gets a gradient of zero. One all-reduce MAX, one fused all-reduce
@@ -24,6 +25,7 @@ section 3 (the split loss); Szegedy et al., 2016 (label smoothing); Chowdhery et
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +33,54 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import as_rows, compute_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The words that the columns of logits are, and what the loss is made of.
+
+    Attributes:
+        start: number of the first column's word.
+        valid: number of columns that are words, the rest being padding.
+        vocab_size: words in the whole vocabulary.
+        label_smoothing: share of the target that is spread evenly over the vocabulary.
+        z_loss: weight of lse**2.
+        scale: factor of the logits.
+        softcap: bound of the scaled logits, ``softcap * tanh(scale * logits / softcap)``; 0 for none.
+    """
+
+    start: int
+    valid: int
+    vocab_size: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def smooths(self) -> bool:
+        """Tell whether the loss needs the sum of a row's logits."""
+        return self.label_smoothing != 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKernels:
+    """The implementations that a forward on ``x`` chose; its backward uses the same."""
+
+    sum_rows: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., None]
+    write_losses_and_gradient: Callable[..., Tensor]
+    multiply_: Callable[[Tensor, Tensor], None]
+
+    @classmethod
+    def of(cls, x: Tensor) -> LossKernels:
+        """Return those for logits in the dtype and on the device of ``x``."""
+        return cls(
+            sum_rows=dispatch.twin(sum_rows, x),
+            gradient=dispatch.twin(gradient, x),
+            write_losses_and_gradient=dispatch.twin(write_losses_and_gradient, x),
+            multiply_=dispatch.twin(multiply_, x),
+        )
 
 
 def cross_entropy(
@@ -79,24 +129,23 @@ class _CrossEntropy(torch.autograd.Function):
         inplace: bool,
     ) -> Tensor:
         ctx.gradient = dispatch.twin(gradient, logits)
-        vocab_size = logits.shape[-1]
+        size = logits.shape[-1]
+        terms = Terms(start=0, valid=size, vocab_size=size, label_smoothing=label_smoothing, z_loss=z_loss)
         row_max, sums = dispatch.twin(sum_rows, logits)(
-            as_rows(logits), None, labels.reshape(-1), 0, vocab_size, label_smoothing != 0.0
+            as_rows(logits), None, labels.reshape(-1), terms, terms.smooths
         )
-        loss = loss_per_row(row_max, sums, label_smoothing, z_loss, vocab_size).view(labels.shape)
+        loss = loss_per_row(row_max, sums, label_smoothing, z_loss, size).view(labels.shape)
         ignored = labels == ignore_index
         ctx.save_for_backward(logits, labels, row_max, sums[0], ignored)
-        ctx.label_smoothing, ctx.z_loss, ctx.inplace = label_smoothing, z_loss, inplace
+        ctx.terms, ctx.inplace = terms, inplace
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, labels, row_max, sum_exp, ignored = ctx.saved_tensors
-        columns = logits.shape[-1]
-        arguments = (row_max, sum_exp, labels, 0, columns, grad.masked_fill(ignored, 0.0))
-        settings = (ctx.label_smoothing, ctx.z_loss, columns, ctx.inplace)
-        dlogits = _write_gradient(ctx.gradient, logits, *arguments, *settings)
+        rows = (row_max, sum_exp, labels, grad.masked_fill(ignored, 0.0))
+        dlogits = _write_gradient(ctx.gradient, logits, *rows, ctx.terms, ctx.inplace)
         return dlogits, None, None, None, None, None
 
 
@@ -137,9 +186,8 @@ def sum_exp_and_target(
     if labels.shape != shape:
         raise ValueError(f"labels must have one number a row, shape {list(shape)}; got {list(labels.shape)}")
     run = dispatch.piece(sum_rows, logits, row_max)
-    valid = _valid(logits, vocab_valid)
-    rows, labels = as_rows(logits), labels.reshape(-1)
-    _, sums = run(rows, row_max.reshape(-1), labels, vocab_start, valid, logit_sum)
+    terms = Terms(start=vocab_start, valid=_valid(logits, vocab_valid), vocab_size=0)
+    _, sums = run(as_rows(logits), row_max.reshape(-1), labels.reshape(-1), terms, logit_sum)
     return sums.reshape(sums.shape[0], *shape)
 
 
@@ -193,21 +241,11 @@ def cross_entropy_backward(
         dlogits in the dtype of ``logits``; ``logits`` itself if ``inplace``.
     """
     run = dispatch.piece(gradient, logits, row_max, sum_exp, grad_per_row)
-    valid = _valid(logits, vocab_valid)
-    return _write_gradient(
-        run,
-        logits,
-        row_max,
-        sum_exp,
-        labels,
-        vocab_start,
-        valid,
-        grad_per_row,
-        label_smoothing,
-        z_loss,
-        vocab_size,
-        inplace,
-    )
+    terms = Terms(
+        start=vocab_start, valid=_valid(logits, vocab_valid), vocab_size=vocab_size, label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )  # fmt: skip
+    return _write_gradient(run, logits, row_max, sum_exp, labels, grad_per_row, terms, inplace)
 
 
 def _write_gradient(
@@ -216,12 +254,8 @@ def _write_gradient(
     row_max: Tensor,
     sum_exp: Tensor,
     labels: Tensor,
-    start: int,
-    valid: int,
     grad: Tensor,
-    label_smoothing: float,
-    z_loss: float,
-    vocab_size: int,
+    terms: Terms,
     inplace: bool,
 ) -> Tensor:
     """Return :func:`cross_entropy_backward`, computed by the given function."""
@@ -230,7 +264,7 @@ def _write_gradient(
     inplace = inplace and not torch.compiler.is_compiling()
     out = rows if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     row_max, sum_exp, labels, grad = (t.reshape(-1) for t in (row_max, sum_exp, labels, grad))
-    run(rows, row_max, sum_exp, labels, start, valid, grad, label_smoothing, z_loss, vocab_size, out)
+    run(rows, row_max, sum_exp, labels, grad, terms, out)
     if not inplace:
         return out.reshape(logits.shape)
     if rows.data_ptr() != logits.data_ptr():
@@ -251,8 +285,8 @@ def _valid(logits: Tensor, vocab_valid: int | None) -> int:
     return vocab_valid
 
 
-# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
-# Logits are ``m v`` with columns side by side, ``valid`` of them words, ``start`` the global number of the first.
+# The reference, in plain torch: defines every result, and what Triton is given in its place. Logits are ``m v`` with
+# columns side by side.
 
 
 def _plain_cross_entropy(
@@ -279,24 +313,35 @@ def max_of_rows(logits: Tensor, valid: int) -> Tensor:
 
 
 def sum_rows(
-    logits: Tensor, row_max: Tensor | None, labels: Tensor, start: int, valid: int, logit_sum: bool
+    logits: Tensor,
+    row_max: Tensor | None,
+    labels: Tensor,
+    terms: Terms,
+    logit_sum: bool = False,
+    entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``m v, m, m -> m, (2 or 3) m``: the maximum (found, if not given) and the sums about it."""
+    """``m v, m, m -> m, (2 to 4) m``: the maximum (found, if not given) and the sums about it.
+
+    Returns:
+        The maximum m of z, and: the sum of e = exp(z - m), the label's z or 0, with ``logit_sum`` the sum of z, with
+        ``entropy`` the sum of e * (z - m).
+    """
+    wide = _values(logits, terms)
     if row_max is None:
-        row_max = max_of_rows(logits, valid)
-    wide = logits[:, :valid].to(row_max.dtype)
+        row_max = max_of_rows(wide, terms.valid)
     # A row of nothing but -inf has no finite maximum to subtract; its sum of exponentials is zero all the same.
     finite = row_max.masked_fill(row_max == float("-inf"), 0.0)
-    sum_exp = (wide - finite.unsqueeze(1)).exp_().sum(1)
-    place, here = _place(labels, start, valid)
-    if valid:
-        target = logits.gather(1, place.unsqueeze(1)).squeeze(1).to(row_max.dtype)
-        target = target.masked_fill(~here, 0.0)
+    exponentials = (wide - finite.unsqueeze(1)).exp_()
+    place, here = _place(labels, terms)
+    if terms.valid:
+        target = wide.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
     else:
         target = torch.zeros_like(row_max)
-    rows = [sum_exp, target]
+    rows = [exponentials.sum(1), target]
     if logit_sum:
         rows.append(wide.sum(1))
+    if entropy:
+        rows.append(torch.xlogy(exponentials, exponentials).sum(1))  # 0 for -inf
     return row_max, torch.stack(rows)
 
 
@@ -305,33 +350,71 @@ def gradient(
     row_max: Tensor,
     sum_exp: Tensor,
     labels: Tensor,
-    start: int,
-    valid: int,
     grad: Tensor,
-    label_smoothing: float,
-    z_loss: float,
-    vocab_size: int,
+    terms: Terms,
     out: Tensor,
+    entropy: Tensor | None = None,
+    entropy_grad: Tensor | None = None,
 ) -> None:
-    """Write dlogits ``m v`` into ``out``, which may be ``logits`` itself."""
+    """Write dlogits ``m v`` into ``out``, which may be ``logits`` itself.
+
+    Args:
+        grad: ``m``, the gradient of every row's loss.
+        entropy, entropy_grad: ``m``, the entropy H of every row and its gradient h, which adds ``-h p (log p + H)`` to dz.
+    """
     grad = grad.to(row_max.dtype)
+    wide, words = _values(logits, terms), out[:, : terms.valid]
+    slope = 1.0 - (wide / terms.softcap).square() if terms.softcap else None
     # Where nothing has to be rounded the value is found in its place; torch.compile sees to that by itself.
     direct = out.dtype is row_max.dtype and not torch.compiler.is_compiling()
-    wide, words = logits[:, :valid].to(row_max.dtype), out[:, :valid]
     value = torch.sub(wide, row_max.unsqueeze(1), out=words if direct else None).exp_()
-    value *= (grad * (1.0 + 2.0 * z_loss * (row_max + sum_exp.log())) / sum_exp).unsqueeze(1)
-    if label_smoothing:
-        value -= (grad * (label_smoothing / vocab_size)).unsqueeze(1)
-    if valid:
-        place, here = _place(labels, start, valid)
-        value.scatter_add_(1, place.unsqueeze(1), (grad * here * (label_smoothing - 1.0)).unsqueeze(1))
+    factor = grad * (1.0 + 2.0 * terms.z_loss * (row_max + sum_exp.log()))
+    if entropy is not None and entropy_grad is not None:
+        value /= sum_exp.unsqueeze(1)
+        surprise = torch.xlogy(value, value) * entropy_grad.unsqueeze(1)
+        value *= (factor - entropy_grad * entropy).unsqueeze(1)
+        value -= surprise
+    else:
+        value *= (factor / sum_exp).unsqueeze(1)
+    if terms.label_smoothing:
+        value -= (grad * (terms.label_smoothing / terms.vocab_size)).unsqueeze(1)
+    if terms.valid:
+        place, here = _place(labels, terms)
+        value.scatter_add_(1, place.unsqueeze(1), (grad * here * (terms.label_smoothing - 1.0)).unsqueeze(1))
+    if slope is not None:
+        value *= slope
+    if terms.scale != 1.0:
+        value *= terms.scale
     if not direct:
         words.copy_(value)
-    out[:, valid:].zero_()
+    out[:, terms.valid :].zero_()
 
 
-def _place(labels: Tensor, start: int, valid: int) -> tuple[Tensor, Tensor]:
+def write_losses_and_gradient(logits: Tensor, labels: Tensor, share: Tensor, terms: Terms) -> Tensor:
+    """Overwrite logits of a whole vocabulary with the gradient of ``(share * loss).sum()``; return the losses ``m``.
+
+    Between the rows of ``logits`` there may be padding, which may be overwritten too.
+    """
+    row_max, sums = sum_rows(logits, None, labels, terms, terms.smooths)
+    gradient(logits, row_max, sums[0], labels, share, terms, logits)
+    return loss_per_row(row_max, sums, terms.label_smoothing, terms.z_loss, terms.vocab_size)
+
+
+def multiply_(x: Tensor, factor: Tensor) -> None:
+    """Multiply by a number on the device, in place. Triton reads no more than the number where it is 1."""
+    x.mul_(factor)
+
+
+def _values(logits: Tensor, terms: Terms) -> Tensor:
+    """Return z of the words ``m valid``, scaled and capped, in the dtype to compute in; it may be a view of ``logits``."""
+    wide = logits[:, : terms.valid].to(compute_dtype(logits))
+    if terms.softcap:
+        return (wide * (terms.scale / terms.softcap)).tanh_().mul_(terms.softcap)
+    return wide if terms.scale == 1.0 else wide * terms.scale
+
+
+def _place(labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Return each label's column on this rank (0 where it has none), and a mask of those that have one."""
-    place = labels - start
-    here = (place >= 0) & (place < valid)
+    place = labels - terms.start
+    here = (place >= 0) & (place < terms.valid)
     return place.masked_fill(~here, 0), here

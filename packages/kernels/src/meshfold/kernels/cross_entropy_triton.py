@@ -1,4 +1,9 @@
-"""Cross entropy in Triton: a program walks along one row of logits; the gradient goes block by block."""
+"""Cross entropy in Triton: a program walks along one row of logits; the gradient goes block by block.
+
+Where the loss is of a whole vocabulary and its gradient is wanted at once, one kernel does both. A multiprocessor works on
+one long row at a time, so that the second look at a row finds it in the L2 cache: 132 rows of 128,256 words are 34 MB. Device
+memory then moves each logit twice (read, written) and not three times.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.kernels._triton import launch
+from meshfold.kernels._triton import launch, programs
+from meshfold.kernels.cross_entropy import Terms
 
 _WIDEST_BLOCK = 4096
+_LONG_ROW = 96 << 10  # bytes; two rows of each of 132 multiprocessors then fill half of 50 MB
 
 
-@triton.jit(do_not_specialize=["start", "valid"])
+@triton.jit
+def _z(logit, scale, softcap, CAPPED: tl.constexpr):
+    """softcap * tanh(scale * logit / softcap), or scale * logit."""
+    logit *= scale
+    if CAPPED:
+        decay = tl.exp(-2.0 * tl.abs(logit) / softcap)
+        bounded = softcap * (1.0 - decay) / (1.0 + decay)
+        logit = tl.where(logit < 0.0, -bounded, bounded)
+    return logit
+
+
+@triton.jit(do_not_specialize=["start", "valid", "scale", "softcap"])
 def _sums(
-    logits, row_max, labels, sums, rows, start, valid, stride,
-    MAX_GIVEN: tl.constexpr, ONLY_MAX: tl.constexpr, LOGIT_SUM: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, row_max, labels, sums, rows, start, valid, stride, scale, softcap,
+    MAX_GIVEN: tl.constexpr, ONLY_MAX: tl.constexpr, LOGIT_SUM: tl.constexpr, ENTROPY: tl.constexpr,
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row: its maximum, the sum of exponentials about it (rescaled whenever it grows), target, sum of logits."""
+    """One row: its maximum, the sums of exponentials about it (rescaled whenever it grows), target, sum of logits."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     column = tl.arange(0, COLUMNS)
@@ -27,17 +46,25 @@ def _sums(
         largest = tl.full((), float("-inf"), tl.float32)
     sum_exp = tl.zeros((), dtype=tl.float32)
     total = tl.zeros((), dtype=tl.float32)
+    below = tl.zeros((), dtype=tl.float32)  # of exp(z - largest) * (z - largest)
     for first in range(0, valid, COLUMNS):
         mask = first + column < valid
         value = tl.load(base + first + column, mask=mask, other=float("-inf")).to(tl.float32)
+        value = tl.where(mask, _z(value, scale, softcap, CAPPED), float("-inf"))
         if not MAX_GIVEN:
             grown = tl.maximum(largest, tl.max(value, axis=0))
             # While the row holds nothing but -inf the sum is zero, and -inf - -inf must not reach it.
-            sum_exp *= tl.where(grown == float("-inf"), 1.0, tl.exp(largest - grown))
+            step = tl.where(largest == float("-inf"), 0.0, largest - grown)
+            if ENTROPY:
+                below = (below + step * sum_exp) * tl.exp(step)
+            sum_exp *= tl.exp(step)
             largest = grown
         if not ONLY_MAX:
             about = tl.where(largest == float("-inf"), 0.0, largest)
-            sum_exp += tl.sum(tl.exp(value - about), axis=0)
+            exponential = tl.exp(value - about)
+            sum_exp += tl.sum(exponential, axis=0)
+            if ENTROPY:
+                below += tl.sum(tl.where(exponential > 0.0, exponential * (value - about), 0.0), axis=0)
             if LOGIT_SUM:
                 total += tl.sum(tl.where(mask, value, 0.0), axis=0)
     if not MAX_GIVEN:
@@ -46,47 +73,134 @@ def _sums(
         place = tl.load(labels + row).to(tl.int64) - start
         here = (place >= 0) & (place < valid)
         target = tl.load(base + place, mask=here, other=0.0).to(tl.float32)
+        target = _z(target, scale, softcap, CAPPED)
         tl.store(sums + row, sum_exp)
         tl.store(sums + rows + row, target)
         if LOGIT_SUM:
             tl.store(sums + 2 * rows + row, total)
+        if ENTROPY:
+            tl.store(sums + (3 if LOGIT_SUM else 2) * rows + row, below)
 
 
-@triton.jit(do_not_specialize=["start", "valid", "smoothing", "spread", "z_loss"])
+@triton.jit(do_not_specialize=["start", "valid", "smoothing", "spread", "z_loss", "scale", "softcap"])
 def _gradient(
-    logits, row_max, sum_exp, labels, grad, out, columns, start, valid, stride, out_stride,
-    smoothing, spread, z_loss, COLUMNS: tl.constexpr,
+    logits, row_max, sum_exp, labels, grad, entropy, entropy_grad, out, columns, start, valid, stride, out_stride,
+    smoothing, spread, z_loss, scale, softcap, ENTROPY: tl.constexpr, CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     word = column < valid
     value = tl.load(logits + row * stride + column, mask=word, other=float("-inf")).to(tl.float32)
+    z = tl.where(word, _z(value, scale, softcap, CAPPED), float("-inf"))
     weight = tl.load(grad + row).to(tl.float32)
     largest = tl.load(row_max + row)
     total = tl.load(sum_exp + row)
-    scale = weight * (1.0 + 2.0 * z_loss * (largest + tl.log(total))) / total
+    lse = largest + tl.log(total)
+    factor = weight * (1.0 + 2.0 * z_loss * lse)
     place = tl.load(labels + row).to(tl.int64) - start
-    value = tl.exp(value - largest) * scale - weight * spread
-    value -= tl.where(column == place, weight * (1.0 - smoothing), 0.0)
-    value = tl.where(word, value, 0.0)
+    if ENTROPY:
+        towards = tl.load(entropy_grad + row)
+        probability = tl.exp(z - largest) / total
+        value = probability * (factor - towards * tl.load(entropy + row))
+        value -= tl.where(probability > 0.0, towards * probability * (z - lse), 0.0)
+    else:
+        value = tl.exp(z - largest) * (factor / total)
+    value -= weight * spread + tl.where(column == place, weight * (1.0 - smoothing), 0.0)
+    if CAPPED:
+        value *= 1.0 - (z / softcap) * (z / softcap)
+    value = tl.where(word, value * scale, 0.0)
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["smoothing", "spread", "z_loss", "scale", "softcap"])
+def _losses_and_gradient(
+    logits, labels, share, losses, rows, columns, stride, smoothing, spread, z_loss, scale, softcap,
+    SMOOTHS: tl.constexpr, CAPPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Rows of a whole vocabulary: the loss, then the gradient in the place of the logits.
+
+    Each lane, a vector of 16 bytes, has a maximum and a sum of its own, so that nothing is waited for along the row. Memory is
+    read and written up to the stride, whose padding makes all accesses whole vectors.
+    """
+    lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    base = logits + tl.program_id(0).to(tl.int64) * stride
+    step = tl.num_programs(0).to(tl.int64) * stride
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        # Before anything of this row is overwritten; the reductions below wait for all threads.
+        place = tl.load(labels + row).to(tl.int64)
+        target = tl.load(base + place, mask=(place >= 0) & (place < columns), other=0.0).to(tl.float32)
+        target = _z(target, scale, softcap, CAPPED)
+        highest = tl.full((LANES,), float("-inf"), tl.float32)
+        partial = tl.zeros((LANES,), dtype=tl.float32)
+        total = tl.zeros((LANES,), dtype=tl.float32)
+        for first in range(0, columns, LANES * VECTOR):
+            word = first + lane < columns
+            held = first + lane < stride
+            z = tl.load(base + first + lane, mask=held, other=0.0, eviction_policy="evict_last")
+            z = tl.where(word, _z(z.to(tl.float32), scale, softcap, CAPPED), float("-inf"))
+            grown = tl.maximum(highest, tl.max(z, axis=1))
+            about = tl.where(grown == float("-inf"), 0.0, grown)
+            partial = partial * tl.exp(highest - about) + tl.sum(tl.exp(z - about[:, None]), axis=1)
+            highest = grown
+            if SMOOTHS:
+                total += tl.sum(tl.where(word, z, 0.0), axis=1)
+        largest = tl.max(highest, axis=0)
+        about = tl.where(largest == float("-inf"), 0.0, largest)
+        sum_exp = tl.sum(partial * tl.exp(highest - about), axis=0)
+        lse = about + tl.log(sum_exp)
+        loss = lse - target
+        if SMOOTHS:
+            loss = (1.0 - smoothing) * loss + smoothing * (lse - tl.sum(total, axis=0) / columns)
+        tl.store(losses + row, loss + z_loss * lse * lse)
+        weight = tl.load(share + row).to(tl.float32)
+        factor = weight * (1.0 + 2.0 * z_loss * lse) / sum_exp
+        for first in range(0, columns, LANES * VECTOR):
+            column = first + lane
+            held = column < stride
+            z = tl.load(base + column, mask=held, other=0.0, eviction_policy="evict_first")
+            z = _z(z.to(tl.float32), scale, softcap, CAPPED)
+            value = tl.exp(z - about) * factor
+            value -= weight * spread + tl.where(column == place, weight * (1.0 - smoothing), 0.0)
+            if CAPPED:
+                value *= 1.0 - (z / softcap) * (z / softcap)
+            tl.store(base + column, (value * scale).to(logits.dtype.element_ty), mask=held)
+        base += step
+
+
+@triton.jit
+def _multiply(x, factor, elements, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        for _ in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
+            value = tl.load(x + index, mask=index < elements).to(tl.float32)
+            tl.store(x + index, (value * by).to(x.dtype.element_ty), mask=index < elements)
+            index += tl.num_programs(0).to(tl.int64) * BLOCK
 
 
 def max_of_rows(logits: Tensor, valid: int) -> Tensor:
     row_max = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    _run_sums(logits, row_max, row_max, row_max, 0, valid, only_max=True)
+    terms = Terms(start=0, valid=valid, vocab_size=0)
+    _run_sums(logits, row_max, row_max, row_max, terms, only_max=True)
     return row_max
 
 
 def sum_rows(
-    logits: Tensor, row_max: Tensor | None, labels: Tensor, start: int, valid: int, logit_sum: bool
+    logits: Tensor,
+    row_max: Tensor | None,
+    labels: Tensor,
+    terms: Terms,
+    logit_sum: bool = False,
+    entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows = logits.shape[0]
     given = row_max is not None
     if row_max is None:
         row_max = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    out = torch.empty((3 if logit_sum else 2, rows), dtype=torch.float32, device=logits.device)
-    _run_sums(logits, row_max, labels.contiguous(), out, start, valid, given=given, logit_sum=logit_sum)
+    out = torch.empty((2 + logit_sum + entropy, rows), dtype=torch.float32, device=logits.device)
+    _run_sums(
+        logits, row_max, labels.contiguous(), out, terms, given=given, logit_sum=logit_sum, entropy=entropy
+    )
     return row_max, out
 
 
@@ -95,17 +209,18 @@ def _run_sums(
     row_max: Tensor,
     labels: Tensor,
     out: Tensor,
-    start: int,
-    valid: int,
+    terms: Terms,
     given: bool = False,
     only_max: bool = False,
     logit_sum: bool = False,
+    entropy: bool = False,
 ) -> None:
     wide = min(_WIDEST_BLOCK, max(128, triton.next_power_of_2(logits.shape[1])))
     launch(
         _sums, (logits.shape[0],), logits,
-        logits, row_max, labels, out, logits.shape[0], start, valid, logits.stride(0),
-        MAX_GIVEN=given, ONLY_MAX=only_max, LOGIT_SUM=logit_sum, COLUMNS=wide, num_warps=8 if wide > 1024 else 4,
+        logits, row_max, labels, out, logits.shape[0], terms.start, terms.valid, logits.stride(0), terms.scale, terms.softcap,
+        MAX_GIVEN=given, ONLY_MAX=only_max, LOGIT_SUM=logit_sum, ENTROPY=entropy, CAPPED=terms.softcap != 0.0,
+        COLUMNS=wide, num_warps=8 if wide > 1024 else 4,
     )  # fmt: skip
 
 
@@ -114,19 +229,52 @@ def gradient(
     row_max: Tensor,
     sum_exp: Tensor,
     labels: Tensor,
-    start: int,
-    valid: int,
     grad: Tensor,
-    label_smoothing: float,
-    z_loss: float,
-    vocab_size: int,
+    terms: Terms,
     out: Tensor,
+    entropy: Tensor | None = None,
+    entropy_grad: Tensor | None = None,
 ) -> None:
     rows, columns = logits.shape
     wide = min(2048, max(128, triton.next_power_of_2(columns)))
+    row_max = row_max.contiguous()
     launch(
         _gradient, (rows, triton.cdiv(columns, wide)), logits,
-        logits, row_max.contiguous(), sum_exp.contiguous(), labels.contiguous(), grad.contiguous(), out,
-        columns, start, valid, logits.stride(0), out.stride(0),
-        label_smoothing, label_smoothing / vocab_size if label_smoothing else 0.0, z_loss, COLUMNS=wide, num_warps=4,
+        logits, row_max, sum_exp.contiguous(), labels.contiguous(), grad.contiguous(),
+        row_max if entropy is None else entropy.contiguous(), row_max if entropy_grad is None else entropy_grad.contiguous(),
+        out, columns, terms.start, terms.valid, logits.stride(0), out.stride(0), terms.label_smoothing, _spread(terms),
+        terms.z_loss, terms.scale, terms.softcap, ENTROPY=entropy is not None, CAPPED=terms.softcap != 0.0, COLUMNS=wide,
+        num_warps=4,
     )  # fmt: skip
+
+
+def write_losses_and_gradient(logits: Tensor, labels: Tensor, share: Tensor, terms: Terms) -> Tensor:
+    rows, columns = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    vector, row_bytes = 16 // logits.element_size(), columns * logits.element_size()
+    lanes = min(2048, max(128, triton.next_power_of_2(triton.cdiv(columns, vector))))
+    launch(
+        _losses_and_gradient, (programs(rows, logits, 1 if row_bytes > _LONG_ROW else 2),), logits,
+        logits, labels.contiguous(), share.contiguous(), losses, rows, columns, logits.stride(0), terms.label_smoothing,
+        _spread(terms), terms.z_loss, terms.scale, terms.softcap, SMOOTHS=terms.smooths, CAPPED=terms.softcap != 0.0,
+        LANES=lanes, VECTOR=vector, num_warps=max(4, lanes // 64),
+    )  # fmt: skip
+    return losses
+
+
+def _spread(terms: Terms) -> float:
+    """Return the share of the target that each word has by label smoothing."""
+    return terms.label_smoothing / terms.vocab_size if terms.label_smoothing else 0.0
+
+
+def multiply_(x: Tensor, factor: Tensor) -> None:
+    launch(
+        _multiply,
+        (programs(triton.cdiv(x.numel(), 4096), x, 8),),
+        x,
+        x,
+        factor,
+        x.numel(),
+        BLOCK=4096,
+        num_warps=8,
+    )

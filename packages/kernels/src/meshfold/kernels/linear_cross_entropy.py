@@ -1,17 +1,28 @@
 """Linear layer and softmax cross entropy in one, for logits that are never held whole.
 
-With W the head's weight, s a scale and c a soft cap, the logits of a row x are z = c * tanh(s * (W x + b) / c), or s * (W x + b)
-without a cap; the loss of z and its gradient are those of :mod:`meshfold.kernels.cross_entropy`. Tokens come in chunks. For each::
+With W the head's weight, b its bias, s a scale and c a soft cap, the logits of a row x are::
 
-    logits  = rows @ W.T                 one chunk of them, in the dtype of the rows
-    loss   += cross_entropy(logits)
-    dlogits = d loss / d logits          in the place of the logits
+    z = s * (W x + b),  or  c * tanh(s * (W x + b) / c)
+
+The loss of z and its gradient are those of :mod:`meshfold.kernels.cross_entropy`. Tokens come in chunks. For each::
+
+    logits  = rows @ W.T                        one chunk of them, in the dtype of the rows
+    losses  = cross_entropy(logits)             scale and cap are computed here, in float32
+    dlogits = share * d losses / d logits       in the place of the logits
     dx      = dlogits @ W,   dW += dlogits.T @ rows
 
-A loss that is one number has its gradients computed in the forward, up to the factor that the backward brings: three matmuls,
-and one chunk of logits is all that is ever held. Where each row's factor is known only in the backward (``reduction="none"``), or
-where gradients would have to wait long (``recompute=True``), the forward keeps two numbers a row and the backward makes the
-chunk's logits again: four matmuls. Float16 is always computed so, because a loss scale must be in dlogits before they are rounded.
+**Gradients in the forward.** A loss that is one number has its gradients computed in the forward, up to the factor that the
+backward brings: three matmuls, and one chunk of logits is all that is ever held. The backward multiplies by that factor; on a
+GPU a kernel reads it there and stops if it is 1, so that the host waits for nothing.
+
+**Gradients in the backward.** Where each row's factor is known only then (``reduction="none"``, :func:`linear_log_probs`), or
+where gradients would have to wait long (``recompute=True``), the forward keeps two or three numbers a row and the backward makes
+the chunk's logits again: four matmuls. Float16 is always computed so, because a loss scale must be in dlogits before they are
+rounded.
+
+**Split vocabulary.** Each chunk takes one all-reduce MAX and one all-reduce SUM of two to four numbers a row, and reads its logits
+once: sums about the rank's own maximum are rescaled to that of all. A single exchange would have to gather from all ranks. Two are
+cheap, because a rank has few of the words and therefore few, large chunks.
 
 Sources: Hsu et al., "Liger Kernel", 2024 (chunks, gradients in the forward); Bello et al., "Neural Combinatorial Optimization",
 2016, and Gemma 2 (soft caps).
@@ -19,61 +30,24 @@ Sources: Hsu et al., "Liger Kernel", 2024 (chunks, gradients in the forward); Be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from meshfold.kernels import dispatch
-from meshfold.kernels.cross_entropy import gradient, loss_per_row, sum_rows
+from meshfold.kernels.cross_entropy import LossKernels, Terms
 from meshfold.kernels.inputs import compute_dtype, is_autocast
+from meshfold.kernels.logit_chunks import (
+    ChunkSettings,
+    HeadGradients,
+    LogitChunks,
+    Reduction,
+    VocabularyShard,
+    chunk_rows,
+)
 
-Reduction = Literal["mean", "sum", "none"]
-
-CHUNK_BYTES = 384 << 20
-"""Largest size of a chunk of logits, as far as it holds 128 rows."""
-
-_ROWS = 1024  # a multiple of this many rows fills a GPU's multiprocessors with the tiles of dx = dlogits @ W
-
-
-@dataclass(frozen=True, kw_only=True)
-class VocabularyShard:
-    """The words that a rank has of a vocabulary that is split over ranks.
-
-    The gradient of ``x`` is then the rank's part of a sum over these ranks.
-
-    Attributes:
-        start: number of the rank's first word.
-        valid: number of its rows of the weight that are words, the rest being padding.
-        size: words in the whole vocabulary.
-        all_reduce_max, all_reduce_sum: over the ranks, of float32 tensors (float64); may work in place.
-    """
-
-    start: int
-    valid: int
-    size: int
-    all_reduce_max: Callable[[Tensor], Tensor]
-    all_reduce_sum: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-    scale: float
-    reduction: Reduction
-    chunk: int
-    vocabulary: VocabularyShard | None
-    recompute: bool
-
-    @property
-    def changes(self) -> bool:
-        """Tell whether logits are scaled or capped."""
-        return self.scale != 1.0 or self.softcap != 0.0
+__all__ = ["Reduction", "VocabularyShard", "linear_cross_entropy", "linear_log_probs"]
 
 
 def linear_cross_entropy(
@@ -88,11 +62,17 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     scale: float = 1.0,
     reduction: Reduction = "mean",
-    chunk: int | None = None,
+    shift: bool = False,
+    row_weights: Tensor | None = None,
     vocabulary: VocabularyShard | None = None,
     recompute: bool = False,
+    accumulate: torch.dtype | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return the cross entropy of the logits ``x @ weight.T + bias``: ``... k, v k, ... -> scalar`` (or ``...``).
+
+    Under autocast the operands are cast as those of ``F.linear``. Packed documents need no more than ``ignore_index`` at their
+    ends. A second backward through the same loss, or one of the gradient, is refused.
 
     Args:
         x: rows of k elements.
@@ -104,223 +84,271 @@ def linear_cross_entropy(
         z_loss: weight of lse**2.
         softcap: bound of the logits, ``softcap * tanh(logits / softcap)``; 0 for none.
         scale: factor of the logits, before the cap.
-        reduction: ``"mean"`` over the rows that count (0 where none does), ``"sum"``, or ``"none"``.
-        chunk: rows at a time; None: as many as fit :data:`CHUNK_BYTES`.
+        reduction: ``"mean"`` over the rows whose label counts (0 where none does), ``"sum"``, or ``"none"``.
+        shift: the label of a row is the next one, as of a language model: ``labels[..., i + 1]`` for ``x[..., i, :]``. The
+            last row of each sequence does not count.
+        row_weights: ``...``, factors of the rows' losses, without a gradient. A mean divides by the number of rows still.
         vocabulary: the words of ``weight`` where it is split over ranks; all of them must call.
         recompute: compute gradients in the backward, from the logits made again.
+        accumulate: dtype in which the chunks' gradients of the weight are added up; None: its own. float32 rounds a bfloat16
+            gradient once, and holds it in twice the memory.
+        chunk: rows at a time; None: as many as fit :data:`meshfold.kernels.logit_chunks.CHUNK_BYTES`.
 
     Returns:
         float32; float64 for float64.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit, or, on the CPU, for a label that is no word.
+        ValueError: if shapes or dtypes do not fit, or, on the CPU, for a label that is no word. On a GPU such a label makes the
+            loss NaN.
+        RuntimeError: for a second backward.
     """
-    _check(x, weight, labels, bias, reduction, ignore_index, vocabulary)
-    if is_autocast(x):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    rows, flat = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
-    settings = _Settings(
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, scale=scale,
-        reduction=reduction, chunk=chunk or chunk_rows(rows.shape[0], weight.shape[0], rows.element_size()),
-        vocabulary=vocabulary, recompute=recompute or reduction == "none" or rows.dtype == torch.float16,
-    )  # fmt: skip
-    found: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, flat, settings)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}: use 'mean' or 'sum' over the rows that count, or 'none'")
+    if shift:
+        labels = _next(labels, ignore_index)
+    operands = _operands(x, weight, bias)
+    _check(*operands, labels, row_weights, vocabulary, accumulate, chunk)
+    settings = ChunkSettings(
+        kernels=LossKernels.of(operands[0]),
+        terms=_terms(operands[1], vocabulary, label_smoothing, z_loss, scale, softcap),
+        reduction=reduction,
+        chunk=_chunk(chunk, *operands),
+        shard=vocabulary,
+        recompute=recompute or reduction == "none" or operands[0].dtype == torch.float16,
+        accumulate=accumulate,
+    )
+    share = _shares(labels, row_weights, ignore_index, settings.terms.vocab_size, compute_dtype(operands[0]))
+    if reduction == "mean":
+        share = share / (labels != ignore_index).sum().clamp(min=1)
+    rows, weight, bias = operands
+    found: Tensor = _LinearCrossEntropy.apply(
+        rows.reshape(-1, rows.shape[-1]), weight, bias, labels.reshape(-1), share.reshape(-1), settings
+    )[0]
     return found.view(labels.shape) if reduction == "none" else found
 
 
-def chunk_rows(rows: int, words: int, item_bytes: int) -> int:
-    """Return the number of rows in a chunk: so few that their logits fit, in whole tiles of a GPU, and chunks alike."""
-    fit = max(CHUNK_BYTES // max(words * item_bytes, 1), 128)
-    unit = _ROWS if fit >= _ROWS else 128
-    fit = fit // unit * unit
-    count = -(-rows // fit)
-    even = -(-rows // max(count, 1))
-    return min(fit, max(-(-even // unit) * unit, unit))
+def linear_log_probs(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+    entropy: bool = False,
+    shift: bool = False,
+    vocabulary: VocabularyShard | None = None,
+    accumulate: torch.dtype | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-probability of each label, and the entropy of each row: ``... k, v k, ... -> ..., ...``.
+
+    Both are differentiable. Alignment takes them of long sequences, where logits would be the largest tensor by far.
+
+    Args:
+        x, weight, labels, bias, ignore_index, softcap, shift, vocabulary, accumulate, chunk: as for :func:`linear_cross_entropy`.
+        scale: factor of the logits, before the cap: 1 / temperature.
+        entropy: find the entropy of the softmax too, in nats; at the price of one more sum a row.
+
+    Returns:
+        float32 (float64): the log-probabilities, 0 where the label does not count; the entropies, also 0 there, or None.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`linear_cross_entropy`.
+    """
+    if shift:
+        labels = _next(labels, ignore_index)
+    operands = _operands(x, weight, bias)
+    _check(*operands, labels, None, vocabulary, accumulate, chunk)
+    settings = ChunkSettings(
+        kernels=LossKernels.of(operands[0]),
+        terms=_terms(operands[1], vocabulary, 0.0, 0.0, scale, softcap),
+        reduction="none",
+        chunk=_chunk(chunk, *operands),
+        shard=vocabulary,
+        recompute=True,
+        entropy=entropy,
+        accumulate=accumulate,
+    )
+    share = _shares(labels, None, ignore_index, settings.terms.vocab_size, compute_dtype(operands[0]))
+    rows, weight, bias = operands
+    losses, entropies = _LinearCrossEntropy.apply(
+        rows.reshape(-1, rows.shape[-1]), weight, bias, labels.reshape(-1), share.reshape(-1), settings
+    )
+    return -losses.view(labels.shape), None if entropies is None else entropies.view(labels.shape)
+
+
+_Operands = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Operands:
+    """Return the operands as they are, or cast as autocast does for ``F.linear``: all but those in float64."""
+    if not is_autocast(x):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(x.device.type)
+    cast = [None if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, weight, bias)]
+    return (
+        x if cast[0] is None else cast[0],
+        weight if cast[1] is None else cast[1],
+        bias if cast[2] is None else cast[2],
+    )
+
+
+def _next(labels: Tensor, ignore_index: int) -> Tensor:
+    """Return the label after each, along the last dim; ``ignore_index`` after the last."""
+    if labels.ndim == 0:
+        raise ValueError("shift=True takes labels of sequences, shape [..., s]; got a single number")
+    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
 def _check(
     x: Tensor,
     weight: Tensor,
-    labels: Tensor,
     bias: Tensor | None,
-    reduction: str,
-    ignore_index: int,
+    labels: Tensor,
+    row_weights: Tensor | None,
     vocabulary: VocabularyShard | None,
+    accumulate: torch.dtype | None,
+    chunk: int | None,
 ) -> None:
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x must have as many columns as the weight: ... k and v k; got {list(x.shape)} and {list(weight.shape)}"
         )
-    if labels.shape != x.shape[:-1]:
-        raise ValueError(
-            f"labels must have one number a row, shape {list(x.shape[:-1])}; got {list(labels.shape)}"
-        )
+    for name, given in (("labels", labels), ("row_weights", row_weights)):
+        if given is not None and given.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{name} must have one number a row, shape {list(x.shape[:-1])}; got {list(given.shape)}"
+            )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], one number a word; got {list(bias.shape)}")
-    if x.dtype != weight.dtype and not is_autocast(x):
-        raise ValueError(
-            f"x is {x.dtype} and weight {weight.dtype}: give one dtype, as in x.to(weight.dtype)"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}: use 'mean' or 'sum' over the rows that count, or 'none'")
-    words = weight.shape[0] if vocabulary is None else vocabulary.size
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = (labels != ignore_index) & ((labels < 0) | (labels >= words))
-        if wrong.any():
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is not None and given.dtype != x.dtype:
             raise ValueError(
-                f"label {int(labels[wrong][0])} is no word of {words}: labels are 0 to {words - 1}, or "
-                f"ignore_index={ignore_index} for a row that does not count"
+                f"x is {x.dtype} and {name} {given.dtype}: give one dtype, as in x.to({name}.dtype)"
             )
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64; got {labels.dtype}: use labels.long()")
+    if row_weights is not None and row_weights.requires_grad:
+        raise ValueError(
+            "row_weights get no gradient: detach them, or multiply what reduction='none' returns by them"
+        )
+    if vocabulary is not None and not 0 <= vocabulary.valid <= weight.shape[0]:
+        raise ValueError(f"vocabulary.valid is {vocabulary.valid}, but the weight has {weight.shape[0]} rows")
+    if accumulate is not None and accumulate != torch.promote_types(accumulate, weight.dtype):
+        raise ValueError(f"accumulate={accumulate} holds less than the weight's {weight.dtype}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk}: give the number of rows at a time, 1 or more, or None")
+
+
+def _chunk(chunk: int | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> int:
+    return chunk or chunk_rows(x.shape[:-1].numel(), weight.shape[0], x.element_size())
+
+
+def _terms(
+    weight: Tensor,
+    shard: VocabularyShard | None,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float,
+    softcap: float,
+) -> Terms:
+    words = weight.shape[0]
+    return Terms(
+        start=0 if shard is None else shard.start,
+        valid=words if shard is None else shard.valid,
+        vocab_size=words if shard is None else shard.size,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        scale=float(scale),
+        softcap=float(softcap),
+    )
+
+
+def _shares(
+    labels: Tensor, row_weights: Tensor | None, ignore_index: int, words: int, dtype: torch.dtype
+) -> Tensor:
+    """Return each row's factor in the sum of losses: 0 for a row that does not count, NaN for a label that is no word.
+
+    Raises:
+        ValueError: on the CPU, for a label that is no word.
+    """
+    counts = labels != ignore_index
+    wrong = counts & ((labels < 0) | (labels >= words))
+    # A look at the values would make the host wait for a GPU, and cannot be traced.
+    readable = labels.device.type == "cpu" and type(labels) is Tensor and not torch.compiler.is_compiling()
+    if readable and wrong.any():
+        raise ValueError(
+            f"label {int(labels[wrong][0])} is no word of {words}: labels are 0 to {words - 1}, or "
+            f"ignore_index={ignore_index} for a row that does not count"
+        )
+    share = counts.to(dtype)
+    if row_weights is not None:
+        share = (share * row_weights).to(dtype)
+    return share.masked_fill(wrong, float("nan"))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """``m k, v k, v, m, m`` -> the loss, a number or ``m``, and the entropies ``m`` or None."""
+
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
-    ) -> Tensor:
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        share: Tensor,
+        settings: ChunkSettings,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.settings = settings
-        counts = labels != settings.ignore_index
-        share = counts.to(compute_dtype(rows))  # of each row in the sum
-        if settings.reduction == "mean":
-            share = share / share.sum().clamp(min=1)
-        wanted = any(ctx.needs_input_grad[:3])
-        now = wanted and not settings.recompute
-        gradients = _Gradients(rows, weight, bias, ctx.needs_input_grad[:3]) if now else None
-        chunks = _Chunks(rows, weight, bias, labels, settings)
+        needed = ctx.needs_input_grad[:3]
+        now = any(needed) and not settings.recompute
+        gradients = HeadGradients(rows, weight, bias, needed, settings) if now else None
+        chunks = LogitChunks(rows, weight, bias, labels, settings)
         losses = torch.empty_like(share)
-        statistics = torch.empty(2, *share.shape, dtype=share.dtype, device=share.device)
+        # Of each row: its maximum, its sum of exponentials, its entropy.
+        statistics = share.new_empty((2 + settings.entropy, *share.shape))
         for at in chunks:
-            row_max, sums = chunks.sums()
-            losses[at] = loss_per_row(
-                row_max, sums, settings.label_smoothing, settings.z_loss, chunks.vocabulary_size
-            )
+            if gradients is not None and settings.shard is None:
+                losses[at] = chunks.write_losses_and_gradient(share[at])
+                gradients.add(at, *chunks.rows_and_logits())
+                continue
+            losses[at] = chunks.losses(statistics[:, at])
             if gradients is not None:
-                gradients.add(at, chunks.gradient(row_max, sums[0], share[at]))
-            elif wanted:
-                statistics[0, at], statistics[1, at] = row_max, sums[0]
+                chunks.write_gradient(statistics[:, at], share[at])
+                gradients.add(at, *chunks.rows_and_logits())
         if gradients is not None:
             ctx.save_for_backward(*gradients.found())
-        elif wanted:
+        elif any(needed):
             ctx.save_for_backward(rows, weight, bias, labels, statistics, share)
-        losses = losses.masked_fill(~counts, 0.0)
-        return losses if settings.reduction == "none" else (losses * share).sum()
+        # A row that does not count may have any loss, and 0 times infinity would be none.
+        losses = (losses * share).masked_fill_(share == 0.0, 0.0)
+        entropies = statistics[2] * share if settings.entropy else None
+        return losses if settings.reduction == "none" else losses.sum(), entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor | None) -> Any:
+        if not torch.compiler.is_compiling():
+            if getattr(ctx, "was_used", False):
+                raise RuntimeError(
+                    "a second backward through linear_cross_entropy: the first one took its gradients. Add up the losses, or "
+                    "write recompute=True with retain_graph=True"
+                )
+            ctx.was_used = not ctx.settings.recompute
         if not ctx.settings.recompute:
-            # Their only use: a second backward is refused by autograd, which has let go of them.
-            scaled = (None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors)
-            return *scaled, None, None
-        rows, weight, bias, labels, (row_max, sum_exp), share = ctx.saved_tensors
-        share = share * grad
-        gradients = _Gradients(rows, weight, bias, ctx.needs_input_grad[:3])
-        chunks = _Chunks(rows, weight, bias, labels, ctx.settings)
+            found = ctx.saved_tensors
+            for each in found:
+                if each is not None:
+                    ctx.settings.kernels.multiply_(each, grad)  # in its own memory: nobody else holds it
+            return *found, None, None, None
+        rows, weight, bias, labels, statistics, share = ctx.saved_tensors
+        gradients = HeadGradients(rows, weight, bias, ctx.needs_input_grad[:3], ctx.settings)
+        chunks = LogitChunks(rows, weight, bias, labels, ctx.settings)
+        share, towards = share * grad, None if entropy_grad is None else share * entropy_grad
         for at in chunks:
-            gradients.add(at, chunks.gradient(row_max[at], sum_exp[at], share[at]))
-        return *gradients.found(), None, None
-
-
-class _Chunks:
-    """Chunks of rows, one after the other, each with its logits."""
-
-    def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
-    ) -> None:
-        self._rows, self._weight, self._bias, self._labels = rows, weight, bias, labels
-        self._settings = settings
-        shard = settings.vocabulary
-        self._start = 0 if shard is None else shard.start
-        self._valid = weight.shape[0] if shard is None else shard.valid
-        self.vocabulary_size = weight.shape[0] if shard is None else shard.size
-        self._sum, self._differentiate = dispatch.twin(sum_rows, rows), dispatch.twin(gradient, rows)
-        self._at = slice(0, 0)
-        largest = min(settings.chunk, rows.shape[0])
-        self._buffer = torch.empty(largest, weight.shape[0], dtype=rows.dtype, device=rows.device)
-        self._logits = self._buffer
-        self._tanh: Tensor | None = None
-
-    def __iter__(self) -> Iterator[slice]:
-        """Yield the place of each chunk among the rows, when its logits are there."""
-        count, size = self._rows.shape[0], self._settings.chunk
-        for first in range(0, count, size):
-            self._at = slice(first, min(first + size, count))
-            self._compute()
-            yield self._at
-
-    def _compute(self) -> None:
-        rows, settings = self._rows[self._at], self._settings
-        logits = self._logits = self._buffer[: rows.shape[0]]
-        if self._bias is None:
-            torch.mm(rows, self._weight.t(), out=logits)
-        else:
-            torch.addmm(self._bias, rows, self._weight.t(), out=logits)
-        if settings.softcap:
-            self._tanh = logits.mul_(settings.scale / settings.softcap).tanh_().clone()
-            logits.mul_(settings.softcap)
-        elif settings.scale != 1.0:
-            logits.mul_(settings.scale)
-
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Return the maximum of each row of this chunk and its sums, over the whole vocabulary: ``m, (2 or 3) m``."""
-        settings, shard = self._settings, self._settings.vocabulary
-        labels, smooth = self._labels[self._at], settings.label_smoothing != 0.0
-        row_max, sums = self._sum(self._logits, None, labels, self._start, self._valid, smooth)
-        if shard is None:
-            return row_max, sums
-        # One pass over the logits: sums about the rank's own maximum are rescaled to that of all.
-        largest = shard.all_reduce_max(row_max.clone())
-        sums[0] *= (row_max - largest).exp()
-        return largest, shard.all_reduce_sum(sums)
-
-    def gradient(self, row_max: Tensor, sum_exp: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this chunk's rows and, in the place of their logits, the gradient of what the head made of them."""
-        settings, logits = self._settings, self._logits
-        self._differentiate(
-            logits, row_max, sum_exp, self._labels[self._at], self._start, self._valid, share,
-            settings.label_smoothing, settings.z_loss, self.vocabulary_size, logits,
-        )  # fmt: skip
-        if self._tanh is not None:
-            logits.mul_(self._tanh.square_().neg_().add_(1.0))
-        if settings.scale != 1.0:
-            logits.mul_(settings.scale)
-        return self._rows[self._at], logits
-
-
-class _Gradients:
-    """Gradients of rows, weight and bias, added up chunk by chunk; None for what needs none."""
-
-    def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, bool, bool]
-    ) -> None:
-        self._weight = weight
-        self._rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if needed[0] else None
-        self._weight_grad = torch.empty_like(weight) if needed[1] else None
-        self._bias_grad = (
-            torch.zeros(bias.shape, dtype=compute_dtype(bias), device=bias.device)
-            if bias is not None and needed[2]
-            else None
-        )
-        self._bias_dtype = None if bias is None else bias.dtype
-        self._first = True
-        if rows.shape[0] == 0 and self._weight_grad is not None:
-            self._weight_grad.zero_()
-
-    def add(self, at: slice, chunk: tuple[Tensor, Tensor]) -> None:
-        """Add a chunk's part, given its rows and the gradient of its logits."""
-        rows, dlogits = chunk
-        if self._rows_grad is not None:
-            torch.mm(dlogits, self._weight, out=self._rows_grad[at])
-        if self._weight_grad is not None and self._first:
-            torch.mm(dlogits.t(), rows, out=self._weight_grad)
-        elif self._weight_grad is not None:
-            self._weight_grad.addmm_(dlogits.t(), rows)
-        if self._bias_grad is not None:
-            self._bias_grad += dlogits.sum(0, dtype=self._bias_grad.dtype)
-        self._first = False
-
-    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of rows, weight and bias."""
-        bias = None if self._bias_grad is None else self._bias_grad.to(self._bias_dtype)
-        return self._rows_grad, self._weight_grad, bias
+            chunks.write_gradient(statistics[:, at], share[at], None if towards is None else towards[at])
+            gradients.add(at, *chunks.rows_and_logits())
+        return *gradients.found(), None, None, None
