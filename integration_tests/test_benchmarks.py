@@ -78,6 +78,16 @@ def test_the_longest_sequence_is_foretold_and_tried(tmp_path: Path) -> None:
     assert one["line"]["foretold"] > 0 and one["attempts"]
 
 
+def test_the_linear_loss_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert main(["bench", "linear-loss", "--tiny", "--variants", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    ours = [name for name in found["milliseconds"] if name.startswith("ours") and "entropy" not in name]
+    assert len(ours) == 4 and all(len(found["milliseconds"][name]) == 2 for name in ours)
+    assert max(found["error"][name] for name in ours) < 1e-5
+    assert "| ours, chunks of 64 |" in out.with_suffix(".md").read_text()
+
+
 @pytest.mark.parametrize("area", ["tensor-parallel", "attention", "pipeline"])
 def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
     area: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -93,7 +103,7 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
 
 
 @pytest.mark.parametrize(
-    "area", ["tensor-parallel", "tensor-parallel-checks", "attention", "pipeline", "cpu-adam"]
+    "area", ["tensor-parallel", "tensor-parallel-checks", "attention", "pipeline", "cpu-adam", "linear-loss"]
 )
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
     area: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
