@@ -29,8 +29,10 @@ for parameter in model.parameters():  # the same on all ranks of `data`, over wh
     place = Placement(shape=tuple(parameter.shape), axes=((),) * parameter.dim())
     annotate(parameter, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
 memory = Memory(process.device)
-homes = Shares(host_optimizer=0.5, host_parameters=0.25)  # the rest stays where the model computes
-gemini = Gemini(model, mesh, stage=3, memory=memory, homes=homes, make_optimizer=adamw, chunk_elems=64 * 65)
+placements = Shares(host_optimizer=0.5, host_parameters=0.25)  # the rest stays where the model computes
+gemini = Gemini(
+    model, mesh, stage=3, memory=memory, placements=placements, make_optimizer=adamw, chunk_elems=64 * 65
+)
 
 serial = make().to(process.device)  # each rank trains it by itself, with plain AdamW, to compare
 plain = adamw(serial.parameters())
@@ -54,5 +56,5 @@ for _ in range(3):
         print(f"loss {total:.5f}  norm {norm:.4f}, in one process with AdamW {one:.5f}")
 
 if process.rank == 0:
-    for chunk, home in gemini.homes.items():
-        print(f"{chunk.spec.names[0]} and on: parameters: {home.parameters}, state: {home.state}")
+    for chunk, placement in gemini.placements.items():
+        print(f"{chunk.spec.names[0]} and on: parameters: {placement.parameters}, state: {placement.state}")

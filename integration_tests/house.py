@@ -45,6 +45,7 @@ BANNED = {
     "held_model": "chunked_parameters, or what holds the model",
     "known_of": "parameter_facts",
     "politely": "what it avoids: without_raising, if_possible",
+    "rehome": "move",
     "residence": "placement",
     "staying": "gather_cache",
     "talk": "exchange, messages",

@@ -22,7 +22,7 @@ from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
-from meshfold.zero_gemini import Chunk, DiskError, Gemini, Home, MemoryPlanError
+from meshfold.zero_gemini import Chunk, ChunkPlacement, DiskError, Gemini, MemoryPlanError
 from meshfold.zero_gemini.machine_rates import samples as measuring
 from meshfold.zero_gemini.machine_rates import samples as seen
 from meshfold.zero_gemini.optimizer import StepKind, StepTiming
@@ -70,7 +70,7 @@ def residency(engine: Engine) -> Residency:
 def places(engine: Engine) -> set[tuple[str, str]]:
     states = engine.states
     assert isinstance(states, ZeroStates)
-    return {(home.parameters, home.state) for home in states.gemini.homes.values()}
+    return {(placement.parameters, placement.state) for placement in states.gemini.placements.values()}
 
 
 def assert_same(
@@ -300,11 +300,11 @@ def test_the_least_that_is_named_is_enough() -> None:
 def test_a_disk_that_is_too_small_for_making_do_is_told_with_the_plan_that_was_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(gemini: Gemini, homes: dict[Chunk, Home]) -> None:
+    def full(gemini: Gemini, placements: dict[Chunk, ChunkPlacement]) -> None:
         raise DiskError("no space")
 
     monkeypatch.setattr(Residency, "_can_make_do", True)  # as on a GPU
-    monkeypatch.setattr(Gemini, "rehome", full)
+    monkeypatch.setattr(Gemini, "move", full)
     with pytest.raises(DiskError, match="no space") as refused:
         trained(dict(stage=3, gpu_memory_limit=1 * MiB))
     assert any("at least" in note for note in refused.value.__notes__)

@@ -54,7 +54,9 @@ def plan_of(engine: Engine) -> Plan:
 
 
 def places(engine: Engine) -> set[tuple[str, str]]:
-    return {(home.parameters, home.state) for home in states_of(engine).gemini.homes.values()}
+    return {
+        (placement.parameters, placement.state) for placement in states_of(engine).gemini.placements.values()
+    }
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:

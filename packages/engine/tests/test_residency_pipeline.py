@@ -51,10 +51,10 @@ def planned(parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]]
         seen = train(engine, given)
         assert engine.residency is not None and engine.residency.plan is not None
         plan, gemini = engine.residency.plan, gemini_of(engine)
-        state = [(home.parameters, home.state) for home in gemini.homes.values()]
+        state = [(placement.parameters, placement.state) for placement in gemini.placements.values()]
         most = plan.limits.gpu_bytes
         words = dict(
-            pipe=engine.mesh.index("pipe"), homes=state, peak=plan.peak_gpu_bytes, most=most, kept=[
+            pipe=engine.mesh.index("pipe"), placements=state, peak=plan.peak_gpu_bytes, most=most, kept=[
                 layer.name for layer in plan.layers if layer.kept
             ], accumulation=plan.workload.accumulation, non_model=plan.workload.non_model_bytes,
         )  # fmt: skip
@@ -74,7 +74,7 @@ def test_every_stage_is_planned_and_training_is_that_of_one_process(schedule: st
         assert words == by_stage[words["pipe"]]  # the ranks of a stage agree
         assert words["peak"] <= words["most"] <= 280 * KiB
         assert words["accumulation"] == 4
-    away = [place for words in by_stage.values() for home in words["homes"] for place in home]
+    away = [place for words in by_stage.values() for placement in words["placements"] for place in placement]
     assert "host" in away  # not everything fits
 
 
@@ -112,7 +112,7 @@ def test_limits_are_kept_under_plans_of_any_rates(schedule: str, seeds: tuple[in
     for seed in seeds:
         with made_up(seed), made(staged(schedule, gpu_memory_limit="280KiB"), "dropping") as engine:
             seen.append(train(engine, given))
-            places.add(tuple(gemini_of(engine).homes.values()))
+            places.add(tuple(gemini_of(engine).placements.values()))
     assert len(places) > 1 and all(losses == seen[0] for losses in seen)
 
 
@@ -160,7 +160,9 @@ def on_disk(parallel: dict[str, Any], folder: str, given: list[dict[str, Tensor]
     with made(parallel, "tied", precision="fp32") as engine:
         losses = train(engine, given)
         files = [path for path in Path(folder).rglob("*") if path.is_file()] if folder else []
-        states = {home.state for home in gemini_of(engine).homes.values()} if parallel else set()
+        states = (
+            {placement.state for placement in gemini_of(engine).placements.values()} if parallel else set()
+        )
         return (losses, engine.full_state_dict()), states, len(files)
 
 

@@ -387,11 +387,11 @@ def where(engine: Engine) -> set[tuple[str, str]]:
     """Where parameters and states of chunks live."""
     states = engine.states
     assert isinstance(states, ZeroStates)
-    return {(home.parameters, home.state) for home in states.gemini.homes.values()}
+    return {(placement.parameters, placement.state) for placement in states.gemini.placements.values()}
 
 
 @pytest.mark.parametrize(
-    ("zero", "homes"),
+    ("zero", "placements"),
     [
         (dict(placement="const"), {("device", "host")}),
         (dict(placement="const", gpu_memory_limit=3 * 2**19), {("device", "host"), ("host", "host")}),
@@ -407,11 +407,11 @@ def where(engine: Engine) -> set[tuple[str, str]]:
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_every_placement_begins_where_the_spec_says(
-    zero: dict[str, Any], homes: set[tuple[str, str]], tmp_path: Path
+    zero: dict[str, Any], placements: set[tuple[str, str]], tmp_path: Path
 ) -> None:
     spec = {**zero, **({"offload_path": str(tmp_path)} if "offload_path" in zero else {})}
     with engine_of(dict(zero=spec), middling, precision="bf16") as engine:
-        assert where(engine) == homes
+        assert where(engine) == placements
         losses = train(engine, batches(1))
     with engine_of(dict(zero=dict(placement="cuda")), middling, precision="bf16") as engine:
         assert train(engine, batches(1)) == losses

@@ -131,9 +131,12 @@ def planned_bytes(clip: float | None) -> int:
         assert engine.residency is not None
         plan, gemini = engine.residency.plan, gemini_of(engine)
         assert plan is not None and plan.workload.clipping == (clip is not None)
-        assert {home.state for home in gemini.homes.values()} == {"host"}
-        used, planned = gemini.memory.home.used_bytes, plan.peak_host_bytes - plan.workload.host_base_bytes
-        assert planned <= used < planned + 512 * len(gemini.memory.home.blocks)
+        assert {placement.state for placement in gemini.placements.values()} == {"host"}
+        used, planned = (
+            gemini.memory.host_arena.used_bytes,
+            plan.peak_host_bytes - plan.workload.host_base_bytes,
+        )
+        assert planned <= used < planned + 512 * len(gemini.memory.host_arena.blocks)
         return used
 
 
@@ -276,7 +279,7 @@ def sums_apart(world: int, zero: dict[str, Any], ends: str) -> None:
         given = batches(8)
         for step in range(2):
             mine = given[4 * step : 4 * step + (4 if ends == "backward" else 3)]
-            before = gemini.memory.home.used_bytes, gemini.memory.compute.used_bytes
+            before = gemini.memory.host_arena.used_bytes, gemini.memory.compute.used_bytes
             for number, ids in enumerate(mine):
                 loss_of(serial, ids).backward()
                 rows = engine.shard_batch(ids)
@@ -295,7 +298,7 @@ def sums_apart(world: int, zero: dict[str, Any], ends: str) -> None:
                     *gemini._gradients
                 }
                 whole = 8 * sum(chunk.spec.size_elems for chunk in used)
-                arena = gemini.memory.home if zero["placement"] == "cpu" else gemini.memory.compute
+                arena = gemini.memory.host_arena if zero["placement"] == "cpu" else gemini.memory.compute
                 grown = arena.used_bytes - before[zero["placement"] == "cuda"]
                 rest = 8 * sum(chunk.spec.size_elems for chunk in {*gemini._gradients} - used) * (world == 1)
                 assert whole <= grown < whole + rest + 1024 * len(gemini._gradients), (zero, grown, whole)

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = {"a": (30, 50), "b": (7,), "c": (1000,), "d": (33, 70), "e": (2500,), "f": (), "g": (40, 25)}
-HOMES = [
-    Home(),
-    Home(state="host"),
-    Home(parameters="host", state="host"),
-    Home(state="disk"),
-    Home(parameters="host", state="disk"),
+PLACEMENTS = [
+    ChunkPlacement(),
+    ChunkPlacement(state="host"),
+    ChunkPlacement(parameters="host", state="host"),
+    ChunkPlacement(state="disk"),
+    ChunkPlacement(parameters="host", state="disk"),
 ]
 KINDS = [
     (torch.float32, "A"),
@@ -55,7 +55,7 @@ class Small:
         self,
         make: Callable[[Any], Stepper],
         dtype: torch.dtype,
-        homes: Iterable[Home],
+        placements: Iterable[ChunkPlacement],
         *,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = two_groups,
         resident: bool = False,
@@ -71,14 +71,14 @@ class Small:
         self.chunks: list[Chunk] = []
         self.count, self.finished = 0, True
         generator = torch.Generator().manual_seed(0)
-        for spec, home in zip(layout.chunks, itertools.cycle(homes)):
+        for spec, placement in zip(layout.chunks, itertools.cycle(placements)):
             shapes = [torch.Size(SHAPES[name]) for name in spec.names]
             chunk = Chunk(
                 spec, layout.shard_slices(spec, group.index), [nn.Parameter(torch.empty(0)) for _ in shapes], shapes,
-                group, dtype=dtype, memory=self.memory, home=home.parameters, whole_group=resident,
+                group, dtype=dtype, memory=self.memory, tier=placement.parameters, whole_group=resident,
             )  # fmt: skip
             self.chunks.append(chunk)
-            self.stepper.adopt(chunk, home.state)
+            self.stepper.adopt(chunk, placement.state)
             for name, shape in zip(spec.names, shapes, strict=True):
                 self.stepper.fill(name, torch.randn(shape, generator=generator))
             self.stepper.publish(chunk)
@@ -104,8 +104,8 @@ class Small:
                 drawn = torch.randn(part.length, generator=generator)
                 if part.name in used:
                     gradient[part.shard_start : part.shard_start + part.length] = drawn
-            home = self.stepper.optimizer_parameter(chunk.slices[0].name) if chunk.slices else None
-            gradients[chunk] = gradient.to("cpu" if home is None else home.device, dtype)
+            placement = self.stepper.optimizer_parameter(chunk.slices[0].name) if chunk.slices else None
+            gradients[chunk] = gradient.to("cpu" if placement is None else placement.device, dtype)
         self.stepper.step(gradients, scale, set(used))
         for chunk in self.chunks:
             if not chunk.step_is_pending:
@@ -123,9 +123,9 @@ class Small:
             yield from (parameter.detach().cpu().clone() for parameter in chunk.parameters)
             chunk.release()
 
-    def move(self, index: int, home: Home) -> None:
+    def move(self, index: int, placement: ChunkPlacement) -> None:
         self.stepper.finish()
-        self.stepper.move(self.chunks[index], home)
+        self.stepper.move(self.chunks[index], placement)
 
     def bits(self) -> list[Tensor]:
         """Everything there is to know."""

@@ -1,6 +1,6 @@
 """Whatever is done with whatever model: what holds of chunks holds after every operation, and inside of forward and backward.
 
-Random small models (frozen, shared, unused and recomputed blocks), random operations, random homes. A ``Tracker`` watches
+Random small models (frozen, shared, unused and recomputed blocks), random operations, random placements. A ``Tracker`` watches
 beside it: every transition of a parameter's state must be a legal one.
 """
 
@@ -27,18 +27,18 @@ from training_cases import CPU, in_chunks
 
 from meshfold.mesh import Mesh
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.zero_gemini import Gemini, Home, Memory
+from meshfold.zero_gemini import ChunkPlacement, Gemini, Memory
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arena import Arena, Block
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings
 
-HOMES = [
-    Home(),
-    Home(state="host"),
-    Home(parameters="host", state="host"),
-    Home(state="disk"),
-    Home(parameters="host", state="disk"),
+PLACEMENTS = [
+    ChunkPlacement(),
+    ChunkPlacement(state="host"),
+    ChunkPlacement(parameters="host", state="host"),
+    ChunkPlacement(state="disk"),
+    ChunkPlacement(parameters="host", state="disk"),
 ]
 
 
@@ -113,7 +113,7 @@ operations = st.one_of(
     st.tuples(st.just("step")),
     st.tuples(st.just("step")),
     st.tuples(st.just("skip")),
-    st.tuples(st.just("rehome"), st.lists(st.sampled_from(range(len(HOMES))), min_size=1, max_size=4)),
+    st.tuples(st.just("move"), st.lists(st.sampled_from(range(len(PLACEMENTS))), min_size=1, max_size=4)),
     st.tuples(st.just("gather"), st.integers(0, 20)),
     st.tuples(st.just("release"), st.integers(0, 20)),
     st.tuples(st.just("read")),
@@ -143,7 +143,7 @@ def blocks_of(gemini: Gemini) -> Iterator[Block]:
 
 def check_bytes(gemini: Gemini) -> None:
     """Accounted bytes are the bytes of storages, each counted once, and no arena has blocks that nobody holds."""
-    held: dict[Arena, dict[int, int]] = {gemini.memory.compute: {}, gemini.memory.home: {}}
+    held: dict[Arena, dict[int, int]] = {gemini.memory.compute: {}, gemini.memory.host_arena: {}}
     mine = list(blocks_of(gemini))
     for block in mine:
         storage = block.tensor.untyped_storage()
@@ -210,14 +210,14 @@ class Watch:
     trackers: dict[Chunk, Tracker] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.home: dict[str, tuple[Chunk, Tracker]] = {}
+        self.tier: dict[str, tuple[Chunk, Tracker]] = {}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for chunk in self.gemini.chunks:
             trained = chunk in self.gemini._gradients
             self.trackers[chunk] = Tracker(
                 chunk.spec.names, state=State.HOLD, frozen=not trained, chunk=str(chunk)
             )
-            self.home.update(dict.fromkeys(chunk.spec.names, (chunk, self.trackers[chunk])))
+            self.tier.update(dict.fromkeys(chunk.spec.names, (chunk, self.trackers[chunk])))
         self.behind = False
         for unit in self.gemini._units:
             mine = [names[p] for p in unit.parameters]  # type: ignore[index]
@@ -229,13 +229,13 @@ class Watch:
 
     def begin(self, names: list[str], operation: str) -> None:
         for name in names:
-            self.home[name][1].begin(name, operation)
+            self.tier[name][1].begin(name, operation)
         self.check()
 
     def end(self, names: list[str], to: State, operation: str) -> None:
         for name in names:
-            if self.home[name][1].uses(name):  # a gradient that came in has ended all uses
-                self.home[name][1].end(name, to, operation)
+            if self.tier[name][1].uses(name):  # a gradient that came in has ended all uses
+                self.tier[name][1].end(name, to, operation)
 
     def check(self) -> None:
         """What is computed with is gathered, and there."""
@@ -270,7 +270,7 @@ class Watch:
 
     def arrival(self, name: str) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            self.home[name][1].move(name, State.READY_FOR_REDUCE, "gradient")
+            self.tier[name][1].move(name, State.READY_FOR_REDUCE, "gradient")
 
         return hook
 
@@ -289,14 +289,15 @@ class Stop(Exception):
     pass
 
 
-def carry_out(shape: Shape, homes: list[int], plan: list[tuple[Any, ...]], world: int) -> list[str]:
+def carry_out(shape: Shape, placements: list[int], plan: list[tuple[Any, ...]], world: int) -> list[str]:
     """Do everything, and check after each operation; what is left of it all must be finite."""
     torch.manual_seed(0)
     model, done = Parts(shape), []
     rank = Mesh({"data": world}).index("data")
     with tempfile.TemporaryDirectory() as folder:
         gemini = in_chunks(
-            model, getattr(torch, shape.dtype), lambda sizes: [HOMES[homes[i % len(homes)]] for i in range(len(sizes))],
+            model, getattr(torch, shape.dtype),
+            lambda sizes: [PLACEMENTS[placements[i % len(placements)]] for i in range(len(sizes))],
             stage=shape.stage, world=world, memory=Memory(CPU), chunk_elems=shape.chunk_elems,
             disk=DiskSettings(folder=folder, rank=rank, piece_bytes=4096),
         )  # fmt: skip
@@ -312,7 +313,7 @@ def carry_out(shape: Shape, homes: list[int], plan: list[tuple[Any, ...]], world
         assert all(value.isfinite().all() for value in values)
         parameters = sum(block.nbytes for chunk in gemini.chunks for block in kept(chunk))
         gemini.close()
-        used = gemini.memory.compute.used_bytes + gemini.memory.home.used_bytes
+        used = gemini.memory.compute.used_bytes + gemini.memory.host_arena.used_bytes
         assert used == parameters, "only what the model computes with outlives the training"
         assert not list(Path(folder).iterdir())
     return done
@@ -399,9 +400,11 @@ class Doing:
     def skip(self) -> None:
         self.gemini.forget()
 
-    def rehome(self, homes: list[int]) -> None:
+    def move(self, placements: list[int]) -> None:
         before = [self.gemini.read(p).clone() for p in self.model.parameters()]
-        self.gemini.rehome({c: HOMES[homes[i % len(homes)]] for i, c in enumerate(self.gemini.chunks)})
+        self.gemini.move(
+            {c: PLACEMENTS[placements[i % len(placements)]] for i, c in enumerate(self.gemini.chunks)}
+        )
         after = [self.gemini.read(p) for p in self.model.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -440,16 +443,16 @@ class Doing:
 
 setattr(Doing, "raise", Doing.raise_)
 plans = st.lists(operations, min_size=1, max_size=14)
-first_homes = st.lists(st.sampled_from(range(len(HOMES))), min_size=1, max_size=4)
+first_placements = st.lists(st.sampled_from(range(len(PLACEMENTS))), min_size=1, max_size=4)
 quiet = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @settings(max_examples=20, suppress_health_check=quiet)
-@given(shapes, first_homes, plans)
+@given(shapes, first_placements, plans)
 def test_invariants_hold_after_every_operation(
-    shape: Shape, homes: list[int], plan: list[tuple[Any, ...]]
+    shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]
 ) -> None:
-    assert carry_out(shape, homes, plan, 1) == [operation[0] for operation in plan]
+    assert carry_out(shape, placements, plan, 1) == [operation[0] for operation in plan]
 
 
 CALLED_TWICE: list[tuple[Any, ...]] = [
@@ -468,15 +471,17 @@ def test_a_block_may_be_called_twice_with_others_between(recomputed: frozenset[i
 
 
 @settings(max_examples=8, suppress_health_check=quiet)
-@given(shapes, first_homes, plans)
-def test_invariants_hold_on_every_rank(shape: Shape, homes: list[int], plan: list[tuple[Any, ...]]) -> None:
-    run_on_ranks(2, carry_out, shape, homes, plan, 2, timeout_s=40.0)
+@given(shapes, first_placements, plans)
+def test_invariants_hold_on_every_rank(
+    shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]
+) -> None:
+    run_on_ranks(2, carry_out, shape, placements, plan, 2, timeout_s=40.0)
 
 
 @pytest.mark.slow
 @settings(max_examples=600, suppress_health_check=quiet)
-@given(shapes, first_homes, st.lists(operations, min_size=5, max_size=40))
+@given(shapes, first_placements, st.lists(operations, min_size=5, max_size=40))
 def test_invariants_hold_over_many_operations(
-    shape: Shape, homes: list[int], plan: list[tuple[Any, ...]]
+    shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]
 ) -> None:
-    carry_out(shape, homes, plan, 1)
+    carry_out(shape, placements, plan, 1)

@@ -49,18 +49,18 @@ class Step:
 class Life(RuleBasedStateMachine):
     """One chunk and its gradient on one rank, beside plain numbers that say what they must hold."""
 
-    @initialize(home=st.sampled_from(["device", "host"]))
-    def make(self, home: str) -> None:
+    @initialize(tier=st.sampled_from(["device", "host"]))
+    def make(self, tier: str) -> None:
         layout = lay_out([Item(name, n, "all") for name, n in SIZES.items()], 64, 1, slot_align_elems=8)
         (spec,) = layout.chunks
         self.parameters = [nn.Parameter(torch.empty(0)) for _ in SIZES]
         self.chunk = Chunk(
             spec, layout.shard_slices(spec, 0), self.parameters, [torch.Size([n]) for n in SIZES.values()],
             Group(axes=("data",), ranks=(0,), index=0, name=""), dtype=torch.float32, memory=Memory(CPU),
-            home=home, whole_group=False,  # type: ignore[arg-type]
+            tier=tier, whole_group=False,  # type: ignore[arg-type]
         )  # fmt: skip
         self.gradient = ChunkGradient(
-            self.chunk, torch.float32, home, every_time=True, measure=Tensor.sum, wait_for_reader=self.read,  # type: ignore[arg-type]
+            self.chunk, torch.float32, tier, every_time=True, measure=Tensor.sum, wait_for_reader=self.read,  # type: ignore[arg-type]
         )  # fmt: skip
         self.reads = self.lent = 0
         self.value, self.step = 0.0, None
@@ -117,14 +117,14 @@ class Life(RuleBasedStateMachine):
         assert self.chunk.step_is_pending and self.step.waits == 0
 
     @precondition(lambda self: self.chunk.step_is_pending)
-    @rule(home=st.sampled_from(["device", "host"]))
-    def promise_again_or_move(self, home: str) -> None:
+    @rule(tier=st.sampled_from(["device", "host"]))
+    def promise_again_or_move(self, tier: str) -> None:
         before = self.chunk.state
         with pytest.raises(ChunkError, match=f"'{before.value}' to"):
             self.chunk.promise_step(Step(self.chunk, 1.0))
-        if home != self.chunk.home:
+        if tier != self.chunk.tier:
             with pytest.raises(ChunkError, match="while a step of it is pending"):
-                self.chunk.rehome(home)  # type: ignore[arg-type]
+                self.chunk.move(tier)  # type: ignore[arg-type]
         assert self.chunk.state is before
 
     @rule()
@@ -139,10 +139,10 @@ class Life(RuleBasedStateMachine):
             self.step, self.value = None, self.value + 1.0
 
     @precondition(lambda self: not self.chunk.step_is_pending)
-    @rule(home=st.sampled_from(["device", "host"]))
-    def move(self, home: str) -> None:
-        self.chunk.rehome(home)  # type: ignore[arg-type]
-        assert self.chunk.home == home
+    @rule(tier=st.sampled_from(["device", "host"]))
+    def move(self, tier: str) -> None:
+        self.chunk.move(tier)  # type: ignore[arg-type]
+        assert self.chunk.tier == tier
 
     # -- its gradient -------------------------------------------------------------------------------------------
 
@@ -260,10 +260,10 @@ def test_every_state_of_a_gradient_leads_back_to_the_first() -> None:
         assert state is GradState.EMPTY or GradState.EMPTY in GRAD_TRANSITIONS[state]
 
 
-@pytest.mark.parametrize("home", ["device", "host"])
-def test_a_step_that_failed_shows_nan(home: str) -> None:
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_step_that_failed_shows_nan(tier: str) -> None:
     life = Life()
-    life.make(home)
+    life.make(tier)
     life.chunk.gather()
     life.chunk.promise_step(Step(life.chunk, None))
     life.chunk.gather()

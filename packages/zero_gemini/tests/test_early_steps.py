@@ -95,7 +95,7 @@ def in_chunks(
     *,
     regime: str = "A",
     stage: int = 3,
-    homes: Any = EVERYTHING_ON_THE_DEVICE,
+    placements: Any = EVERYTHING_ON_THE_DEVICE,
     disk: DiskSettings | None = None,
     chunk_elems: int = 1000,
     make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
@@ -107,7 +107,7 @@ def in_chunks(
         place = Placement(shape=tuple(p.shape), axes=((),) * p.dim())
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, memory=Memory(CPU), homes=homes, dtype=dtype, master_dtype=torch.float32, regime=regime,
+        model, mesh, stage=stage, memory=Memory(CPU), placements=placements, dtype=dtype, master_dtype=torch.float32, regime=regime,
         make_optimizer=partial(make, lr=1e-2, weight_decay=0.1), chunk_elems=chunk_elems, disk=disk,
     )  # fmt: skip
     return model, gemini
@@ -135,14 +135,14 @@ def train(model: Model, gemini: Gemini, kind: Any, accumulate: int = 1) -> list[
     return seen + [gemini.read(p).clone() for p in model.parameters()]
 
 
-HOMES = {
+PLACEMENTS = {
     "device": Shares(),
     "host": Shares(host_optimizer=1.0, host_parameters=1.0),
     "state": Shares(host_optimizer=1.0),
     "both": Shares(host_optimizer=0.6, host_parameters=0.3),
     "disk": Shares(host_optimizer=1.0, host_parameters=1.0, disk_optimizer=0.7),
 }
-# Recomputation, dtype, regime, stage, home, micro-steps.
+# Recomputation, dtype, regime, stage, placement, micro-steps.
 Case = tuple[str, torch.dtype, str, int, str, int]
 CASES: list[Case] = [
     ("", torch.bfloat16, "A", 3, "host", 1),
@@ -159,19 +159,19 @@ CASES: list[Case] = [
 
 def same_bits(cases: list[Case]) -> None:
     train(*in_chunks(), "last")  # torch's first sums of a process have other bits
-    for recompute, dtype, regime, stage, home, accumulate in cases:
+    for recompute, dtype, regime, stage, placement, accumulate in cases:
         seen = []
         for kind in ("last", "final"):
             with tempfile.TemporaryDirectory() as folder:
                 disk = DiskSettings(folder=folder, rank=torch.distributed.get_rank(), piece_bytes=8192)
                 model, gemini = in_chunks(
-                    recompute, dtype, regime=regime, stage=stage, homes=HOMES[home], disk=disk
+                    recompute, dtype, regime=regime, stage=stage, placements=PLACEMENTS[placement], disk=disk
                 )
                 seen.append(train(model, gemini, kind, accumulate))
                 assert gemini.holds_gradients == (kind == "last")
                 gemini.close()
         for number, (held, early) in enumerate(zip(*seen, strict=True)):
-            assert torch.equal(held, early), (recompute, dtype, regime, stage, home, accumulate, number)
+            assert torch.equal(held, early), (recompute, dtype, regime, stage, placement, accumulate, number)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_steps_in_the_backward_have_the_bits_of_steps_after_it(world: int, cases
 
 def stepped_on_the_way(world: int) -> None:
     """Chunks are stepped when backward has left them for the last time, each once."""
-    for recompute, home in (("", "host"), ("each", "device"), ("pairs", "state")):
-        model, gemini = in_chunks(recompute, homes=HOMES[home], idle=False)
+    for recompute, placement in (("", "host"), ("each", "device"), ("pairs", "state")):
+        model, gemini = in_chunks(recompute, placements=PLACEMENTS[placement], idle=False)
         stepper = gemini._stepper
         assert isinstance(stepper, AdamStepper)
         done: list[Chunk] = []
@@ -226,7 +226,7 @@ def stepped_on_the_way(world: int) -> None:
                 {gemini._chunk_of[name] for name in gemini._facts if name.startswith(f"blocks.{number}.")} for number in range(4)
             ]  # fmt: skip
             assert not before[0] & chunks[2]  # called last, and once before
-            assert len(before[1] & (chunks[3] | chunks[2])) >= 3, (recompute, home)
+            assert len(before[1] & (chunks[3] | chunks[2])) >= 3, (recompute, placement)
         gemini.close()
 
 
@@ -386,7 +386,7 @@ def different_uses() -> None:
     seen = []
     kind: Any
     for kind in ("last", "final"):
-        model, gemini = in_chunks(stage=2, homes=HOMES["device"], chunk_elems=300)
+        model, gemini = in_chunks(stage=2, placements=PLACEMENTS["device"], chunk_elems=300)
         rank = torch.distributed.get_rank()
         for number, (ids, _) in enumerate(batches()):
             gemini.begin(last=True)
@@ -427,14 +427,14 @@ class InAnyOrder(nn.Module):
 
 
 def any_order(
-    orders: list[tuple[int, ...]], recomputed: frozenset[int], chunk_elems: int, home: str, stage: int
+    orders: list[tuple[int, ...]], recomputed: frozenset[int], chunk_elems: int, placement: str, stage: int
 ) -> None:
     seen = []
     for kind in ("last", "final"):
         torch.manual_seed(0)
         model = InAnyOrder(recomputed)
         gemini = Gemini(
-            model, Mesh({"data": 1}), stage=stage, memory=Memory(CPU), homes=HOMES[home], dtype=torch.bfloat16,
+            model, Mesh({"data": 1}), stage=stage, memory=Memory(CPU), placements=PLACEMENTS[placement], dtype=torch.bfloat16,
             master_dtype=torch.float32, make_optimizer=partial(torch.optim.AdamW, lr=1e-2), chunk_elems=chunk_elems,
         )  # fmt: skip
         found = []
@@ -460,19 +460,19 @@ def any_order(
     st.sampled_from([1, 3]),
 )
 def test_any_order_of_operations(
-    orders: list[tuple[int, ...]], recomputed: frozenset[int], chunk_elems: int, home: str, stage: int
+    orders: list[tuple[int, ...]], recomputed: frozenset[int], chunk_elems: int, placement: str, stage: int
 ) -> None:
-    run_on_ranks(1, any_order, orders, recomputed, chunk_elems, home, stage)
+    run_on_ranks(1, any_order, orders, recomputed, chunk_elems, placement, stage)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def home_bytes(kind: Any, accumulate: int = 1) -> tuple[Gemini, int]:
-    model, gemini = in_chunks(dtype=torch.bfloat16, homes=HOMES["host"])
-    before = gemini.memory.home.used_bytes
+    model, gemini = in_chunks(dtype=torch.bfloat16, placements=PLACEMENTS["host"])
+    before = gemini.memory.host_arena.used_bytes
     train(model, gemini, kind, accumulate)
-    return gemini, gemini.memory.home.used_bytes - before
+    return gemini, gemini.memory.host_arena.used_bytes - before
 
 
 def no_gradient_is_held(world: int) -> None:
@@ -487,7 +487,7 @@ def no_gradient_is_held(world: int) -> None:
     gemini.close()
     gemini, summed = home_bytes(
         "final", accumulate=2
-    )  # sums over micro-steps wait at home, and are stepped from there
+    )  # sums over micro-steps wait off the device, and are stepped from there
     assert summed == held
     gemini.close()
 
@@ -513,12 +513,12 @@ def slow_steps(seconds: float) -> None:
         original(self, kernel)
         running.pop()
 
-    model, gemini = in_chunks(homes=HOMES["host"])
+    model, gemini = in_chunks(placements=PLACEMENTS["host"])
     wanted = train(model, gemini, "final")
     gemini.close()
     runs_module.ChunkStep._do = slowly  # type: ignore[method-assign]
     try:
-        model, gemini = in_chunks(homes=HOMES["host"])
+        model, gemini = in_chunks(placements=PLACEMENTS["host"])
         found = train(model, gemini, "final")
         gemini.close()
     finally:
@@ -538,8 +538,8 @@ class Stop(Exception):
     pass
 
 
-def broken_off(home: str, late: bool) -> None:
-    model, gemini = in_chunks(homes=HOMES[home], idle=False)
+def broken_off(placement: str, late: bool) -> None:
+    model, gemini = in_chunks(placements=PLACEMENTS[placement], idle=False)
     train(model, gemini, "final")
     ids, _ = batches()[0]
 
@@ -567,7 +567,7 @@ def broken_off(home: str, late: bool) -> None:
         lambda: gemini.flush(),
         lambda: gemini.read(model.norm.weight),
         lambda: gemini.state_entries(),
-        lambda: gemini.rehome({}),
+        lambda: gemini.move({}),
         lambda: loss_of(model, ids, False),
     ):
         with pytest.raises(ChunkError, match=r"some chunks had made.*resume\s+from the last checkpoint"):
@@ -576,9 +576,9 @@ def broken_off(home: str, late: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("home", ["device", "host"])
-def test_a_step_that_is_broken_off_is_the_end(home: str, late: bool) -> None:
-    run_on_ranks(1, broken_off, home, late)
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_a_step_that_is_broken_off_is_the_end(placement: str, late: bool) -> None:
+    run_on_ranks(1, broken_off, placement, late)
 
 
 def disk_breaks(bad: int) -> None:
@@ -586,7 +586,7 @@ def disk_breaks(bad: int) -> None:
     for call in ("pwritev", "preadv"):
         with tempfile.TemporaryDirectory() as folder:
             disk = DiskSettings(folder=folder, rank=torch.distributed.get_rank(), piece_bytes=8192)
-            model, gemini = in_chunks(homes=HOMES["disk"], disk=disk, idle=False)
+            model, gemini = in_chunks(placements=PLACEMENTS["disk"], disk=disk, idle=False)
             train(model, gemini, "final")
             real, left = getattr(os, call), [2 if torch.distributed.get_rank() == bad else 10**9]
 
@@ -649,7 +649,7 @@ def test_other_optimizers_hold_gradients() -> None:
     run_on_ranks(1, others_hold)
 
 
-def trained_beside_copies(home: str, kind: Any, regime: str) -> list[Tensor]:
+def trained_beside_copies(placement: str, kind: Any, regime: str) -> list[Tensor]:
     """Losses, norms and weights of a model whose gradients take longer to copy than their kernels to be queued."""
     torch.manual_seed(0)
     device, wide = torch.device("cuda"), 4096
@@ -661,7 +661,7 @@ def trained_beside_copies(home: str, kind: Any, regime: str) -> list[Tensor]:
         place = Placement(shape=tuple(p.shape), axes=((),) * p.dim())
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=3, memory=Memory(device), homes=HOMES[home], dtype=torch.bfloat16, regime=regime,
+        model, mesh, stage=3, memory=Memory(device), placements=PLACEMENTS[placement], dtype=torch.bfloat16, regime=regime,
         master_dtype=torch.float32, make_optimizer=partial(torch.optim.AdamW, lr=1e-4), chunk_elems=wide * wide,
     )  # fmt: skip
     x = torch.randn(64, wide, device=device).bfloat16()
@@ -684,7 +684,7 @@ def trained_beside_copies(home: str, kind: Any, regime: str) -> list[Tensor]:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside the computation: needs a GPU")
 @pytest.mark.parametrize("regime", ["A", "B"])
-@pytest.mark.parametrize("home", ["device", "host", "state", "both"])
-def test_a_gpu_steps_to_the_same_bits(home: str, regime: str) -> None:
-    held, early = (trained_beside_copies(home, kind, regime) for kind in ("last", "final"))
+@pytest.mark.parametrize("placement", ["device", "host", "state", "both"])
+def test_a_gpu_steps_to_the_same_bits(placement: str, regime: str) -> None:
+    held, early = (trained_beside_copies(placement, kind, regime) for kind in ("last", "final"))
     assert all(map(torch.equal, held, early))

@@ -24,14 +24,14 @@ from training_cases import CPU, batches, in_chunks, loss_of, make_model
 from meshfold.mesh import Mesh
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.zero_gemini import Gemini, Home, Memory
+from meshfold.zero_gemini import ChunkPlacement, Gemini, Memory
 from meshfold.zero_gemini.errors import DiskError, Faults, OutOfBudget, RankError
 from meshfold.zero_gemini.optimizer import DiskSettings
 from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
 
 LIMIT_S = 60.0
-HOST, DISK = Home(parameters="host", state="host"), Home(parameters="host", state="disk")
-RESIDENT_DISK = Home(state="disk")
+HOST, DISK = ChunkPlacement(parameters="host", state="host"), ChunkPlacement(parameters="host", state="disk")
+RESIDENT_DISK = ChunkPlacement(state="disk")
 
 
 def place(world: int) -> int:
@@ -39,12 +39,12 @@ def place(world: int) -> int:
 
 
 def chunks_of(
-    world: int, folder: Path | str | None, home: Home = DISK, *, stage: int = 3, **options: Any
+    world: int, folder: Path | str | None, placement: ChunkPlacement = DISK, *, stage: int = 3, **options: Any
 ) -> tuple[nn.Module, Gemini]:
     disk = None if folder is None else DiskSettings(folder=folder, rank=place(world), piece_bytes=4096)
     model = make_model()
-    homes = lambda sizes: [home] * len(sizes)  # noqa: E731
-    return model, in_chunks(model, torch.bfloat16, homes, stage=stage, world=world, disk=disk, **options)
+    placements = lambda sizes: [placement] * len(sizes)  # noqa: E731
+    return model, in_chunks(model, torch.bfloat16, placements, stage=stage, world=world, disk=disk, **options)
 
 
 def train(model: nn.Module, gemini: Gemini, world: int, steps: range, *, clip: bool = True) -> None:
@@ -109,7 +109,7 @@ def disk_breaks(world: int, bad: int, folder: str, cases: list[tuple[str, int, i
         ids, extra = batches(1)[0]
         for again in (
             gemini.step, gemini.flush, gemini.norm, lambda: gemini.read(next(model.parameters())),  # noqa: B023
-            lambda: gemini.rehome(dict.fromkeys(gemini.chunks, HOST)), gemini.publish,  # noqa: B023
+            lambda: gemini.move(dict.fromkeys(gemini.chunks, HOST)), gemini.publish,  # noqa: B023
         ):  # fmt: skip
             assert str(raised(again)) == words
         gemini.close()
@@ -183,8 +183,8 @@ def test_an_evaluation_after_a_step_that_failed(tmp_path: Path) -> None:
 def evaluates_alike(world: int) -> None:
     """An evaluation between two steps changes no bit, and a second one asks nobody anything."""
     found = []
-    for home in (Home(), HOST):
-        model, gemini = chunks_of(world, None, home)
+    for placement in (ChunkPlacement(), HOST):
+        model, gemini = chunks_of(world, None, placement)
         train(model, gemini, world, range(2))
         ids, extra = batches(3)[2]
         with (
@@ -192,7 +192,7 @@ def evaluates_alike(world: int) -> None:
             mock.patch.object(Faults, "agree", side_effect=Faults.agree, autospec=True) as agree,
         ):
             one, two = model(ids, extra), model(ids, extra)
-        assert agree.call_count == (home == HOST) and torch.equal(one, two)
+        assert agree.call_count == (placement == HOST) and torch.equal(one, two)
         train(model, gemini, world, range(2, 4))
         found.append([one, *bits(model, gemini)])
         gemini.close()
@@ -232,18 +232,18 @@ def moving(world: int, bad: int, folder: str) -> None:
         train(model, gemini, world, range(2))
         if tries:
             gemini.flush()
-            used = gemini.memory.home.used_bytes
+            used = gemini.memory.host_arena.used_bytes
             with broken("pwritev", 0 if rank == bad else 10**9):
-                error = raised(lambda: gemini.rehome(dict.fromkeys(gemini.chunks, DISK)))  # noqa: B023
+                error = raised(lambda: gemini.move(dict.fromkeys(gemini.chunks, DISK)))  # noqa: B023
             assert isinstance(error, DiskError) and str(error).startswith(f"rank {bad}: "), error
-            assert set(gemini.homes.values()) == {HOST} and gemini.memory.home.used_bytes == used
+            assert set(gemini.placements.values()) == {HOST} and gemini.memory.host_arena.used_bytes == used
             gemini.memory.compute.budget_bytes = gemini.memory.compute.used_bytes if rank == bad else None
-            error = raised(lambda: gemini.rehome(dict.fromkeys(gemini.chunks, Home())))  # noqa: B023
+            error = raised(lambda: gemini.move(dict.fromkeys(gemini.chunks, ChunkPlacement())))  # noqa: B023
             assert isinstance(error, OutOfBudget) and str(error).startswith(f"rank {bad}: "), error
-            assert set(gemini.homes.values()) == {HOST}
+            assert set(gemini.placements.values()) == {HOST}
             gemini.memory.compute.budget_bytes = None
             train(model, gemini, world, range(2, 3))
-            gemini.rehome(dict.fromkeys(gemini.chunks, DISK))
+            gemini.move(dict.fromkeys(gemini.chunks, DISK))
             train(model, gemini, world, range(3, 5))
         else:
             train(model, gemini, world, range(2, 5))

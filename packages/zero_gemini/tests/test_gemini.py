@@ -218,7 +218,7 @@ def test_any_elementwise_optimizer(name: str) -> None:
 def in_chunks(
     world: int,
     dtype: torch.dtype,
-    homes: Shares = EVERYTHING_ON_THE_DEVICE,
+    placements: Shares = EVERYTHING_ON_THE_DEVICE,
     regime: str = "A",
     stage: int = 3,
 ) -> tuple[Model, Gemini]:
@@ -229,7 +229,8 @@ def in_chunks(
         place = Placement(shape=shape, axes=((),) * len(shape))
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, memory=Memory(CPU), homes=homes, dtype=dtype, master_dtype=torch.float32, regime=regime, seed=3,
+        model, mesh, stage=stage, memory=Memory(CPU), placements=placements, dtype=dtype, master_dtype=torch.float32,
+        regime=regime, seed=3,
         make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), chunk_elems=1000,
     )  # fmt: skip
     return model, gemini
@@ -260,8 +261,8 @@ def bits_of_placements(world: int, dtype: torch.dtype) -> None:
         (2, 0.0, 0.5),
         (1, 0.0, 0.0),
     ):
-        homes = Shares(host_parameters=parameters, host_optimizer=optimizer)
-        found = train(*in_chunks(world, dtype, homes, stage=stage))
+        placements = Shares(host_parameters=parameters, host_optimizer=optimizer)
+        found = train(*in_chunks(world, dtype, placements, stage=stage))
         for a, b in zip(wanted, found, strict=True):
             assert torch.equal(a, b), (stage, parameters, optimizer)
 

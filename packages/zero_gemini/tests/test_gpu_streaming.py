@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file,
 from stepping_cases import Small, adam, kinds, same
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import OutOfBudget
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.optimizer import AdamStepper
@@ -25,7 +25,7 @@ from meshfold.zero_gemini.optimizer.cpu_executor import Halves, _Deal
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming, HostState
 from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
-HOST = Home(parameters="host", state="host")
+HOST = ChunkPlacement(parameters="host", state="host")
 SLOT_BYTES = 2**14 * 16  # one piece of the smallest size, or a part of one more
 
 
@@ -34,10 +34,10 @@ def trained(
     regime: str,
     *,
     through: bool,
-    homes: tuple[Home, ...] = (HOST,),
+    placements: tuple[ChunkPlacement, ...] = (HOST,),
     halves: bool = False,
 ) -> list[torch.Tensor]:
-    small = Small(adam(regime), dtype, homes)
+    small = Small(adam(regime), dtype, placements)
     if through:
         stepper = small.stepper
         assert isinstance(stepper, AdamStepper)
@@ -86,9 +86,9 @@ def test_the_device_steps_to_the_same_bits(
 
 
 def test_chunks_on_the_device_are_none_of_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = trained(torch.bfloat16, "A", through=False, homes=(Home(), HOST, HOST))
+    expected = trained(torch.bfloat16, "A", through=False, placements=(ChunkPlacement(), HOST, HOST))
     count = taken_by(monkeypatch, "device")
-    found = trained(torch.bfloat16, "A", through=True, homes=(Home(), HOST, HOST))
+    found = trained(torch.bfloat16, "A", through=True, placements=(ChunkPlacement(), HOST, HOST))
     assert same(found, expected)
     assert count["device"] == 4 * 2
 

@@ -15,7 +15,7 @@ from planner_cases import EMULATED, stack
 from stepping_cases import SHAPES, Small, adam
 
 from meshfold.mesh import Group
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.machine_rates import samples as measuring
 from meshfold.zero_gemini.machine_rates.samples import ENOUGH_ELEMS, with_observed_rates
 from meshfold.zero_gemini.memory.arena import Arena, Memory
@@ -28,7 +28,7 @@ from meshfold.zero_gemini.planner import H200, REGIMES, Machine
 from meshfold.zero_gemini.planner.options import HOST_STREAMED, SPLIT_STEP, Choice
 from meshfold.zero_gemini.planner.seconds import seconds_table
 
-HOST = Home(parameters="host", state="host")
+HOST = ChunkPlacement(parameters="host", state="host")
 
 
 class Clock:
@@ -136,7 +136,7 @@ def test_paces_add_up_and_begin_anew(clock: Clock) -> None:
 
 @pytest.mark.parametrize("through", [False, True], ids=["cores", "device"])
 def test_steps_on_the_host_are_clocked_by_what_they_do(through: bool) -> None:
-    small = Small(adam("A"), torch.bfloat16, (HOST, Home(), HOST))
+    small = Small(adam("A"), torch.bfloat16, (HOST, ChunkPlacement(), HOST))
     stepper = small.stepper
     assert isinstance(stepper, AdamStepper)
     if through:
@@ -225,7 +225,7 @@ def test_together_counts_the_best_period(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measuring, "Memory", memory)
     through, cores = measuring._together(device, regime)
     assert through > 0 and cores > 0
-    assert made[0].compute.used_bytes == made[0].home.used_bytes == 0
+    assert made[0].compute.used_bytes == made[0].host_arena.used_bytes == 0
 
 
 def test_moments_are_hidden_as_fast_as_they_were_seen() -> None:

@@ -7,7 +7,10 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
+from meshfold import zero_gemini
+from meshfold.zero_gemini import ChunkPlacement, Memory
 from meshfold.zero_gemini.moved import MOVED, install, with_old_names
 from meshfold.zero_gemini.optimizer import dispatch, optimizer_kind
 
@@ -32,14 +35,22 @@ def test_modules_of_a_moved_folder_and_renamed_functions_keep_their_old_names() 
         assert dispatch.kind_of is optimizer_kind
 
 
-def test_a_renamed_attribute_is_read_and_written_under_its_old_name() -> None:
-    @with_old_names({"old": "new"})
+def test_renamed_classes_attributes_and_arguments_keep_their_old_names() -> None:
+    @with_old_names({"old": "new"}, arguments={"before": "new"})
     class Named:
-        new = 1
+        def __init__(self, new: int) -> None:
+            self.new = new
 
-    named: Any = Named()
+    make: Any = Named
+    with pytest.warns(DeprecationWarning, match=r"Named\(before=...\) is now Named\(new=...\)"):
+        named = make(before=1)
     with pytest.warns(DeprecationWarning, match=r"Named\.old is now Named\.new"):
         assert named.old == 1
     with pytest.warns(DeprecationWarning, match="is now"):
         named.old = 2
     assert named.new == 2
+    with pytest.warns(DeprecationWarning, match="is now meshfold.zero_gemini.ChunkPlacement"):
+        assert zero_gemini.Home is ChunkPlacement
+    memory: Any = Memory(torch.device("cpu"))
+    with pytest.warns(DeprecationWarning, match="host_arena"):
+        assert memory.home is memory.host_arena

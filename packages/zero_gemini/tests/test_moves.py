@@ -1,4 +1,4 @@
-"""Chunks that change homes need hardly more memory on the way than at both ends."""
+"""Chunks that change placements need hardly more memory on the way than at both ends."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import DiskError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.nvme import DiskStore
@@ -36,7 +36,7 @@ from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
 PAGE = 4096
 CPU = torch.device("cpu")
-DEVICE, HOST, DISK = Home(), Home(state="host"), Home(state="disk")
+DEVICE, HOST, DISK = ChunkPlacement(), ChunkPlacement(state="host"), ChunkPlacement(state="disk")
 CHUNKS, ELEMS = 4, 6144
 PIECE = 5 * PAGE  # 2048 elements with 10 bytes of state each: three pieces a chunk
 
@@ -44,7 +44,9 @@ PIECE = 5 * PAGE  # 2048 elements with 10 bytes of state each: three pieces a ch
 class Model:
     """Chunks of one parameter each."""
 
-    def __init__(self, folder: Path | None, home: Home = DISK, count: int = CHUNKS, **options: Any) -> None:
+    def __init__(
+        self, folder: Path | None, placement: ChunkPlacement = DISK, count: int = CHUNKS, **options: Any
+    ) -> None:
         self.memory = Memory(CPU, host_bytes=options.pop("host_bytes", None))
         names = [f"p{i}" for i in range(count)]
         layout = lay_out([Item(name, ELEMS, 0) for name in names], ELEMS, 1)
@@ -53,16 +55,16 @@ class Model:
         if folder is not None:
             disk = DiskSettings(folder=folder, rank=3, **{"piece_bytes": PIECE, **options})
         self.stepper = AdamStepper(made, "A", 0, disk)
-        if home == DISK:
+        if placement == DISK:
             self.stepper.reserve([(torch.bfloat16, spec.shard_elems) for spec in layout.chunks])
         self.chunks = []
         for spec in layout.chunks:
             chunk = Chunk(
                 spec, layout.shard_slices(spec, 0), [nn.Parameter(torch.empty(0))], [torch.Size([ELEMS])],
-                Mesh({}).group(), dtype=torch.bfloat16, memory=self.memory, home="device", whole_group=False,
+                Mesh({}).group(), dtype=torch.bfloat16, memory=self.memory, tier="device", whole_group=False,
             )  # fmt: skip
             self.chunks.append(chunk)
-            self.stepper.adopt(chunk, home.state)
+            self.stepper.adopt(chunk, placement.state)
             self.stepper.fill(spec.names[0], torch.linspace(-1, 1, ELEMS))
             self.stepper.publish(chunk)
             chunk.wait_if_resident()
@@ -175,14 +177,14 @@ def test_a_full_disk_is_told_before_anything_starts_or_moves(
     with model(tmp_path, HOST) as made:
         made.step()
         used = None
-        for index, home in ((0, DISK), (1, DEVICE), (2, DISK)):
+        for index, placement in ((0, DISK), (1, DEVICE), (2, DISK)):
             made.stepper.finish()
-            used = made.memory.home.used_bytes
-            if home == DISK:
+            used = made.memory.host_arena.used_bytes
+            if placement == DISK:
                 with full_disk(monkeypatch), pytest.raises(DiskError, match="bytes are wanted"):
-                    made.stepper.move(made.chunks[index], home)
-                assert made.memory.home.used_bytes == used
-            made.stepper.move(made.chunks[index], home)
+                    made.stepper.move(made.chunks[index], placement)
+                assert made.memory.host_arena.used_bytes == used
+            made.stepper.move(made.chunks[index], placement)
         made.step()
         assert equal(made.bits(), plain_bits(2))
         assert files(tmp_path) == [
@@ -211,13 +213,13 @@ def test_no_memory_for_the_buffers(tmp_path: Path) -> None:
     with model(tmp_path, HOST) as made:
         made.step()
         made.stepper.finish()
-        home = made.memory.home
-        used = home.used_bytes
-        home.budget_bytes = used + 2 * PIECE
+        placement = made.memory.host_arena
+        used = placement.used_bytes
+        placement.budget_bytes = used + 2 * PIECE
         with pytest.raises(OutOfBudget):
             made.stepper.move(made.chunks[0], DISK)
-        assert home.used_bytes == used
-        home.budget_bytes = None
+        assert placement.used_bytes == used
+        placement.budget_bytes = None
         made.step()
         assert equal(made.bits(), plain_bits(2))
 
@@ -392,7 +394,7 @@ def test_a_disk_that_breaks_stops_the_step_that_needs_it(
             again()
     made.stepper.close()
     assert not files(tmp_path)
-    assert made.memory.home.used_bytes == 0
+    assert made.memory.host_arena.used_bytes == 0
 
 
 def test_the_last_step_is_not_lost_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +403,7 @@ def test_the_last_step_is_not_lost_in_silence(tmp_path: Path, monkeypatch: pytes
         made.step()
         with pytest.raises(DiskError, match="could not be written to disk"):
             made.stepper.close()
-    assert not files(tmp_path) and made.memory.home.used_bytes == 0
+    assert not files(tmp_path) and made.memory.host_arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
@@ -413,10 +415,10 @@ def test_a_move_to_a_disk_that_breaks_is_taken_back(
         made.stepper.finish()
         made.stepper.move(made.chunks[3], DISK)
         made.stepper.reserve([(torch.bfloat16, ELEMS)])  # the room is there: what fails is the writing
-        used = made.memory.home.used_bytes
+        used = made.memory.host_arena.used_bytes
         with broken(monkeypatch, "pwritev", after), pytest.raises(DiskError, match="broken"):
             made.stepper.move(made.chunks[1], DISK)
-        assert made.memory.home.used_bytes == used
+        assert made.memory.host_arena.used_bytes == used
         made.step()
         made.stepper.finish()
         made.stepper.move(made.chunks[1], DISK)
@@ -436,8 +438,8 @@ def test_what_comes_next_is_read_while_a_piece_is_stepped_and_what_was_is_writte
         made.step()
         made.forward()
         made.stepper.finish()
-        peak = made.memory.home.used_bytes
-        made.memory.home.reset_peak()
+        peak = made.memory.host_arena.used_bytes
+        made.memory.host_arena.reset_peak()
         for call in ("read", "write"):
             real = getattr(DiskStore, call)
 
@@ -460,7 +462,7 @@ def test_what_comes_next_is_read_while_a_piece_is_stepped_and_what_was_is_writte
         made.step()
         made.forward()
         made.stepper.finish()
-        assert made.memory.home.peak_bytes == peak
+        assert made.memory.host_arena.peak_bytes == peak
     reads = [place for place, (what, _) in enumerate(began) if what == "read"]
     steps = [place for place, (what, _) in enumerate(began) if what == "step"]
     writes = [place for place, (what, _) in enumerate(began) if what == "write"]
@@ -540,8 +542,8 @@ def test_a_chunk_that_is_not_adopted_leaves_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with model(tmp_path, HOST) as made:
-        used = made.memory.home.used_bytes
-        made.memory.home.budget_bytes = used + 4 * PIECE
+        used = made.memory.host_arena.used_bytes
+        made.memory.host_arena.budget_bytes = used + 4 * PIECE
         with pytest.raises(OutOfBudget):
             Held(made.chunks[0], "A", "disk", made.stepper.disk)
-        assert made.memory.home.used_bytes == used
+        assert made.memory.host_arena.used_bytes == used

@@ -46,7 +46,7 @@ def terms(plan: Plan, phase: str) -> dict[str, float]:
     return {term.name: term.seconds for term in plan.terms if term.phase == phase}
 
 
-def held_at_home(**changes: object) -> Workload:
+def held_on_host(**changes: object) -> Workload:
     """Two micro-steps: gradients have a place on the host each, where they are summed."""
     return replace(work(**changes), accumulation=2)
 
@@ -78,7 +78,7 @@ def test_no_chunk_is_stepped_before_its_gradient_is_there() -> None:
 
 
 def test_gradients_at_home_let_a_step_be_its_busiest_resource() -> None:
-    made = cpu(held_at_home(), MACHINE)
+    made = cpu(held_on_host(), MACHINE)
     n = LAYERS * E
     found = terms(made, "step")
     compute = MACHINE.seconds(8.0 * n * 1000) + 2 * n / MACHINE.h2d  # 6 and 2 for recompute; copies
@@ -99,12 +99,12 @@ def test_gradients_at_home_let_a_step_be_its_busiest_resource() -> None:
 
 def test_the_exposed_tail_is_what_the_first_chunk_waits_for() -> None:
     slow = replace(MACHINE, flops=1e9)  # compute is long: only the first chunk's own way is exposed
-    made = cpu(held_at_home(machine=slow), slow)
+    made = cpu(held_on_host(machine=slow), slow)
     step = (26 + 2 + 2) * E / slow.host_memory
     # its way up, and those of the chunks behind it, are in the busiest resource already: compute waits for them
     assert terms(made, "step")["exposed tail"] == pytest.approx(step + 2 * E / slow.d2h)
     assert made.binding[0] == "step: exposed tail"
-    first = static(held_at_home(machine=slow), slow, offload_optim_frac=0.8, offload_param_frac=0.8)
+    first = static(held_on_host(machine=slow), slow, offload_optim_frac=0.8, offload_param_frac=0.8)
     assert first.chunks[0].state == "gpu" and first.chunks[1].state == "host"
     assert first.tail_seconds == 0
     assert first.binding[0] == "step: compute"

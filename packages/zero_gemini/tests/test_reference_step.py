@@ -21,7 +21,7 @@ from training_cases import ADAMW, CHUNK_ELEMS, Model, batches, in_chunks, loss_o
 from meshfold.kernels import AdamSettings, SplitState, WholeState, adam_step, use
 from meshfold.mesh import Group, Mesh, all_gather, all_reduce, reduce_scatter
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.zero_gemini import Home, Shares
+from meshfold.zero_gemini import ChunkPlacement, Shares
 from meshfold.zero_gemini.chunks.layout import Item, ShardSlice, lay_out
 from meshfold.zero_gemini.norm import power_sum
 from meshfold.zero_gemini.optimizer import DiskSettings
@@ -166,7 +166,7 @@ def train_chunks(
     precision: str,
     world: int,
     stage: int,
-    homes: Callable[[Sequence[int]], Sequence[Home]],
+    placements: Callable[[Sequence[int]], Sequence[ChunkPlacement]],
     *,
     moving: bool = False,
     regime: str = "A",
@@ -176,7 +176,7 @@ def train_chunks(
     with tempfile.TemporaryDirectory() as folder:
         disk = DiskSettings(folder=folder, rank=rank, piece_bytes=8192)
         gemini = in_chunks(
-            model, DTYPES[precision], homes, stage=stage, world=world, regime=regime, disk=disk
+            model, DTYPES[precision], placements, stage=stage, world=world, regime=regime, disk=disk
         )
         for number, (ids, extra) in enumerate(batches(STEPS * ACCUMULATION)):
             step, scale = number // ACCUMULATION, scale_of(number // ACCUMULATION, precision)
@@ -196,7 +196,7 @@ def train_chunks(
                 gemini.forget()
                 seen.skipped.append(step)
             if moving:
-                gemini.rehome({c: MOVES[(i + step) % len(MOVES)] for i, c in enumerate(gemini.chunks)})
+                gemini.move({c: MOVES[(i + step) % len(MOVES)] for i, c in enumerate(gemini.chunks)})
         seen.weights = {
             name: gemini.read(p).clone() for name, p in model.named_parameters() if p.requires_grad
         }
@@ -205,11 +205,11 @@ def train_chunks(
 
 
 MOVES = [
-    Home(),
-    Home(parameters="host", state="disk"),
-    Home(state="host"),
-    Home(parameters="host", state="host"),
-    Home(state="disk"),
+    ChunkPlacement(),
+    ChunkPlacement(parameters="host", state="disk"),
+    ChunkPlacement(state="host"),
+    ChunkPlacement(parameters="host", state="host"),
+    ChunkPlacement(state="disk"),
 ]
 PLACES: dict[str, Any] = {
     "cuda": Shares(),
@@ -330,8 +330,8 @@ def test_training_is_torchs_adamw(world: int) -> None:
 def test_chunks_are_as_the_reference_has_them() -> None:
     model = make_model()
     gemini = in_chunks(model, torch.bfloat16, PLACES["static"])
-    homes = {(home.parameters, home.state) for home in gemini.homes.values()}
-    assert homes == {("device", "device"), ("device", "host"), ("host", "host")}
+    placements = {(placement.parameters, placement.state) for placement in gemini.placements.values()}
+    assert placements == {("device", "device"), ("device", "host"), ("host", "host")}
     trained = {name: p for name, p in make_model().named_parameters() if p.requires_grad}
     wanted = {(one.name, one.parameter_start, one.length) for one in shares_of(trained, 1)[0]}
     found = {

@@ -19,23 +19,27 @@ from stepping_cases import KINDS
 from training_cases import CPU, Model, batches, in_chunks, loss_of, make_model
 
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.zero_gemini import Gemini, Home, Memory
+from meshfold.zero_gemini import ChunkPlacement, Gemini, Memory
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
 
-HOMES = {
-    "streamed": [Home(parameters="host", state="host")],
-    "resident": [Home(state="host")],
-    "mixed": [Home(), Home(parameters="host", state="host"), Home(state="host")],
+PLACEMENTS = {
+    "streamed": [ChunkPlacement(parameters="host", state="host")],
+    "resident": [ChunkPlacement(state="host")],
+    "mixed": [
+        ChunkPlacement(),
+        ChunkPlacement(parameters="host", state="host"),
+        ChunkPlacement(state="host"),
+    ],
 }
 STEPS = 9
 CLIPPED = 4
 """The step in which the norm is over its bound."""
 
 
-def homes_of(kind: str) -> Callable[[Any], list[Home]]:
-    return lambda sizes: [HOMES[kind][i % len(HOMES[kind])] for i in range(len(sizes))]
+def placements_of(kind: str) -> Callable[[Any], list[ChunkPlacement]]:
+    return lambda sizes: [PLACEMENTS[kind][i % len(PLACEMENTS[kind])] for i in range(len(sizes))]
 
 
 class Seen:
@@ -101,11 +105,16 @@ def a_step(
 
 
 def trained(
-    on_trial: bool, homes: str, dtype: torch.dtype, regime: str, stage: int, passes: bool
+    on_trial: bool, placements: str, dtype: torch.dtype, regime: str, stage: int, passes: bool
 ) -> list[Tensor]:
     model = make_model()
     gemini = in_chunks(
-        model, dtype, homes_of(homes), stage=stage, regime=regime, world=torch.distributed.get_world_size()
+        model,
+        dtype,
+        placements_of(placements),
+        stage=stage,
+        regime=regime,
+        world=torch.distributed.get_world_size(),
     )
     if passes:
         gemini.pass_through(True)
@@ -131,14 +140,14 @@ def compare(*case: Any) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "regime"), KINDS, ids=lambda kind: str(kind).removeprefix("torch."))
-@pytest.mark.parametrize("homes", HOMES)
-def test_training_is_the_same_to_the_bit(homes: str, dtype: torch.dtype, regime: str) -> None:
-    run_on_ranks(1, compare, homes, dtype, regime, 3, False)
+@pytest.mark.parametrize("placements", PLACEMENTS)
+def test_training_is_the_same_to_the_bit(placements: str, dtype: torch.dtype, regime: str) -> None:
+    run_on_ranks(1, compare, placements, dtype, regime, 3, False)
 
 
-@pytest.mark.parametrize("homes", HOMES)
-def test_also_where_the_device_steps_some(homes: str) -> None:
-    run_on_ranks(1, compare, homes, torch.bfloat16, "A", 3, True)
+@pytest.mark.parametrize("placements", PLACEMENTS)
+def test_also_where_the_device_steps_some(placements: str) -> None:
+    run_on_ranks(1, compare, placements, torch.bfloat16, "A", 3, True)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -168,9 +177,9 @@ def look(gemini: Gemini) -> None:
 
 def move(gemini: Gemini) -> None:
     chunk = gemini.chunks[0]
-    home = gemini.homes[chunk]
+    placement = gemini.placements[chunk]
     gemini.flush()
-    gemini._stepper.move(chunk, home)  # type: ignore[union-attr]
+    gemini._stepper.move(chunk, placement)  # type: ignore[union-attr]
 
 
 MEANWHILE = {
@@ -184,7 +193,7 @@ MEANWHILE = {
 def interrupted(on_trial: bool, what: str) -> list[Tensor]:
     do, stays = MEANWHILE[what]
     model = make_model()
-    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+    gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
     found = []
     with Seen() as seen:
         gemini.step_on_trial(on_trial)
@@ -215,7 +224,7 @@ def compare_dropped() -> None:
     results = []
     for on_trial in (False, True):
         model = make_model()
-        gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+        gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
         gemini.step_on_trial(on_trial)
         for number in range(3):
             a_step(model, gemini, number)
@@ -249,7 +258,7 @@ def test_a_step_that_is_not_made_never_was() -> None:
 
 def accumulated(on_trial: bool) -> list[Tensor]:
     model = make_model()
-    gemini = in_chunks(model, torch.bfloat16, homes_of("mixed"))
+    gemini = in_chunks(model, torch.bfloat16, placements_of("mixed"))
     found = []
     with Seen() as seen:
         gemini.step_on_trial(on_trial)
@@ -265,7 +274,7 @@ def accumulated(on_trial: bool) -> list[Tensor]:
 def several(on_trial: bool, kinds: tuple[BackwardRole, ...] = ()) -> list[Tensor]:
     """There are more backwards after one that could be a step's last: then nothing is tried any more."""
     model = make_model()
-    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+    gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
     with Seen() as seen:
         gemini.step_on_trial(on_trial)
         for number in range(6):
@@ -287,7 +296,7 @@ def several(on_trial: bool, kinds: tuple[BackwardRole, ...] = ()) -> list[Tensor
 def clipped_by_value(on_trial: bool) -> list[Tensor]:
     """The elements of gradients change after they were stepped with: then nothing is tried any more."""
     model = make_model()
-    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"))
+    gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
     with Seen() as seen:
         gemini.step_on_trial(on_trial)
         for number in range(6):
@@ -321,25 +330,25 @@ def test_gradients_of_several_backwards_or_changed_after_one() -> None:
 def bytes_of_copies() -> None:
     model = make_model()
     memory = Memory(CPU)
-    gemini = in_chunks(model, torch.bfloat16, homes_of("streamed"), memory=memory)
-    before = memory.home.used_bytes
+    gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"), memory=memory)
+    before = memory.host_arena.used_bytes
     assert gemini.step_on_trial(True)
     mine = 12 * sum(chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients)
-    assert memory.home.used_bytes - before == mine
+    assert memory.host_arena.used_bytes - before == mine
     for number in range(4):
         a_step(model, gemini, number)
     assert not gemini.step_on_trial(False)
     held = 4 * sum(
         chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients
     )  # float32 gradients
-    assert memory.home.used_bytes == before + held
-    memory.home.budget_bytes = before + held + mine - 1
+    assert memory.host_arena.used_bytes == before + held
+    memory.host_arena.budget_bytes = before + held + mine - 1
     assert not gemini.step_on_trial(True)  # one byte too few: none of it stays taken
-    assert memory.home.used_bytes == before + held
+    assert memory.host_arena.used_bytes == before + held
     for number in range(4, 8):
         a_step(model, gemini, number)
     gemini.close()
-    assert memory.home.used_bytes == sum(chunk.shard.nbytes for chunk in gemini.chunks)
+    assert memory.host_arena.used_bytes == sum(chunk.shard.nbytes for chunk in gemini.chunks)
 
 
 def test_copies_are_accounted_and_go_back() -> None:

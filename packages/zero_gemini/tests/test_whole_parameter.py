@@ -15,7 +15,7 @@ from meshfold.mesh.recording.comm_log import record
 from meshfold.mesh.testing import fake_world, run_on_ranks
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.layout import Item, lay_out
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.optimizer.interface import Entry
@@ -90,12 +90,12 @@ class Trained:
         dtype: torch.dtype,
         *,
         master: torch.dtype | None = None,
-        home: Home | None = None,
+        placement: ChunkPlacement | None = None,
         chunk_elems: int = 1500,
         stage: int = 3,
         memory: Memory | None = None,
     ) -> None:
-        home = home or Home()
+        placement = placement or ChunkPlacement()
         self.mesh = Mesh(
             {"data": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1}
         )
@@ -115,9 +115,9 @@ class Trained:
             chunk = Chunk(
                 spec, layout.shard_slices(spec, group.index), [self.parameters[name] for name in spec.names],
                 [torch.Size(shapes[name]) for name in spec.names], group, dtype=dtype, memory=self.memory,
-                home=home.parameters, whole_group=stage < 3,
+                tier=placement.parameters, whole_group=stage < 3,
             )  # fmt: skip
-            self.stepper.adopt(chunk, home.state)
+            self.stepper.adopt(chunk, placement.state)
             self.chunks.append(chunk)
             for name in spec.names:
                 self.stepper.fill(name, first(name, shapes[name]))
@@ -199,10 +199,12 @@ def serial(
     return optimizer, whole
 
 
-def compare(name: str, dtype: torch.dtype, scale: float, home: Home, stage: int, chunk_elems: int) -> None:
+def compare(
+    name: str, dtype: torch.dtype, scale: float, placement: ChunkPlacement, stage: int, chunk_elems: int
+) -> None:
     make, shapes = MAKERS[name]
     reference, whole = serial(name, dtype, scale)
-    trained = Trained(make, shapes, dtype, home=home, stage=stage, chunk_elems=chunk_elems)
+    trained = Trained(make, shapes, dtype, placement=placement, stage=stage, chunk_elems=chunk_elems)
     for step in range(STEPS):
         number: float | Tensor = torch.tensor(scale, dtype=torch.float64) if step % 2 else scale
         trained.step(step, number, dtype)
@@ -223,9 +225,11 @@ def compare(name: str, dtype: torch.dtype, scale: float, home: Home, stage: int,
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_equals_torch_on_whole_tensors(world: int, name: str, dtype: torch.dtype) -> None:
     """To the bit: the owner steps on what one process would. Adafactor and Gram depend on all of a matrix."""
-    host = Home(parameters="host", state="host")
-    run_on_ranks(world, compare, name, dtype, 1.0, Home(), 3, 1500)
-    run_on_ranks(world, compare, name, dtype, 0.37, host if name == "gram" else Home(state="host"), 2, 256)
+    host = ChunkPlacement(parameters="host", state="host")
+    run_on_ranks(world, compare, name, dtype, 1.0, ChunkPlacement(), 3, 1500)
+    run_on_ranks(
+        world, compare, name, dtype, 0.37, host if name == "gram" else ChunkPlacement(state="host"), 2, 256
+    )
 
 
 def mixed(chunk_elems: int) -> None:
@@ -285,57 +289,63 @@ def test_state_is_saved_and_restored_to_the_bit(world: int, name: str) -> None:
     run_on_ranks(world, resume, name)
 
 
-def rehome(stage: int) -> None:
+def move(stage: int) -> None:
     make, shapes = MAKERS["gram"]
     memory = Memory(CPU)
     trained, still = (
         Trained(make, shapes, torch.float64, memory=memory, stage=stage),
         Trained(make, shapes, torch.float64),
     )
-    homes = [Home(), Home(state="host"), Home(parameters="host" if stage == 3 else "device", state="host")]
+    placements = [
+        ChunkPlacement(),
+        ChunkPlacement(state="host"),
+        ChunkPlacement(parameters="host" if stage == 3 else "device", state="host"),
+    ]
     for step in range(6):
         trained.step(step, 1.0, torch.float64)
         still.step(step, 1.0, torch.float64)
         for place, chunk in enumerate(trained.chunks):
-            trained.stepper.move(chunk, homes[(step + place) % 3])
+            trained.stepper.move(chunk, placements[(step + place) % 3])
     a, b = trained.shown(), still.shown()
     assert all(torch.equal(a[key], b[key]) for key in shapes)
     for chunk in trained.chunks:
-        trained.stepper.move(chunk, Home())
-    assert memory.home.used_bytes == 0
+        trained.stepper.move(chunk, ChunkPlacement())
+    assert memory.host_arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chunks_may_move_between_steps(world: int, stage: int) -> None:
-    run_on_ranks(world, rehome, stage)
+    run_on_ranks(world, move, stage)
 
 
-@pytest.mark.parametrize("start", [Home(), Home(parameters="host", state="host")])
-def test_without_room_everything_stays_where_it_was(start: Home) -> None:
+@pytest.mark.parametrize("start", [ChunkPlacement(), ChunkPlacement(parameters="host", state="host")])
+def test_without_room_everything_stays_where_it_was(start: ChunkPlacement) -> None:
     make, shapes = MAKERS["gram"]
     memory = Memory(CPU)
     trained, still = (
-        Trained(make, shapes, torch.float64, memory=m, home=start) for m in (memory, Memory(CPU))
+        Trained(make, shapes, torch.float64, memory=m, placement=start) for m in (memory, Memory(CPU))
     )
-    target = Home(state="host") if start == Home() else Home()
+    target = ChunkPlacement(state="host") if start == ChunkPlacement() else ChunkPlacement()
     refused = 0
     for step in range(2):
         trained.step(step, 1.0, torch.float64)
         still.step(step, 1.0, torch.float64)
         for chunk in trained.chunks:
-            used = memory.compute.used_bytes, memory.home.used_bytes
+            used = memory.compute.used_bytes, memory.host_arena.used_bytes
             for spare in (0, 4096, 16 * 1024):  # for nothing, for a shard, for weights without state
-                memory.compute.budget_bytes, memory.home.budget_bytes = (bytes_ + spare for bytes_ in used)
+                memory.compute.budget_bytes, memory.host_arena.budget_bytes = (
+                    bytes_ + spare for bytes_ in used
+                )
                 try:
                     trained.stepper.move(chunk, target)
                     trained.stepper.move(chunk, start)
                 except OutOfBudget:
                     refused += 1
-                assert (memory.compute.used_bytes, memory.home.used_bytes) == used
-            memory.compute.budget_bytes = memory.home.budget_bytes = None
+                assert (memory.compute.used_bytes, memory.host_arena.used_bytes) == used
+            memory.compute.budget_bytes = memory.host_arena.budget_bytes = None
             with pytest.raises(MemoryPlanError, match=r"Gram was to live on disk.*use adamw"):
-                trained.stepper.move(chunk, Home(state="disk"))
+                trained.stepper.move(chunk, ChunkPlacement(state="disk"))
     assert refused >= 2 * len(trained.chunks)
     a, b = trained.shown(), still.shown()
     assert all(torch.equal(a[key], b[key]) for key in shapes)
@@ -344,22 +354,24 @@ def test_without_room_everything_stays_where_it_was(start: Home) -> None:
 def test_what_is_held_is_accounted_for() -> None:
     make, shapes = MAKERS["adafactor"]
     memory = Memory(CPU)
-    trained = Trained(make, shapes, torch.float32, memory=memory, home=Home(parameters="host", state="host"))
-    before = memory.home.used_bytes
+    trained = Trained(
+        make, shapes, torch.float32, memory=memory, placement=ChunkPlacement(parameters="host", state="host")
+    )
+    before = memory.host_arena.used_bytes
     for step in range(3):
         trained.step(step, 1.0, torch.float32)
     state = sum(
-        memory.home.nbytes(value.numel(), value.dtype)
+        memory.host_arena.nbytes(value.numel(), value.dtype)
         for parts in trained.state().values()
         for value in parts.values()
         if value.numel() > 1
     )
-    assert memory.home.used_bytes == before + state > before
+    assert memory.host_arena.used_bytes == before + state > before
     trained.stepper.reset()
-    assert memory.home.used_bytes == before
+    assert memory.host_arena.used_bytes == before
     trained.stepper.close()
-    assert memory.home.used_bytes == sum(
-        block.nbytes for block in memory.home.blocks if "parameters" in block.purpose
+    assert memory.host_arena.used_bytes == sum(
+        block.nbytes for block in memory.host_arena.blocks if "parameters" in block.purpose
     )
 
 
@@ -373,7 +385,7 @@ def chunks_of(sizes: list[int], chunk_elems: int, mesh: Mesh) -> list[Chunk]:
         Chunk(
             spec, layout.shard_slices(spec, group.index), [nn.Parameter(torch.empty(0)) for _ in spec.names],
             [torch.Size([slot.numel]) for slot in spec.slots], group, dtype=torch.float32, memory=Memory(CPU),
-            home="host", whole_group=False,
+            tier="host", whole_group=False,
         )
         for spec in layout.chunks
     ]  # fmt: skip

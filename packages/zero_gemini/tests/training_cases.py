@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate
-from meshfold.zero_gemini import Gemini, Home, Memory
+from meshfold.zero_gemini import ChunkPlacement, Gemini, Memory
 
 WORDS, WIDTH, ROWS, LENGTH = 40, 16, 8, 5
 CHUNK_ELEMS = 1024
@@ -81,7 +81,7 @@ def shared(model: nn.Module, mesh: Mesh) -> None:
 def in_chunks(
     model: nn.Module,
     dtype: torch.dtype,
-    homes: Callable[[Sequence[int]], Sequence[Home]],
+    placements: Callable[[Sequence[int]], Sequence[ChunkPlacement]],
     *,
     stage: int = 3,
     world: int = 1,
@@ -98,6 +98,6 @@ def in_chunks(
         **settings,
     }
     return Gemini(
-        model, mesh, stage=stage, memory=memory or Memory(CPU), homes=homes, dtype=dtype,
+        model, mesh, stage=stage, memory=memory or Memory(CPU), placements=placements, dtype=dtype,
         master_dtype=torch.float32, **given,
     )  # fmt: skip

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from meshfold.zero_gemini import moved
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_size
 from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
 from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
-from meshfold.zero_gemini.chunks.placement import Home, ParameterBudget, PlacementRule, Shares
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement, ParameterBudget, PlacementRule, Shares
 from meshfold.zero_gemini.chunks.states import BackwardRole, check_transition
 from meshfold.zero_gemini.errors import ChunkError, DiskError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.gemini import Gemini
@@ -18,17 +21,27 @@ from meshfold.zero_gemini.sharded_init import ShardedInit
 
 moved.install()
 
+
+def __getattr__(name: str) -> Any:
+    """Return the class that version 0.1 called ``Home``, with a DeprecationWarning."""
+    if name != "Home":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = "meshfold.zero_gemini.Home is now meshfold.zero_gemini.ChunkPlacement: change the import"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return ChunkPlacement
+
+
 __all__ = [
     "BackwardRole",
     "CPUAdam",
     "Chunk",
     "ChunkError",
     "ChunkLayout",
+    "ChunkPlacement",
     "ChunkSearch",
     "DiskError",
     "Entry",
     "Gemini",
-    "Home",
     "HybridAdam",
     "Item",
     "Memory",

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.moved import with_old_names
@@ -49,7 +49,15 @@ from meshfold.zero_gemini.norm import power_sum, total_norm
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 
 
-@with_old_names({"staying_bytes": "gather_cache_bytes", "true_dtype": "master_dtype"})
+@with_old_names(
+    {
+        "homes": "placements",
+        "rehome": "move",
+        "staying_bytes": "gather_cache_bytes",
+        "true_dtype": "master_dtype",
+    },
+    arguments={"homes": "placements"},
+)
 class Gemini(ChunkedModel):
     """Holds a model in chunks and trains it.
 
@@ -268,8 +276,8 @@ class Gemini(ChunkedModel):
         for chunk in shown:
             chunk.wait_if_resident()
 
-    def rehome(self, homes: Mapping[Chunk, Home]) -> None:
-        """Let chunks live elsewhere, between steps: training goes on as if nothing had happened. All ranks must call.
+    def move(self, placements: Mapping[Chunk, ChunkPlacement]) -> None:
+        """Move chunks to other placements, between steps; training goes on with the same bits. All ranks must call.
 
         They go in turns, so that memory does not run out on the way. A chunk that cannot be moved on
         one of the ranks stays where it was on all, and all raise.
@@ -278,7 +286,7 @@ class Gemini(ChunkedModel):
         self.forget()
         self._runtime.rest()
         try:
-            self._residents.rehome(homes)
+            self._residents.move(placements)
         finally:  # chunks before one that cannot be moved have moved
             self._runtime.reread()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from meshfold.mesh import redirect_imports
@@ -24,11 +26,14 @@ def install() -> None:
     redirect_imports(MOVED)
 
 
-def with_old_names(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that lets a class's attributes be read and written under old names, with a DeprecationWarning.
+def with_old_names(
+    names: Mapping[str, str], arguments: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[type[T]], type[T]]:
+    """Return a decorator that lets a class's attributes and arguments be used under old names, with a DeprecationWarning.
 
     Args:
         names: old name of an attribute: its name today.
+        arguments: old name of a keyword argument of the constructor: its name today.
     """
 
     def renamed(cls: type[T], old: str, new: str) -> property:
@@ -47,6 +52,18 @@ def with_old_names(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
         return property(read, write)
 
     def decorate(cls: type[T]) -> type[T]:
+        construct: Callable[..., None] = cls.__init__
+
+        @functools.wraps(construct)
+        def constructor(self: T, *args: Any, **options: Any) -> None:
+            for old in arguments.keys() & options.keys():
+                message = f"{cls.__name__}({old}=...) is now {cls.__name__}({arguments[old]}=...)"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                options[arguments[old]] = options.pop(old)
+            construct(self, *args, **options)
+
+        if arguments:
+            cls.__init__ = constructor  # type: ignore[assignment]
         for old, new in names.items():
             setattr(cls, old, renamed(cls, old, new))
         return cls

@@ -17,7 +17,7 @@ ROOM = 0.1
 class GatherCacheBytes:
     """Under ``zero`` stage 3 and ``pipeline``: lets chunks stay gathered in what a step without has left free.
 
-    The first step, and the first after chunks have changed homes, gathers each stage's parameters anew for every use, and shows
+    The first step, and the first after chunks have moved, gathers each stage's parameters anew for every use, and shows
     what that takes at most. What a later step took beyond the limit is taken back after it; what one left is not given on top, as
     nothing says how much stayed in the moment of its peak. With ``reshard_after_forward=False`` all stay, with and without a
     pipeline.
@@ -41,11 +41,11 @@ class GatherCacheBytes:
         """After an optimizer step. All ranks must call.
 
         Args:
-            moves: how often chunks have changed homes so far.
+            moves: how often chunks have moved so far.
         """
         if not self._wanted:
             return
-        if moves != self._moves:  # the step was one of the homes before
+        if moves != self._moves:  # the step was one of the placements before
             self._moves, self._is_known = moves, False
             self._gemini.gather_cache_bytes = 0
             self._reset()

@@ -101,7 +101,7 @@ class MeasuredPlans:
         common: dict[str, Any] = dict(
             name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
             data_ranks=world.data_size, ranks_per_host=ranks_per_host(world), reshards=spec.reshard_after_forward,
-            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.home.used_bytes),
+            host_base_bytes=max(0, resident_bytes() - self._gemini.memory.host_arena.used_bytes),
         )  # fmt: skip
         uses, tokens = self._gemini.uses(), watcher.tokens
         if flying is None:
@@ -170,8 +170,10 @@ class MeasuredPlans:
     @property
     def _wants_host(self) -> bool:
         """Return whether anything lives on the host, or may come to."""
-        homes = self._gemini.homes.values()
-        away = any(home.parameters != "device" or home.state != "device" for home in homes)
+        placements = self._gemini.placements.values()
+        away = any(
+            placement.parameters != "device" or placement.state != "device" for placement in placements
+        )
         return away or self._spec.placement == "auto"
 
     def plan(self, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
@@ -199,9 +201,12 @@ class MeasuredPlans:
         spec = self._spec
         if spec.placement == "auto":
             return plan_for(spec, workload, machine, limits)
-        homes = {str(i): home for i, home in enumerate(self._gemini.homes.values())}
-        named = {name: (_KINDS[home.parameters], _KINDS[home.state]) for name, home in homes.items()}
-        return evaluate_placement(workload, machine, limits, homes=named, policy=spec.placement)
+        placements = {str(i): placement for i, placement in enumerate(self._gemini.placements.values())}
+        named = {
+            name: (_KINDS[placement.parameters], _KINDS[placement.state])
+            for name, placement in placements.items()
+        }
+        return evaluate_placement(workload, machine, limits, placements=named, policy=spec.placement)
 
 
 def expecting_alike(workload: Workload) -> Workload:

@@ -148,7 +148,7 @@ class Sizes:
         return self.parameter + self.state + self.gradient
 
 
-def first_homes(
+def first_placements(
     spec: ZeroSpec, device: torch.device, sizes: Sizes, *, ranks_per_host: int, everyone: Group
 ) -> PlacementRule:
     """Return where a spec puts a model's state; placement ``auto`` decides again after a step. All ranks must call.

@@ -28,9 +28,9 @@ from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import (
     Chunk,
+    ChunkPlacement,
     DiskError,
     Gemini,
-    Home,
     MemoryPlanError,
     MemoryTier,
     OutOfBudget,
@@ -287,7 +287,7 @@ class Residency:
             self.moves += 1
             self._keep(())
             gone = there[-max(1, len(there) // 8) :]
-            self._gemini.rehome({chunk: Home(parameters="host", state="host") for chunk in gone})
+            self._gemini.move({chunk: ChunkPlacement(parameters="host", state="host") for chunk in gone})
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
         moved, fewer = max(0, len(there) - len(self._on_device())), len(kept) - len(self._kept())
@@ -339,8 +339,8 @@ class Residency:
         movable = self._spec.stage == 3
         return [
             chunk
-            for chunk, home in self._gemini.homes.items()
-            if home.state == "device" or (movable and home.parameters == "device")
+            for chunk, placement in self._gemini.placements.items()
+            if placement.state == "device" or (movable and placement.parameters == "device")
         ]
 
     # -- deciding -----------------------------------------------------------------------------------------------
@@ -384,9 +384,9 @@ class Residency:
         self._gemini.pass_through(False)
         self._gemini.step_on_trial(False)
         if self._spec.placement == "auto":  # the others' chunks are where they were told to be
-            self._gemini.rehome(
+            self._gemini.move(
                 {
-                    chunks[int(made.name)]: Home(
+                    chunks[int(made.name)]: ChunkPlacement(
                         parameters=_PLACES[made.parameters], state=_PLACES[made.state]
                     )
                     for made in plan.chunks
@@ -438,7 +438,9 @@ class Residency:
         self.moves += 1
         away: MemoryTier = "host" if self._spec.offload_path is None else "disk"
         try:
-            self._gemini.rehome({chunk: Home(parameters="host", state=away) for chunk in self._gemini.chunks})
+            self._gemini.move(
+                {chunk: ChunkPlacement(parameters="host", state=away) for chunk in self._gemini.chunks}
+            )
         except DiskError as full:
             full.add_note(
                 f"All that can be was to leave the device and the host, because no plan fits: {error}"

@@ -28,7 +28,7 @@ from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
 from meshfold.engine.zero.memory import grow_segments, ranks_per_host
-from meshfold.engine.zero.plan import Sizes, first_homes, gradient_dtype, regime_of
+from meshfold.engine.zero.plan import Sizes, first_placements, gradient_dtype, regime_of
 from meshfold.engine.zero.residency import Residency
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
@@ -114,7 +114,9 @@ class ZeroStates:
             world.mesh,
             stage=spec.stage,
             memory=Memory(world.device),
-            homes=first_homes(spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone),
+            placements=first_placements(
+                spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone
+            ),
             disk=None
             if spec.offload_path is None
             else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),

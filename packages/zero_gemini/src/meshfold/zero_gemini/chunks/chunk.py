@@ -13,7 +13,7 @@ Its life, with N ranks in the group (states are those of :class:`~meshfold.zero_
    for it.
 
 A *resident* chunk is never released: its shard is this rank's part of the gathered tensor itself. Between steps a chunk
-may be moved to other memory (``rehome``).
+may be moved to other memory (``move``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, ch
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arena import Block, Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import beside, mark, queue_behind
+from meshfold.zero_gemini.moved import with_old_names
 
 
 class PendingStep(Protocol):
@@ -46,14 +47,15 @@ class PendingStep(Protocol):
         """After ``wait``: start writing the new values to the chunk's shard, where they are not there yet."""
 
 
+@with_old_names({"home": "tier", "rehome": "move"})
 class Chunk:
     """Parameters in one piece of memory.
 
     Attributes:
         spec: places of the parameters.
         group: the ranks that hold a shard each.
-        home: placement of the shard while the chunk is not gathered.
-        shard: this rank's elements, at home.
+        tier: memory of the shard while the chunk is not gathered.
+        shard: this rank's elements, in the memory of ``tier``.
         slices: the parts of parameters that lie in the shard.
         resident: the gathered tensor is always there.
         state: of its memory and values.
@@ -69,7 +71,7 @@ class Chunk:
         *,
         dtype: torch.dtype,
         memory: Memory,
-        home: MemoryTier,
+        tier: MemoryTier,
         whole_group: bool,
     ) -> None:
         """Args:
@@ -79,11 +81,11 @@ class Chunk:
         shapes: of the parameters.
         dtype: in which the model computes.
         memory: that chunks live in.
-        home: placement of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
-        whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its home is.
+        tier: memory of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
+        whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its shard is.
         """
         self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
-        self.dtype, self.memory, self.home = dtype, memory, home
+        self.dtype, self.memory, self.tier = dtype, memory, tier
         self.device = memory.device
         self._stays = whole_group
         self._length = spec.shard_elems
@@ -95,7 +97,7 @@ class Chunk:
         self._own: Block | None = None
         self.shard = self._own_part()
         if not self.resident:
-            self._own = memory.allocate(self._length, dtype, home, self._name)
+            self._own = memory.allocate(self._length, dtype, tier, self._name)
             self.shard = self._own.tensor.zero_()
         self._nothing = torch.empty(0, dtype=dtype, device=self.device)
         self._step: PendingStep | None = None
@@ -106,7 +108,7 @@ class Chunk:
         self.release()
 
     def _is_resident(self) -> bool:
-        return self._stays or (self.group.size == 1 and self.home == "device")
+        return self._stays or (self.group.size == 1 and self.tier == "device")
 
     def _own_part(self) -> Tensor:
         """Return this rank's part of the gathered tensor."""
@@ -116,20 +118,20 @@ class Chunk:
         check_transition(self, CHUNK_TRANSITIONS, self.state, state)
         self.state = state
 
-    def rehome(self, home: MemoryTier) -> None:
+    def move(self, tier: MemoryTier) -> None:
         """Move the shard to another placement. Waits for an all-gather that is under way.
 
         Raises:
             OutOfBudget: if there is not as much memory; the chunk is where it was then.
             ChunkError: if a step is pending.
         """
-        if home == self.home:
+        if tier == self.tier:
             return
         if self.step_is_pending:
             raise ChunkError(f"{self} was moved while a step of it is pending: wait for the step first")
         self.release()
-        before, was, own = self.home, self.resident, self._own
-        self.home = home
+        before, was, own = self.tier, self.resident, self._own
+        self.tier = tier
         self.resident = self._is_resident()
         if self.resident and was:
             return
@@ -138,9 +140,9 @@ class Chunk:
                 self._block.restore()
                 block = None
             else:
-                block = self.memory.allocate(self._length, self.dtype, home, self._name)
+                block = self.memory.allocate(self._length, self.dtype, tier, self._name)
         except BaseException:
-            self.home, self.resident = before, was
+            self.tier, self.resident = before, was
             raise
         if block is None:
             self._whole.copy_(self.shard)

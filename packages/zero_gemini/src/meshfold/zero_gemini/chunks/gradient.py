@@ -23,7 +23,7 @@ from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, BackwardRole, G
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.group_flags import Flags
 from meshfold.zero_gemini.memory.arena import Block, MemoryTier
-from meshfold.zero_gemini.memory.copies import Arrival, fetch, send_home, stream_of
+from meshfold.zero_gemini.memory.copies import Arrival, copy_to_host, fetch, stream_of
 
 
 class ChunkGradient:
@@ -31,26 +31,26 @@ class ChunkGradient:
 
     Attributes:
         state: of what was collected since the last ``clear``.
-        home: placement of the optimizer's state.
+        tier: memory of the optimizer's state.
         shard: the sum over the group and over micro-steps of this rank's elements; None before it exists.
         used: places of the parameters that had a gradient on this rank since the last ``clear``.
-        measured: result of ``measure`` for the complete shard on the device, before it went home or was handed out.
+        measured: result of ``measure`` for the complete shard on the device, before it was offloaded or handed out.
         sums: number of times that something was added to the shard, ever.
     """
 
     def __init__(
-        self, chunk: Chunk, dtype: torch.dtype, home: MemoryTier, *, every_time: bool,
+        self, chunk: Chunk, dtype: torch.dtype, tier: MemoryTier, *, every_time: bool,
         measure: Callable[[Tensor], Tensor], wait_for_reader: Callable[[], None],
     ) -> None:  # fmt: skip
         """Args:
         chunk: whose gradients are collected.
         dtype: in which gradients are summed.
-        home: placement of the optimizer's state: complete shards go to that side.
+        tier: memory of the optimizer's state; complete shards are sent there.
         every_time: reduce after every backward, not only after the last of an accumulation.
         measure: computes a figure of the complete shard that will be wanted, and is cheap while the shard is on the device.
-        wait_for_reader: returns once the optimizer has read the shard at home that it was lent (:meth:`lend`).
+        wait_for_reader: returns once the optimizer has read the shard that it was lent (:meth:`lend`).
         """
-        self.chunk, self.dtype, self.home = chunk, dtype, home
+        self.chunk, self.dtype, self.tier = chunk, dtype, tier
         self._wants_every_time, self._measure = every_time, measure
         self._wait_for_reader = wait_for_reader
         self.state = GradState.EMPTY
@@ -60,16 +60,16 @@ class ChunkGradient:
         self._filled: set[int] = set()  # places that are in it
         self._arrived: set[int] = set()  # places whose gradient of this backward is there
         self._was_sent = False  # a reduction of this backward's gradients was started
-        self._apart: Block | None = None  # as ``_whole``, of earlier backwards, at home
+        self._apart: Block | None = None  # as ``_whole``, of earlier backwards, on the host
         self._owed = False  # whether something is in it
         self._reduction: Pending | None = None
         self._sending: Block | None = None  # what the reduction reads
         self._flags: Flags | None = None  # who was used, and whether more may come
         self._told: list[bool] = []
         self._here: Block | None = None  # the shard, on the compute device
-        self._host: Block | None = None  # the shard, at home: kept for the next step
+        self._host: Block | None = None  # the shard, on the host: kept for the next step
         self._sent: torch.cuda.Event | None = None
-        self._is_lent = False  # the optimizer may read what is at home
+        self._is_lent = False  # the optimizer may read the shard on the host
         self._name = f"gradients of {chunk.spec.names[0]} to {chunk.spec.names[-1]}"
         self.shard: Tensor | None = None
         self.used: set[int] = set()
@@ -82,15 +82,15 @@ class ChunkGradient:
     @property
     def _every_time(self) -> bool:
         """Whole gradients do not wait on the device for the last micro-step if there is a better place for them."""
-        return self._wants_every_time and (self.chunk.group.size > 1 or self.home != "device")
+        return self._wants_every_time and (self.chunk.group.size > 1 or self.tier != "device")
 
-    def rehome(self, home: MemoryTier) -> None:
+    def move(self, tier: MemoryTier) -> None:
         """Send complete shards elsewhere from now on. Call it after ``clear``; waits for what was lent."""
         self._end_lending()
-        if self._host is not None and home == "device":
+        if self._host is not None and tier == "device":
             self._host.free()
             self._host = None
-        self.home = home
+        self.tier = tier
 
     # -- while backward runs ------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class ChunkGradient:
     # -- the complete shard -------------------------------------------------------------------------------------
 
     def finish(self) -> Tensor:
-        """Return the complete shard, at home, after the last reduction.
+        """Return the complete shard, on its tier, after the last reduction.
 
         Raises:
             ChunkError: if there was none, or gradients came after it.
@@ -225,17 +225,17 @@ class ChunkGradient:
         return {name for name, used in zip(self.chunk.spec.names, self._told, strict=False) if used}
 
     @property
-    def has_home(self) -> bool:
-        """True if it has memory of its own for the shard at home."""
+    def has_buffer(self) -> bool:
+        """True if it has memory of its own for the shard on the host."""
         return self._host is not None
 
-    def send_home(self) -> None:
-        """Send the complete shard home, if that is not the device, to wait there."""
-        if self._here is not None and self.home != "device":
+    def offload(self) -> None:
+        """Send the complete shard to its tier, if that is not the device, to wait there."""
+        if self._here is not None and self.tier != "device":
             self._send(self._here)
 
     def hand_out(self) -> Block | None:
-        """Return the complete shard on the compute device, now the caller's to free; None if it went home: ``shard`` is it then.
+        """Return the complete shard on the compute device, for the caller to free; None if it was offloaded: use ``shard`` then.
 
         ``measured`` stays.
 
@@ -252,16 +252,16 @@ class ChunkGradient:
         return block
 
     def arrival(self) -> Callable[[], None]:
-        """Return what waits until the shard has arrived at home, as :meth:`finish` does."""
+        """Return a function that waits until the shard is on the host, as :meth:`finish` does."""
         return Arrival(self._sent)
 
     def on_its_way(self) -> Callable[[], None]:
-        """Return what waits until the shard has arrived at home; from now on that is the caller's to do."""
+        """Return a function that waits until the shard is on the host; from now on the caller must call it."""
         sent, self._sent = self._sent, None
         return Arrival(sent)
 
     def lend(self) -> None:
-        """Let the optimizer read the shard at home in the background: it is not written again before that is over."""
+        """Let the optimizer read the shard on the host in the background; it is not written again before that is over."""
         self._is_lent = True
 
     def hand_over(self) -> None:
@@ -301,12 +301,12 @@ class ChunkGradient:
         return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
 
     def _keep(self, arrived: Block) -> None:
-        """Add what was summed to the shard and send it home, but for a final backward's, which is stepped with from here."""
+        """Add what was summed to the shard and offload it; after a final backward it stays here, for the step."""
         tensor = arrived.tensor
         if self._here is not None:
             tensor.add_(self._here.tensor)
             self._here.free()
-        elif self.shard is not None:  # an earlier micro-step's, which went home
+        elif self.shard is not None:  # an earlier micro-step's, which was offloaded
             tensor.add_(fetch(self.shard, self.chunk.device))
         self._here, self.shard, self.measured = arrived, tensor, None
         self.sums += 1
@@ -317,24 +317,24 @@ class ChunkGradient:
             self._to(GradState.REDUCED if self._told[-1] else GradState.SETTLED)
             return
         self._to(GradState.REDUCED)
-        if self.home != "device":
+        if self.tier != "device":
             if self._kind == "last":
                 self.measured = self._measure(tensor)
             self._send(arrived)
 
     def _send(self, here: Block) -> None:
-        """Copy the shard home while the device goes on."""
-        with self.chunk.memory.waiting("a gradient's place at home"):
+        """Copy the shard to the host while the device computes."""
+        with self.chunk.memory.waiting("a gradient's buffer on the host"):
             self._end_lending()
             self._arrive()
             if self._host is None:
-                self._host = self._allocate(here.tensor.numel(), self.home)
-        self._sent = send_home(here.tensor, self._host.tensor, self.chunk.device)
+                self._host = self._allocate(here.tensor.numel(), self.tier)
+        self._sent = copy_to_host(here.tensor, self._host.tensor, self.chunk.device)
         here.free()
         self._here, self.shard = None, self._host.tensor
 
     def _arrive(self) -> None:
-        """Wait for the copy that is on its way home."""
+        """Wait for the copy that is on its way to the host."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
@@ -347,14 +347,14 @@ class ChunkGradient:
     # -- whole chunks -------------------------------------------------------------------------------------------
 
     def _put_aside(self) -> None:
-        """Send what came in this backward home, whole, to wait there: nothing is sent to other ranks."""
-        if self.home == "device" or self._whole is None:
+        """Offload the gradients of this backward, whole: nothing is sent to other ranks."""
+        if self.tier == "device" or self._whole is None:
             return
         whole, self._whole = self._complete(), None
         self._filled.clear()
         if self._apart is None:
-            self._apart = self._allocate(self.chunk.spec.size_elems, self.home)
-        send_home(whole.tensor, self._apart.tensor, self.chunk.device)
+            self._apart = self._allocate(self.chunk.spec.size_elems, self.tier)
+        copy_to_host(whole.tensor, self._apart.tensor, self.chunk.device)
         whole.free()
         self._owed = True
 

@@ -18,7 +18,7 @@ class GradientRing:
 
     def __init__(self, memory: Memory) -> None:
         """Args:
-        memory: whose home they are in.
+        memory: whose host arena they are in.
         """
         self._memory = memory
         self._blocks: list[Block] = []

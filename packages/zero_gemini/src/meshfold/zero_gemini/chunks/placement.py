@@ -11,7 +11,7 @@ from meshfold.zero_gemini.memory.arena import MemoryTier
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class ChunkPlacement:
     """Placement of one chunk.
 
     Attributes:
@@ -36,7 +36,7 @@ class Home:
             )
 
 
-PlacementRule = Callable[[Sequence[int]], Sequence[Home]]
+PlacementRule = Callable[[Sequence[int]], Sequence[ChunkPlacement]]
 """Rule that maps the elements of all chunks' shards, in order of use, to the placement of each."""
 
 
@@ -75,8 +75,8 @@ class Shares:
                 "disk; raise host_optimizer"
             )
 
-    def __call__(self, sizes: Sequence[int]) -> list[Home]:
-        elements, homes = max(sum(sizes), 1), []
+    def __call__(self, sizes: Sequence[int]) -> list[ChunkPlacement]:
+        elements, placements = max(sum(sizes), 1), []
         after = sum(sizes)
         for size in sizes:
             after -= size
@@ -88,8 +88,10 @@ class Shares:
                 if behind < self.host_optimizer
                 else "device"
             )
-            homes.append(Home(parameters="host" if behind < self.host_parameters else "device", state=state))
-        return homes
+            placements.append(
+                ChunkPlacement(parameters="host" if behind < self.host_parameters else "device", state=state)
+            )
+        return placements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +108,13 @@ class ParameterBudget:
     element_bytes: int
     state: MemoryTier = "host"
 
-    def __call__(self, sizes: Sequence[int]) -> list[Home]:
+    def __call__(self, sizes: Sequence[int]) -> list[ChunkPlacement]:
         left = self.most_bytes - 2 * max(sizes, default=0) * self.element_bytes  # one in use, one on its way
-        homes = []
+        placements = []
         for size in sizes:
             left -= size * self.element_bytes
-            homes.append(Home(parameters="device" if left >= 0 else "host", state=self.state))
-        return homes
+            placements.append(ChunkPlacement(parameters="device" if left >= 0 else "host", state=self.state))
+        return placements
 
 
 EVERYTHING_ON_THE_DEVICE = Shares()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.copies import Waiting
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
+from meshfold.zero_gemini.moved import with_old_names
 
 # What the CUDA allocator rounds to: storages are made that large, so that its count is ours (but for up to 1 MiB that
 # it leaves to a block rather than split a cached segment).
@@ -307,14 +308,15 @@ MemoryTier = Literal["device", "host", "disk"]
 """Memory that holds something between its uses; data on disk visits the host."""
 
 
+@with_old_names({"home": "host_arena"})
 class Memory:
     """Two arenas. Without a GPU both are the CPU's memory and differ only in their budgets.
 
     Attributes:
         compute: the arena where the model computes.
-        home: the arena of the host; page-locked if the model computes on a GPU.
+        host_arena: the arena of the host; page-locked if the model computes on a GPU.
         device: of ``compute``.
-        host: of ``home``.
+        host: of ``host_arena``.
         waiting: context manager around each wait for memory to be free again.
     """
 
@@ -324,16 +326,16 @@ class Memory:
         """Args:
         device: where the model computes.
         device_bytes: budget of chunks there; None for what it has.
-        host_bytes: budget at home.
+        host_bytes: budget of the host.
         """
         self.device, self.host = device, torch.device("cpu")
         self.compute = Arena(f"compute device {device}", device, device_bytes)
-        self.home = Arena("host", self.host, host_bytes, pinned=device.type == "cuda")
+        self.host_arena = Arena("host", self.host, host_bytes, pinned=device.type == "cuda")
         self.waiting = Waiting()
 
     def arena(self, place: MemoryTier) -> Arena:
         """Return the arena of a memory tier."""
-        return self.compute if place == "device" else self.home
+        return self.compute if place == "device" else self.host_arena
 
     def allocate(self, elements: int, dtype: torch.dtype, place: MemoryTier, purpose: str) -> Block:
         """A flat block of undefined contents; the caller frees it.

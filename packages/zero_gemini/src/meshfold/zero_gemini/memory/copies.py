@@ -61,7 +61,7 @@ class Arrival:
         return self.event is None or self.event.query()
 
 
-def send_home(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
+def copy_to_host(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
     """Start copying a tensor of the device to the host, beside the computation; when it is there (None: it is).
 
     The source's memory may be given back at once. Who waits leaves the core to others.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import Faults, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.arena import MemoryTier
 from meshfold.zero_gemini.optimizer.adam_parameters import AdamValues
@@ -137,10 +137,10 @@ class AdamStepper(AdamValues):
         if before is not None:
             before.close()
 
-    def move(self, chunk: Chunk, home: Home) -> None:
+    def move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
         self.drop_trials()
         self.finish()
-        self._held[chunk].move(home)
+        self._held[chunk].move(placement)
 
     def steps_in_background(self, chunk: Chunk) -> bool:
         return chunk in self._held and self._held[chunk].place != "device"

@@ -10,7 +10,7 @@ from torch.utils.dlpack import from_dlpack
 
 from meshfold.kernels import AdamState
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece, Ring
@@ -156,7 +156,7 @@ class Held:
     # -- moving -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def move(self, home: Home) -> None:
+    def move(self, placement: ChunkPlacement) -> None:
         """Live elsewhere from now on, with the same bits. On an error all is where it was.
 
         Raises:
@@ -166,9 +166,9 @@ class Held:
         """
         self.keep_second(False)
         was = self.place
-        self._carry(home.state)
+        self._carry(placement.state)
         try:
-            self.weights.move(home.state, home.parameters)
+            self.weights.move(placement.state, placement.parameters)
         except BaseException:
             self._carry(was)
             raise

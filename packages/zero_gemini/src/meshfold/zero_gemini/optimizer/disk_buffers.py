@@ -107,7 +107,7 @@ class Ring:
 
     def _make(self, nbytes: int, memory: Memory) -> None:
         # A pinned block begins on a page, as direct I/O wants it; another one is a page longer and cut to one.
-        extra = 0 if memory.home.pinned else PAGE_BYTES
+        extra = 0 if memory.host_arena.pinned else PAGE_BYTES
         for _ in range(self.count if nbytes else 0):
             block = memory.allocate(nbytes + extra, uint8, "disk", "buffers of the disk")
             start = -block.tensor.data_ptr() % PAGE_BYTES

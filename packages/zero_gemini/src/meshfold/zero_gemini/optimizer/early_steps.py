@@ -17,7 +17,7 @@ from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.host_gradients import GradientRing
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arena import Memory
-from meshfold.zero_gemini.memory.copies import Arrival, send_home
+from meshfold.zero_gemini.memory.copies import Arrival, copy_to_host
 from meshfold.zero_gemini.optimizer.interface import EarlyStepper
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
@@ -54,7 +54,7 @@ class EarlySteps:
             OutOfBudget: if the host has no memory for the ring; nothing has changed then.
         """
         gradients = list(gradients)
-        through = [g for g in gradients if g.home != "device" and not g.has_home]
+        through = [g for g in gradients if g.tier != "device" and not g.has_buffer]
         self.ring.fit(max((g.chunk.spec.shard_elems * g.dtype.itemsize for g in through), default=0))
         self._stepper.begin_steps([g.chunk for g in gradients])
 
@@ -63,7 +63,7 @@ class EarlySteps:
         if gradient.is_consumed or gradient in self._waiting:
             return
         if not gradient.is_settled:
-            gradient.send_home()  # more may come: it is held
+            gradient.offload()  # more may come: it is held
             return
         self._waiting.append(gradient)
         self.go()
@@ -75,7 +75,7 @@ class EarlySteps:
                 self._waiting.remove(gradient)
                 self._step(gradient)
         while len(self._waiting) > self._calls.most_chunks + WAITING:
-            self._waiting.pop(0).send_home()
+            self._waiting.pop(0).offload()
 
     def finish(self, gradients: Iterable[ChunkGradient]) -> None:
         """After the backward: step what was not yet."""
@@ -112,21 +112,21 @@ class EarlySteps:
 
     def _step(self, gradient: ChunkGradient) -> None:
         chunk, used = gradient.chunk, gradient.names_used
-        if gradient.has_home:  # where sums over micro-steps wait
-            gradient.send_home()
+        if gradient.has_buffer:  # where sums over micro-steps wait
+            gradient.offload()
         block = gradient.hand_out()
         self.is_half = True
         if block is None:
-            assert gradient.shard is not None  # it went home
+            assert gradient.shard is not None  # it was offloaded
             self._stepper.step_one(chunk, gradient.shard, used, ready=gradient.on_its_way())
             gradient.lend()
-        elif gradient.home == "device":
+        elif gradient.tier == "device":
             self._stepper.step_one(chunk, block.tensor, used, ready=Arrival())
             block.free()
         else:
             buffer = self.ring.lend(
                 block.tensor.numel(), gradient.dtype, partial(self._stepper.done_with, chunk)
             )
-            arrived = send_home(block.tensor, buffer, chunk.device)
+            arrived = copy_to_host(block.tensor, buffer, chunk.device)
             block.free()
             self._stepper.step_one(chunk, buffer, used, ready=Arrival(arrived))

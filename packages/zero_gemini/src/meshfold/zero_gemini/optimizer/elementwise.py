@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh.parameters import StoredValue, number_keys
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Arena, Block, MemoryTier
 from meshfold.zero_gemini.optimizer.interface import Entry
@@ -46,12 +46,12 @@ class GeneralStepper:
         self._weights[chunk] = Weights(chunk, self._dtype or chunk.dtype, self._possible(place))
         self._chunks.update((part.name, chunk) for part in chunk.slices)
 
-    def move(self, chunk: Chunk, home: Home) -> None:
+    def move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
         weights = self._weights[chunk]
-        place, was = self._possible(home.state), weights.place
+        place, was = self._possible(placement.state), weights.place
         self._carry(chunk, place)
         try:
-            weights.move(place, home.parameters)
+            weights.move(place, placement.parameters)
         except BaseException:
             self._carry(chunk, was)
             raise
@@ -178,10 +178,10 @@ class GeneralStepper:
     def write(self, name: str, key: str, value: Tensor) -> None:
         parameter = self._weights[self._chunks[name]].parameters[name]
         # torch counts steps on the CPU, whatever the device; other numbers are where the parameter is.
-        home = torch.device("cpu") if key == "step" else parameter.device
+        placement = torch.device("cpu") if key == "step" else parameter.device
         if not value.dim() and parameter.numel() == 1 and key not in self._number_keys:
             value = value.reshape(1)  # a moment of a scalar parameter: its slice is flat
-        self.optimizer.state[parameter][key] = value.to(home, copy=True)
+        self.optimizer.state[parameter][key] = value.to(placement, copy=True)
         self._count_one(self._weights[self._chunks[name]], parameter)
 
     def _tensors(self, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.memory.arena import MemoryTier
 
 
@@ -50,7 +50,7 @@ class Stepper(Protocol):
             MemoryPlanError: for a place that this way of stepping cannot use.
         """
 
-    def move(self, chunk: Chunk, home: Home) -> None:
+    def move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
         """Let a chunk, its master weights and its state live elsewhere from now on, with the same bits.
 
         Between steps, after ``finish``; all ranks must call. On an error everything is where it was.

@@ -54,17 +54,17 @@ class Weights:
         Raises:
             OutOfBudget: if one of the arenas has not as much left.
         """
-        was, home = self.place, self.chunk.home
+        was, tier = self.place, self.chunk.tier
         if self._own is None:  # views would keep memory that the chunk gives back
             self.tensor = self.tensor.new_empty(0)
             self._point()
         try:
-            self.chunk.rehome(parameters)
+            self.chunk.move(parameters)
             self.place = place
             self.tensor = self._settled()
         except BaseException:
-            if self.chunk.home != home:
-                self.chunk.rehome(home)
+            if self.chunk.tier != tier:
+                self.chunk.move(tier)
             self.place = was
             self.tensor = self._settled()
             raise
@@ -92,7 +92,7 @@ class Weights:
     def _settled(self) -> Tensor:
         """Their tensor, with their own memory taken or given back as their place and the shard's want it."""
         chunk, own = self.chunk, self._own
-        shard_is_there = (chunk.resident or chunk.home == "device") == (self.place == "device")
+        shard_is_there = (chunk.resident or chunk.tier == "device") == (self.place == "device")
         if self.dtype == chunk.dtype and shard_is_there:
             if own is not None:
                 chunk.shard.copy_(own.tensor)

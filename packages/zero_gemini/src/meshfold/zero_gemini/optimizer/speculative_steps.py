@@ -58,8 +58,8 @@ class SpeculativeSteps:
             self._stepper.begin_trials()
 
     def offer(self, gradient: ChunkGradient) -> None:
-        """In such a backward a gradient is complete, as far as one knows, and on its way home."""
-        if self._factor is None or gradient.home != "host" or gradient.shard is None:
+        """In such a backward a gradient is complete, as far as one knows, and on its way to the host."""
+        if self._factor is None or gradient.tier != "host" or gradient.shard is None:
             return
         chunk = gradient.chunk
         if gradient in self._sums:  # it is the sum of several backwards that could each be the last

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshfold.mesh import ParameterMeta, broadcast
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import Home
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer import state_tree as paths
@@ -81,16 +81,16 @@ class WholeStepper:
     def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
         self._owners.update(self._choice.choose(chunk))
         self._chunks.update(dict.fromkeys(chunk.spec.names, chunk))
-        self._house(chunk, place)
+        self._place(chunk, place)
 
-    def move(self, chunk: Chunk, home: Home) -> None:
-        was = chunk.home
+    def move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
+        was = chunk.tier
         try:
-            chunk.rehome(home.parameters)
-            self._house(chunk, home.state)
+            chunk.move(placement.parameters)
+            self._place(chunk, placement.state)
         except BaseException:
-            if chunk.home != was:
-                chunk.rehome(was)
+            if chunk.tier != was:
+                chunk.move(was)
             if chunk in self._in_shard:
                 self._point(self._views(chunk, chunk.shard))
             raise
@@ -104,12 +104,12 @@ class WholeStepper:
             self._counted.update()
 
     @torch.no_grad()
-    def _house(self, chunk: Chunk, place: MemoryTier) -> None:
+    def _place(self, chunk: Chunk, place: MemoryTier) -> None:
         """Have the owned weights of a chunk, and the optimizer's state of them, in a place."""
         if place == "disk":
             self._refuse_disk()
         dtype, arena = self.master_dtype(chunk), chunk.memory.arena(place)
-        shown = "device" if chunk.resident else chunk.home
+        shown = "device" if chunk.resident else chunk.tier
         in_shard = (
             chunk.group.size == 1 and dtype == chunk.dtype and place == shown
         )  # then it is all there is
@@ -325,9 +325,9 @@ class WholeStepper:
             return
         parameter = self._weights[name]
         # torch counts steps on the CPU, whatever the device; all else is where the parameter is.
-        home = torch.device("cpu") if key == "step" else parameter.device
+        placement = torch.device("cpu") if key == "step" else parameter.device
         loaded = self._loaded.setdefault(name, {})  # the parts of a list may come in any order
-        loaded[key] = value.detach().to(home, copy=True)
+        loaded[key] = value.detach().to(placement, copy=True)
         self.optimizer.state[parameter].update(paths.unflatten(loaded))
         self._counted.update()
 

@@ -90,7 +90,7 @@ class Family:
         self.problem, self.order, self.layers = problem, order, layers
         moments = len(problem.limits) - 2
         self.memory = _Sums(problem.memory, order, layers, slice(0, moments))
-        self.home = _Sums(problem.memory, order, layers, slice(moments, None))
+        self.offloaded = _Sums(problem.memory, order, layers, slice(moments, None))
         self.gpu = problem.limits[:moments]
         self.host, self.disk = problem.limits[moments:]
 
@@ -110,8 +110,8 @@ class Family:
         n = len(self.order)
         for a in [n] if self.problem.mode == GPU_ONLY else range(n + 1):
             most = n - a if self.problem.mode == WITH_DISK else 0
-            on_disk = self.home.d[: most + 1, 1] + self.home.a[a, 1] <= self.disk
-            fits = on_disk & (self.home.d[: most + 1, 0] + self.home.a[a, 0] <= self.host)
+            on_disk = self.offloaded.d[: most + 1, 1] + self.offloaded.a[a, 1] <= self.disk
+            fits = on_disk & (self.offloaded.d[: most + 1, 0] + self.offloaded.a[a, 0] <= self.host)
             if on_disk.any() and fits.any():
                 yield a, int(fits.argmax()), int(on_disk.nonzero()[0][-1])
 
@@ -164,7 +164,7 @@ class Family:
             if what == "gpu":
                 value, d = float(self.memory.a[a].max()), least
             elif (self.memory.a[a] <= self.gpu).all():
-                value, d = float(self.home.a[a, 0] + self.home.d[most, 0]), most
+                value, d = float(self.offloaded.a[a, 0] + self.offloaded.d[most, 0]), most
             else:
                 continue
             if found is None or value < found[0]:

@@ -59,7 +59,7 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
 
 
 def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
-    """A chunk's gradient on the GPU: whole while its backward goes on, then a shard until it is home; option moment."""
+    """A chunk's gradient on the GPU: whole while its backward goes on, then a shard until it is on the host; option moment."""
     out = np.zeros((5, workload.moments))
     whole = int(np.ceil(workload.regime.gradient * chunk.gathered_elems))
     shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
@@ -98,7 +98,7 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
         [c.gathered_elems if workload.whole_gradients else c.elems for c in workload.chunks],
         dtype=elems.dtype,
     )
-    held = np.ceil(regime.gradient * summed) * trainable * held_at_home(workload)
+    held = np.ceil(regime.gradient * summed) * trainable * held_on_host(workload)
     copies = 2 if strategy == SPECULATIVE_STEP else 1
     host, disk = np.zeros((len(elems), 5)), np.zeros((len(elems), 5))
     host[:, (1, 2)] = (copies * (plane + state) + held)[:, None]
@@ -111,14 +111,14 @@ def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
     return workload.ranks_per_host * host, workload.ranks_per_host * disk
 
 
-def held_at_home(workload: Workload) -> bool:
+def held_on_host(workload: Workload) -> bool:
     """Return whether gradients wait on the host: for the norm, or for those of later micro-steps."""
     return workload.clipping or (workload.accumulation > 1 and workload.stage > 1)
 
 
 def gradient_ring(workload: Workload) -> int:
     """Host bytes for gradients on their way to the CPU step when none is held: two of the largest chunk's."""
-    if held_at_home(workload):
+    if held_on_host(workload):
         return 0
     sizes = [chunk.elems for chunk in workload.chunks if chunk.trainable]
     return 2 * int(np.ceil(workload.regime.gradient * max(sizes, default=0)))

@@ -168,13 +168,13 @@ def evaluate_placement(
     machine: Machine,
     limits: Limits | None = None,
     *,
-    homes: Mapping[str, tuple[str, str]],
+    placements: Mapping[str, tuple[str, str]],
     policy: str,
 ) -> Plan:
     """Return the plan of a given placement: its bytes and seconds.
 
     Args:
-        homes: of each chunk by name, where its parameters are (``gpu`` or ``host``) and its optimizer state (or ``disk``).
+        placements: of each chunk by name, where its parameters are (``gpu`` or ``host``) and its optimizer state (or ``disk``).
         policy: what it is called.
 
     Raises:
@@ -184,9 +184,9 @@ def evaluate_placement(
     options = {("gpu", "gpu"): ALL_GPU, ("gpu", "host"): HOST_RESIDENT, ("host", "host"): HOST_STREAMED}
     options |= {("gpu", "disk"): DISK_RESIDENT, ("host", "disk"): DISK_STREAMED}
     for chunk in workload.chunks:
-        if homes[chunk.name] not in options:
-            raise SpecError(f"chunk {chunk.name}: parameters and state on {homes[chunk.name]} cannot be")
-    chunks = np.array([options[homes[chunk.name]] for chunk in workload.chunks])
+        if placements[chunk.name] not in options:
+            raise SpecError(f"chunk {chunk.name}: parameters and state on {placements[chunk.name]} cannot be")
+    chunks = np.array([options[placements[chunk.name]] for chunk in workload.chunks])
     return _fixed(policy, workload, machine, limits, chunks, ())
 
 

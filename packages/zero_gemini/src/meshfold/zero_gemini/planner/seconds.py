@@ -1,6 +1,6 @@
 """Seconds of a choice, as the largest of named sums.
 
-Without clipping (source: design, section "Gemini, planned"), a step whose gradients have a place at home each, as those of
+Without clipping (source: design, section "Gemini, planned"), a step whose gradients each have a buffer on the host, as those of
 several micro-steps have, is one phase and takes the largest of
 
     compute                 GPU compute, recompute, the GPU's own optimizer step, and copies that compute waits for
@@ -237,7 +237,7 @@ def _again_forward(build: Builder, loads: Loads) -> None:
 
 
 def _again_backward(build: Builder, loads: Loads) -> None:
-    """Its backward: the sum of gradients so far is fetched, added to and sent home again."""
+    """Its backward: the sum of gradients so far is fetched, added to and sent back."""
     machine, up, down = loads.machine, loads.up_backward + loads.down, loads.down
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
     build.add("h2d", chunk=up / machine.h2d)
@@ -261,7 +261,9 @@ class Loads:
         train = np.array([chunk.trainable for chunk in chunks], dtype=float)[:, None]
         loads = np.array([_loads(chunk, workload) for chunk in chunks], dtype=float)
         off = np.array([state != "gpu" for state in STATE], dtype=float)
-        streamed = np.array([home != "gpu" and workload.stage == 3 for home in PARAMETERS], dtype=float)
+        streamed = np.array(
+            [placement != "gpu" and workload.stage == 3 for placement in PARAMETERS], dtype=float
+        )
         disk = np.array([state == "disk" for state in STATE], dtype=float)
         self.elems = elems * train * off
         # streamed: loaded for each window; resident: refreshed once after the CPU's step

@@ -1,4 +1,4 @@
-"""A model held in chunks: put together from its parts, gathered as it runs, with a home for every chunk.
+"""A model held in chunks: put together from its parts, gathered as it runs, with a placement for every chunk.
 
 What is done with it in a training step is :mod:`meshfold.zero_gemini.gemini`.
 """
@@ -18,7 +18,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
-from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Home, PlacementRule
+from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, ChunkPlacement, PlacementRule
 from meshfold.zero_gemini.errors import ChunkError, Faults
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
@@ -54,7 +54,7 @@ class ChunkedModel(ParameterValues):
         *,
         stage: int,
         memory: Memory,
-        homes: PlacementRule = EVERYTHING_ON_THE_DEVICE,
+        placements: PlacementRule = EVERYTHING_ON_THE_DEVICE,
         dtype: torch.dtype | None = None,
         other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
         master_dtype: torch.dtype | None = None,
@@ -74,7 +74,7 @@ class ChunkedModel(ParameterValues):
         mesh: gives the group of each parameter's ``sum_axes``: the ranks that share a chunk.
         stage: 1, 2 or 3.
         memory: where the model computes and where chunks live, with budgets.
-        homes: says where each chunk lives, from the elements of their shards; stages 1 and 2 keep parameters on the device.
+        placements: rule that gives each chunk its placement; stages 1 and 2 keep parameters on the device.
         dtype: in which the model computes; None keeps each parameter's.
         other_dtypes: parameters that it has in another dtype.
         master_dtype: of the master weights; None: as the model computes.
@@ -130,11 +130,11 @@ class ChunkedModel(ParameterValues):
         ]
         kinds = [self._facts[spec.names[0]].kind for _, spec, _ in laid]
         try:
-            chosen = self._residents.choose(homes, [spec for _, spec, _ in laid], kinds)
+            chosen = self._residents.choose(placements, [spec for _, spec, _ in laid], kinds)
             settled(self.optimizer)
-            for (group, spec, mine), home in zip(laid, chosen, strict=True):
+            for (group, spec, mine), placement in zip(laid, chosen, strict=True):
                 with self._faults.raised_on_all():
-                    chunk = self._make_chunk(spec, mine, group, home, master_dtype, gradient_dtype)
+                    chunk = self._make_chunk(spec, mine, group, placement, master_dtype, gradient_dtype)
                     for name in spec.names:
                         self._fill(name, first.pop(name), values)
                 chunk.publish()
@@ -168,7 +168,7 @@ class ChunkedModel(ParameterValues):
         spec: ChunkSpec,
         slices: Sequence[ShardSlice],
         group: Group,
-        home: Home,
+        placement: ChunkPlacement,
         master_dtype: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
     ) -> Chunk:
@@ -176,17 +176,17 @@ class ChunkedModel(ParameterValues):
         kind = members[0].kind
         chunk = Chunk(
             spec, slices, [facts.parameter for facts in members], [facts.shape for facts in members], group,
-            dtype=kind.dtype, memory=self.memory, home=home.parameters, whole_group=self._stage < 3,
+            dtype=kind.dtype, memory=self.memory, tier=placement.parameters, whole_group=self._stage < 3,
         )  # fmt: skip
         self.chunks.append(chunk)
-        self._residents.homes[chunk] = home
+        self._residents.placements[chunk] = placement
         self._chunk_of.update(dict.fromkeys(spec.names, chunk))
         if kind.trained and self._stepper is not None:
-            self._stepper.adopt(chunk, home.state)
+            self._stepper.adopt(chunk, placement.state)
             if gradient_dtype is not None:
                 gradient_dtype = torch.promote_types(gradient_dtype, kind.dtype)
             self._gradients[chunk] = ChunkGradient(
-                chunk, gradient_dtype or master_dtype or kind.dtype, home.state, every_time=self._stage > 1,
+                chunk, gradient_dtype or master_dtype or kind.dtype, placement.state, every_time=self._stage > 1,
                 measure=partial(self._power_sum, chunk, 2.0),
                 wait_for_reader=partial(self._stepper.done_with, chunk),
             )  # fmt: skip
@@ -272,9 +272,9 @@ class ChunkedModel(ParameterValues):
     # -- where chunks live --------------------------------------------------------------------------------------
 
     @property
-    def homes(self) -> dict[Chunk, Home]:
+    def placements(self) -> dict[Chunk, ChunkPlacement]:
         """Placement of each chunk."""
-        return dict(self._residents.homes)
+        return dict(self._residents.placements)
 
     def uses(self) -> list[ChunkUse]:
         """The chunks, in the order of ``chunks``, with the units that need them: what a plan is made of."""
@@ -301,7 +301,7 @@ class ChunkedModel(ParameterValues):
         """Let chunks on the host be stepped before the norm is known, into a second copy
         (:mod:`meshfold.zero_gemini.optimizer.speculative_steps`).
 
-        Changes no bit. Another home ends it for a chunk.
+        Changes no bit. Another placement ends it for a chunk.
 
         Returns:
             Whether it is so from now on: False where the host has no memory for the copies, and for others than Adam.

@@ -11,7 +11,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
 from meshfold.zero_gemini.chunks.parameter_table import Kind
-from meshfold.zero_gemini.chunks.placement import Home, Move, PlacementRule, in_turn
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement, Move, PlacementRule, in_turn
 from meshfold.zero_gemini.errors import Faults, OutOfBudget
 from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import synchronize
@@ -24,7 +24,7 @@ class Residents:
     """Knows where chunks live, and moves them with their gradients and their state.
 
     Attributes:
-        homes: of every chunk.
+        placements: of every chunk.
     """
 
     def __init__(
@@ -47,34 +47,36 @@ class Residents:
         """
         self._memory, self._faults, self._stepper, self._gradients = memory, faults, stepper, gradients
         self._stage, self._regime = stage, regime
-        self.homes: dict[Chunk, Home] = {}
+        self.placements: dict[Chunk, ChunkPlacement] = {}
 
-    def choose(self, homes: PlacementRule, specs: Sequence[ChunkSpec], kinds: Sequence[Kind]) -> list[Home]:
+    def choose(
+        self, placements: PlacementRule, specs: Sequence[ChunkSpec], kinds: Sequence[Kind]
+    ) -> list[ChunkPlacement]:
         """Return the placements of chunks, with room reserved on disk for state that goes there."""
-        found = [self._at_home(home) for home in homes([spec.shard_elems for spec in specs])]
+        found = [self._allowed(placement) for placement in placements([spec.shard_elems for spec in specs])]
         self._reserve(
             (kind.dtype, spec.shard_elems)
-            for home, spec, kind in zip(found, specs, kinds, strict=True)
-            if home.state == "disk" and kind.trained
+            for placement, spec, kind in zip(found, specs, kinds, strict=True)
+            if placement.state == "disk" and kind.trained
         )
         return found
 
-    def rehome(self, homes: Mapping[Chunk, Home]) -> None:
-        """Let chunks live elsewhere; nothing may be under way, nothing gathered, no gradient kept. All ranks must call.
+    def move(self, placements: Mapping[Chunk, ChunkPlacement]) -> None:
+        """Move chunks to other placements; nothing may be under way, nothing gathered, no gradient kept. All ranks must call.
 
         They go in turns, so that memory does not run out on the way. A chunk that cannot be moved on
         one of the ranks stays where it was on all, and all raise.
         """
         self._reserve(
             (chunk.dtype, chunk.spec.shard_elems)
-            for chunk, home in homes.items()
-            if home.state == "disk" != self.homes[chunk].state and chunk in self._gradients
+            for chunk, placement in placements.items()
+            if placement.state == "disk" != self.placements[chunk].state and chunk in self._gradients
         )
         synchronize(self._memory.device)  # copies that are under way read what is about to go
         moves = [
-            self._as_move(chunk, self._at_home(home))
-            for chunk, home in homes.items()
-            if self._at_home(home) != self.homes[chunk]
+            self._as_move(chunk, self._allowed(placement))
+            for chunk, placement in placements.items()
+            if self._allowed(placement) != self.placements[chunk]
         ]
         for move in in_turn(moves):
             self._carry(*move.what)
@@ -94,52 +96,52 @@ class Residents:
                 return False
         return on
 
-    def _at_home(self, home: Home) -> Home:
+    def _allowed(self, placement: ChunkPlacement) -> ChunkPlacement:
         """Return the placement under this stage: stages 1 and 2 keep parameters on the device."""
-        return home if self._stage == 3 else replace(home, parameters="device")
+        return placement if self._stage == 3 else replace(placement, parameters="device")
 
     def _reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         if self._stepper is not None:
             with self._faults.raised_on_all():
                 self._stepper.reserve(shards)
 
-    def _as_move(self, chunk: Chunk, home: Home) -> Move[tuple[Chunk, Home]]:
+    def _as_move(self, chunk: Chunk, placement: ChunkPlacement) -> Move[tuple[Chunk, ChunkPlacement]]:
         """Return the bytes that a chunk's move adds to both memories; of torch optimizers' state, an estimate."""
-        elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self.homes[chunk]
+        elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self.placements[chunk]
         state = 0.0
         if chunk in self._gradients:
             planes = planes_of(chunk.dtype, self._regime) if isinstance(self._stepper, AdamStepper) else ()
             state = sum(plane.dtype.itemsize / plane.each for plane in planes) or 2.0 * width
 
         def more(place: MemoryTier) -> int:
-            parameters = (home.parameters == place) - (was.parameters == place)
+            parameters = (placement.parameters == place) - (was.parameters == place)
             return round(
-                elements * (width * parameters + state * ((home.state == place) - (was.state == place)))
+                elements * (width * parameters + state * ((placement.state == place) - (was.state == place)))
             )
 
-        return Move(what=(chunk, home), device_bytes=more("device"), host_bytes=more("host"))
+        return Move(what=(chunk, placement), device_bytes=more("device"), host_bytes=more("host"))
 
-    def _carry(self, chunk: Chunk, home: Home) -> None:
+    def _carry(self, chunk: Chunk, placement: ChunkPlacement) -> None:
         """Move a chunk, on all ranks or, if one cannot, on none."""
-        was, moved = self.homes[chunk], False
+        was, moved = self.placements[chunk], False
         try:
             with self._faults.raised_on_all():
-                self._move(chunk, home)
+                self._move(chunk, placement)
                 moved = True
         except BaseException:
             if moved:  # here, and not on another rank
                 self._move(chunk, was)
             raise
-        self.homes[chunk] = home
+        self.placements[chunk] = placement
 
-    def _move(self, chunk: Chunk, home: Home) -> None:
+    def _move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
         if self._stepper is None or chunk not in self._gradients:
-            chunk.rehome(home.parameters)
+            chunk.move(placement.parameters)
             return
-        gradient, was = self._gradients[chunk], self._gradients[chunk].home
-        gradient.rehome(home.state)
+        gradient, was = self._gradients[chunk], self._gradients[chunk].tier
+        gradient.move(placement.state)
         try:
-            self._stepper.move(chunk, home)
+            self._stepper.move(chunk, placement)
         except BaseException:
-            gradient.rehome(was)
+            gradient.move(was)
             raise

@@ -82,7 +82,7 @@ class ParameterValues(ABC):
         """These elements of a parameter's master weights, or of an optimizer's tensor, flat and as they lie in memory.
 
         A number as it is. After ``flush``, no communication. They change with the next step, and mean nothing after
-        ``rehome``; what lives on disk was read.
+        ``move``; what lives on disk was read.
 
         Raises:
             DiskError: if they cannot be read.
@@ -90,7 +90,7 @@ class ParameterValues(ABC):
         return self._contents.parts(self._name_of(parameter), key)
 
     def noted_parts(self) -> Callable[[Tensor, str | None], StoredValue] | None:
-        """:meth:`parts` as they are now, to be asked for later and in any thread, until the next step or ``rehome``.
+        """:meth:`parts` as they are now, to be asked for later and in any thread, until the next step or ``move``.
 
         None where that cannot be: of state on a disk, and of other optimizers than Adam. All ranks must call.
         """
@@ -105,7 +105,7 @@ class ParameterValues(ABC):
     def is_on_disk(self, parameter: Tensor, key: str | None = None) -> bool:
         """Return whether some of a parameter's master weights, or of one of the optimizer's tensors of it, lives on disk."""
         chunk = self._chunk_of[self._name_of(parameter)]
-        if chunk not in self._gradients or self._residents.homes[chunk].state != "disk":
+        if chunk not in self._gradients or self._residents.placements[chunk].state != "disk":
             return False
         # What the model computes with never does, and how often it was stepped is a number.
         return chunk.dtype != self.master_dtype(parameter) if key is None else key != "step"

@@ -184,7 +184,7 @@ class GradientFlow:
             gradient.begin()
 
     def shards(self) -> dict[Chunk, Tensor]:
-        """The complete gradient of every chunk, at home."""
+        """Return the complete gradient of every chunk, where the chunk's optimizer state is."""
         return {chunk: gradient.finish() for chunk, gradient in self._gradients.items()}
 
     @property

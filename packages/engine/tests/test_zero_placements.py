@@ -11,7 +11,7 @@ import torch
 from meshfold.engine import Engine
 from meshfold.engine.precision import Precision
 from meshfold.engine.zero import plan as zero_plan
-from meshfold.engine.zero.plan import Sizes, first_homes, regime_of
+from meshfold.engine.zero.plan import Sizes, first_placements, regime_of
 from meshfold.mesh import Mesh
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.mesh.testing import run_on_ranks
@@ -60,9 +60,9 @@ def one_has_less() -> tuple[Shares, Shares]:
         have = 10**8 + rank * 10**6
         with mock.patch.object(zero_plan, what, lambda *_, have=have: have):
             spec = ZeroSpec.parse(zero)
-            homes = first_homes(spec, CPU, sizes, ranks_per_host=2, everyone=mesh.group("data"))
-        assert isinstance(homes, Shares)
-        found.append(homes)
+            placements = first_placements(spec, CPU, sizes, ranks_per_host=2, everyone=mesh.group("data"))
+        assert isinstance(placements, Shares)
+        found.append(placements)
     return found[0], found[1]
 
 
