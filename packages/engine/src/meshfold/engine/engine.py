@@ -45,6 +45,7 @@ class Engine:
         spec: the checked spec.
         report: what tensor parallelism did to each submodule; None if the model was left whole.
         loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
+        compiled_blocks: what ``compile`` compiled; its ``str()`` is one line. None if nothing is.
         optimizer: over the master weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
             TrainingError. None for evaluation only.
         pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
@@ -81,6 +82,7 @@ class Engine:
         rules: Mapping[str, str] | None = None,
         recompute: str | None = None,
         kernels: object = "auto",
+        compile: object = False,
         example: Any = None,
         nonfinite: str | None = None,
         watchdog: float | None = None,
@@ -108,6 +110,8 @@ class Engine:
             kernels: fused kernels in the place of the model's own operations (:func:`meshfold.kernels.fuse.fuse`): ``"auto"``
                 (where they pay), ``"off"``, or rule by rule: ``dict(norm=..., gated=..., rotary=..., loss=...)``, each True
                 (always), False (never) or None (where it pays).
+            compile: True: every repeated block is compiled by torch.compile, one by one, or the model where it has none and the
+                spec has neither ``zero`` nor ``pipeline``; or ``dict(backend=..., mode=..., dynamic=...)``.
             example: a small batch, for ``pipeline`` with a model that is not called with token ids: to see what comes before
                 its blocks. Values do not matter. Under other specs the model's signature is all that it is held against.
             nonfinite: what to do before a step whose loss or gradient is nan or infinite: ``"error"``, ``"skip"`` (leave it
@@ -124,7 +128,7 @@ class Engine:
             parallel=parallel, optimizer=optimizer, precision=precision, gradient_accumulation=gradient_accumulation,
             clip_grad_norm=clip_grad_norm, clip_norm_type=clip_norm_type, clip_grad_value=clip_grad_value, seed=seed,
             loss_fn=loss_fn, lr_scheduler=lr_scheduler, kernels=kernels, nonfinite=nonfinite, watchdog=watchdog,
-            check_collectives=check_collectives,
+            check_collectives=check_collectives, compile=compile,
         )  # fmt: skip
         with ExitStack() as self._open:  # what is to be closed, the last first
             built = build(
@@ -136,6 +140,7 @@ class Engine:
             self.pipeline = None if part.pipelined is None else part.pipelined.pipeline
             self.precision, self.recomputed_blocks = asked.precision, built.blocks
             self.fused_kernels = built.fused
+            self.compiled_blocks = built.compiled
             self.states, self.model_state = built.states, built.model_state
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.loss import LossCalls, is_compiled, leave_out_targets
+from meshfold.engine.batches.loss import LossCalls, leave_out_targets
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
@@ -55,7 +55,7 @@ class Forward:
         self._names_taken = batches.names_taken(model)
         self._ignored = IGNORE_INDEX
         # Looked at once: what a loss is a mean over does not change.
-        self._looks = world.data_size > 1 and not is_compiled(model) and not is_compiled(loss_fn)
+        self._looks = world.data_size > 1
         self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
 
     @property

@@ -6,7 +6,7 @@ The mode also answers where a model counts out positions itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.parameters import is_compiled
 from meshfold.sequence.attention import attention
 from meshfold.sequence.dropout import DrawDropout, WeightDropout
 from meshfold.sequence.layout_tracking import track_attention
@@ -207,7 +208,7 @@ class ModeAroundModules:
         self._make = make
         self._local = threading.local()
         self._handles = []
-        for module in model.modules():
+        for module in _outside_of_graphs(model):
             if module is model or any(True for _ in module.children()) or not _of_torch(module):
                 self._handles.append(module.register_forward_pre_hook(self._enter))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -232,6 +233,20 @@ class ModeAroundModules:
         """Leave the modules as they were."""
         for handle in self._handles:
             handle.remove()
+
+
+def _outside_of_graphs(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model, without those in compiled blocks: a graph is guarded on the numbers of the hooks in it."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in seen:
+            seen.add(module)
+            yield module
+            for child in () if is_compiled(module) else module.children():
+                yield from walk(child)
+
+    return walk(module)
 
 
 def _of_torch(module: nn.Module) -> bool:

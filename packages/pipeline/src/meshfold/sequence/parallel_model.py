@@ -33,7 +33,9 @@ class SequenceParallel:
     def __init__(self, model: nn.Module, settings: AttentionSettings) -> None:
         self._settings = settings
         self._local = 0  # tokens of this rank in the last forward, which may be recomputed later
-        self._calls = 0  # of attention in the forward under way
+        self._attended = (
+            False  # in the forward under way; not a count, which a compiled block would be guarded on
+        )
         self._signature = inspect.signature(model.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
         self._shifts_labels = getattr(model, "loss_type", "") == "ForCausalLM" or any(
@@ -99,14 +101,14 @@ class SequenceParallel:
                 "next_tokens(labels), and give the model shift_labels= and num_items_in_batch= as well (Hugging Face), or take "
                 "the loss of its logits by loss_share(logits, targets, mesh, mode)"
             )
-        self._local, self._calls = tokens.shape[1], 0
+        self._local, self._attended = tokens.shape[1], False
         self._tracked.mark_arguments(given.values(), self._local)
         if not self._takes_positions or given.get("position_ids") is not None:
             return None
         return args, {**kwargs, "position_ids": self._positions(tokens.device)}
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._calls:
+        if not self._attended:
             raise LayoutError(
                 f"{type(model).__name__} attended to nothing that sequence_parallel could see, so each rank saw its own tokens "
                 "alone: let it call torch.nn.functional.scaled_dot_product_attention"
@@ -117,7 +119,7 @@ class SequenceParallel:
 
     def _asked(self) -> AttentionSettings:
         """Return the settings for a call of attention."""
-        self._calls += 1
+        self._attended = True
         return self._settings
 
     def _counted(self, n: int) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshfold.engine.batches.loss import check_loss_fn
 from meshfold.engine.long_runs.nonfinite import Mode, check_mode
+from meshfold.engine.model.compile_blocks import CompileSettings
 from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.engine.optimizers import Factory, optimizer_factory
 from meshfold.engine.precision import Precision
@@ -37,6 +38,7 @@ class Arguments:
         nonfinite: what to do about what is nan or infinite; None: do not look.
         watchdog: seconds; None is left to the environment.
         compare: whether every collective is compared between its ranks.
+        compile: how repeated blocks are compiled; None if they are not.
     """
 
     precision: Precision
@@ -50,6 +52,7 @@ class Arguments:
     nonfinite: Mode | None
     watchdog: float | None
     compare: bool
+    compile: CompileSettings | None
 
     @classmethod
     def check(
@@ -69,6 +72,7 @@ class Arguments:
         nonfinite: object,
         watchdog: object,
         check_collectives: object,
+        compile: object,
     ) -> Arguments:
         """See :class:`meshfold.engine.Engine`, whose arguments have these names.
 
@@ -87,6 +91,7 @@ class Arguments:
                 "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
             )
         rules = check_kernels(kernels)
+        checked_compile = CompileSettings.parse(compile)
         limit_s, compare = check_watchdog(watchdog, check_collectives)
         return cls(
             precision=checked_precision,
@@ -100,6 +105,7 @@ class Arguments:
             nonfinite=mode,
             watchdog=limit_s,
             compare=compare,
+            compile=checked_compile,
         )
 
     @property

@@ -16,6 +16,7 @@ from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
 from meshfold.engine.model import recompute as recomputation
 from meshfold.engine.model.checks import NoCopies
+from meshfold.engine.model.compile_blocks import CompiledBlocks
 from meshfold.engine.model.ownership import AsGiven, check_free, claim
 from meshfold.engine.model.pipelined_model import PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks
@@ -43,6 +44,7 @@ class Built:
         part: this rank's part of the model.
         blocks: those of its blocks that backward recomputes; None if none is.
         fused: the fused kernels in it; None if none were asked for.
+        compiled: what is compiled; None if nothing is.
         states: its master weights, their gradients and the optimizer's state.
         step_guard: lets nobody but the engine step the optimizer.
         lr_scheduler: of the optimizer; None if none was given.
@@ -54,6 +56,7 @@ class Built:
     part: Assembled
     blocks: RecomputedBlocks | None
     fused: FusedModel | None
+    compiled: CompiledBlocks | None
     states: States
     step_guard: StepGuard
     lr_scheduler: Any
@@ -92,6 +95,8 @@ def build(
     opened.callback(watch_over(world, asked.watchdog, asked.compare).close)
     opened.callback(world.mesh.close)
     recompute = recomputation.check_recompute(recompute, world.spec)
+    if asked.compile is not None:
+        asked.compile.check(world.spec)
 
     # This rank's part of the model: split, given its first values, in place.
     if asked.make_optimizer is not None:
@@ -100,6 +105,11 @@ def build(
         check_given(model, world, own_loss=asked.loss_fn is not None)
     stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
     part = assemble(model, world, asked.precision, asked.seed, rules, stages)
+    compiled = None
+    if asked.compile is not None:  # first: modes and checkpoints are around a graph, not in it
+        stages_blocks = None if part.pipelined is None else part.pipelined.blocks()
+        compiled = CompiledBlocks(asked.compile, part.model, world.spec, stages_blocks)
+        opened.callback(compiled.close)
     sequence = split_sequence(part.model, world, own_loss=asked.loss_fn is not None)
     if sequence is not None:
         opened.callback(sequence.close)
@@ -129,6 +139,7 @@ def build(
         part=part,
         blocks=blocks,
         fused=fused,
+        compiled=compiled,
         states=states,
         step_guard=step_guard,
         lr_scheduler=schedulers[0],

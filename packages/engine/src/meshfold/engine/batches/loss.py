@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +131,17 @@ class LossCalls(TorchFunctionMode):
         super().__init__()
         self.ignored = IGNORE_INDEX
         self._parts, self._exact = parts, exact
+        self._eager = ExitStack()
+
+    def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:  # a graph that is made under a mode is of no use without it
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._eager.close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -189,11 +202,3 @@ class LossCalls(TorchFunctionMode):
                 "and leave ignore_index out"
             )
         self.ignored = ignore_index
-
-
-def is_compiled(called: object) -> bool:
-    """Return whether torch.compile has wrapped a function, or a module or any that it holds."""
-    modules = called.modules() if isinstance(called, nn.Module) else ()
-    return hasattr(called, "_torchdynamo_orig_callable") or any(
-        hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in modules
-    )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.loss import LossCalls, is_compiled, leave_out_targets
+from meshfold.engine.batches.loss import LossCalls, leave_out_targets
 from meshfold.engine.batches.shown import called, note_in_place
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
@@ -135,7 +135,7 @@ class PipelinedModel:
         self._world, self._loss_fn = world, settings.loss_fn
         self._states: States | None = None
         self._measures = spec.schedule == "auto"
-        self._looks = not is_compiled(model) and not is_compiled(settings.loss_fn)
+        self._looks = True
         self.inventory = Inventory.of(model)
         example = settings.called(model, world.device, precision)
         free = callable(spec.schedule) or spec.schedule_name in ("interleaved", "auto")

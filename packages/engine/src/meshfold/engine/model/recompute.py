@@ -9,6 +9,7 @@ Source: Chen et al. 2016, arXiv 1604.06174, by way of torch's non-reentrant chec
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,7 @@ class Recomputed:
         # What block.compile() has made stands before its forward.
         self._place = "forward" if getattr(block, _COMPILED, None) is None else _COMPILED
         self.forward: Callable[..., Any] = getattr(block, self._place)
+        self.__wrapped__ = self.forward  # as for any function that stands around another
         setattr(block, self._place, self)
 
     def close(self) -> None:
@@ -158,6 +160,7 @@ class _Repetition:
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]], buffers: ChangedBuffers) -> None:
         self._contexts, self._buffers = contexts, buffers
         self._stand_in = DryRun.active
+        self._eager = _runs_eagerly()  # a graph would save other tensors than the first forward did
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> None:
@@ -165,6 +168,8 @@ class _Repetition:
             stack.enter_context(self._buffers.as_before())
             if self._stand_in is not None:
                 stack.enter_context(self._stand_in.inside())
+            if self._eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             for context in self._contexts:
                 stack.enter_context(context)
             self._open.append(stack.pop_all())
@@ -235,6 +240,12 @@ class RecomputedBlocks:
         for wrapped in self._wrapped.values():
             wrapped.close()
         self._wrapped.clear()
+
+
+def _runs_eagerly() -> bool:
+    """Return whether compiled blocks run uncompiled now, as they do in forwards that are looked at."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and dynamo._stance.stance == "force_eager"
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ backward runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
@@ -224,6 +225,7 @@ class ShownGradients:
         ] = []  # what gradients are still to be multiplied with
         self._made: dict[int, GradientProxy] = {}  # by place; the same ones stand there in every step
         self._visible = False
+        self._listens = False
         self._finalizer = finalize(self, _hide, list(states.trained))
 
     # -- when they stand there --------------------------------------------------------------------------------------
@@ -234,6 +236,19 @@ class ShownGradients:
             if parameter.grad is None:
                 parameter.grad = self._stand_in(place, parameter)
         self._visible = True
+        if not self._listens and "torch._dynamo" in sys.modules:
+            self._listens = True
+            _hide_from_compiler(self)
+
+    def hide_for_now(self) -> None:
+        """Show nothing while the compiler traces, until :meth:`show`: it makes a copy of each parameter with its ``grad``."""
+        if self._visible:
+            _hide(self._states.trained)
+
+    def show_again(self) -> None:
+        """Show what :meth:`hide_for_now` has hidden."""
+        if self._visible:
+            self.show()
 
     def hide(self) -> None:
         """Show nothing: a backward comes, which would add to what is there, or the end."""
@@ -367,6 +382,37 @@ class ShownGradients:
 def _call(method: WeakMethod[Callable[[], bool]]) -> bool:
     found = method()
     return found is not None and found()
+
+
+def _hide_from_compiler(shown: ShownGradients) -> None:
+    """Have shown gradients hidden whenever the compiler traces, as long as they exist.
+
+    A parameter in chunks is gathered by then, and what its ``grad`` shows has the shape that it had between two uses.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    hide, again = WeakMethod(shown.hide_for_now), WeakMethod(shown.show_again)
+
+    def begin(_: object) -> None:
+        if (call := hide()) is not None:
+            call()
+
+    def end(_: object) -> None:
+        if (call := again()) is not None:
+            call()
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+
+    def forget() -> None:
+        for callback, known in (
+            (begin, callback_handler.start_callbacks),
+            (end, callback_handler.end_callbacks),
+        ):
+            if callback in known:  # not after torch.compiler.reset()
+                known.remove(callback)
+
+    finalize(shown, forget)
 
 
 def _hide(parameters: Iterable[nn.Parameter]) -> None:

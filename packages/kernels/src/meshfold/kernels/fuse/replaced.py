@@ -49,7 +49,10 @@ def own_forward(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if torch.compile has been given this module."""
+    """Return True if torch.compile has been given this module or its forward."""
+    forward = module.__dict__.get("forward")
+    if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
+        return True
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 

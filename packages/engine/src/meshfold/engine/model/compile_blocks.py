@@ -1,0 +1,173 @@
+"""Regional compilation: the repeated blocks of a model, compiled one by one.
+
+A block's forward is compiled, not its call. Hooks stay outside of the graph: parameters are gathered, traced and released
+around it, and names and state dicts are as before. Blocks of one class share their compiled code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshfold.engine.model.recompute import find_blocks
+from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
+from meshfold.mesh.parameters import is_compiled
+from meshfold.mesh.spec import argument_checks as settings
+
+_KEYS = {"backend": None, "mode": None, "dynamic": None}
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes that replay CUDA graphs, whose parameters and inputs must not move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings:
+    """The engine's argument ``compile``, checked: what ``torch.compile`` is called with.
+
+    Attributes:
+        backend: name of a back end of torch.compile, or a function of a graph and its inputs.
+        mode: of Inductor; None for its default.
+        dynamic: whether sizes are symbols from the start; None: once they have changed.
+    """
+
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+
+    @classmethod
+    def parse(cls, value: object) -> CompileSettings | None:
+        """From ``True``, ``False`` or a dict with keys among ``backend``, ``mode``, ``dynamic``; None for ``False``.
+
+        Raises:
+            SpecError: for anything else, and for names that torch.compile does not know.
+        """
+        if value is False or value is None:
+            return None
+        if value is True:
+            return cls()
+        if not isinstance(value, Mapping):
+            raise SpecError(
+                f"compile={value!r}: True, False, or dict(backend=..., mode=..., dynamic=...) as torch.compile takes them"
+            )
+        settings.known_keys("compile", value, value, _KEYS)
+        found = cls(**value)
+        if not callable(found.backend):
+            _check_name(value, "backend", found.backend, torch._dynamo.list_backends(exclude_tags=()))
+        if found.mode is not None:
+            _check_name(value, "mode", found.mode, [*torch._inductor.list_mode_options()])
+            if found.backend != "inductor":
+                raise SpecError(
+                    f"compile={value!r}: a mode is of the back end 'inductor': leave mode or backend out"
+                )
+        if found.dynamic not in (None, True, False):
+            raise SpecError(f"compile={value!r}: dynamic is True, False or None (once sizes have changed)")
+        return found
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the back end, for reports."""
+        name = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", None)
+        return name or type(self.backend).__name__
+
+    def check(self, spec: ParallelSpec) -> None:
+        """Check that blocks can be compiled so under a spec.
+
+        Raises:
+            SpecError: for CUDA graphs where parameters or inputs of the blocks move.
+        """
+        moving = "zero" if spec.zero is not None else "pipeline" if spec.pipeline is not None else None
+        if self.mode in _GRAPH_MODES and moving is not None:
+            why = "parameters" if moving == "zero" else "inputs of the blocks"
+            raise SpecError(
+                f"compile=dict(mode={self.mode!r}) replays CUDA graphs, which need all tensors in one place, and under {moving} "
+                f"{why} move: leave mode out, or write mode='max-autotune-no-cudagraphs'"
+            )
+
+
+def _check_name(value: object, key: str, name: object, known: list[str]) -> None:
+    if name not in known:
+        shown = ", ".join(n for n in known if "TESTING" not in n)
+        raise SpecError(
+            f"compile={value!r}: there is no {key} {name!r}.{did_you_mean(str(name), known)} Known: {shown}"
+        )
+
+
+class CompiledBlocks:
+    """The modules of a model whose forward is compiled: its repeated blocks, or the model where it has none."""
+
+    def __init__(
+        self,
+        settings: CompileSettings,
+        model: nn.Module,
+        spec: ParallelSpec,
+        blocks: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        """Args:
+        settings: how they are compiled.
+        model: this rank's part, as it is trained.
+        spec: under which.
+        blocks: those of the model, by name, where they are known.
+
+        Raises:
+            SpecError: for a model that is compiled already, and one without repeated blocks where it cannot be compiled whole.
+        """
+        if any(is_compiled(module) for module in model.modules()):
+            raise SpecError(
+                f"compile={settings}: {type(model).__name__} or a block of it is compiled already: leave compile out, or give the "
+                "model as it was before block.compile() or torch.compile(block)"
+            )
+        self._settings = settings
+        if blocks is None:
+            blocks = find_blocks(model)
+        if not blocks:
+            _check_whole(model, spec)
+            blocks = {"": model}
+        self.blocks = dict(blocks)
+        self._before: list[tuple[nn.Module, Any, Any]] = []
+        for block in self.blocks.values():
+            found = block.forward
+            compiled = torch.compile(
+                found, backend=settings.backend, mode=settings.mode, dynamic=settings.dynamic
+            )
+            self._before.append((block, block.__dict__.get("forward"), compiled))
+            block.forward = compiled
+
+    def __str__(self) -> str:
+        """Return what is compiled, in one line: ``compiled: 24 blocks LlamaDecoderLayer, backend inductor``."""
+        if "" in self.blocks:
+            what = f"{type(self.blocks['']).__name__} as a whole"
+        else:
+            kinds = Counter(type(block).__name__ for block in self.blocks.values())
+            what = ", ".join(f"{n} block{'s' * (n > 1)} {kind}" for kind, n in kinds.items())
+        given = {"mode": self._settings.mode, "dynamic": self._settings.dynamic}
+        options = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
+        return f"compiled: {what}, backend {self._settings.backend_name}{options}"
+
+    def close(self) -> None:
+        """Give the modules their own forward back, unless somebody has wrapped it once more."""
+        for block, before, compiled in self._before:
+            if block.__dict__.get("forward") is not compiled:
+                continue
+            if before is None:
+                del block.forward
+            else:
+                block.forward = before
+        self._before.clear()
+
+
+def _check_whole(model: nn.Module, spec: ParallelSpec) -> None:
+    """Check that a model without repeated blocks can be compiled as a whole.
+
+    Raises:
+        SpecError: where parts of it are hooked or called one by one.
+    """
+    entry = "zero" if spec.zero is not None else "pipeline" if spec.pipeline is not None else None
+    if entry is not None:
+        raise SpecError(
+            f"compile: {type(model).__name__} has no repeated blocks, which are modules of several layers, and under {entry} a "
+            f"model cannot be compiled as a whole: put them into an nn.ModuleList, or leave compile or {entry} out"
+        )

@@ -1,0 +1,279 @@
+"""Engine(compile=...): repeated blocks compiled one by one train as they do uncompiled, and are compiled once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshfold.engine import Engine
+from meshfold.mesh import SpecError
+from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.models import GPT, GPTConfig, build
+
+WORDS, LENGTH, STEPS = 48, 8, 4
+GRAPHS: list[int] = []
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    """The back end that makes forward and backward graphs and runs them without a compiler; counts them."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    GRAPHS.append(len(graph.graph.nodes))
+    return aot_eager(graph, inputs)
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=WORDS, hidden=32, layers=4, heads=4, max_positions=LENGTH, dropout=0.2))
+
+
+def llama() -> nn.Module:
+    return build(
+        "llama-tiny", hidden=32, layers=4, heads=4, kv_heads=2, ffn=64, vocab_size=WORDS, max_positions=LENGTH
+    )
+
+
+class Block(nn.Module):
+    """As nanoGPT writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.c_proj(y)
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class Plain(nn.Module):
+    """A user's own module, without anything of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(WORDS, 32), nn.Embedding(LENGTH, 32)
+        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.lm_head = nn.Linear(32, WORDS, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(x)
+        if labels is None:
+            return logits
+        return {
+            "loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
+            "logits": logits,
+        }
+
+
+class NoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "llama": llama, "plain": Plain}
+
+
+def batch(step: int, rows: int = 4) -> dict[str, Tensor]:
+    ids = torch.randint(WORDS, (rows, LENGTH), generator=torch.Generator().manual_seed(step))
+    return dict(input_ids=ids, labels=ids)
+
+
+def train(model: str, parallel: dict[str, Any], compile: object, settings: dict[str, Any]) -> tuple[Any, ...]:
+    """Losses and gradient norms of every step and an evaluation, the weights, and how many graphs there were after each step."""
+    torch.compiler.reset()
+    GRAPHS.clear()
+    given = dict(optimizer=dict(name="adamw", lr=1e-2), precision="fp64", clip_grad_norm=0.5, **settings)
+    seen: list[float] = []
+    graphs: list[int] = []
+    with Engine(MODELS[model], parallel, compile=compile, **given) as engine:
+        for step in range(STEPS):
+            seen.append(engine.train_step(engine.shard_batch(batch(step))))
+            assert engine.last is not None
+            seen.append(float(engine.last.grad_norm or 0.0))
+            seen.append(engine.eval_step(engine.shard_batch(batch(100 + step))))
+            graphs.append(len(GRAPHS))
+        return seen, engine.full_state_dict(), graphs
+
+
+def compare(model: str, parallel: dict[str, Any], settings: dict[str, Any]) -> None:
+    wanted, weights, _ = train(model, parallel, False, settings)
+    found, ours, graphs = train(model, parallel, dict(backend=counting), settings)
+    assert found == pytest.approx(wanted, rel=1e-9)
+    assert list(ours) == list(weights)
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-7, atol=1e-9, msg=f"{parallel} {name}")
+    # Blocks share their graphs: training and evaluation, with gradients of their input or without.
+    assert 1 <= graphs[1] <= 4, (parallel, graphs)
+    assert graphs[1:] == [graphs[1]] * (STEPS - 1), (parallel, graphs)
+
+
+ZERO3 = dict(stage=3, placement="cpu")
+SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "alone": (1, {}, {}),
+    "alone, recomputed": (1, {}, dict(recompute="blocks")),
+    "data": (2, dict(data=2), {}),
+    "data, accumulated": (2, dict(data=2), dict(gradient_accumulation=2)),
+    "zero 1": (2, dict(data=2, zero=dict(stage=1)), {}),
+    "zero 3": (2, dict(data=2, zero=dict(stage=3, placement="cuda")), {}),
+    "zero 3, host": (2, dict(data=2, zero=ZERO3), {}),
+    "zero 3, host, recomputed": (2, dict(data=2, zero=ZERO3), dict(recompute="blocks")),
+    "tensor": (2, dict(tensor=2), {}),
+    "tensor, recomputed": (2, dict(tensor=2), dict(recompute="blocks")),
+    "megatron": (2, dict(tensor=2, sequence=dict(mode="megatron")), {}),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4)), {}),
+    "1f1b": (2, dict(pipeline=dict(size=2, microbatches=2)), {}),
+    "1f1b, recomputed": (2, dict(pipeline=dict(size=2, microbatches=2)), dict(recompute="blocks")),
+    "zb-h1, tensor": (4, dict(pipeline=dict(size=2, microbatches=2, schedule="zb-h1"), tensor=2), {}),
+    "interleaved, zero": (
+        4,
+        dict(
+            data=2,
+            zero=dict(stage=1),
+            pipeline=dict(size=2, microbatches=2, schedule="interleaved", chunks=2),
+        ),
+        {},
+    ),
+    "ulysses": (2, dict(sequence=dict(mode="ulysses", size=2)), {}),
+    "ring": (2, dict(sequence=dict(mode="ring", size=2)), {}),
+    "ring, zero 3": (4, dict(data=2, sequence=dict(mode="ring", size=2), zero=ZERO3), {}),
+    "tensor, zero 3": (4, dict(data=2, tensor=2, zero=ZERO3), {}),
+}
+APART = [("gpt", "ulysses")]
+"""Dropout of exchanged heads cuts graphs."""
+PAIRS = [
+    ("plain", "alone"), ("gpt", "alone, recomputed"), ("plain", "data"), ("llama", "zero 1"), ("plain", "zero 3"),
+    ("gpt", "zero 3, host, recomputed"), ("llama", "tensor"), ("gpt", "1f1b"), ("llama", "ring"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        (model, spec) if (model, spec) in PAIRS else pytest.param(model, spec, marks=pytest.mark.slow)
+        for model in MODELS
+        for spec in SPECS
+        if (model, spec) not in APART and not (model == "plain" and "sequence" in SPECS[spec][1])
+    ],
+)
+def test_compiled_blocks_train_as_eager_ones(model: str, spec: str) -> None:
+    size, parallel, settings = SPECS[spec]
+    run_on_ranks(size, compare, model, parallel, settings)
+
+
+# -- what is compiled -------------------------------------------------------------------------------------------------
+
+
+@ranks(1)
+def test_what_is_compiled_and_given_back() -> None:
+    model = Plain()
+    own = model.h[0].forward
+    engine = Engine(
+        model, optimizer=dict(name="adamw", lr=1e-2), compile=dict(backend="eager", dynamic=False)
+    )
+    assert str(engine.compiled_blocks) == "compiled: 4 blocks Block, backend eager, dynamic False"
+    assert not any("_orig_mod" in name for name in model.state_dict())
+    engine.close()
+    assert "forward" not in model.h[0].__dict__ and model.h[0].forward == own
+
+
+@ranks(1)
+def test_a_model_without_blocks_is_compiled_as_a_whole() -> None:
+    GRAPHS.clear()
+    torch.compiler.reset()
+    x = torch.randn(4, 8)
+    with Engine(
+        NoBlocks(),
+        optimizer=dict(name="sgd", lr=1e-2),
+        loss_fn=lambda output, batch: output.square().mean(),
+        compile=dict(backend=counting),
+    ) as engine:
+        assert str(engine.compiled_blocks) == "compiled: NoBlocks as a whole, backend counting"
+        losses = [engine.train_step((x, x)) for _ in range(3)]
+    assert losses[2] < losses[0] and len(GRAPHS) == 1
+
+
+def continued(folder: str, compile: object, load: bool) -> list[float]:
+    """Losses of steps after a checkpoint, written or read here."""
+    with Engine(
+        gpt, dict(data=2, zero=ZERO3), optimizer=dict(name="adamw", lr=1e-2), compile=compile
+    ) as engine:
+        if load:
+            engine.load(folder)
+        else:
+            engine.train_step(engine.shard_batch(batch(0)))
+            engine.save(folder)
+        return [engine.train_step(engine.shard_batch(batch(step))) for step in (1, 2)]
+
+
+@pytest.mark.slow
+def test_checkpoints_do_not_know(tmp_path: Path) -> None:
+    for here, there in (({"backend": "aot_eager"}, False), (False, {"backend": "aot_eager"})):
+        folder = str(tmp_path / str(bool(here)))
+        wanted = run_on_ranks(2, continued, folder, here, False)[0]
+        found = run_on_ranks(2, continued, folder, there, True)[0]
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow  # compiles C++
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="Inductor compiles C++ on a CPU, and there is no g++ here"
+)
+def test_inductor() -> None:
+    wanted, weights, _ = train("plain", dict(zero=ZERO3), False, {})
+    found, ours, _ = train("plain", dict(zero=ZERO3), True, {})
+    assert found == pytest.approx(wanted, rel=1e-9)
+    for name, value in weights.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-7, atol=1e-9)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[object, dict[str, Any], str]] = {
+    "a word": ("yes", {}, r"compile='yes': True, False, or dict\(backend=..., mode=..., dynamic=...\)"),
+    "a key": (dict(back_end="eager"), {}, "there is no key 'back_end'.*backend"),
+    "a back end": (dict(backend="inducter"), {}, "there is no backend 'inducter'.*inductor"),
+    "a mode": (dict(mode="max-autotun"), {}, "there is no mode 'max-autotun'.*max-autotune"),
+    "a mode of another": (dict(backend="eager", mode="default"), {}, "a mode is of the back end 'inductor'"),
+    "dynamic": (dict(dynamic="yes"), {}, "dynamic is True, False or None"),
+    "CUDA graphs": (
+        dict(mode="reduce-overhead"),
+        dict(zero=dict(stage=3)),
+        "CUDA graphs.*under zero parameters move",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    compile, parallel, says = REFUSED[case]
+    with pytest.raises(SpecError, match=says):
+        Engine(Plain, parallel, optimizer=dict(name="adamw", lr=1e-2), compile=compile)
+
+
+def test_refused_models() -> None:
+    with pytest.raises(SpecError, match=r"NoBlocks has no repeated blocks.*under zero.*nn\.ModuleList"):
+        Engine(NoBlocks(), dict(zero=dict(stage=3)), optimizer=dict(name="sgd", lr=1e-2), compile=True)
+    compiled = Plain()
+    compiled.h[0].compile(backend="eager")
+    with pytest.raises(SpecError, match="compiled already: leave compile out"):
+        Engine(compiled, optimizer=dict(name="sgd", lr=1e-2), compile=True)
