@@ -1,4 +1,4 @@
-"""An unmodified Llama-shaped model of transformers, trained by Meshfold, plain torch and Liger on one GPU.
+"""An unmodified Llama-shaped model of transformers, trained by Meshfold, plain torch and Liger; on several GPUs beside FSDP2.
 
 `meshfold bench hugging-face` starts each contestant in a process of its own, in rounds, and warms it up until clocks have
 settled. It writes JSON with the seconds of every step, peak memory, mean power and clock; `--report FILE.json` makes the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
-from benchmarks.common import add_output, check_out, machine, median, parse_with_tiny, write
+from benchmarks.common import (
+    add_output,
+    check_out,
+    how_it_ended,
+    machine,
+    median,
+    parse_with_tiny,
+    start_ranks,
+    write,
+)
 from benchmarks.hugging_face.worker import CONTESTANTS
 from benchmarks.power import PowerLog
 from benchmarks.reports import table
@@ -56,6 +64,10 @@ def main(argv: Sequence[str]) -> int:
     """Entry point of `meshfold bench hugging-face`."""
     parser = argparse.ArgumentParser(prog="meshfold bench hugging-face", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="3B")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="GPUs: ours and FSDP2's stage 3 split the rows over them"
+    )
+    parser.add_argument("--untied", action="store_true", help="the head has a weight of its own")
     parser.add_argument("--rows", type=int, default=8, help="sequences a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -83,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     check_out(options.out)
     work = {
         name: getattr(options, name)
-        for name in ("shape", "rows", "length", "dtype", "recompute", "gpu_memory")
+        for name in ("shape", "untied", "ranks", "rows", "length", "dtype", "recompute", "gpu_memory")
     }
     found: dict[str, Any] = dict(area="hugging-face", machine={**machine(), **_versions()}, cases={})
     if options.out.exists():
@@ -103,11 +115,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _model(work: dict[str, Any]) -> dict[str, Any]:
+    shape = SHAPES[work["shape"]]
+    return {**shape, "tie_word_embeddings": False} if work["untied"] else shape
+
+
 def case_name(work: dict[str, Any]) -> str:
     """Return a work in words."""
     limit = f", {work['gpu_memory']}" if work["gpu_memory"] else ""
     recompute = dict(blocks="every layer recomputed", auto="recomputed by plan", none="nothing recomputed")
-    return f"Llama {work['shape']}, {work['rows']} × {work['length']} tokens, {recompute[work['recompute']]}{limit}"
+    ranks = f", {work['ranks']} GPUs" if work["ranks"] > 1 else ""
+    model = f"Llama {work['shape']}{' with a head of its own' if work['untied'] else ''}{ranks}"
+    return f"{model}, {work['rows']} × {work['length']} tokens, {recompute[work['recompute']]}{limit}"
 
 
 def _versions() -> dict[str, Any]:
@@ -127,22 +146,16 @@ def _run(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[s
     with tempfile.TemporaryDirectory(prefix="hugging-face-") as folder, PowerLog() as power:
         out = Path(folder) / "found.json"
         job = dict(
-            **work, contestant=name, model=SHAPES[work["shape"]], steps=options.steps, warm_up=options.warm_up,
+            **work, contestant=name, model=_model(work), steps=options.steps, warm_up=options.warm_up,
             settle_s=options.settle_s, profile=options.profile, out=str(out),
         )  # fmt: skip
-        words = [sys.executable, "-m", "benchmarks.hugging_face.worker", json.dumps(job)]
-        try:
-            ended = subprocess.run(
-                words, cwd=Path(__file__).resolve().parents[2], timeout=options.timeout, capture_output=True, text=True
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"error": f"not at its end after {options.timeout:.0f} s"}
-        if ended.returncode or not out.exists():
-            last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
-            print(ended.stderr[-3000:], file=sys.stderr)
-            return {"error": last[:300]}
+        worker = Path(__file__).with_name("worker.py")
+        ended, said = start_ranks(worker, [json.dumps(job)], work["ranks"], options.timeout)
+        if ended or not out.exists():
+            print(said[-3000:], file=sys.stderr)
+            return {"error": how_it_ended(ended, said, options.timeout)}
         run: dict[str, Any] = json.loads(out.read_text())
-    run.update(power.mean(run.pop("first"), run.pop("last"), 1))
+    run.update(power.mean(run.pop("first"), run.pop("last"), work["ranks"]))
     if (kernels := run.pop("profile", None)) is not None:
         for name, calls, ms in kernels[:60]:
             print(f"{ms:9.2f} ms {calls:6d} x {name[:90]}")
@@ -156,7 +169,9 @@ def report(path: Path) -> None:
     lines = [f"Measured on: {words}."]
     for name, case in found["cases"].items():
         tokens = case["work"]["rows"] * case["work"]["length"]
-        liger = _seconds(case["runs"].get("Liger", []))
+        peers = {name: _seconds(runs) for name, runs in case["runs"].items() if not name.startswith("ours")}
+        known = [seconds for seconds in peers.values() if seconds is not None]
+        best = min(known) if known else None
         rows = []
         for contestant, runs in case["runs"].items():
             seconds, good = _seconds(runs), [run for run in runs if not run.get("error")]
@@ -166,12 +181,20 @@ def report(path: Path) -> None:
             watts = [run["watts"] for run in good if "watts" in run]
             clocks = [run["mhz"] for run in good if "mhz" in run]
             rows.append((
-                contestant, f"{seconds:.4f}", f"{liger / seconds:.3f}" if liger else "–",
+                contestant, f"{seconds:.4f}", f"{best / seconds:.3f}" if best else "–",
                 f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
                 f"{sum(watts) / len(watts) * seconds / tokens * 1e3:.2f}" if watts else "–",
                 f"{sum(clocks) / len(clocks):.0f}" if clocks else "–", "",
             ))  # fmt: skip
-        head = ("contestant", "s a step", "× Liger's speed", "peak GiB", "mJ a token", "mean MHz", "note")
+        head = (
+            "contestant",
+            "s a step",
+            "× the best peer's speed",
+            "peak GiB",
+            "mJ a token",
+            "mean MHz",
+            "note",
+        )
         lines += ["", f"**{name}**", "", *table(head, rows)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

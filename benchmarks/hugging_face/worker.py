@@ -1,8 +1,9 @@
-"""One contestant trains a Llama-shaped model of transformers for a while, in a process of its own; it writes JSON."""
+"""One contestant trains a Llama-shaped model of transformers for a while, in processes of its own; rank 0 writes JSON."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def model_of(job: dict[str, Any]) -> nn.Module:
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(config)
+            return LlamaForCausalLM(config)  # type: ignore[no-any-return]
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -65,23 +66,60 @@ def peer(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
     return step
 
 
+def fsdp2(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
+    """Return the step of torch's FSDP2: each layer a group, sums in float32, weights gathered again in backward."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    model = model_of(job).float().train()
+    if job["recompute"] != "none":
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))  # type: ignore[operator]
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, job["dtype"]), reduce_dtype=torch.float32)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, weight_decay=0.01, fused=torch.cuda.is_available()
+    )
+    ids = batch(job)
+
+    def step() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def ours(job: dict[str, Any], **settings: Any) -> Step:
     """Return the step of Meshfold."""
     from meshfold.engine import Engine
 
     recompute = None if job["recompute"] == "none" else job["recompute"]
     zero: dict[str, Any] = dict(stage=3, placement="cuda")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if job["recompute"] == "auto" or job["gpu_memory"]:
         zero = dict(
             placement="auto", **(dict(gpu_memory_limit=job["gpu_memory"]) if job["gpu_memory"] else {})
         )
     engine = Engine(
-        model_of(job), dict(zero=zero), precision="bf16" if job["dtype"] == "bfloat16" else "fp32", clip_grad_norm=1.0,
+        model_of(job), dict(data=ranks, zero=zero), precision="bf16" if job["dtype"] == "bfloat16" else "fp32", clip_grad_norm=1.0,
         optimizer=dict(name="adamw", lr=1e-4, weight_decay=0.01), recompute=recompute, **settings,
     )  # fmt: skip
     if engine.fused_kernels is not None:
         print(engine.fused_kernels, file=sys.stderr)
     ids = batch(job)
+    job["said"] = lambda: "" if engine.residency is None else str(engine.residency)
 
     def step() -> Tensor:
         engine.run_step(dict(input_ids=ids, labels=ids))
@@ -91,10 +129,11 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
 
 
 def batch(job: dict[str, Any]) -> Tensor:
-    """Return token ids ``rows length``."""
+    """Return this rank's part of the token ids ``rows length``."""
     ids = torch.randint(
         job["model"]["vocab_size"], (job["rows"], job["length"]), generator=torch.Generator().manual_seed(1)
     )
+    ids = ids.chunk(int(os.environ.get("WORLD_SIZE", "1")))[int(os.environ.get("RANK", "0"))]
     return ids.cuda() if torch.cuda.is_available() else ids
 
 
@@ -103,6 +142,10 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "torch, compiled": lambda job: peer(job, liger=False, compiled=True),
     "Liger": lambda job: peer(job, liger=True, compiled=False),
     "Liger, compiled": lambda job: peer(job, liger=True, compiled=True),
+    "FSDP2": lambda job: fsdp2(job, liger=False, compiled=False),
+    "FSDP2, compiled": lambda job: fsdp2(job, liger=False, compiled=True),
+    "FSDP2, Liger": lambda job: fsdp2(job, liger=True, compiled=False),
+    "FSDP2, Liger, compiled": lambda job: fsdp2(job, liger=True, compiled=True),
     "ours": lambda job: ours(job),
     "ours, kernels off": lambda job: ours(job, kernels="off"),
     "ours, compiled": lambda job: ours(job, compile=True),
@@ -116,9 +159,20 @@ def main(job: dict[str, Any]) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     step = CONTESTANTS[job["contestant"]](job)
-    begun, losses = time.perf_counter(), [step()]
-    while len(losses) < job["warm_up"] or time.perf_counter() - begun < job["settle_s"]:
+    losses = [step() for _ in range(max(job["warm_up"], 2))]
+    synchronize()
+    begun = time.perf_counter()
+    losses.append(step())
+    synchronize()
+    # As many steps on every rank, whatever its clock says.
+    one = torch.tensor(time.perf_counter() - begun)
+    if torch.distributed.is_initialized():
+        one = one.to(losses[0].device)
+        torch.distributed.broadcast(one, 0)
+    for _ in range(int(job["settle_s"] / float(one))):
         losses.append(step())
         synchronize()
     if torch.cuda.is_available():
@@ -129,9 +183,12 @@ def main(job: dict[str, Any]) -> None:
         losses.append(step())
         synchronize()
         seconds.append(time.perf_counter() - start)
+    if int(os.environ.get("RANK", "0")):
+        return
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found = dict(
-        seconds=seconds, peak_bytes=peak, losses=[float(each) for each in losses[:8]], first=first, last=time.time()
+        seconds=seconds, peak_bytes=peak, losses=[float(each) for each in losses[:8]], first=first, last=time.time(),
+        said=job.pop("said", str)(),
     )  # fmt: skip
     if job["profile"]:
         from torch.profiler import ProfilerActivity, profile
