@@ -109,12 +109,13 @@ def test_batches_of_rows_and_strides(recompute: bool) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the largest number of elements that an operation returned."""
+    """Notes the largest number of elements that an operation returned, and counts matmuls."""
 
-    largest = 0
+    largest, matmuls = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        self.matmuls += "mm" in str(func)
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor):
                 self.largest = max(self.largest, tensor.numel())
@@ -130,6 +131,23 @@ def test_logits_are_never_whole(recompute: bool, settings: dict[str, Any]) -> No
         linear_cross_entropy(x, weight, labels, bias, chunk=chunk, recompute=recompute, **settings).backward()
     # The reference of the gradient holds a chunk, its rows padded; nothing is larger, save what has the shape of an operand.
     assert seen.largest <= max(chunk * 48, rows * WIDTH, WORDS * WIDTH) < rows * WORDS
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_number_of_matmuls(recompute: bool) -> None:
+    x, weight, labels, _ = operands(rows=64)
+    with LargestTensor() as seen:
+        loss = linear_cross_entropy(x, weight, labels, chunk=32, recompute=recompute)
+    assert seen.matmuls == (2 if recompute else 6)
+    with seen:
+        loss.backward()
+    assert seen.matmuls == (8 if recompute else 6)
+    with torch.no_grad(), LargestTensor() as seen:
+        linear_cross_entropy(x, weight, labels, chunk=32, recompute=recompute)
+    assert seen.matmuls == 2
+    with LargestTensor() as seen:
+        linear_cross_entropy(x, weight.detach(), labels, chunk=32).backward()
+    assert seen.matmuls == 4
 
 
 def test_low_precision_is_as_exact_as_the_two_steps() -> None:

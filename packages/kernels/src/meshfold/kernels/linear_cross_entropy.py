@@ -110,6 +110,7 @@ def linear_cross_entropy(
     _check(*operands, labels, row_weights, vocabulary, accumulate, chunk)
     settings = ChunkSettings(
         kernels=LossKernels.of(operands[0]),
+        grad_enabled=torch.is_grad_enabled(),
         terms=_terms(operands[1], vocabulary, label_smoothing, z_loss, scale, softcap),
         reduction=reduction,
         chunk=_chunk(chunk, *operands),
@@ -163,6 +164,7 @@ def linear_log_probs(
     _check(*operands, labels, None, vocabulary, accumulate, chunk)
     settings = ChunkSettings(
         kernels=LossKernels.of(operands[0]),
+        grad_enabled=torch.is_grad_enabled(),
         terms=_terms(operands[1], vocabulary, 0.0, 0.0, scale, softcap),
         reduction="none",
         chunk=_chunk(chunk, *operands),
@@ -303,8 +305,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         settings: ChunkSettings,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.settings = settings
-        needed = ctx.needs_input_grad[:3]
-        now = any(needed) and not settings.recompute
+        needed = ctx.needs_input_grad[:3]  # also under no_grad, where nothing is wanted
+        wanted = any(needed) and settings.grad_enabled
+        now = wanted and not settings.recompute
         gradients = HeadGradients(rows, weight, bias, needed, settings) if now else None
         chunks = LogitChunks(rows, weight, bias, labels, settings)
         losses = torch.empty_like(share)
@@ -321,7 +324,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradients.add(at, *chunks.rows_and_logits())
         if gradients is not None:
             ctx.save_for_backward(*gradients.found())
-        elif any(needed):
+        elif wanted:
             ctx.save_for_backward(rows, weight, bias, labels, statistics, share)
         # A row that does not count may have any loss, and 0 times infinity would be none.
         losses = (losses * share).masked_fill_(share == 0.0, 0.0)

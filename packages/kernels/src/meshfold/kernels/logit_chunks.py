@@ -49,6 +49,7 @@ class ChunkSettings:
         kernels: that compute it.
         reduction: of the losses.
         chunk: rows at a time.
+        grad_enabled: gradients may be wanted; inside of an autograd function torch does not tell.
         shard: the words of this rank; None: all.
         recompute: gradients are computed in the backward, from logits that are made again.
         entropy: find the entropy of each row too.
@@ -59,6 +60,7 @@ class ChunkSettings:
     kernels: LossKernels
     reduction: Reduction
     chunk: int
+    grad_enabled: bool = True
     shard: VocabularyShard | None = None
     recompute: bool = False
     entropy: bool = False
