@@ -333,11 +333,14 @@ def test_a_file_of_another_checkpoint_is_not_taken(tmp_path: Path) -> None:
 def test_an_odd_configuration(change: dict[str, Any], tmp_path: Path) -> None:
     """What transformers takes all the same is a model of its own; all else is one sentence of ours."""
     folder = edited(gpt2(tmp_path / "model"), **change)
-    if change in ({"architectures": "GPT2LMHeadModel"}, {"architectures": {}}):
-        Engine(pretrained(folder)).close()
-        return
-    with pytest.raises(SpecError, match=str(folder)):
-        Engine(pretrained(folder)).close()
+    try:
+        engine = Engine(pretrained(folder))
+    except SpecError as error:
+        said = str(error)
+        assert str(folder) in said and not said.endswith(":") and "\n" not in said, said
+    else:
+        engine.close()
+        assert change in ({"architectures": "GPT2LMHeadModel"}, {"architectures": {}})  # by some versions
 
 
 def without_seal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -38,7 +38,7 @@ def read_config(folder: Path, what: str) -> Any:
     except CheckpointError as error:
         raise SpecError(f"{what}: {error}") from error
     except Exception as error:  # whatever transformers stumbles over, it means this
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = _first_sentence(str(error)) or type(error).__name__
         if "trust_remote_code" in str(error):
             raise SpecError(
                 f"{what}: its config.json asks for code of the folder's own (auto_map), which is never run. Give the engine a "
@@ -56,6 +56,13 @@ def read_config(folder: Path, what: str) -> Any:
                 f"{what}: its config.json has {key}={told[key]!r}, code that would be fetched from elsewhere. Take the entry out"
             )
     return config
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first line of a message, with the next one where the first ends in a colon and announces it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    count = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    return " ".join(lines[:count])
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
