@@ -24,7 +24,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def loss(output: Tensor, batch: Any) -> Tensor:
-    return F.mse_loss(output, batch[1])
+    return F.mse_loss(output, batch[1].to(output.dtype))  # torch 2.11 has no backward for two dtypes
 
 
 def engine_of(spec: str, optimizer: str = "sgd", seed: int = 0) -> Engine:

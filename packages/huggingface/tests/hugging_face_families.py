@@ -105,4 +105,6 @@ class InFloat64(TorchFunctionMode):
                 return args[0]
             if func in (F.softmax, Tensor.softmax, torch.softmax) and kwargs.get("dtype") == torch.float32:
                 kwargs["dtype"] = torch.float64
+            if func is Tensor.matmul and args[1].dtype == torch.float32:
+                args = (args[0].float(), args[1])  # rotary frequencies times positions: float32 everywhere
         return func(*args, **kwargs)
