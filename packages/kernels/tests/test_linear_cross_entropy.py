@@ -288,7 +288,7 @@ def test_a_gradient_of_the_gradient_is_refused(recompute: bool) -> None:
 
 
 def test_gradcheck() -> None:
-    """Where the backward may be called twice; the other way has the same gradients, as tested above."""
+    """Check logits made again: their backward may be called twice. The other way has the same gradients, as tested above."""
     x, weight, labels, bias = operands(rows=5)
     settings: dict[str, Any] = dict(CASES["all at once"], chunk=2, recompute=True)
     assert torch.autograd.gradcheck(
