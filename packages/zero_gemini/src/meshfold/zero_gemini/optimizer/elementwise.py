@@ -12,11 +12,11 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Arena, Block, MemoryTier
-from meshfold.zero_gemini.optimizer.interface import Entry
+from meshfold.zero_gemini.optimizer.interface import Entry, StepsAtOnce
 from meshfold.zero_gemini.optimizer.master_weights import Weights
 
 
-class GeneralStepper:
+class GeneralStepper(StepsAtOnce):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`. A parameter without a gradient is left out by torch itself.
 
     The optimizer makes its state by itself, so that is accounted for once it is there. It steps on all parameters in one
@@ -89,14 +89,6 @@ class GeneralStepper:
         self.optimizer.state[parameter][key], self._counted[parameter][key] = new.tensor, new
         old.free()
 
-    def begin(self) -> None:
-        """Make the optimizer's state anew where it keeps state from the start; its groups have their parameters by now."""
-        if self._made_with_state:
-            # The object stays, which a scheduler is of.
-            groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
-            type(self.optimizer).__init__(self.optimizer, groups, **defaults)
-            self._count()
-
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         return self._weights[self._chunks[name]].parameters[name] if name in self._chunks else None
 
@@ -134,20 +126,11 @@ class GeneralStepper:
         for weights in self._weights.values():
             for parameter in weights.parameters.values():
                 parameter.grad = None
-        self._count()
-
-    def finish(self) -> None:
-        pass  # its steps are done at once
-
-    def steps_in_background(self, chunk: Chunk) -> bool:
-        return False
-
-    def done_with(self, chunk: Chunk) -> None:
-        pass
+        self._count_state()
 
     def reset(self) -> None:
         self.optimizer.state.clear()
-        self._count()
+        self._count_state()
         self.begin()
         if any(one.numel() == 1 for weights in self._weights.values() for one in weights.parameters.values()):
             self._number_keys = number_keys(self.optimizer)
@@ -155,7 +138,7 @@ class GeneralStepper:
     def close(self) -> None:
         """Give all memory back."""
         self.optimizer.state.clear()
-        self._count()
+        self._count_state()
         for weights in self._weights.values():
             weights.free()
 
@@ -189,7 +172,7 @@ class GeneralStepper:
             if isinstance(value, Tensor):
                 yield key, value
 
-    def _count(self) -> None:
+    def _count_state(self) -> None:
         """Account for the state that is there now, and no more for what is not.
 
         Raises:

@@ -35,28 +35,28 @@ class Stepper(Protocol):
     optimizer: torch.optim.Optimizer
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
-        """Have room on disk for the state of chunks, before anything is done: of each the dtype and the shard's elements.
+        """Reserve room on disk for the state of chunks, given the dtype and elements of each shard.
 
         Raises:
             MemoryPlanError: if it cannot live there.
-            DiskError: if there is not as much room.
+            DiskError: if there is less room.
         """
 
     def adopt(self, chunk: Chunk, place: MemoryTier) -> None:
         """Take charge of a chunk; state and master weights live on ``place``.
 
         Raises:
-            OutOfBudget: if there is not as much memory.
+            OutOfBudget: if there is less memory.
             MemoryPlanError: for a place that this way of stepping cannot use.
         """
 
     def move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
-        """Let a chunk, its master weights and its state live elsewhere from now on, with the same bits.
+        """Move a chunk, its master weights and its state to a placement, with the same bits.
 
         Between steps, after ``finish``; all ranks must call. On an error everything is where it was.
 
         Raises:
-            OutOfBudget: if there is not as much memory.
+            OutOfBudget: if there is less memory.
             MemoryPlanError: for a place that this way of stepping cannot use.
         """
 
@@ -85,31 +85,64 @@ class Stepper(Protocol):
         """
 
     def finish(self) -> None:
-        """Let every step be done that was only promised, and the model see it. All ranks must call."""
+        """Finish every promised step and publish it to the model. All ranks must call."""
 
     def steps_in_background(self, chunk: Chunk) -> bool:
         """Return True if it promises the steps of a chunk (``Chunk.promise_step``) instead of making them at once."""
 
     def done_with(self, chunk: Chunk) -> None:
-        """Return once the gradient that a chunk was stepped with is needed no more."""
+        """Return once the step of a chunk has read its gradient."""
 
     def reset(self) -> None:
         """Forget the optimizer's state, as if it had not stepped yet."""
 
     def close(self) -> None:
-        """The end."""
+        """Free all memory; the stepper is not used afterwards."""
 
     def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
-        """The optimizer's tensors of a chunk on this rank, by parameter and key."""
+        """Return the optimizer's tensors of a chunk on this rank, by parameter and key."""
 
     def read(self, name: str, key: str) -> Tensor:
-        """One of them: this rank's elements, flat, or a number."""
+        """Return one of them: this rank's elements, flat, or a number."""
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """One of them, or for None the master weights, as it lies in memory; what is on disk is read."""
+        """Return one of them, or for None the master weights, as it lies in memory; from disk it is read."""
 
     def write(self, name: str, key: str, value: Tensor) -> None:
-        """Take one of them."""
+        """Set one of them."""
+
+
+class StepsAtOnce:
+    """Base of steppers whose steps are done when ``step`` returns: an optimizer of torch steps on all parameters in one call.
+
+    Attributes:
+        optimizer: see :class:`Stepper`.
+    """
+
+    optimizer: torch.optim.Optimizer
+    _made_with_state: bool
+
+    def finish(self) -> None:
+        """Do nothing: no step is pending."""
+
+    def steps_in_background(self, chunk: Chunk) -> bool:
+        """Return False."""
+        return False
+
+    def done_with(self, chunk: Chunk) -> None:
+        """Return at once."""
+
+    def begin(self) -> None:
+        """Make the optimizer's state anew if the optimizer makes it at construction; call it once its groups are filled."""
+        if self._made_with_state:
+            # The same object, as schedulers refer to it.
+            groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
+            type(self.optimizer).__init__(self.optimizer, groups, **defaults)
+            self._count_state()
+
+    def _count_state(self) -> None:
+        """Account for the optimizer's tensors that exist now."""
+        raise NotImplementedError
 
 
 class EarlyStepper(Protocol):
@@ -132,4 +165,4 @@ class EarlyStepper(Protocol):
         """After the backward: all chunks were stepped, or it is promised."""
 
     def done_with(self, chunk: Chunk) -> None:
-        """Return once the gradient that a chunk was stepped with is needed no more."""
+        """Return once the step of a chunk has read its gradient."""

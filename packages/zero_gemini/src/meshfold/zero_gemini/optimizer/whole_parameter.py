@@ -23,12 +23,12 @@ from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 from meshfold.zero_gemini.optimizer import state_tree as paths
-from meshfold.zero_gemini.optimizer.interface import Entry
+from meshfold.zero_gemini.optimizer.interface import Entry, StepsAtOnce
 from meshfold.zero_gemini.optimizer.parameter_owners import Owners, rounds_of
 from meshfold.zero_gemini.optimizer.state_tree import STATE, CountedState
 
 
-class WholeStepper:
+class WholeStepper(StepsAtOnce):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`; the optimizer has the whole parameters that this rank owns.
 
     The optimizer steps on all parameters in one call, so their gradients are held until then, also without clipping.
@@ -95,13 +95,8 @@ class WholeStepper:
                 self._point(self._views(chunk, chunk.shard))
             raise
 
-    def begin(self) -> None:
-        """Make the optimizer's state anew where it keeps state from the start; its groups have their parameters by now."""
-        if self._made_with_state:
-            # The object stays, which a scheduler is of.
-            groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
-            type(self.optimizer).__init__(self.optimizer, groups, **defaults)
-            self._counted.update()
+    def _count_state(self) -> None:
+        self._counted.update()
 
     @torch.no_grad()
     def _place(self, chunk: Chunk, place: MemoryTier) -> None:
@@ -261,15 +256,6 @@ class WholeStepper:
         if isinstance(scale, Tensor):
             return gradient * scale.to(gradient)
         return gradient if scale == 1.0 else gradient * scale
-
-    def finish(self) -> None:
-        pass  # its steps are done at once
-
-    def steps_in_background(self, chunk: Chunk) -> bool:
-        return False
-
-    def done_with(self, chunk: Chunk) -> None:
-        pass
 
     def close(self) -> None:
         """Give all memory back."""

@@ -21,6 +21,7 @@ from meshfold.zero_gemini.chunks.parameter_table import (
 from meshfold.zero_gemini.errors import Faults, MemoryPlanError
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, GeneralStepper, Stepper
 from meshfold.zero_gemini.optimizer.dispatch import adam_regime, optimizer_kind
+from meshfold.zero_gemini.optimizer.interface import StepsAtOnce
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -131,7 +132,7 @@ def give_parameters(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> N
     for group, names in zip(stepper.optimizer.param_groups, group_names, strict=True):
         found = (stepper.optimizer_parameter(name) for name in names)
         group["params"] = [parameter for parameter in found if parameter is not None]
-    if isinstance(stepper, GeneralStepper | WholeStepper):
+    if isinstance(stepper, StepsAtOnce):
         stepper.begin()
 
 
