@@ -19,7 +19,7 @@ What happens to a chunk in it, in order:
 3. Backward comes to the unit: the same once more. Each parameter's gradient is taken up as autograd makes it; when all are
    there the chunk's are summed over the group, measured for the norm, and sent to where the chunk's state lives
    (:mod:`~meshfold.zero_gemini.sharded_model.reducer`, :mod:`~meshfold.zero_gemini.chunks.gradient`).
-4. In a ``"final"`` backward, where nobody looks at all gradients first, the chunk is stepped as soon as nothing reads it any
+4. In a ``"final"`` backward, where nothing needs all gradients first, the chunk is stepped as soon as nothing reads it any
    more (:mod:`~meshfold.zero_gemini.optimizer.early_steps`).
 5. Else ``finish`` and ``clip`` wait for all gradients and say what they count times, and ``step`` steps: on the device now,
    on the host beside what comes next: the parameters before the next forward wants them, the moments during the
@@ -222,7 +222,7 @@ class Gemini(ChunkedModel):
         self.forget()
 
     def forget(self) -> None:
-        """Let all gradients go."""
+        """Drop all gradients."""
         self._flow.forget()
         self._scale, self._finished = 1.0, False
 
@@ -294,7 +294,7 @@ class Gemini(ChunkedModel):
     def gather_cache_bytes(self) -> int:
         """Limit, in bytes, of gathered chunks that are not in use and wait on the device for their next use in the step.
 
-        All ranks that share chunks must set the same, between steps. Whoever does lets them go before the optimizer steps,
+        All ranks that share chunks must set the same, between steps. The caller releases them before the optimizer steps,
         by :meth:`rest`.
         """
         return self._runtime.gather_cache.most_bytes

@@ -1,4 +1,4 @@
-"""Yes or no, asked of all ranks of a group now and read later."""
+"""Flags that are reduced over a group now and read later."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from meshfold.mesh import Group, all_reduce
 
 
 class Flags:
-    """Some questions, each answered yes if any rank says so. All of the group must ask, in the same order.
+    """Flags, each True if any rank sets it. All ranks of the group must make them, in the same order.
 
-    Reading waits for the answer and for nothing else that was queued on the device.
+    Reading waits for the flags and for nothing else that is queued on the device.
     """
 
     def __init__(self, mine: Sequence[bool], group: Group, device: torch.device) -> None:
         """Args:
-        mine: what this rank says.
-        group: who answers.
-        device: where its collectives are.
+        mine: flags of this rank.
+        group: ranks whose flags are combined.
+        device: of its collectives.
         """
         said = torch.tensor([float(flag) for flag in mine], pin_memory=device.type == "cuda")
         self._answer: torch.Tensor | None = None
@@ -28,7 +28,7 @@ class Flags:
         if device.type != "cuda":
             self._pending = all_reduce(said.to(device), group, "max", async_op=True)
             return
-        stream = _stream_of(device)  # it waits for the answer, and the answer not for what is computed
+        stream = _stream_of(device)  # the collective does not wait for the computation
         with torch.cuda.stream(stream):
             here = said.to(device, non_blocking=True)
             self._pending = all_reduce(here, group, "max", async_op=True)
@@ -37,7 +37,7 @@ class Flags:
             self._there = stream.record_event()
 
     def read(self) -> list[bool]:
-        """Return the group's answers."""
+        """Return the group's flags."""
         if self._there is not None:
             self._there.synchronize()
             self._there = None

@@ -49,7 +49,7 @@ class PendingStep(Protocol):
 
 @with_old_names({"home": "tier", "rehome": "move"})
 class Chunk:
-    """Parameters in one piece of memory.
+    """Parameters in one tensor.
 
     Attributes:
         spec: places of the parameters.
@@ -196,7 +196,7 @@ class Chunk:
         self._to(ChunkState.GATHERING)
 
     def wait(self) -> None:
-        """End what ``gather`` or ``publish`` started: parameters may be used.
+        """Wait for ``gather`` or ``publish``: then parameters may be used.
 
         Raises:
             ChunkError: if nothing was started.
@@ -238,12 +238,12 @@ class Chunk:
 
     @property
     def step_is_pending(self) -> bool:
-        """True if the optimizer has promised new values of the shard, and nobody has waited for them yet."""
+        """True if the optimizer has promised new values of the shard that were not waited for yet."""
         return self._step is not None
 
     @property
     def can_gather_early(self) -> bool:
-        """True if gathering it before its use makes nobody wait for the optimizer.
+        """True if gathering it before its use does not wait for the optimizer.
 
         Ranks that share the chunk must decide the same, so only a rank without others may look how far the optimizer is.
         """
@@ -261,7 +261,7 @@ class Chunk:
         self._step = step
 
     def wait_step(self) -> None:
-        """Wait for a pending step, if there is one, and publish its values; NaN, which nobody takes for a result, if it failed.
+        """Wait for a pending step, if there is one, and publish its values; if it failed they are NaN.
 
         A chunk that is not resident is released. All of the group must call.
         """
@@ -311,7 +311,7 @@ class Chunk:
         self._to(ChunkState.GATHERING)
 
     def wait_if_resident(self) -> None:
-        """End what ``publish`` started."""
+        """Wait for ``publish``."""
         if self.resident:
             self.wait()
 

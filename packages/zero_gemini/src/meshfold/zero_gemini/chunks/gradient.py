@@ -1,12 +1,12 @@
-"""The gradients of a chunk: collected while backward runs, summed over the group, kept as one shard.
+"""Gradients of a chunk: collected while backward runs, summed over the group, kept as one shard.
 
 Stage 1 of ZeRO collects the micro-steps of an accumulation in one flat tensor of the whole chunk and sums it over the
 group once, at the last (1/N of the communication, N times the memory); stages 2 and 3 sum after every micro-step and
-keep 1/N, unless they are told to keep a backward ``"apart"``: then they collect whole chunks too, where the optimizer's
+keep 1/N, unless the backward's role is ``"apart"``: then they collect whole chunks too, where the optimizer's
 state lives. Chunks are reduced in the same order on every rank, whatever order gradients come in.
 
 A parameter that no rank used has no gradient, as in a single process. So that ranks which used different parameters
-meet in the same collectives, what is missing counts as zero, and who was used is told beside it.
+meet in the same collectives, missing gradients count as zero, and flags of the used parameters are sent along.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChunkGradient:
         state: of what was collected since the last ``clear``.
         tier: memory of the optimizer's state.
         shard: the sum over the group and over micro-steps of this rank's elements; None before it exists.
-        used: places of the parameters that had a gradient on this rank since the last ``clear``.
+        used: indices of the parameters that had a gradient on this rank since the last ``clear``.
         measured: result of ``measure`` for the complete shard on the device, before it was offloaded or handed out.
         sums: number of times that something was added to the shard, ever.
     """
@@ -64,8 +64,8 @@ class ChunkGradient:
         self._owed = False  # whether something is in it
         self._reduction: Pending | None = None
         self._sending: Block | None = None  # what the reduction reads
-        self._flags: Flags | None = None  # who was used, and whether more may come
-        self._told: list[bool] = []
+        self._flags: Flags | None = None  # which parameters were used, and whether more may come
+        self._answers: list[bool] = []
         self._here: Block | None = None  # the shard, on the compute device
         self._host: Block | None = None  # the shard, on the host: kept for the next step
         self._sent: torch.cuda.Event | None = None
@@ -125,10 +125,10 @@ class ChunkGradient:
         return self.state is GradState.CONSUMED
 
     def add(self, place: int, gradient: Tensor) -> None:
-        """Take up a gradient.
+        """Add a gradient.
 
         Raises:
-            ChunkError: if none was to come any more.
+            ChunkError: if it comes after the last one.
         """
         if self.state is GradState.SETTLED or self.state is GradState.CONSUMED:
             raise ChunkError(
@@ -187,7 +187,7 @@ class ChunkGradient:
             mine = [place in self.used for place in range(len(self.chunk.parameters))]
             if self.chunk.group.size > 1:
                 self._flags = Flags([*mine, unsure], self.chunk.group, self.chunk.device)
-            self._told = [*mine, unsure]
+            self._answers = [*mine, unsure]
         if self.chunk.group.size == 1:
             self._keep(whole)
 
@@ -222,7 +222,7 @@ class ChunkGradient:
     @property
     def names_used(self) -> set[str]:
         """Names of the parameters that any rank used, after a final backward."""
-        return {name for name, used in zip(self.chunk.spec.names, self._told, strict=False) if used}
+        return {name for name, used in zip(self.chunk.spec.names, self._answers, strict=False) if used}
 
     @property
     def has_buffer(self) -> bool:
@@ -282,7 +282,7 @@ class ChunkGradient:
         self._owed = False
         if self.state is not GradState.EMPTY:
             self._to(GradState.EMPTY)
-        self._told = []
+        self._answers = []
         self._filled.clear()
         self.begin()
         self.used.clear()
@@ -313,8 +313,8 @@ class ChunkGradient:
         if self._kind == "final":
             self.measured = self._measure(tensor)
             if self._flags is not None:
-                self._told, self._flags = self._flags.read(), None
-            self._to(GradState.REDUCED if self._told[-1] else GradState.SETTLED)
+                self._answers, self._flags = self._flags.read(), None
+            self._to(GradState.REDUCED if self._answers[-1] else GradState.SETTLED)
             return
         self._to(GradState.REDUCED)
         if self.tier != "device":

@@ -55,7 +55,7 @@ class GradientRing:
         Args:
             elements: no more than ``nbytes`` has room for.
             dtype: of the elements.
-            until: returns when whoever gets the buffer needs it no more.
+            until: returns when the buffer's user is done with it.
         """
         with self._memory.waiting("the gradients' ring"):
             self._wait(self._turn)

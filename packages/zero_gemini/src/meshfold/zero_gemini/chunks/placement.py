@@ -15,8 +15,8 @@ class ChunkPlacement:
     """Placement of one chunk.
 
     Attributes:
-        parameters: where the shard that the model computes with is.
-        state: where master weights and optimizer state are; the host steps what is not on the device.
+        parameters: memory of the shard that the model computes with.
+        state: memory of the master weights and optimizer state; the host steps chunks whose state is off the device.
 
     Raises:
         MemoryPlanError: for parameters on the host with their state on the device, or parameters on disk.
@@ -42,8 +42,8 @@ PlacementRule = Callable[[Sequence[int]], Sequence[ChunkPlacement]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """At least some shares of all elements live on the host, those used last: the first ones' gradients come last, and their
-    parameters are needed first.
+    """Rule that puts given shares of all elements on the host, those that are used last: the gradients of the first ones
+    come last, and their parameters are needed first.
 
     Attributes:
         host_parameters: share of the elements whose parameters live on the host.
@@ -52,7 +52,7 @@ class Shares:
             which it is counted.
 
     Raises:
-        MemoryPlanError: for what is no share, or not in this order.
+        MemoryPlanError: for a number outside of 0 to 1, or shares in another order.
     """
 
     host_parameters: float = 0.0
@@ -96,10 +96,10 @@ class Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterBudget:
-    """Optimizer state on the host, and parameters on the device as far as they take no more than so many bytes.
+    """Rule that puts optimizer state on the host, and parameters on the device within a number of bytes.
 
     Attributes:
-        most_bytes: of parameters on the device, those that are only there while they are used included.
+        most_bytes: limit of parameters on the device, including those that are gathered for use.
         element_bytes: of a parameter.
         state: where optimizer state lives.
     """
@@ -125,12 +125,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Move(Generic[T]):
-    """Something that moves.
+    """Move of one object between memories.
 
     Attributes:
-        what: it.
-        device_bytes: by how much more of the device is in use afterwards; below 0 where it leaves.
-        host_bytes: the same of the host's memory.
+        what: the object.
+        device_bytes: change of the device's used memory; below 0 if the object leaves it.
+        host_bytes: the same for the host's memory.
     """
 
     what: T
@@ -139,10 +139,10 @@ class Move(Generic[T]):
 
 
 def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
-    """An order in which the device never has more than at the start or the end, and the host hardly.
+    """Return the moves in an order whose device memory never exceeds the start or the end, and host memory hardly.
 
-    What relieves the host goes first wherever it fits. Where nothing fits, the least of what leaves the device makes
-    room: the host then has at most as much more as the largest that comes from it and the largest that leaves.
+    Moves that free host memory go first while they fit. If none fits, the smallest that leaves the device makes room: host
+    memory then exceeds both ends by at most the largest move from it plus the largest to it.
     """
     left = list(moves)
     most_device = max(0, sum(move.device_bytes for move in left))
@@ -156,7 +156,7 @@ def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
             if device + move.device_bytes <= most_device
             and (move.host_bytes <= 0 or host + move.host_bytes <= most_host)
         ]
-        # With nothing that leaves the device, all that is left fits: the sums above are over it too.
+        # If no move left leaves the device, all fit: the sums above include them.
         chosen = min(
             fitting or [move for move in left if move.device_bytes < 0], key=lambda move: move.host_bytes
         )

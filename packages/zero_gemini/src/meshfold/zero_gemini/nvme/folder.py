@@ -19,7 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def disk_error(message: str, cause: OSError) -> DiskError:
-    """A `DiskError` with the number of the system's error, for callers who tell a full disk from a broken one."""
+    """A `DiskError` with the number of the system's error, for callers that distinguish a full disk from a broken one."""
     error = DiskError(message)
     error.errno = cause.errno
     return error
@@ -78,11 +78,11 @@ def _lock(path: Path) -> int:
         except BaseException:
             os.close(control)
             raise
-        os.close(control)  # whoever held it before removed it between our open and our lock
+        os.close(control)  # the previous holder removed it between our open and our lock
 
 
 def claim(path: Path, notes: list[str]) -> int:
-    """Lock the file of a new store; one of ours that nobody uses any more may be replaced, and is noted.
+    """Lock the file of a new store; one of ours that is no longer used may be replaced, and is noted.
 
     Raises:
         DiskError: as `_lock`, or the file is not one of ours.
@@ -116,7 +116,7 @@ def is_others(error: DiskError, path: Path) -> bool:
 def alone_in(folder: Path) -> Iterator[None]:
     """Files are made here by one process at a time, and not while another sweeps.
 
-    Where folders cannot be locked, or somebody stopped with the lock, that is not so. Then the worst that can happen is
+    Where folders cannot be locked, or a process stopped with the lock, that is not so. Then the worst that can happen is
     that a file which was just made seems to be in use.
     """
     try:
@@ -154,7 +154,7 @@ def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
         DiskError: says how many bytes are wanted, free and missing.
     """
     free = free_bytes(path.parent)
-    if free is not None and free < nbytes:  # told at once, where the system would fill the disk to find out
+    if free is not None and free < nbytes:  # raised at once: the system would fill the disk first
         raise _no_space(path, nbytes, free, OSError(errno.ENOSPC, ""))
     try:
         os.pwrite(control, first, 0)
@@ -231,7 +231,7 @@ _ANY = "meshfold-*-rank*.blocks"
 
 
 def sweep(folder: str | os.PathLike[str]) -> list[str]:
-    """Remove what killed processes left in a folder: stores of any rank that nobody locks.
+    """Remove what killed processes left in a folder: stores of any rank without a lock.
 
     Returns:
         A note on each.
@@ -248,7 +248,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[str]:
                 if note and is_still(path, control):
                     path.unlink(missing_ok=True)
                     notes.append(note)
-            except OSError:  # somebody uses it
+            except OSError:  # in use
                 continue
             finally:
                 unlock(control)
@@ -259,12 +259,14 @@ def _left_behind(path: Path, control: int) -> str:
     """Lock a file that no process uses any more and return a note about it; empty for any other file.
 
     Raises:
-        OSError: if somebody uses it.
+        OSError: if it is in use.
     """
     if not stat.S_ISREG(os.fstat(control).st_mode):
         return ""
     note = _as_left_behind(path, control)
-    if note:  # if nobody uses it: others are not locked even for a moment, as somebody may be about to
+    if (
+        note
+    ):  # only if unused: others are not locked even for a moment, as a process may be about to lock them
         fcntl.flock(control, fcntl.LOCK_EX | fcntl.LOCK_NB)
         note = _as_left_behind(path, control)
     return note
@@ -277,6 +279,6 @@ def _as_left_behind(path: Path, control: int) -> str:
     try:
         header = Header.unpack(start, str(path))
     except DiskError:
-        return ""  # not ours, or not whole: left to a person
+        return ""  # not ours, or not whole: left to the user
     size = os.fstat(control).st_blocks * 512
     return f"{path}: removed, {size:,} bytes that process {header.pid} left, which was killed."

@@ -4,7 +4,7 @@
     4096     one page to try direct I/O on
     8192     the blocks, each from a page boundary on
 
-A store removes its file when it is closed. So a file with a header that nobody locks was left by a process that was
+A store removes its file when it is closed. So a file with a header and no lock was left by a process that was
 killed: it is never read, and may be replaced or removed.
 """
 

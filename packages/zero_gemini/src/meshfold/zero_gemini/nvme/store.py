@@ -2,7 +2,7 @@
 
 What is guaranteed
     Space is reserved before training. Operations on one block happen in the order they were called, so a read sees the
-    write before it; different blocks overlap. A write that failed is told at ``wait()``, and again by `flush`; its block
+    write before it; different blocks overlap. A write that failed raises at ``wait()``, and again in `flush`; its block
     cannot be read until a write of it succeeds, nor can one that was never written. A closed store removes its file. The
     file of a killed process is never read: a new store replaces it.
 What is not
@@ -43,10 +43,10 @@ class DiskStore:
         chunk_bytes: largest piece, a multiple of 4096. Tensors that do not begin on a page (`aligned_empty` ones do) are
             copied through at most ``in_flight × chunk_bytes`` bytes of memory.
         direct: ``"auto"``: O_DIRECT where the file system has it, else the page cache and a note; True: or an error.
-        name: tells several stores of one rank apart.
+        name: distinguishes several stores of one rank.
 
     Attributes:
-        notes: what a person should know: a fallback, a replaced file.
+        notes: messages for the user: a fallback, a replaced file.
 
     Raises:
         DiskError: missing, read-only or full; the file is in use or foreign. Nothing is left behind.
@@ -172,7 +172,7 @@ class BlockQueues:
         self._owner = os.getpid()
         self._closed = False
         self._pool = _started_pool(in_flight, file)
-        # If nobody closes the store its file goes with it, unless the process is killed. Work on its way keeps us alive.
+        # If the store is never closed its file goes with it, unless the process is killed. Work on its way keeps us alive.
         self._finalizer = weakref.finalize(self, file.release, owner=self._owner)
 
     def usable(self) -> None:

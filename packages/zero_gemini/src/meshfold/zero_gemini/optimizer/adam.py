@@ -242,7 +242,7 @@ class AdamStepper(AdamValues):
         """Step a chunk beside the computation, on trial: if :meth:`step` is called with the same it is made, else it never was.
 
         Args:
-            chunk: which; nobody else changes its state until then.
+            chunk: nothing else changes its state until then.
             gradient: its shard on the host.
             used: names of the parameters that have a gradient.
             factor: what the gradient is expected to count times.

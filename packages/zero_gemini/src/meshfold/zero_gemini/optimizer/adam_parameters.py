@@ -26,7 +26,7 @@ class AdamValues(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Return when nobody is at work on any chunk."""
+        """Wait until no thread works on any chunk."""
 
     @abstractmethod
     def drop_trials(self) -> None:

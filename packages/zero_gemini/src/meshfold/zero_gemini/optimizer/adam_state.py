@@ -131,7 +131,7 @@ class Held:
 
     @property
     def _second(self) -> SecondCopy:
-        assert self.second is not None  # whoever steps into it has seen it
+        assert self.second is not None  # callers check `second` first
         return self.second
 
     # -- pieces -------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Held:
 
     @property
     def _ring(self) -> Ring:
-        assert self._disk is not None  # whoever has pieces has it
+        assert self._disk is not None  # chunks with pieces have a disk
         return self._disk.ring
 
     def _leave_disk(self) -> None:

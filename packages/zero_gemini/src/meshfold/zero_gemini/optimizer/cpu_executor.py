@@ -146,7 +146,7 @@ class _Deal:
     def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Arrival | None]]) -> None:
         """Args:
         steps: in the order in which they are wanted.
-        done: to be told once parameters are written, or on their way: with what waits for them.
+        done: called once parameters are written or on their way, with a function that waits for them.
         """
         self._steps, self._left = steps, [*steps]
         self._done = {chunk: done[chunk] for chunk in steps}

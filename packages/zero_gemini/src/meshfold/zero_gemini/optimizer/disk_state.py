@@ -7,7 +7,7 @@ shown them every step.
 Room is reserved before anything starts: :meth:`DiskPlanes.reserve` makes one file for all chunks that are about to go to
 disk. What is moved there later gets the room that others left, or a new file beside the first, made before anything
 moves; room that was reserved stays so until the end. The files are scratch: what killed processes left is removed first.
-Several engines, of one process or many, may use one folder: each file is locked by whoever made it, and takes a name that
+Several engines, of one process or many, may use one folder: each file is locked by its maker, and takes a name that
 is free.
 """
 
@@ -110,7 +110,7 @@ class DiskPlanes:
             self._free.setdefault(nbytes, []).append((store, str(index)))
 
     def _made(self, sizes: dict[str, int]) -> DiskStore:
-        """A file of those blocks, under the first name that nobody has: other engines may be at work in the folder."""
+        """A file of those blocks, under the first free name: other engines may use the folder."""
         settings = self.settings
         for number in count():
             name = f"{settings.name}-{number}" if number else settings.name
@@ -124,7 +124,7 @@ class DiskPlanes:
         raise AssertionError("count() has no end")
 
     def _say(self, notes: Iterable[str]) -> None:
-        """Note something, and tell the person once, of all ranks the first."""
+        """Add a note; the first rank also warns, once."""
         for note in notes:
             self._notes.append(note)
             if self.settings.rank == 0:

@@ -74,7 +74,7 @@ def optimizer_kind(
 
 
 def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tuple[str, int]:
-    """Regime and seed for an optimizer of kind ``"adam"``: those of HybridAdam and CPUAdam, unless Gemini was told others.
+    """Regime and seed for an optimizer of kind ``"adam"``: those of HybridAdam and CPUAdam, unless Gemini was given others.
 
     Raises:
         MemoryPlanError: if both say a regime, and not the same; or groups have several.

@@ -1,4 +1,4 @@
-"""Stepping chunks while backward goes on, where nobody looks at all gradients before the step.
+"""Early steps: chunks are stepped while backward runs, if nothing needs all gradients before the step.
 
 A chunk is stepped once its gradient is complete on this rank and nothing in this backward reads its parameters any more:
 all units that compute with them were left as often as they were called (:meth:`OpenCalls.is_over
@@ -26,7 +26,7 @@ WAITING = 2
 
 
 class EarlySteps:
-    """Steps chunks one by one.
+    """Controller of early steps, one chunk at a time.
 
     Attributes:
         ring: through which gradients of chunks on the host go.
@@ -59,7 +59,7 @@ class EarlySteps:
         self._stepper.begin_steps([g.chunk for g in gradients])
 
     def offer(self, gradient: ChunkGradient) -> None:
-        """A gradient is complete, as far as this rank's backward has come."""
+        """Take a gradient that is complete on this rank so far."""
         if gradient.is_consumed or gradient in self._waiting:
             return
         if not gradient.is_settled:
@@ -69,7 +69,7 @@ class EarlySteps:
         self.go()
 
     def go(self) -> None:
-        """Step what can be."""
+        """Step the chunks that can be stepped."""
         for gradient in [*self._waiting]:
             if self._calls.is_over(gradient.chunk):
                 self._waiting.remove(gradient)
@@ -78,7 +78,7 @@ class EarlySteps:
             self._waiting.pop(0).offload()
 
     def finish(self, gradients: Iterable[ChunkGradient]) -> None:
-        """After the backward: step what was not yet."""
+        """After the backward: step the remaining chunks."""
         self._waiting.clear()
         for gradient in gradients:
             gradient.collect()
@@ -86,7 +86,7 @@ class EarlySteps:
                 self._step(gradient)
 
     def end(self) -> None:
-        """All chunks have made the step."""
+        """Note that all chunks have made the step."""
         self._stepper.end_steps()
         self.is_half = False
 

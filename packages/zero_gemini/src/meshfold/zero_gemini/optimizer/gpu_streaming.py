@@ -116,7 +116,7 @@ class GpuStreaming:
         """Step some runs of elements.
 
         Args:
-            host: their state, which nobody else touches until the end.
+            host: their state; nothing else may touch it until the end.
             spans: from and to which element of the shard they go, in order.
             do: steps a piece of one of them on the device.
             moments: it changes them too, so they come down.

@@ -53,7 +53,7 @@ class ChunkStep:
         first: global number of the shard's first element.
         seed: of stochastic rounding.
         runs: in order.
-        paces: told how long steps of what is in the host's memory take.
+        paces: timings of steps in the host's memory are added here.
     """
 
     held: Held

@@ -19,7 +19,7 @@ from meshfold.zero_gemini.chunks.layout import Slot
 
 
 class Owners:
-    """Chooses owners, the same on every rank that is told of the same chunks in the same order.
+    """Choice of owners: the same on every rank that passes the same chunks in the same order.
 
     A parameter that lies in one shard stays there: shards are of one size. One that lies across several goes, the
     largest first, to the rank that owns least so far, over all chunks of the group, where a rank counts as owning less

@@ -99,7 +99,7 @@ def set_master(parameter: Tensor, state: dict[str, Tensor], value: Tensor) -> No
 
 
 def notice_change(parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-    """After somebody else has written to a parameter in float16: take its new elements into the master.
+    """After other code has written to a parameter in float16: take its new elements into the master.
 
     In bfloat16 there is nothing to do: the parameter is the master's upper half itself.
     """

@@ -191,8 +191,8 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     halves = strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE)
     split = loads.split if halves else np.zeros_like(loads.split)
     # in bytes of the rate that the cores have while nothing passes through the device
-    dealt = regime.first_pass * loads.cores * split * machine.host_memory / loads.beside
-    step = regime.step * (loads.elems - split) + dealt
+    split_bytes = regime.first_pass * loads.cores * split * machine.host_memory / loads.beside
+    step = regime.step * (loads.elems - split) + split_bytes
     cpu = loads.cpu_of(step) if halves else loads.cpu()
     up = loads.up_forward
     # The cores' rate beside the device's steps is one while what both have stepped goes up too.

@@ -151,7 +151,7 @@ class Workload:
     """tokens of this rank in a step."""
     regime: Regime
     recomputed: bool = False
-    """blocks recompute their activations already, so that nobody is told to do so."""
+    """blocks recompute their activations already, so the plan has nothing to switch."""
     clipping: bool
     """clip by the global norm, exactly: gradients are held until it is known."""
     clip_probability: float = 1.0
@@ -181,7 +181,7 @@ class Workload:
     disk_buffer_bytes: int = 2**28
     """host bytes for blocks in flight, as soon as anything lives on disk."""
     units: tuple[str, ...] = ()
-    """name of the unit that runs in each moment, for people; empty where nobody knows."""
+    """name of the unit that runs in each moment, for display; empty if unknown."""
 
     def __post_init__(self) -> None:
         moments = len(self.non_model_bytes)

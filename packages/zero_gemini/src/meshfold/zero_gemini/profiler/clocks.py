@@ -23,7 +23,7 @@ from meshfold.zero_gemini.memory.copies import Waiting
 
 
 class Clock(Protocol):
-    """Tells the time of compute. A context manager: it runs while it is entered."""
+    """Clock of compute. A context manager: it runs while it is entered."""
 
     def __enter__(self) -> Any: ...
 
@@ -184,7 +184,7 @@ class PhaseClock:
         self.let_go()
 
     def let_go(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._watching.close()
 
     def take(self) -> PhaseSeconds | None:

@@ -1,7 +1,7 @@
 """Cost of keeping a layer's activations, measured where they are recomputed: bytes that autograd saves, and seconds.
 
-Whoever recomputes layers tells: ``with watch.forward(name)`` round each first forward, ``with watch.again(...)`` round
-each that is repeated in a backward.
+The code that recomputes layers marks its forwards: ``with watch.forward(name)`` around each first forward, ``with
+watch.again(...)`` around each that is repeated in a backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshfold.zero_gemini.profiler.moments import TracedLayer
 
 
 class LayerWatch:
-    """Collects what it is told of layers while one micro-step is traced."""
+    """Recorder of recomputed layers while one micro-step is traced."""
 
     def __init__(
         self, *, clock: Clock, place: Callable[[], int], most: Callable[[], int], round_bytes: int = 1
@@ -37,13 +37,13 @@ class LayerWatch:
 
     @contextmanager
     def forward(self, name: str) -> Iterator[None]:
-        """Round the first forward of a layer; of several calls the first begins to keep."""
+        """Context manager around the first forward of a layer; of several calls the first begins to keep."""
         self._seen.setdefault(name, _Seen(first=self._place()))
         yield
 
     @contextmanager
     def again(self, name: str, module: nn.Module, given: Any) -> Iterator[None]:
-        """Round a forward that is repeated. Where nothing more is needed it may be ended by an exception.
+        """Context manager around a forward that is repeated. Where nothing more is needed it may be ended by an exception.
 
         Args:
             name: of the layer.
@@ -105,7 +105,7 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def _counting(count: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show what autograd saves to ``count``, and do with it what would be done without."""
+    """Context manager: pass each tensor that autograd saves to ``count``, and save it as usual."""
     # Of nested hooks only the innermost are called, and checkpointing has its own.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = outer or (_same, _same)

@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     Views are free. What was there before is left out: parameters, buffers, the batch. What an operator needs inside is not seen.
 
     Source: the technique of ``torch.distributed._tools.mem_tracker``: a Python storage object lives as long as the C++
-    one, so a finalizer on it tells when memory is given back, also of what autograd alone keeps.
+    one, so a finalizer on it shows when memory is given back, also memory that autograd alone keeps.
     """
 
     def __init__(self, *, base_bytes: int = 0, round_bytes: int = 1) -> None:

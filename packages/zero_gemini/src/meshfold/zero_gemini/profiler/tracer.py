@@ -1,6 +1,6 @@
 """Watches one micro-step unit by unit.
 
-A unit is *arrived at*, then *entered* (in between, whoever gathers parameters waits for them), and *left*, in the forward
+A unit is *arrived at*, then *entered* (in between, the hooks that gather parameters wait for them), and *left*, in the forward
 through hooks on its module, in the backward through hooks on what it returned and on what it was given. Those are the
 same places at which the runtime gathers and releases: moments of a trace are moments of the executor.
 
@@ -34,7 +34,7 @@ class StepTracer:
     Hooks that gather parameters must be on the model before: the tracer puts its own around them.
 
     Attributes:
-        layers: is told of layers whose activations are recomputed, by whoever does it.
+        layers: recorder of layers whose activations are recomputed, for the code that recomputes them.
     """
 
     def __init__(

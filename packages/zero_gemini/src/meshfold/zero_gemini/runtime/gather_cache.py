@@ -1,8 +1,8 @@
-"""Cache of gathered chunks: those that stay between two uses, where memory is left.
+"""Cache of gathered chunks: some stay gathered between two uses, in memory that is free.
 
-A step of many micro-batches comes to each chunk many times. What stays gathered until its next use need not be gathered
-for it; what is used again last goes first (Belady 1966), which is known from the step before. All ranks that share the
-chunks must be given the same bytes and see the same steps: gathering is a collective.
+A step of many micro-batches uses each chunk many times. A chunk that stays gathered until its next use saves an all-gather.
+The chunk whose next use is latest is evicted first (Belady 1966); the order is that of the step before. All ranks that
+share chunks must have the same limit and see the same steps: gathering is a collective.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 
 
 class GatherCache:
-    """Chooses among chunks that nobody computes with at the moment.
+    """Choice of the chunks to keep gathered, of those that are not in use.
 
     Attributes:
-        most_bytes: that they may take together, on the compute device; 0: all go.
+        most_bytes: limit of their bytes on the compute device; 0 keeps none.
     """
 
     def __init__(self) -> None:
@@ -25,18 +25,18 @@ class GatherCache:
         self._uses: dict[Chunk, list[int]] = {}
 
     def learn(self, steps: Sequence[Sequence[Chunk]]) -> None:
-        """The chunks that were wanted at every place of the last step, in order."""
+        """Set the chunks that each unit of the last step used, in order."""
         self._uses = {}
         for place, chunks in enumerate(steps):
             for chunk in chunks:
                 self._uses.setdefault(chunk, []).append(place)
 
     def evicted(self, chunks: Sequence[Chunk], place: int) -> list[Chunk]:
-        """Those that go.
+        """Return the chunks to release.
 
         Args:
-            chunks: that are gathered.
-            place: of the step, that comes next.
+            chunks: gathered and not in use.
+            place: index of the step's next unit.
         """
         if not self.most_bytes:
             return [*chunks]
@@ -50,7 +50,7 @@ class GatherCache:
         return [chunk for number, chunk in enumerate(chunks) if number not in stays]
 
     def _next(self, chunk: Chunk, place: int) -> int | None:
-        """When a chunk is wanted again; None: not in this step."""
+        """Return the index of the unit that uses a chunk next; None if none does in this step."""
         uses = self._uses.get(chunk, [])
         at = bisect_left(uses, place)
         return uses[at] if at < len(uses) else None

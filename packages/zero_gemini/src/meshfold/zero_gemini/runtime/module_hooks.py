@@ -26,7 +26,7 @@ from meshfold.zero_gemini.runtime.units import Unit
 
 
 class Runtime:
-    """Hooks that keep gathered what is wanted now and next.
+    """Hooks that keep chunks gathered that are used now and next.
 
     Attributes:
         order: names of the units entered by the last step that was trained, forward and backward.
@@ -48,7 +48,7 @@ class Runtime:
     ) -> None:
         """Args:
         model: the whole model; its forward begins and ends what is done without gradients.
-        calls: has its units with their chunks, and is told of each call of one.
+        calls: has its units with their chunks; each call of one is noted there.
         prefetch: number of units that are gathered ahead,
         light: not counting these (:mod:`meshfold.zero_gemini.prefetch`).
         steps_in_background: says if the optimizer steps a chunk beside the computation; asked again by ``reread``.
@@ -98,21 +98,21 @@ class Runtime:
             handle.remove()
 
     def reread(self) -> None:
-        """After chunks were moved: find those that come and go, or that a step may be pending of."""
+        """After chunks were moved: find those that are not resident, or that may have a pending step."""
         self._chunks = {
             unit: [c for c in all_ if not c.resident or self._steps_in_background(c)]
             for unit, all_ in self._calls.chunks_of.items()
         }
 
     def begin_step(self) -> None:
-        """Expect, from now on, what the last step showed. Call it before each training step."""
+        """Expect the units of the last step in the same order. Call it before each training step."""
         if self._seen:
             self.order, self._seen = self._seen, []
             self.gather_cache.learn([self._chunks[unit] for unit in self.order])
         self.unlearn()
 
     def unlearn(self) -> None:
-        """Forget what was seen since the step began."""
+        """Forget the units that were entered since the step began."""
         self._seen.clear()
         self._unfinished.clear()
         self._calls.clear()
@@ -162,7 +162,7 @@ class Runtime:
             self._enter(unit)
             return watch_inputs(args, kwargs, self._call(unit, args, kwargs))
 
-        # A compiled block has its graph between hooks, not round them.
+        # A compiled block has its graph between the hooks, not around them.
         found: Callable[..., Any] = torch.compiler.disable(before)
         return found
 
@@ -174,7 +174,7 @@ class Runtime:
                 return
             if (
                 graph_task() >= 0
-            ):  # recomputed with others: what autograd has saved of it must stay until its backward
+            ):  # recomputed with others: tensors that autograd saved must stay until its backward
                 self._recomputed.add(unit)
             elif unit in self._inside:
                 self._inside.remove(unit)
@@ -195,7 +195,7 @@ class Runtime:
                 self._calls.begin_backward()
                 self._backwards += 1
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-                # What they compute with themselves, before a block that was not reached, may be wanted at any time.
+                # Their own parameters may be needed at any time before a block that was not reached.
                 self._unfinished.update(dict.fromkeys(self._inside))
                 for left in self._unfinished:
                     self._enter(left, again=True)
@@ -258,14 +258,14 @@ class Runtime:
             chunk.wait()
 
     def _evicted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return those that are released, of chunks that no entered unit needs."""
+        """Return the chunks to release, of those that no entered unit needs."""
         chunks, place = [*chunks], self.place
         if not self._seen or not self._expects(self._seen[-1]):
             return chunks
         return self.gather_cache.evicted(chunks, place)
 
     def _expects(self, unit: Unit) -> bool:
-        """Return True if this step has gone as the last one until here."""
+        """Return True if this step has matched the last one so far."""
         place = self.place
         return 0 < place <= len(self.order) and self.order[place - 1] is unit
 

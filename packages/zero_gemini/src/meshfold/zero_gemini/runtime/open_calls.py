@@ -1,4 +1,4 @@
-"""Counts of the calls in a step: which units backward has still to come to, and which come several times.
+"""Counts of the calls in a step: units that backward still has to reach, and units that are called several times.
 
 A unit that backward has left as often as it was called is read no more before the next step. Reentrant checkpointing hides
 how often that is: forward calls its units without gradients, and backward *repeats* each of these hidden calls with them,
@@ -21,7 +21,7 @@ from meshfold.zero_gemini.runtime.units import Unit
 
 
 class OpenCalls:
-    """Counter of a step's calls of units, which says what is read no more.
+    """Counter of a step's calls of units, which gives the chunks that are no longer read.
 
     Attributes:
         chunks_of: the chunks that each unit's parameters are in.
@@ -57,7 +57,7 @@ class OpenCalls:
         self._end_repetition()
         self._task = None
 
-    # -- told by the hooks --------------------------------------------------------------------------------------
+    # -- called by the hooks -------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Note that the backward in which this is called is the outer one."""
@@ -65,10 +65,10 @@ class OpenCalls:
 
     def enter(self, unit: Unit, args: Any, kwargs: Any) -> bool:
         """Count a call of a unit, given these arguments. Return True if backward has to leave it."""
-        # Without gradients inside of a forward that has them: reentrant checkpointing, or nothing that backward comes to.
+        # Without gradients inside of a forward that has them: reentrant checkpointing, or a call that backward never reaches.
         if not torch.is_grad_enabled():
             self._unsure.add(unit)
-            # Checkpointing is given what wants a gradient. What `no_grad` computes (recycling, a teacher) wants none.
+            # Inputs of checkpointing require gradients; those of `no_grad` code (recycling, a teacher) do not.
             self._hidden[unit] += graph_task() < 0 and any(
                 isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]
             )
@@ -100,18 +100,18 @@ class OpenCalls:
         self._repeating.clear()
         self._repetition_ran = False
 
-    # -- asked of chunks ----------------------------------------------------------------------------------------
+    # -- states of chunks ---------------------------------------------------------------------------------------
 
     def is_over(self, chunk: Chunk) -> bool:
-        """Return True if nothing in this step reads a chunk's parameters any more, as far as the calls of its units tell."""
+        """Return True if no open call of this step can still read a chunk's parameters."""
         return not any(self._open[unit] or unit in self._unsure for unit in self._users.get(chunk, ()))
 
     def is_unsure(self, chunk: Chunk) -> bool:
-        """Return True if backward may come to a unit of a chunk in ways that were not seen in forward."""
+        """Return True if backward may reach a unit of a chunk in ways that forward did not show."""
         return any(unit in self._unsure for unit in self._users.get(chunk, ()))
 
     def will_be_repeated(self, chunk: Chunk) -> bool:
-        """Return True if backward has still to repeat a call of a unit of the chunk, or is at it: gradients come of that."""
+        """Return True if backward still has to repeat a call of a unit of the chunk, or repeats it now: it will add gradients."""
         return any(
             self._hidden[unit] > self._repeated[unit] or unit in self._repeating
             for unit in self._users.get(chunk, ())

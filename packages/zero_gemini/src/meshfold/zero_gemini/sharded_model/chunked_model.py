@@ -93,7 +93,7 @@ class ChunkedModel(ParameterValues):
             refused until then, unless memory runs out. Meanwhile the optimizer has parameters without memory.
 
         Raises:
-            ChunkError: for a meta parameter whose values nobody knows.
+            ChunkError: for a meta parameter without a source of values.
         """
         self._mesh, self.memory, self._stage = mesh, memory, stage
         self.chunks: list[Chunk] = []
@@ -103,7 +103,7 @@ class ChunkedModel(ParameterValues):
         others = {*apart, *(axis for p in model.parameters() for axis in metadata_on(p, mesh).only_at)}
         alike = [axis for axis in mesh.names if axis not in others]
         self._faults = Faults(mesh.group(*alike), memory.device)
-        self._promised = False  # a step whose outcome the ranks have not told each other yet
+        self._promised = False  # a step whose outcome the ranks have not exchanged yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)
         self._facts, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes)
@@ -241,10 +241,10 @@ class ChunkedModel(ParameterValues):
     def _steps_in_background(self, chunk: Chunk) -> bool:
         return self._stepper is not None and self._stepper.steps_in_background(chunk)
 
-    # -- what was promised --------------------------------------------------------------------------------------
+    # -- pending steps -----------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Let every step that was only promised be done. All ranks must call.
+        """Finish every promised step. All ranks must call.
 
         Raises:
             DiskError: if one could not be on some rank: on all of them, naming the rank and the cause. So does every
@@ -258,13 +258,13 @@ class ChunkedModel(ParameterValues):
         self._agree()
 
     def _check(self) -> None:
-        """Raise what all ranks were told before, or that a step was broken off in the middle."""
+        """Raise an error that was reported to all ranks, or that a step was broken off in the middle."""
         self._faults.check()
         if self._early is not None:
             self._early.check()
 
     def _agree(self) -> None:
-        """Raise what the last step has come to, on all ranks; it is done."""
+        """Finish the last step and raise its errors, on all ranks."""
         if self._promised:
             self._promised = False
             self._faults.agree()

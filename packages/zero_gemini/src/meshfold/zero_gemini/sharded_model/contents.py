@@ -111,16 +111,14 @@ class Contents:
         found: dict[str, dict[str, Entry]] = {}
         if self._stepper is None:
             return found
-        mine: dict[
-            tuple[int, ...], tuple[Group, dict[str, dict[str, Entry]]]
-        ] = {}  # by the group that is told
+        mine: dict[tuple[int, ...], tuple[Group, dict[str, dict[str, Entry]]]] = {}  # by group
         for chunk in dict.fromkeys(self._chunk_of.values()):
             if chunk in self._trained:
                 _, entries_of = mine.setdefault(chunk.group.ranks, (chunk.group, {}))
                 entries_of.update(self._stepper.entries(chunk))
         for group, entries_of in mine.values():
-            for told in all_gather_object(entries_of, group, self._device):
-                for name, entries in told.items():
+            for described in all_gather_object(entries_of, group, self._device):
+                for name, entries in described.items():
                     found.setdefault(name, {}).update({key: Entry(*entry) for key, entry in entries.items()})
         return {name: dict(sorted(found[name].items())) for name in self._shapes if found.get(name)}
 

@@ -1,7 +1,7 @@
-"""The gradients of all chunks: taken up as autograd makes them, reduced in order, measured, handed to the optimizer.
+"""Gradients of all chunks: collected as autograd makes them, reduced in order, measured, passed to the optimizer.
 
-Backward comes to the last chunk first, and chunks are reduced in that order on every rank, whatever order gradients come
-in: a chunk that is ready early waits for those behind it.
+Backward reaches the last chunk first. Chunks are reduced in that order on every rank, whatever order gradients arrive in:
+a chunk that is ready early waits for those behind it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class GradientFlow:
     """Hooks on parameters, and the order of reductions.
 
     Attributes:
-        takes: whether gradients count that come now; those that come while it is False are dropped.
-        kind: of the backward that runs, or comes.
+        takes: whether gradients that arrive now count; they are dropped while it is False.
+        kind: role of the backward that runs or comes next.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class GradientFlow:
         """Args:
         gradients: of every chunk that is trained, in order of registration.
         device: where the model computes.
-        runtime: knows how far a backward has come.
-        calls: knows what a backward still reads.
-        early: steps chunks in a final backward; None if that cannot be.
-        trials: steps chunks on trial in a last one; None as there.
+        runtime: gives the progress of a backward.
+        calls: gives the chunks that a backward still reads.
+        early: steps chunks in a final backward; None if the optimizer cannot.
+        trials: makes speculative steps in a last backward; None if the optimizer cannot.
         """
         self._gradients, self._device, self._runtime, self._calls = gradients, device, runtime, calls
         self._early, self._trials = early, trials
@@ -78,7 +78,7 @@ class GradientFlow:
         return self._in_backward
 
     def expect(self, kind: BackwardRole) -> None:
-        """Before a backward; whose chunks are stepped in it where it is final and that can be."""
+        """Prepare for a backward; in a final one chunks are stepped if the optimizer can."""
         self._came = False
         self.kind = "last" if kind == "final" and self._early is None else kind
         if self.kind == "final" and self._early is not None:
@@ -97,8 +97,8 @@ class GradientFlow:
     def _arrival(self, gradient: ChunkGradient, place: int) -> Callable[[Tensor], None]:
         def arrive(parameter: Tensor) -> None:
             if isinstance(parameter.grad, GradientProxy):
-                return  # a backward of somebody else, while the gradient here is shown
-            found, parameter.grad = parameter.grad, None  # whatever happens: what stayed would be added to
+                return  # a backward outside of the engine, while the gradient here is shown
+            found, parameter.grad = parameter.grad, None  # in any case: autograd would add to one that stays
             if self.takes and found is not None:
                 if not self._in_backward:
                     self._in_backward = self._came = True
@@ -121,7 +121,7 @@ class GradientFlow:
         return gradient.is_full and not self._calls.will_be_repeated(gradient.chunk)
 
     def _reduce(self, gradient: ChunkGradient) -> None:
-        """Start one reduction, and end those of units before this one: they are over by now, and what they read can go."""
+        """Start one reduction, and end those of earlier units: they are done by now, and their inputs can be freed."""
         unsure = gradient in self._in_parts or self._calls.is_unsure(gradient.chunk)
         if not gradient.is_full:  # the end of a backward, and perhaps of one inside of another
             unsure |= not self._calls.is_over(gradient.chunk)
@@ -165,7 +165,7 @@ class GradientFlow:
         return self._came
 
     def end(self) -> None:
-        """After a backward: one that came to no parameter takes part in the sums all the same."""
+        """After a backward: one that reached no parameter takes part in the sums all the same."""
         if not self._came:
             self._came = True
             self._ended()
@@ -193,7 +193,7 @@ class GradientFlow:
         return self.kind == "final"
 
     def complete(self) -> None:
-        """After the backward: all gradients are there; of a final one all steps are made, or promised."""
+        """After the backward: complete all gradients; after a final one all steps are made or promised."""
         if self._early is not None and self.steps_early:
             self._early.finish(self._waiting)
         else:
@@ -206,11 +206,11 @@ class GradientFlow:
 
         Args:
             norm_type: which.
-            measure: a rank's part of it, of a chunk's shard.
+            measure: computes a rank's part of it from a chunk's shard.
             everyone: all ranks.
 
         Raises:
-            ChunkError: for another one than 2, of gradients that were stepped with.
+            ChunkError: for a norm other than 2 of gradients that were already consumed.
         """
         sums = []
         for chunk, gradient in self._gradients.items():
@@ -227,26 +227,28 @@ class GradientFlow:
         return total_norm(sums, norm_type, everyone, self._device)
 
     def changed(self) -> None:
-        """Gradients were changed in place: what was measured of them is not true any more."""
+        """Drop the measured norms, as gradients were changed in place."""
         for gradient in self._gradients.values():
             gradient.measured = None
 
     def used(self) -> set[str]:
-        """Names of the parameters that had a gradient on some rank. All ranks must call."""
-        asked: dict[tuple[int, ...], list[Chunk]] = {}  # chunks by who shares them: one question each
+        """Return the names of the parameters that had a gradient on some rank. All ranks must call."""
+        shared: dict[
+            tuple[int, ...], list[Chunk]
+        ] = {}  # chunks by the ranks that share them: one collective each
         for chunk in self._gradients:
-            asked.setdefault(chunk.group.ranks, []).append(chunk)
-        told: set[str] = set()
-        for chunks in asked.values():
+            shared.setdefault(chunk.group.ranks, []).append(chunk)
+        found: set[str] = set()
+        for chunks in shared.values():
             names = [name for chunk in chunks for name in chunk.spec.names]
             mine = [place in self._gradients[c].used for c in chunks for place in range(len(c.parameters))]
             if chunks[0].group.size > 1:
                 mine = Flags(mine, chunks[0].group, self._device).read()
-            told.update(name for name, used in zip(names, mine, strict=True) if used)
-        return told
+            found.update(name for name, used in zip(names, mine, strict=True) if used)
+        return found
 
     def forget(self) -> None:
-        """Let all gradients go."""
+        """Drop all gradients."""
         if self._early is not None:
             self._early.check()
             self._early.forget()
