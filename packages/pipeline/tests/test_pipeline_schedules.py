@@ -56,7 +56,7 @@ def check_schedules(count: int, microbatches: tuple[int, ...], steps: int, by_tu
 def test_every_schedule_trains_as_one_process(
     count: int, microbatches: tuple[int, ...], by_turns: bool
 ) -> None:
-    run_on_ranks(count, check_schedules, count, microbatches, 3, by_turns)
+    run_on_ranks(count, check_schedules, count, microbatches, 2 if by_turns else 3, by_turns)
 
 
 @pytest.mark.slow  # eight ranks on two cores

@@ -179,9 +179,8 @@ def same_bits(cases: list[Case]) -> None:
     [
         (1, CASES[:5]),
         (1, CASES[5:]),
-        (2, CASES[:5]),
-        (2, CASES[5:]),
-        pytest.param(4, CASES, marks=pytest.mark.slow),
+        (2, CASES[1::2]),  # each recomputation, dtype, regime, stage and placement but one
+        *(pytest.param(world, CASES, marks=pytest.mark.slow) for world in (2, 4)),
     ],
 )
 def test_steps_in_the_backward_have_the_bits_of_steps_after_it(world: int, cases: list[Case]) -> None:

@@ -27,6 +27,8 @@ from meshfold.zero_gemini.norm import power_sum
 from meshfold.zero_gemini.optimizer import DiskSettings
 
 STEPS, ACCUMULATION, CLIP, OVERFLOWS = 20, 2, 0.4, 3
+FEW_STEPS = 8
+"""What `make test` trains: three that overflow in fp16, and a move to each place in `MOVES`."""
 SETTINGS = AdamSettings(beta1=0.9, beta2=0.999, adamw_mode=True, **ADAMW)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -144,12 +146,12 @@ def shares_of(parameters: dict[str, nn.Parameter], world: int) -> list[list[Shar
     ]
 
 
-def train_reference(precision: str, world: int, *, sum_every_time: bool) -> Seen:
+def train_reference(precision: str, world: int, steps: int, *, sum_every_time: bool) -> Seen:
     model, group = make_model(), Mesh({"data": world}).group("data")
     reference = Reference(model, DTYPES[precision], group, sum_every_time=sum_every_time)
     reference.show()
     seen = Seen([], [], [], {})
-    for number, (ids, extra) in enumerate(batches(STEPS * ACCUMULATION)):
+    for number, (ids, extra) in enumerate(batches(steps * ACCUMULATION)):
         step, scale = number // ACCUMULATION, scale_of(number // ACCUMULATION, precision)
         loss = loss_of(model, ids, extra, rank=group.index, world=world) / ACCUMULATION
         seen.losses.append(loss.detach())
@@ -165,6 +167,7 @@ def train_reference(precision: str, world: int, *, sum_every_time: bool) -> Seen
 def train_chunks(
     precision: str,
     world: int,
+    steps: int,
     stage: int,
     placements: Callable[[Sequence[int]], Sequence[ChunkPlacement]],
     *,
@@ -178,7 +181,7 @@ def train_chunks(
         gemini = in_chunks(
             model, DTYPES[precision], placements, stage=stage, world=world, regime=regime, disk=disk
         )
-        for number, (ids, extra) in enumerate(batches(STEPS * ACCUMULATION)):
+        for number, (ids, extra) in enumerate(batches(steps * ACCUMULATION)):
             step, scale = number // ACCUMULATION, scale_of(number // ACCUMULATION, precision)
             last = number % ACCUMULATION == ACCUMULATION - 1
             gemini.begin(last=last)
@@ -240,15 +243,16 @@ def same(found: Seen, wanted: Seen, case: object) -> None:
         assert torch.equal(found.weights[name], value), (case, name)
 
 
-def against_reference(precision: str, world: int, cases: list[tuple[int, str, bool]]) -> None:
+def against_reference(precision: str, world: int, steps: int, cases: list[tuple[int, str, bool]]) -> None:
     """Stage 1 adds up micro-steps before it adds up ranks, stages 2 and 3 the other way round: two references."""
-    wanted = {each: train_reference(precision, world, sum_every_time=each) for each in (False, True)}
+    needed = {True, *(stage > 1 for stage, _, _ in cases)}
+    wanted = {each: train_reference(precision, world, steps, sum_every_time=each) for each in needed}
     reference = wanted[True]
     assert reference.skipped == ([*range(OVERFLOWS)] if precision == "fp16" else [])
     clipped = [bool(norm > CLIP) for norm in reference.norms if norm.isfinite()]
     assert sum(clipped) > len(clipped) / 2, "clipping has to be at work"
     for stage, place, moving in cases:
-        found = train_chunks(precision, world, stage, PLACES[place], moving=moving)
+        found = train_chunks(precision, world, steps, stage, PLACES[place], moving=moving)
         same(found, wanted[stage > 1], (stage, place, moving))
 
 
@@ -264,43 +268,43 @@ def against_reference(precision: str, world: int, cases: list[tuple[int, str, bo
 def test_training_is_the_reference_step(
     precision: str, world: int, cases: list[tuple[int, str, bool]]
 ) -> None:
-    run_on_ranks(world, against_reference, precision, world, cases)
+    run_on_ranks(world, against_reference, precision, world, FEW_STEPS, cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_training_is_the_reference_step_in_every_case(precision: str, world: int) -> None:
-    run_on_ranks(world, against_reference, precision, world, ALL, timeout_s=280.0)
+    run_on_ranks(world, against_reference, precision, world, STEPS, ALL, timeout_s=280.0)
 
 
-def regimes(world: int, cases: list[tuple[int, str, bool]]) -> None:
+def regimes(world: int, steps: int, cases: list[tuple[int, str, bool]]) -> None:
     for regime in ("B", "C"):
-        wanted = train_chunks("bf16", world, 3, PLACES["cuda"], regime=regime)
+        wanted = train_chunks("bf16", world, steps, 3, PLACES["cuda"], regime=regime)
         for stage, place, moving in cases:
-            found = train_chunks("bf16", world, stage, PLACES[place], moving=moving, regime=regime)
+            found = train_chunks("bf16", world, steps, stage, PLACES[place], moving=moving, regime=regime)
             same(found, wanted, (regime, stage, place, moving))
 
 
 @pytest.mark.parametrize(
-    ("world", "cases"),
+    ("world", "steps", "cases"),
     [
-        (1, [(3, "disk", False), (1, "static", True)]),
-        (2, [(3, "some of all", True)]),
-        pytest.param(2, [case for case in ALL if case[0] > 1], marks=pytest.mark.slow),
+        (1, FEW_STEPS, [(3, "disk", False), (1, "static", True)]),
+        (2, FEW_STEPS, [(3, "some of all", True)]),
+        pytest.param(2, STEPS, [case for case in ALL if case[0] > 1], marks=pytest.mark.slow),
     ],
 )
 def test_small_moments_have_the_same_bits_wherever_they_are(
-    world: int, cases: list[tuple[int, str, bool]]
+    world: int, steps: int, cases: list[tuple[int, str, bool]]
 ) -> None:
-    run_on_ranks(world, regimes, world, cases)
+    run_on_ranks(world, regimes, world, steps, cases)
 
 
-def near_torch(world: int) -> None:
+def near_torch(world: int, steps: int) -> None:
     serial = make_model()
     optimizer = torch.optim.AdamW([p for p in serial.parameters() if p.requires_grad], **ADAMW)
     losses = []
-    for number, (ids, extra) in enumerate(batches(STEPS * ACCUMULATION)):
+    for number, (ids, extra) in enumerate(batches(steps * ACCUMULATION)):
         loss = loss_of(serial, ids, extra) / ACCUMULATION
         losses.append(float(loss))
         loss.backward()
@@ -309,8 +313,8 @@ def near_torch(world: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for found in (
-        train_reference("fp32", world, sum_every_time=True),
-        train_chunks("fp32", world, 3, PLACES["static"]),
+        train_reference("fp32", world, steps, sum_every_time=True),
+        train_chunks("fp32", world, steps, 3, PLACES["static"]),
     ):
         group = Mesh({"data": world}).group("data")
         total = all_reduce(torch.stack(found.losses).double(), group)
@@ -322,9 +326,17 @@ def near_torch(world: int) -> None:
             )
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_training_is_torchs_adamw(world: int) -> None:
-    run_on_ranks(world, near_torch, world)
+@pytest.mark.parametrize(
+    ("world", "steps"),
+    [
+        (1, STEPS),
+        (2, FEW_STEPS),
+        (4, FEW_STEPS),
+        *(pytest.param(n, STEPS, marks=pytest.mark.slow) for n in (2, 4)),
+    ],
+)
+def test_training_is_torchs_adamw(world: int, steps: int) -> None:
+    run_on_ranks(world, near_torch, world, steps)
 
 
 def test_chunks_are_as_the_reference_has_them() -> None:

@@ -139,8 +139,19 @@ def compare(*case: Any) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("dtype", "regime"), KINDS, ids=lambda kind: str(kind).removeprefix("torch."))
-@pytest.mark.parametrize("placements", PLACEMENTS)
+def by_turns() -> list[Any]:
+    """Every kind with one of the placements, and bfloat16 with all; the slow tests have the rest."""
+    found = []
+    for number, (dtype, regime) in enumerate(KINDS):
+        for place, placements in enumerate(PLACEMENTS):
+            quick = place == number % len(PLACEMENTS) or (dtype, regime) == (torch.bfloat16, "A")
+            name = f"{placements}-{str(dtype).removeprefix('torch.')}-{regime}"
+            marks = () if quick else pytest.mark.slow
+            found.append(pytest.param(placements, dtype, regime, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("placements", "dtype", "regime"), by_turns())
 def test_training_is_the_same_to_the_bit(placements: str, dtype: torch.dtype, regime: str) -> None:
     run_on_ranks(1, compare, placements, dtype, regime, 3, False)
 
