@@ -44,6 +44,8 @@ BANNED = {
     "handed_over": "what was passed on, and to whom",
     "held_model": "chunked_parameters, or what holds the model",
     "known_of": "parameter_facts",
+    "on_trial": "speculative",
+    "pass_through": "stream_on_gpu",
     "politely": "what it avoids: without_raising, if_possible",
     "rehome": "move",
     "residence": "placement",

@@ -206,12 +206,12 @@ def test_state_on_a_disk_is_not_copied_to_memory(tmp_path: Path) -> None:
 def test_under_zero_a_save_is_of_its_call_however_late_it_looks(
     place: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread begins when the next backward is over, in which steps may be made on trial; ``save`` looked at no tensor."""
+    """Its thread begins when the next backward is over, in which steps may be speculative; ``save`` looked at no tensor."""
     monkeypatch.setattr(saving, "HEAD_START_S", 60.0)
     zero = dict(stage=stage, placement="cuda" if place == "cuda" else "cpu")
     with engine_of("gpt", dict(zero=zero), precision="bf16", clip_grad_norm=1e3) as engine:
         gemini = engine.states.gemini  # type: ignore[attr-defined]
-        gemini.step_on_trial(place == "trials")
+        gemini.step_speculatively(place == "trials")
         for ids in batches()[:3]:
             engine.train_step(ids)
         wanted = engine.full_state_dict()
@@ -223,7 +223,7 @@ def test_under_zero_a_save_is_of_its_call_however_late_it_looks(
             assert under_way is not None
             ids = batches()[3]
             engine.backward(engine(ids, labels=ids).loss)
-            assert bool(gemini._trials._sums) == (place == "trials")
+            assert bool(gemini._speculative._sums) == (place == "trials")
             under_way.wait_until_copied()
         engine.step()
     found = Checkpoint(tmp_path / "ckpt")

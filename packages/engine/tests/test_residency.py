@@ -178,7 +178,7 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
 
 
 def expecting(*strategies: str) -> Any:
-    """Let plans be of these ways of clipping, where steps may be made on trial."""
+    """Let plans be of these ways of clipping, where steps may be speculative."""
     made = MeasuredPlans.plan
 
     def plan(self: MeasuredPlans, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
@@ -189,8 +189,8 @@ def expecting(*strategies: str) -> Any:
     return mock.patch.object(MeasuredPlans, "plan", plan)
 
 
-def kept_trials(into: list[int]) -> Any:
-    """Notes of how many chunks each step was made on trial."""
+def kept_speculative(into: list[int]) -> Any:
+    """Notes of how many chunks each step made speculatively."""
     keep = SpeculativeUpdates.keep
 
     def kept(self: SpeculativeUpdates, steps: Any) -> set[Chunk]:
@@ -200,10 +200,10 @@ def kept_trials(into: list[int]) -> Any:
     return mock.patch.object(SpeculativeUpdates, "keep", kept)
 
 
-def test_steps_that_count_alike_are_made_on_trial() -> None:
+def test_steps_that_count_alike_are_made_speculatively() -> None:
     kept: list[int] = []
     wanted = trained(dict(stage=3, placement="cuda"), steps=8, clip_grad_norm=1e3)
-    with expecting(SPECULATIVE_STEP), kept_trials(kept):
+    with expecting(SPECULATIVE_STEP), kept_speculative(kept):
         found = trained(dict(gpu_memory_limit=10 * MiB), steps=8, clip_grad_norm=1e3)
     assert_same(found, wanted)
     plan = residency(found[2]).plan
@@ -249,26 +249,26 @@ def test_copies_are_no_reason_to_fill_a_host(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_that_stops_clipping_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first steps clip; after some that do not the steps are made on trial, if that is faster."""
+    """Its first steps clip; after some that do not the steps are speculative, if that is faster."""
     monkeypatch.setattr(residency_module, "STEADY", 4)
     kept: list[int] = []
     losses: dict[bool, list[float]] = {}
     clip, bounds = Gemini.clip, iter([*[1e-3] * 4, *[1e3] * 10] * 2)
     monkeypatch.setattr(Gemini, "clip", lambda gemini, bound, kind: clip(gemini, next(bounds), kind))
-    for on_trial in (False, True):
+    for speculative in (False, True):
         engine = engine_of(dict(gpu_memory_limit=10 * MiB), clip_grad_norm=1e-3)
         found = residency(engine)
         kept.clear()
         generator = torch.Generator().manual_seed(0)
-        losses[on_trial] = []
-        monkeypatch.setattr(residency_module, "WORTH_MOVING", 1e9 if on_trial else 0.0)
-        with expecting(SPECULATIVE_STEP), kept_trials(kept):
+        losses[speculative] = []
+        monkeypatch.setattr(residency_module, "WORTH_MOVING", 1e9 if speculative else 0.0)
+        with expecting(SPECULATIVE_STEP), kept_speculative(kept):
             for _ in range(14):
                 ids = torch.randint(128, (4, 16), generator=generator)
-                losses[on_trial].append(engine.train_step(engine.shard_batch(ids)))
+                losses[speculative].append(engine.train_step(engine.shard_batch(ids)))
         plan = found.plan
-        assert plan is not None and (plan.strategy == SPECULATIVE_STEP) == on_trial
-        assert (kept[-1] > 0) == on_trial and not any(kept[:8])
+        assert plan is not None and (plan.strategy == SPECULATIVE_STEP) == speculative
+        assert (kept[-1] > 0) == speculative and not any(kept[:8])
         engine.close()
     assert losses[True] == losses[False]
 

@@ -41,8 +41,8 @@ def trained(
     if through:
         stepper = small.stepper
         assert isinstance(stepper, AdamStepper)
-        passage = GpuStreaming(memory=small.memory, halves=halves, slot_bytes=4 * SLOT_BYTES, slots=2)
-        stepper.pass_through(passage)
+        streaming = GpuStreaming(memory=small.memory, halves=halves, slot_bytes=4 * SLOT_BYTES, slots=2)
+        stepper.stream_on_gpu(streaming)
     for used in ("abcdefg", "acg", "bdef", "abcdefg"):
         small.step(used)
     found = small.bits()
@@ -118,16 +118,16 @@ def test_moments_stay_where_only_parameters_are_written(regime: str) -> None:
         weights=torch.zeros(2**14, dtype=torch.bfloat16), planes=planes, tensors=tensors,
         gradient=torch.zeros(2**14),
     )  # fmt: skip
-    passage = GpuStreaming(memory=Memory(torch.device("cpu")), slot_bytes=SLOT_BYTES, slots=1)
+    streaming = GpuStreaming(memory=Memory(torch.device("cpu")), slot_bytes=SLOT_BYTES, slots=1)
 
     def piece(index: int, state: Any, gradient: torch.Tensor, begin: int) -> None:
         for tensor in vars(state).values():
             tensor.add_(1)
 
-    passage.step(host, [(0, 2**14)], piece, moments=False)()
+    streaming.step(host, [(0, 2**14)], piece, moments=False)()
     assert bool(host.weights.all()) and bool(tensors.pop("lo").all())
     assert len(tensors) == (4 if regime == "C" else 2) and not any(bool(x.any()) for x in tensors.values())
-    passage.close()
+    streaming.close()
 
 
 @pytest.mark.parametrize("elements", [1, 2**14, 100_001])
@@ -140,7 +140,7 @@ def test_pieces_cover_every_element_of_the_runs_once(elements: int, regime: str)
         tensors={plane.name: torch.zeros(plane.numel(elements), dtype=plane.dtype) for plane in planes},
         gradient=torch.arange(elements, dtype=torch.float32),
     )
-    passage = GpuStreaming(memory=Memory(torch.device("cpu")), slot_bytes=2 * SLOT_BYTES, slots=3)
+    streaming = GpuStreaming(memory=Memory(torch.device("cpu")), slot_bytes=2 * SLOT_BYTES, slots=3)
     seen = []
 
     def piece(index: int, state: object, gradient: torch.Tensor, begin: int) -> None:
@@ -151,19 +151,19 @@ def test_pieces_cover_every_element_of_the_runs_once(elements: int, regime: str)
 
     half = elements // 2 // 256 * 256
     spans = [(0, half), (half, elements)] if half else [(0, elements)]
-    passage.step(host, spans, piece)()
+    streaming.step(host, spans, piece)()
     assert torch.equal(host.weights, torch.ones_like(host.weights))
     assert int(host.tensors["exp_avg"].sum()) == sum((i + 1) * (z - a) for i, (a, z) in enumerate(spans))
     ends = [end for _, _, end in seen]
     assert [begin for _, begin, _ in seen] == [0, *ends[:-1]] and ends[-1] == elements
-    passage.close()
+    streaming.close()
 
 
 def test_its_memory_is_the_devices_and_goes_back() -> None:
     memory = Memory(torch.device("cpu"), device_bytes=3 * SLOT_BYTES)
-    passage = GpuStreaming(memory=memory, slot_bytes=SLOT_BYTES, slots=3)
+    streaming = GpuStreaming(memory=memory, slot_bytes=SLOT_BYTES, slots=3)
     assert memory.compute.used_bytes == 3 * SLOT_BYTES
-    passage.close()
+    streaming.close()
     assert memory.compute.used_bytes == 0
     with pytest.raises(OutOfBudget, match="state passing through"):
         GpuStreaming(memory=memory, slot_bytes=SLOT_BYTES, slots=4)

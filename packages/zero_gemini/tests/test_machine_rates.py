@@ -140,7 +140,7 @@ def test_steps_on_the_host_are_clocked_by_what_they_do(through: bool) -> None:
     stepper = small.stepper
     assert isinstance(stepper, AdamStepper)
     if through:
-        stepper.pass_through(GpuStreaming(memory=small.memory, slot_bytes=2**20, slots=2))
+        stepper.stream_on_gpu(GpuStreaming(memory=small.memory, slot_bytes=2**20, slots=2))
     for _ in range(3):
         small.step("".join(SHAPES))
     small.stepper.finish()

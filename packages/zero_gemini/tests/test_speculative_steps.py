@@ -1,4 +1,4 @@
-"""Steps on trial: into a second copy while backward goes on, kept if gradients count as expected, and else as if never made."""
+"""Speculative steps: into a shadow copy while backward goes on, kept if gradients count as expected, and else as if never made."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def placements_of(kind: str) -> Callable[[Any], list[ChunkPlacement]]:
 
 
 class Seen:
-    """What came of trials, step by step: how many chunks' steps were made so, and how many were begun."""
+    """Speculative steps, step by step: how many chunks' steps were made so, and how many were begun."""
 
     def __init__(self) -> None:
         self.begun, self.kept = 0, 0
@@ -105,7 +105,7 @@ def a_step(
 
 
 def trained(
-    on_trial: bool, placements: str, dtype: torch.dtype, regime: str, stage: int, passes: bool
+    speculative: bool, placements: str, dtype: torch.dtype, regime: str, stage: int, passes: bool
 ) -> list[Tensor]:
     model = make_model()
     gemini = in_chunks(
@@ -117,16 +117,16 @@ def trained(
         world=torch.distributed.get_world_size(),
     )
     if passes:
-        gemini.pass_through(True)
+        gemini.stream_on_gpu(True)
     found = []
     with Seen() as seen:
-        assert gemini.step_on_trial(on_trial) == on_trial
+        assert gemini.step_speculatively(speculative) == speculative
         for number in range(STEPS):
             found += a_step(model, gemini, number, bound=1e-3 if number == CLIPPED else 1e3)
     begun = [step for step, (count, _) in enumerate(seen.steps) if count]
     kept = [step for step, (_, count) in enumerate(seen.steps) if count]
     # two steps that count alike come first; the one after the clipped one is as good as the first
-    assert begun == ([2, 3, 4, 7, 8] if on_trial else []) and kept == ([2, 3, 7, 8] if on_trial else [])
+    assert begun == ([2, 3, 4, 7, 8] if speculative else []) and kept == ([2, 3, 7, 8] if speculative else [])
     found += everything(gemini)
     gemini.close()
     return found
@@ -201,20 +201,20 @@ MEANWHILE = {
 }
 
 
-def interrupted(on_trial: bool, what: str) -> list[Tensor]:
+def interrupted(speculative: bool, what: str) -> list[Tensor]:
     do, stays = MEANWHILE[what]
     model = make_model()
     gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
     found = []
     with Seen() as seen:
-        gemini.step_on_trial(on_trial)
+        gemini.step_speculatively(speculative)
         for number in range(6):
             between = partial(do, gemini) if number == 3 else None
             found += a_step(model, gemini, number, between=between)
-    if on_trial:
+    if speculative:
         begun, kept = seen.steps[3]
         assert begun > 1 and (kept == begun) == stays
-        assert seen.steps[4][1] == seen.steps[4][0] > 0  # and the next step is on trial again
+        assert seen.steps[4][1] == seen.steps[4][0] > 0  # and the next step is speculative again
     found += everything(gemini)
     gemini.close()
     return found
@@ -233,10 +233,10 @@ def test_what_happens_before_the_step_counts(what: str) -> None:
 def compare_dropped() -> None:
     """A step that is not made leaves all as it was, and so does a backward that was broken off."""
     results = []
-    for on_trial in (False, True):
+    for speculative in (False, True):
         model = make_model()
         gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
-        gemini.step_on_trial(on_trial)
+        gemini.step_speculatively(speculative)
         for number in range(3):
             a_step(model, gemini, number)
         before = everything(gemini)
@@ -267,27 +267,27 @@ def test_a_step_that_is_not_made_never_was() -> None:
     run_on_ranks(1, compare_dropped)
 
 
-def accumulated(on_trial: bool) -> list[Tensor]:
+def accumulated(speculative: bool) -> list[Tensor]:
     model = make_model()
     gemini = in_chunks(model, torch.bfloat16, placements_of("mixed"))
     found = []
     with Seen() as seen:
-        gemini.step_on_trial(on_trial)
+        gemini.step_speculatively(speculative)
         for number in range(4):
             found += a_step(model, gemini, number, accumulate=2, factor=0.5)
-    if on_trial:
+    if speculative:
         assert [kept > 0 for _, kept in seen.steps] == [False, False, True, True]
     found += everything(gemini)
     gemini.close()
     return found
 
 
-def several(on_trial: bool, kinds: tuple[BackwardRole, ...] = ()) -> list[Tensor]:
+def several(speculative: bool, kinds: tuple[BackwardRole, ...] = ()) -> list[Tensor]:
     """There are more backwards after one that could be a step's last: then nothing is tried any more."""
     model = make_model()
     gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
     with Seen() as seen:
-        gemini.step_on_trial(on_trial)
+        gemini.step_speculatively(speculative)
         for number in range(6):
             gemini.begin(last=True)
             for place, (ids, extra) in enumerate(batches(12)[2 * number : 2 * number + 2]):
@@ -298,18 +298,18 @@ def several(on_trial: bool, kinds: tuple[BackwardRole, ...] = ()) -> list[Tensor
             gemini.clip(1e3)
             gemini.step()
     assert not any(kept for _, kept in seen.steps)
-    assert [begun > 0 for begun, _ in seen.steps] == [on_trial and step == 2 for step in range(6)]
+    assert [begun > 0 for begun, _ in seen.steps] == [speculative and step == 2 for step in range(6)]
     found = everything(gemini)
     gemini.close()
     return found
 
 
-def clipped_by_value(on_trial: bool) -> list[Tensor]:
+def clipped_by_value(speculative: bool) -> list[Tensor]:
     """The elements of gradients change after they were stepped with: then nothing is tried any more."""
     model = make_model()
     gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"))
     with Seen() as seen:
-        gemini.step_on_trial(on_trial)
+        gemini.step_speculatively(speculative)
         for number in range(6):
             ids, extra = batches(STEPS)[number]
             gemini.begin(last=True)
@@ -319,7 +319,7 @@ def clipped_by_value(on_trial: bool) -> list[Tensor]:
                 gemini.clip_value(1e-3)
             gemini.step()
     assert [(begun > 0, kept > 0) for begun, kept in seen.steps] == [
-        (on_trial and step in (2, 3), on_trial and step == 2) for step in range(6)
+        (speculative and step in (2, 3), speculative and step == 2) for step in range(6)
     ]
     assert not gemini.steps_alike
     found = everything(gemini)
@@ -343,18 +343,18 @@ def bytes_of_copies() -> None:
     memory = Memory(CPU)
     gemini = in_chunks(model, torch.bfloat16, placements_of("streamed"), memory=memory)
     before = memory.host_arena.used_bytes
-    assert gemini.step_on_trial(True)
+    assert gemini.step_speculatively(True)
     mine = 12 * sum(chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients)
     assert memory.host_arena.used_bytes - before == mine
     for number in range(4):
         a_step(model, gemini, number)
-    assert not gemini.step_on_trial(False)
+    assert not gemini.step_speculatively(False)
     held = 4 * sum(
         chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients
     )  # float32 gradients
     assert memory.host_arena.used_bytes == before + held
     memory.host_arena.budget_bytes = before + held + mine - 1
-    assert not gemini.step_on_trial(True)  # one byte too few: none of it stays taken
+    assert not gemini.step_speculatively(True)  # one byte too few: none of it stays taken
     assert memory.host_arena.used_bytes == before + held
     for number in range(4, 8):
         a_step(model, gemini, number)

@@ -52,7 +52,9 @@ from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 @with_old_names(
     {
         "homes": "placements",
+        "pass_through": "stream_on_gpu",
         "rehome": "move",
+        "step_on_trial": "step_speculatively",
         "staying_bytes": "gather_cache_bytes",
         "true_dtype": "master_dtype",
     },
@@ -176,8 +178,8 @@ class Gemini(ChunkedModel):
 
     def _changing(self, names: Collection[str] | None, what: str) -> Iterator[Tensor]:
         """This rank's complete gradients of these parameters, to be changed in place; None: of all, padding included."""
-        if self._trials is not None:
-            self._trials.give_up()
+        if self._speculative is not None:
+            self._speculative.give_up()
         for grad, _ in self._grads(names, what):
             yield grad
         self._flow.changed()
@@ -204,11 +206,11 @@ class Gemini(ChunkedModel):
         self.holds_gradients = not self._flow.steps_early
         if self.holds_gradients:
             self.flush()
-            if self._trials is not None:
-                self._trials.check()
+            if self._speculative is not None:
+                self._speculative.check()
             self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
-            if self._trials is not None and any(chunk.step_is_pending for chunk in self.chunks):
-                self._trials.learn(self._scale)
+            if self._speculative is not None and any(chunk.step_is_pending for chunk in self.chunks):
+                self._speculative.learn(self._scale)
             for gradient in self._gradients.values():
                 gradient.hand_over()
         else:

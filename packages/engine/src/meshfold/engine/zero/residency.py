@@ -171,13 +171,13 @@ class Residency:
         self.phase = phase
 
     @property
-    def _is_on_trial(self) -> bool:
+    def _is_trial(self) -> bool:
         return self.phase is Phase.TRIAL or self.phase is Phase.STEADY_TRIAL
 
     @property
     def _is_timing(self) -> bool:
         """True if this step is one of those that say how long a plan's steps take."""
-        return self._is_on_trial and self._is_settled
+        return self._is_trial and self._is_settled
 
     @property
     def _is_settled(self) -> bool:
@@ -227,7 +227,7 @@ class Residency:
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
         if auto and self._world.mesh.world_size > 1 and self._is_short(peak):
             self._shrink()
-        elif self._is_on_trial and len(self._took) == CORRECTED_AFTER:
+        elif self._is_trial and len(self._took) == CORRECTED_AFTER:
             self._correct()
         elif self.phase is Phase.CORRECTED and self._gemini.steps_alike >= STEADY:
             self._expect_alike()
@@ -381,8 +381,8 @@ class Residency:
         self._paces = {}
         self._peak_gpu = self._peak_host = 0
         chunks = self._gemini.chunks
-        self._gemini.pass_through(False)
-        self._gemini.step_on_trial(False)
+        self._gemini.stream_on_gpu(False)
+        self._gemini.step_speculatively(False)
         if self._spec.placement == "auto":  # the others' chunks are where they were told to be
             self._gemini.move(
                 {
@@ -393,8 +393,8 @@ class Residency:
                 }
             )
         passes = plan.machine.passage > 0 and any(made.state == "host" for made in plan.chunks)
-        self._gemini.pass_through(passes, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
-        self._gemini.step_on_trial(plan.strategy == SPECULATIVE_STEP)
+        self._gemini.stream_on_gpu(passes, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
+        self._gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)
         limit = plan.limits.gpu_bytes
         if self._world.device.type == "cpu" and limit is not None:  # nothing else would hold chunks to it
             self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)

@@ -156,7 +156,7 @@ class _Sample:
         adam_update_parameters(state, self.gradient, _ADAM, step=1, grad_scale=1.0, start=0, seed=0)
         return round(self._regime.first_pass * self.elements)
 
-    def through(self, passage: GpuStreaming) -> Callable[[], None]:
+    def through(self, streaming: GpuStreaming) -> Callable[[], None]:
         """A step, by the device, and as many parameters behind it. Counts in ``passed`` as it goes."""
 
         def piece(_: int, state: AdamState, gradient: Tensor, begin: int) -> None:
@@ -169,7 +169,7 @@ class _Sample:
             tensors=self._planes,
             gradient=self.gradient,
         )
-        end = passage.step(host, [(0, self.elements)], piece)
+        end = streaming.step(host, [(0, self.elements)], piece)
         self._show()
         return end
 
@@ -222,14 +222,14 @@ def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
     """
     memory = Memory(device)
     mine, other = _Sample(memory, regime), _Sample(memory, regime)
-    passage = GpuStreaming(memory=memory)
-    other.through(passage)()  # once before, so that no kernel is made while the clock runs
+    streaming = GpuStreaming(memory=memory)
+    other.through(streaming)()  # once before, so that no kernel is made while the clock runs
     stop = threading.Event()
 
     def feed() -> None:
         end: Callable[[], None] | None = None
         while not stop.is_set():
-            end = other.through(passage)
+            end = other.through(streaming)
         if end is not None:
             end()
 
@@ -251,7 +251,7 @@ def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
             stop.set()
         fed.result()
     synchronize(device)
-    passage.close()
+    streaming.close()
     for sample in (mine, other):
         sample.free()
     return best

@@ -89,10 +89,10 @@ class AdamStepper(AdamValues):
         self._steps: dict[str, int] = {}
         self._chunks: dict[str, Chunk] = {}
         self._worker = Worker()
-        self._trials = SpeculativeUpdates(self._worker)
+        self._speculative = SpeculativeUpdates(self._worker)
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
-        self._passage: GpuStreaming | None = None
+        self._streaming: GpuStreaming | None = None
         self.faults, self.paces = faults or Faults(), StepTimer()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
@@ -127,18 +127,18 @@ class AdamStepper(AdamValues):
             self._chunks[part.name] = chunk
             self._steps[part.name] = 0
 
-    def pass_through(self, passage: GpuStreaming | None) -> None:
+    def stream_on_gpu(self, streaming: GpuStreaming | None) -> None:
         """Let the device step some of the host's chunks, whichever it is ready for before the cores are; None: none.
 
         Not before it was :meth:`finish`-ed.
         """
-        self.drop_trials()
-        before, self._passage = self._passage, passage
+        self.drop_speculative()
+        before, self._streaming = self._streaming, streaming
         if before is not None:
             before.close()
 
     def move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
-        self.drop_trials()
+        self.drop_speculative()
         self.finish()
         self._held[chunk].move(placement)
 
@@ -164,7 +164,7 @@ class AdamStepper(AdamValues):
                 factor = factors[gradient.device]
             steps[chunk] = self._step_of(chunk, gradient, factor, used, groups)
             self._count(chunk, used)
-        made = self._trials.keep(steps)
+        made = self._speculative.keep(steps)
         for chunk, step in steps.items():
             if not self.steps_in_background(chunk):
                 step.at_once()
@@ -173,7 +173,7 @@ class AdamStepper(AdamValues):
             if chunk in made:
                 chunk.promise_step(_StepOfChunk(self, chunk))
                 continue
-            late[chunk] = step.halves(self._read_ahead, self._passage)
+            late[chunk] = step.halves(self._read_ahead, self._streaming)
             on_disk += step.held.pieces_of(step.spans)
             chunk.promise_step(_StepOfChunk(self, chunk))
         if late:
@@ -215,15 +215,15 @@ class AdamStepper(AdamValues):
             self._worker.submit({}, [], partial(self._get_ready, self._coming))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    # -- on trial -----------------------------------------------------------------------------------------------
+    # -- speculative steps -----------------------------------------------------------------------------------------------
 
     def keep_second_copies(self, yes: bool) -> bool:
-        """Have memory for steps on trial of the chunks whose state is in the host's memory; or none. No step may be due.
+        """Allocate or free the shadow copies of chunks whose state is in host memory. No step may be pending.
 
         Returns:
             Whether there is some; where it does not suffice for all there is none.
         """
-        self.drop_trials()
+        self.drop_speculative()
         try:
             for held in self._held.values():
                 held.keep_second(yes)
@@ -231,15 +231,15 @@ class AdamStepper(AdamValues):
             return self.keep_second_copies(False)
         return any(held.second is not None for held in self._held.values())
 
-    def begin_trials(self) -> None:
-        """Before a backward in which chunks will be stepped on trial."""
-        self.drop_trials()
+    def begin_speculative(self) -> None:
+        """Prepare for a backward with speculative steps."""
+        self.drop_speculative()
         self._groups = self._groups_of()
 
     def try_step(
         self, chunk: Chunk, gradient: Tensor, used: set[str], *, factor: float, ready: Callable[[], None]
     ) -> bool:
-        """Step a chunk beside the computation, on trial: if :meth:`step` is called with the same it is made, else it never was.
+        """Step a chunk speculatively beside the computation: it is kept if :meth:`step` is called with the same arguments.
 
         Args:
             chunk: nothing else changes its state until then.
@@ -255,11 +255,11 @@ class AdamStepper(AdamValues):
             return False
         step = self._step_of(chunk, gradient, factor, used, self._groups)
         if step.is_of_all:
-            self._trials.begin(chunk, step, ready, self._passage)
+            self._speculative.begin(chunk, step, ready, self._streaming)
         return step.is_of_all
 
-    def drop_trials(self) -> None:
-        self._trials.drop()
+    def drop_speculative(self) -> None:
+        self._speculative.drop()
 
     # -- within -------------------------------------------------------------------------------------------------
 
@@ -325,8 +325,8 @@ class AdamStepper(AdamValues):
             self.faults.keep(self.disk.ring.settle)
 
     def _wait(self) -> None:
-        self._worker.wait(but=self._trials.open)
-        self._trials.land_all()
+        self._worker.wait(but=self._speculative.open)
+        self._speculative.land_all()
 
     def done_with(self, chunk: Chunk) -> None:
         """Return once a chunk's gradient is needed no more."""
@@ -340,14 +340,14 @@ class AdamStepper(AdamValues):
         """
         reported = self._worker.failed or self.faults.is_reported
         try:
-            self.drop_trials()
+            self.drop_speculative()
             self.finish()
         except Exception:
             if not reported:
                 raise
         finally:
             self._worker.close()
-            self.pass_through(None)
+            self.stream_on_gpu(None)
             for chunk, held in self._held.items():
                 chunk.drop_step()
                 held.free()
@@ -371,5 +371,5 @@ class _StepOfChunk:
         return stepper.faults.keep(partial(stepper._worker.wait_parameters, self._chunk))
 
     def land(self) -> None:
-        self._stepper._trials.land(self._chunk)
+        self._stepper._speculative.land(self._chunk)
         self._stepper._held[self._chunk].weights.show()

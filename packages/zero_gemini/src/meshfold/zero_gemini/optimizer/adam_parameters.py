@@ -29,8 +29,8 @@ class AdamValues(ABC):
         """Wait until no thread works on any chunk."""
 
     @abstractmethod
-    def drop_trials(self) -> None:
-        """Forget what was stepped on trial since the last step: the state is another than it was stepped from."""
+    def drop_speculative(self) -> None:
+        """Drop speculative steps since the last step: the state they started from has changed."""
 
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
         return self._held[self._chunks[name]].weights.parameters[name] if name in self._chunks else None
@@ -42,7 +42,7 @@ class AdamValues(ABC):
     def fill(self, name: str, block: Tensor) -> None:
         if name not in self._chunks:
             return
-        self.drop_trials()
+        self.drop_speculative()
         held, (begin, end) = self._idle(name), self._range(name)
         weights = held.weights.tensor[begin:end]
         # Split where the values are: half the bytes go to page-locked memory directly, and no device waits for the host.
@@ -73,7 +73,7 @@ class AdamValues(ABC):
 
     @torch.no_grad()
     def reset(self) -> None:
-        self.drop_trials()
+        self.drop_speculative()
         self._wait()
         self._steps = dict.fromkeys(self._steps, 0)
         for chunk, held in self._held.items():
@@ -120,7 +120,7 @@ class AdamValues(ABC):
 
     @torch.no_grad()
     def write(self, name: str, key: str, value: Tensor) -> None:
-        self.drop_trials()
+        self.drop_speculative()
         if key == "step":
             self._steps[name] = int(value)
         elif key in MOMENTS:

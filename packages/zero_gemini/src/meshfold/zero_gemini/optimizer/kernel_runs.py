@@ -104,12 +104,12 @@ class ChunkStep:
 
         return Halves(work)
 
-    def halves(self, between: Work, passage: GpuStreaming | None = None) -> Halves:
+    def halves(self, between: Work, streaming: GpuStreaming | None = None) -> Halves:
         """In two where that can be; what is on disk is read and written once, so in one.
 
         Args:
             between: done after each half.
-            passage: through which the device may step it instead.
+            streaming: GPU streaming that may step it instead.
         """
 
         def then(what: StepKind, kernel: Callable[..., None]) -> None:
@@ -118,14 +118,14 @@ class ChunkStep:
 
         if self.held.place == "disk":
             return Halves(partial(then, "whole", adam_step))
-        through = None if passage is None else partial(self._on_device, passage)
+        through = None if streaming is None else partial(self._on_device, streaming)
         if not all(run.in_halves for run in self.runs):
             return Halves(partial(then, "whole", adam_step), on_device=through)
         first, second = (
             partial(then, "parameters", adam_update_parameters),
             partial(then, "moments", adam_update_moments),
         )
-        return Halves(first, second, through, device_does_all=passage is None or not passage.halves)
+        return Halves(first, second, through, device_does_all=streaming is None or not streaming.halves)
 
     @property
     def is_of_all(self) -> bool:
@@ -137,15 +137,15 @@ class ChunkStep:
         """Return whether another step of the same chunk would change the same elements to the same bits."""
         return self.runs == other.runs and float(self.factor) == float(other.factor)
 
-    def on_trial(
-        self, ready: Work, wanted: Callable[[], bool], passage: GpuStreaming | None = None
+    def speculative(
+        self, ready: Work, wanted: Callable[[], bool], streaming: GpuStreaming | None = None
     ) -> Halves:
         """All of it into the second copy of the state, which may become the first; nothing may be left as it was.
 
         Args:
             ready: returns when the gradient is there.
             wanted: whether it still may count.
-            passage: through which the device may step it instead.
+            streaming: GPU streaming that may step it instead.
         """
 
         def work() -> None:
@@ -160,18 +160,18 @@ class ChunkStep:
                         start=self.first + run.begin, seed=self.seed, before=before,
                     )  # fmt: skip
 
-        def through(passage: GpuStreaming) -> Arrival:
+        def through(streaming: GpuStreaming) -> Arrival:
             if not wanted():
                 return Arrival()
             ready()
-            return self._on_device(passage, on_trial=True)
+            return self._on_device(streaming, speculative=True)
 
-        return Halves(work, on_device=None if passage is None else partial(through, passage))
+        return Halves(work, on_device=None if streaming is None else partial(through, streaming))
 
     @torch.no_grad()
-    def _on_device(self, passage: GpuStreaming, *, on_trial: bool = False) -> Arrival:
-        """All of it, or its first half, by the device: started, and what waits for the end. On trial: into the second copy."""
-        first = passage.halves and not on_trial and all(run.in_halves for run in self.runs)
+    def _on_device(self, streaming: GpuStreaming, *, speculative: bool = False) -> Arrival:
+        """All of it, or its first half, by the device: started, and what waits for the end. On update: into the second copy."""
+        first = streaming.halves and not speculative and all(run.in_halves for run in self.runs)
         kernel = adam_update_parameters if first else adam_step
         factor = float(
             self.factor
@@ -185,9 +185,9 @@ class ChunkStep:
             )  # fmt: skip
 
         with self.paces.clock("passage", self._elements):  # until the last pieces are going up
-            return passage.step(
+            return streaming.step(
                 self.held.in_memory(self.gradient), self.spans, piece, moments=not first,
-                into=self.held.in_memory(self.gradient, second=True) if on_trial else None,
+                into=self.held.in_memory(self.gradient, second=True) if speculative else None,
             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Stepping chunks on trial while backward goes on, where gradients are clipped and seldom have to be.
+"""Speculative steps: chunks are stepped while backward runs, if gradients are clipped by norm and rarely exceed it.
 
 The norm is known when backward is over, and then a step that waited for it has only the next forward to hide behind. But a
 gradient that was not scaled down in the last steps will hardly be in this one. So a chunk whose state is on the host is
@@ -20,10 +20,10 @@ SPECULATE_AFTER_STEPS = 2
 
 
 class SpeculativeSteps:
-    """Decides when to step on trial.
+    """Controller of speculative steps.
 
     Attributes:
-        alike: steps in a row, up to the last, whose gradients counted the same; 0 if trials are of no use.
+        alike: steps in a row, up to the last, whose gradients counted the same; 0 if speculative steps are of no use.
     """
 
     def __init__(self, stepper: AdamStepper) -> None:
@@ -51,11 +51,11 @@ class SpeculativeSteps:
         return self._on and self.alike >= SPECULATE_AFTER_STEPS
 
     def begin(self) -> None:
-        """Before a backward that may be a step's last, in which steps are made on trial."""
+        """Before a backward that may be a step's last, in which speculative steps are made."""
         if self._sums:
             self.give_up()
         else:
-            self._stepper.begin_trials()
+            self._stepper.begin_speculative()
 
     def offer(self, gradient: ChunkGradient) -> None:
         """In such a backward a gradient is complete, as far as one knows, and on its way to the host."""
@@ -84,11 +84,11 @@ class SpeculativeSteps:
         self._factor = factor
 
     def drop(self) -> None:
-        """After a step; or none follows what was stepped on trial."""
+        """After a step, or if none follows the speculative steps."""
         self._sums.clear()
-        self._stepper.drop_trials()
+        self._stepper.drop_speculative()
 
     def give_up(self) -> None:
-        """Gradients are others than those that steps were made with, and will be again: from now on none is made on trial."""
+        """Make no speculative steps from now on: gradients are changed between backward and step."""
         self._in_vain, self.alike = True, 0
         self.drop()

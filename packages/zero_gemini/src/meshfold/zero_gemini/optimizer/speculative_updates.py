@@ -1,4 +1,4 @@
-"""Steps on trial: made before it is known what gradients count times, into second copies; kept if they count as expected."""
+"""Speculative updates: made before the factor of the gradients is known, into shadow copies; kept if it is as expected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _SpeculativeUpdate:
 
 
 class SpeculativeUpdates:
-    """The steps on trial of one optimizer, each in turn open, then kept or dropped, and if kept landed."""
+    """Speculative updates of one optimizer: each is open, then kept or dropped, and if kept landed."""
 
     def __init__(self, worker: Worker) -> None:
         """Args:
@@ -39,7 +39,7 @@ class SpeculativeUpdates:
         return self._open.keys()
 
     def begin(
-        self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], passage: GpuStreaming | None
+        self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], streaming: GpuStreaming | None
     ) -> None:
         """Make a step of a chunk that has a second copy, and no step that is open or kept.
 
@@ -47,17 +47,17 @@ class SpeculativeUpdates:
             chunk: which.
             step: of all its shard.
             ready: returns when the gradient is there.
-            passage: through which the device may step it.
+            streaming: GPU streaming that may step it.
         """
-        self._open[chunk] = trial = _SpeculativeUpdate(step)
-        self._worker.submit({chunk: step.on_trial(ready, trial.is_wanted, passage)}, [])
+        self._open[chunk] = update = _SpeculativeUpdate(step)
+        self._worker.submit({chunk: step.speculative(ready, update.is_wanted, streaming)}, [])
 
     def keep(self, steps: Mapping[Chunk, ChunkStep]) -> set[Chunk]:
         """Return the chunks whose speculative step is the step to make; drop those of all others."""
         kept = {
-            chunk: trial
-            for chunk, trial in self._open.items()
-            if chunk in steps and trial.step.does_as(steps[chunk])
+            chunk: update
+            for chunk, update in self._open.items()
+            if chunk in steps and update.step.does_as(steps[chunk])
         }
         for chunk in kept:
             del self._open[chunk]
@@ -67,16 +67,16 @@ class SpeculativeUpdates:
 
     def drop(self) -> None:
         """Forget all that are open: their chunks are what they were before."""
-        for trial in self._open.values():
-            trial.wanted = False
+        for update in self._open.values():
+            update.wanted = False
         while self._open:
             self._worker.wait_parameters(self._open.popitem()[0])
 
     def land(self, chunk: Chunk) -> None:
-        """After a chunk's step was waited for: let the second copy be what counts, if it was on trial and kept."""
-        trial = self._kept.pop(chunk, None)
-        if trial is not None:
-            trial.step.held.exchange()
+        """After a chunk's step was waited for: swap in the shadow copy if its speculative update was kept."""
+        update = self._kept.pop(chunk, None)
+        if update is not None:
+            update.step.held.exchange()
 
     def land_all(self) -> None:
         """The same of all chunks."""

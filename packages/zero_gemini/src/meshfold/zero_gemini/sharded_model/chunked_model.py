@@ -150,7 +150,7 @@ class ChunkedModel(ParameterValues):
         calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
         adam = self._stepper if isinstance(self._stepper, AdamStepper) else None
         self._early = None if adam is None else EarlySteps(adam, calls, memory)
-        self._trials = None if adam is None else SpeculativeSteps(adam)
+        self._speculative = None if adam is None else SpeculativeSteps(adam)
         self._runtime = Runtime(
             model, calls, prefetch=prefetch, before_evaluation=self.flush,
             light=frozenset(unit for unit in self._units if unit.name in light),
@@ -159,7 +159,7 @@ class ChunkedModel(ParameterValues):
             on_left=None if self._early is None else self._early.go,
         )  # fmt: skip
         self._flow = GradientFlow(
-            self._gradients, memory.device, self._runtime, calls, self._early, self._trials
+            self._gradients, memory.device, self._runtime, calls, self._early, self._speculative
         )
         self.holds_gradients = True
 
@@ -284,8 +284,8 @@ class ChunkedModel(ParameterValues):
         )
         return uses_of(chunks, self._units, self._facts)
 
-    def pass_through(self, on: bool, *, halves: bool = False) -> bool:
-        """Let the device step a part of the host's chunks, whose state passes through it: whether it does from now on.
+    def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:
+        """Switch GPU streaming: the device steps some of the host's chunks. Return True if it is on from now on.
 
         It takes :data:`~meshfold.zero_gemini.optimizer.gpu_streaming.STREAMING_BYTES` of the device, and changes no bit. Only
         Adam is stepped like this.
@@ -295,10 +295,10 @@ class ChunkedModel(ParameterValues):
             halves: the device writes parameters alone, and the cores the moments, beside the backward.
         """
         self.flush()
-        return self._residents.pass_through(on, halves=halves)
+        return self._residents.stream_on_gpu(on, halves=halves)
 
-    def step_on_trial(self, on: bool) -> bool:
-        """Let chunks on the host be stepped before the norm is known, into a second copy
+    def step_speculatively(self, on: bool) -> bool:
+        """Switch speculative steps of chunks on the host, into a shadow copy
         (:mod:`meshfold.zero_gemini.optimizer.speculative_steps`).
 
         Changes no bit. Another placement ends it for a chunk.
@@ -307,9 +307,9 @@ class ChunkedModel(ParameterValues):
             Whether it is so from now on: False where the host has no memory for the copies, and for others than Adam.
         """
         self.flush()
-        return self._trials is not None and self._trials.turn(on)
+        return self._speculative is not None and self._speculative.turn(on)
 
     @property
     def steps_alike(self) -> int:
         """Steps in a row, up to the last, in which gradients counted the same; 0 while nothing lives on the host."""
-        return 0 if self._trials is None else self._trials.alike
+        return 0 if self._speculative is None else self._speculative.alike

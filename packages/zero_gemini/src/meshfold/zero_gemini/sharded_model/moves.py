@@ -81,17 +81,17 @@ class Residents:
         for move in in_turn(moves):
             self._carry(*move.what)
 
-    def pass_through(self, on: bool, *, halves: bool = False) -> bool:
-        """Let the device step a part of the host's chunks, or none; whether it does from now on. No step may be due.
+    def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:
+        """Switch GPU streaming; return True if it is on from now on. No step may be pending.
 
         ``halves``: it does first halves alone.
         """
         if not isinstance(self._stepper, AdamStepper):
             return False
-        self._stepper.pass_through(None)
+        self._stepper.stream_on_gpu(None)
         if on:
             try:
-                self._stepper.pass_through(GpuStreaming(memory=self._memory, halves=halves))
+                self._stepper.stream_on_gpu(GpuStreaming(memory=self._memory, halves=halves))
             except OutOfBudget:
                 return False
         return on

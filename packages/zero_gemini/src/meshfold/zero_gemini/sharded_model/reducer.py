@@ -43,7 +43,7 @@ class GradientFlow:
         runtime: Runtime,
         calls: OpenCalls,
         early: EarlySteps | None,
-        trials: SpeculativeSteps | None,
+        speculative: SpeculativeSteps | None,
     ) -> None:
         """Args:
         gradients: of every chunk that is trained, in order of registration.
@@ -51,10 +51,10 @@ class GradientFlow:
         runtime: gives the progress of a backward.
         calls: gives the chunks that a backward still reads.
         early: steps chunks in a final backward; None if the optimizer cannot.
-        trials: makes speculative steps in a last backward; None if the optimizer cannot.
+        speculative: makes speculative steps in a last backward; None if the optimizer cannot.
         """
         self._gradients, self._device, self._runtime, self._calls = gradients, device, runtime, calls
-        self._early, self._trials = early, trials
+        self._early, self._speculative = early, speculative
         self.takes = True
         self.kind: BackwardRole = "last"
         self._waiting = [*reversed(gradients.values())]  # in the order of reductions
@@ -83,14 +83,14 @@ class GradientFlow:
         self.kind = "last" if kind == "final" and self._early is None else kind
         if self.kind == "final" and self._early is not None:
             self._early.begin(self._waiting)
-        elif (trials := self._trying) is not None:
-            trials.begin()
+        elif (speculative := self._speculating) is not None:
+            speculative.begin()
 
     @property
-    def _trying(self) -> SpeculativeSteps | None:
+    def _speculating(self) -> SpeculativeSteps | None:
         """Speculative steps of the backward that runs or comes next; None if it makes none."""
-        is_on = self.kind == "last" and self._trials is not None and self._trials.are_made
-        return self._trials if is_on else None
+        is_on = self.kind == "last" and self._speculative is not None and self._speculative.are_made
+        return self._speculative if is_on else None
 
     # -- while backward runs ------------------------------------------------------------------------------------
 
@@ -145,14 +145,14 @@ class GradientFlow:
         gradient.collect()
         if self.kind == "final" and self._early is not None:
             self._early.offer(gradient)
-        elif (trials := self._trying) is not None:
-            trials.offer(gradient)
+        elif (speculative := self._speculating) is not None:
+            speculative.offer(gradient)
 
     def _ended(self) -> None:
         late = [gradient for gradient in self._waiting[: self._next] if gradient.has_late_parts]
         for gradient in [*self._waiting[self._next :], *late]:
             self._reduce(gradient)
-        if self.kind == "final" or self._trying is not None:
+        if self.kind == "final" or self._speculating is not None:
             while self._under_way:
                 self._collect_first()
         self._reset()
@@ -252,8 +252,8 @@ class GradientFlow:
         if self._early is not None:
             self._early.check()
             self._early.forget()
-        if self._trials is not None:
-            self._trials.drop()
+        if self._speculative is not None:
+            self._speculative.drop()
         for gradient in self._gradients.values():
             gradient.clear()
 
