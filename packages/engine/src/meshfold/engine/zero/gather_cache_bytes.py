@@ -1,4 +1,4 @@
-"""Device memory that gathered parameters may keep from one use to the next, and from micro-batch to micro-batch."""
+"""Limit of the gather cache: device memory of parameters that stay gathered between uses and micro-batches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_device_bytes
 
 ROOM = 0.1
-"""Share of a GPU that is left free: batches differ, and who runs out in the middle of a step cannot undo it."""
+"""Share of a GPU that is left free: batches differ, and a step that runs out of memory cannot be undone."""
 
 
 class GatherCacheBytes:
-    """Under ``zero`` stage 3 and ``pipeline``: lets chunks stay gathered in what a step without has left free.
+    """Controller of the gather cache under ``zero`` stage 3 and ``pipeline``: gives it memory that a step leaves free.
 
-    The first step, and the first after chunks have moved, gathers each stage's parameters anew for every use, and shows
-    what that takes at most. What a later step took beyond the limit is taken back after it; what one left is not given on top, as
-    nothing says how much stayed in the moment of its peak. With ``reshard_after_forward=False`` all stay, with and without a
-    pipeline.
+    The first step, and the first after chunks have moved, gathers parameters anew for every use and shows the peak of that.
+    The cache gets the rest. If a later step exceeds the limit the cache shrinks by the excess; it never grows, as the cached
+    bytes at a step's peak are unknown. With ``reshard_after_forward=False`` all chunks stay, with and without a pipeline.
 
     Attributes:
-        some: whether chunks may stay at all. Then they must be let go before the optimizer steps.
+        some: whether chunks may stay at all. Then they must be released before the optimizer steps.
     """
 
     def __init__(self, gemini: Gemini, spec: ZeroSpec, world: World) -> None:
@@ -34,7 +33,7 @@ class GatherCacheBytes:
         if not spec.reshard_after_forward:
             gemini.gather_cache_bytes = UNLIMITED_BYTES
         self._moves = 0
-        self._is_known = False  # what a step takes without
+        self._is_known = False  # the peak of a step without the cache
         self._reset()
 
     def stepped(self, *, moves: int) -> None:
@@ -45,13 +44,13 @@ class GatherCacheBytes:
         """
         if not self._wanted:
             return
-        if moves != self._moves:  # the step was one of the placements before
+        if moves != self._moves:  # the step ran with the earlier placements
             self._moves, self._is_known = moves, False
             self._gemini.gather_cache_bytes = 0
             self._reset()
             return
         room = torch.tensor([self._room()], dtype=torch.int64, device=self._world.device)
-        least = -int(all_reduce(-room, self._world.data_group, "max"))  # who shares chunks
+        least = -int(all_reduce(-room, self._world.data_group, "max"))  # the ranks that share chunks
         if self._is_known:
             stays = self._gemini.gather_cache_bytes + min(0, least)
         else:

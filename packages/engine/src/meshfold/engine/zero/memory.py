@@ -161,6 +161,26 @@ def describe_shortage(error: BaseException, model: nn.Module, tokens: int) -> st
     return " ".join(words)
 
 
+def shortage_remedy(*, chunks_on_device: bool, recomputes: bool) -> str:
+    """Return what to change when a micro-step does not fit.
+
+    Args:
+        chunks_on_device: some chunks could still leave the device.
+        recomputes: activations are recomputed already.
+    """
+    if chunks_on_device:
+        return (
+            "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
+            "more lives on the host, or take fewer tokens at once."
+        )
+    recompute = "" if recomputes else ", or recompute activations: Engine(..., recompute='blocks')"
+    return (
+        "No parameter and no optimizer state is on the device any more: what does not fit is made by the forward and the "
+        "backward. Take fewer tokens at once (smaller batches with a larger gradient_accumulation, or shorter sequences)"
+        f"{recompute}, or raise gpu_memory_limit."
+    )
+
+
 def bytes_asked(error: BaseException) -> int:
     """Return the bytes of the allocation that failed; 0 if the message does not say."""
     found = _ASKED.search(str(error))

@@ -2,9 +2,9 @@
 
 With ``recompute="auto"`` the same plan says which blocks keep their activations.
 
-Two optimizer steps are traced, the first of which also pays for what a process does once. What was seen, with the
-rates of this machine, gives the planner its problem; the plan is carried out between two steps, by moving chunks and by a
-switch at every block, which changes no bit of the training. :class:`Phase` says how it goes on.
+Two optimizer steps are traced; the first also pays for one-time work of the process. The trace and this machine's rates are
+the planner's input. The plan is carried out between two steps, by moving chunks and by a switch at every block, which
+changes no bit of the training. :class:`Phase` lists the phases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from torch import nn
 from meshfold.engine.model.recompute import RecomputedBlocks
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.measured_plans import MARGIN, InFlight, MeasuredPlans, expecting_alike
-from meshfold.engine.zero.memory import Pressure, describe_shortage, limit_allocator, resident_bytes
+from meshfold.engine.zero.memory import (
+    Pressure,
+    describe_shortage,
+    limit_allocator,
+    resident_bytes,
+    shortage_remedy,
+)
 from meshfold.engine.zero.watching import Watcher
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
@@ -74,7 +80,7 @@ class Phase(Enum):
     """Phase of the planning."""
 
     OFF = "off"
-    """Nothing is planned: there is nothing to decide, or no plan fits and all that can be left the device."""
+    """Nothing is planned: there is no choice, or no plan fits and all chunks that can have left the device."""
     TRACING = "tracing"
     """Steps are traced; no plan yet."""
     TRIAL = "trial"
@@ -121,13 +127,13 @@ class Residency:
     ) -> None:
         """Args:
         model: the model that is trained.
-        gemini: holds it.
+        gemini: holds its state.
         spec: the entry ``zero``.
         world: its ranks and devices.
         regime: bytes an element takes.
         accumulation: micro-steps of an optimizer step.
         blocks: those whose activations the plan may keep; all recompute until there is one.
-        recomputes: blocks recompute their activations already, so that nobody is told to let them.
+        recomputes: blocks recompute their activations already, so the plan has nothing to switch.
         """
         self._model, self._gemini, self._spec, self._world, self._blocks = model, gemini, spec, world, blocks
         self._plans = MeasuredPlans(model, gemini, spec, world, regime=regime, accumulation=accumulation)
@@ -141,7 +147,7 @@ class Residency:
         self._in_flight: InFlight | None = None
         self.plan: Plan | None = None
         self.moves = 0
-        # On a CPU without a limit there is nothing to decide, but for what to keep.
+        # On a CPU without a limit the only choice is which activations to keep.
         cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
         is_wanted = cuda or (limited and world.device.type != "meta")
         self.phase = Phase.TRACING if is_wanted else Phase.OFF
@@ -176,24 +182,24 @@ class Residency:
 
     @property
     def _is_timing(self) -> bool:
-        """True if this step is one of those that say how long a plan's steps take."""
+        """True if this step is timed for the plan."""
         return self._is_trial and self._is_settled
 
     @property
     def _is_settled(self) -> bool:
-        """True if the plan's first two steps, which say little of it, are over."""
+        """True if the plan's first two steps are over, which are not representative."""
         return len(self._took) >= CORRECTED_AFTER - 2
 
     @property
     def is_watching(self) -> bool:
-        """True if a plan is still to be made of what the next step shows."""
+        """True if the next step is traced for a plan."""
         return self.phase is Phase.TRACING
 
     def rehearse(self, rehearse: Callable[[], None], *, live: int, stages: int, microbatches: int) -> None:
         """Watch this rank's stages of a pipeline by themselves, before a step; all ranks of the pipeline must call.
 
         Args:
-            rehearse: forward and backward of a micro-batch through the stages, whose gradients nobody takes.
+            rehearse: forward and backward of a micro-batch through the stages, whose gradients are dropped.
             live: pairs of stage and micro-batch that the rank holds at most in a step.
             stages: of the rank.
             microbatches: of the step.
@@ -208,7 +214,7 @@ class Residency:
         self._watcher.end()
 
     def stepped(self) -> None:
-        """Plan if enough was seen, or note how long the step took. Call it after each optimizer step."""
+        """Plan if enough steps were traced, or record the step's time. Call it after each optimizer step."""
         took, self._begun = time.perf_counter() - self._begun, 0.0
         if self.phase is Phase.OFF:
             return
@@ -252,7 +258,7 @@ class Residency:
     def can_relieve(self, error: BaseException) -> bool:
         """Return True if a micro-step ran out of memory, and some can be freed.
 
-        Of several ranks one may have run out while the others wait for it: then the error stays one.
+        With several ranks one may have run out while the others wait for it: then the error is raised.
         """
         if not isinstance(error, torch.OutOfMemoryError | OutOfBudget):
             return False
@@ -260,25 +266,12 @@ class Residency:
         if alone and auto and (self._on_device() or self._kept()):
             return True
         found = describe_shortage(error, self._model, self._watcher.tokens)
-        error.add_note(" ".join(part for part in (found, self._remedy()) if part))
+        remedy = shortage_remedy(chunks_on_device=bool(self._on_device()), recomputes=self._recomputes)
+        error.add_note(" ".join(part for part in (found, remedy) if part))
         return False
 
-    def _remedy(self) -> str:
-        """Return what to change when a micro-step does not fit."""
-        if self._on_device():
-            return (
-                "The device has not enough memory: give zero=dict(placement='auto', gpu_memory_limit=...) a lower limit, so that "
-                "more lives on the host, or take fewer tokens at once."
-            )
-        recompute = "" if self._recomputes else ", or recompute activations: Engine(..., recompute='blocks')"
-        return (
-            "No parameter and no optimizer state is on the device any more: what does not fit is made by the forward and the "
-            f"backward. Take fewer tokens at once (smaller batches with a larger gradient_accumulation, or shorter sequences)"
-            f"{recompute}, or raise gpu_memory_limit."
-        )
-
     def relieve(self) -> None:
-        """Make room: by a plan for a little less, or before there is one by taking a part of what is on the device off it."""
+        """Free device memory: by a plan with a lower limit, or before the first plan by moving some chunks to the host."""
         self._watcher.let_go()
         self._gemini.abandon()
         self._shrunk += SHRINK
@@ -299,14 +292,14 @@ class Residency:
         )
 
     def _is_short(self, peak: int) -> bool:
-        """Return True if a rank came to the end of its memory a little ago. All ranks must call."""
+        """Return True if a rank nearly ran out of memory in the last steps. All ranks must call."""
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
         most = plan.limits.gpu_bytes or UNLIMITED_BYTES
         return self._pressure.found(peak_bytes=peak, most_bytes=int(most * (1.0 + MARGIN / 2)))
 
     def _shrink(self) -> None:
-        """Plan for a little less on all ranks, between two steps: there would be no undoing of one that ran out."""
+        """Plan with a lower limit on all ranks, between two steps: a step that runs out of memory cannot be undone."""
         self._shrunk += SHRINK
         if not self._replanned():
             self._pressure.forget()
@@ -318,7 +311,7 @@ class Residency:
             )
 
     def _replanned(self) -> bool:
-        """Carry out a plan that takes less of the device. Return True if there was a plan, and such a one."""
+        """Carry out a plan with a lower limit. Return False if there was no plan or none fits."""
         if self.plan is None:
             return False
         try:
@@ -353,25 +346,25 @@ class Residency:
             plan = self._plans.plan(workload, machine, shrunk=self._shrunk)
         except MemoryPlanError as error:
             refusal = error
-        self._raise_together(refusal)
+        self._raise_on_all_stages(refusal)
         if plan is not None:
             self._to(Phase.TRIAL if self._spec.placement == "auto" else Phase.STEADY)
             self._carry_out(plan)
         elif refusal is not None:
             self._make_do(refusal)
 
-    def _raise_together(self, refusal: MemoryPlanError | None) -> None:
+    def _raise_on_all_stages(self, refusal: MemoryPlanError | None) -> None:
         """Raise a stage's refusal on all stages of a pipeline. All ranks must call."""
         world = self._world
         if not world.pipelined or self._can_make_do:
             return
         mine = None if refusal is None else f"rank {world.mesh.index(PIPE)} of the pipeline: {refusal}"
-        told = [one for one in all_gather_object(mine, world.everyone, world.device) if one is not None]
-        if told:
-            raise MemoryPlanError(told[0]) from refusal
+        refusals = [one for one in all_gather_object(mine, world.everyone, world.device) if one is not None]
+        if refusals:
+            raise MemoryPlanError(refusals[0]) from refusal
 
     def _carry_out(self, plan: Plan) -> None:
-        """Move chunks to where a plan wants them, and let blocks keep what it says."""
+        """Move chunks to the plan's placements and set which blocks keep their activations."""
         self.plan = plan
         self.moves += 1
         self._keep([layer.name for layer in plan.layers if layer.kept])
@@ -383,7 +376,7 @@ class Residency:
         chunks = self._gemini.chunks
         self._gemini.stream_on_gpu(False)
         self._gemini.step_speculatively(False)
-        if self._spec.placement == "auto":  # the others' chunks are where they were told to be
+        if self._spec.placement == "auto":  # under other policies chunks are placed already
             self._gemini.move(
                 {
                     chunks[int(made.name)]: ChunkPlacement(
@@ -396,13 +389,13 @@ class Residency:
         self._gemini.stream_on_gpu(passes, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
         self._gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)
         limit = plan.limits.gpu_bytes
-        if self._world.device.type == "cpu" and limit is not None:  # nothing else would hold chunks to it
+        if self._world.device.type == "cpu" and limit is not None:  # nothing else enforces the limit
             self._gemini.memory.compute.budget_bytes = limit - min(plan.workload.non_model_bytes)
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _correct(self) -> None:
-        """Plan once more by what the first steps under the plan showed. Chunks move only where that is faster."""
+        """Plan again with rates of the first steps under the plan. Chunks move only if that is faster."""
         self._to(Phase.CORRECTED if self.phase is Phase.TRIAL else Phase.STEADY)
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
@@ -415,7 +408,7 @@ class Residency:
             self._carry_out(found)
 
     def _expect_alike(self) -> None:
-        """Plan once more, now that gradients have counted the same for long: steps need not wait for the norm."""
+        """Plan again with speculative steps, as the factor of the gradients has long been the same."""
         plan, found = self.plan, None
         assert plan is not None  # steps are counted from the plan on
         if plan.workload.strategies == (SPLIT_STEP,) and not self._world.pipelined:
@@ -423,7 +416,7 @@ class Residency:
         if found is None or found.seconds >= WORTH_MOVING * plan.seconds:
             self._to(Phase.STEADY)
             return
-        self._to(Phase.STEADY_TRIAL)  # such steps have rates of their own
+        self._to(Phase.STEADY_TRIAL)  # speculative steps have rates of their own
         self._carry_out(found)
 
     @property
@@ -431,7 +424,7 @@ class Residency:
         return self._world.device.type == "cuda" and self._spec.placement == "auto"
 
     def _make_do(self, error: MemoryPlanError) -> None:
-        """Move all that can be off the device when no plan fits. A GPU soon shows if it really does not: plans leave some room."""
+        """Move all chunks off the device if no plan fits: plans leave some room, so the step may still fit."""
         if not self._can_make_do:
             raise error
         self._to(Phase.OFF)

@@ -170,7 +170,7 @@ class ChunkStep:
 
     @torch.no_grad()
     def _on_device(self, streaming: GpuStreaming, *, speculative: bool = False) -> Arrival:
-        """All of it, or its first half, by the device: started, and what waits for the end. On update: into the second copy."""
+        """Start all of it, or its first half, on the device; return what waits for the end. Speculative: into the shadow copy."""
         first = streaming.halves and not speculative and all(run.in_halves for run in self.runs)
         kernel = adam_update_parameters if first else adam_step
         factor = float(
