@@ -159,7 +159,7 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tensor, zero 3": (4, dict(data=2, tensor=2, zero=ZERO3), {}),
 }
 APART = [("gpt", "ulysses")]
-"""Dropout of exchanged heads cuts graphs."""
+"""Its dropout cuts the graph where heads are exchanged: right, and in more graphs."""
 PAIRS = [
     ("plain", "alone"), ("gpt", "alone, recomputed"), ("plain", "data"), ("llama", "zero 1"), ("plain", "zero 3"),
     ("gpt", "zero 3, host, recomputed"), ("llama", "tensor"), ("gpt", "1f1b"), ("llama", "ring"),

@@ -213,6 +213,7 @@ _ENGINE = (
     "device",
     "rules",
     "recompute",
+    "compile",
     "example",
 )
 

@@ -128,6 +128,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
             lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
             rules=settings.rules,
             recompute=settings.recompute,
+            compile=settings.compile,
             seed=settings.seed,
             device=settings.device,
             nonfinite=settings.nonfinite,
@@ -145,6 +146,8 @@ def _train(
     """Run :func:`train` with its engine."""
     if engine.loaded is not None:
         progress.say(str(engine.loaded).partition("\n")[0])
+    if engine.compiled_blocks is not None:
+        progress.say(str(engine.compiled_blocks))
     first, checkpoints = 0, settings.checkpoints
     path = checkpoints.place(0)
     if settings.resume:

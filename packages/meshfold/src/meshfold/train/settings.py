@@ -42,6 +42,7 @@ class TrainSettings:
         clip: largest norm of the gradient; 0 not to clip.
         precision: fp32, bf16, fp16 or fp64.
         recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: the model's own business.
+        compile: every block is compiled.
         seed: of weights, dropout and the order of data.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU where there is one for each rank.
         nonfinite: what to do about a loss or a gradient that is nan or infinite: ``"error"``, ``"skip"``, ``"report"``.
@@ -85,6 +86,7 @@ class TrainSettings:
     clip: float = 1.0
     precision: str = "fp32"
     recompute: str | None = None
+    compile: bool = False
     seed: int = 0
     device: str | None = None
     nonfinite: str = "report"

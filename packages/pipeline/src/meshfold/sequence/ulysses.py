@@ -48,7 +48,9 @@ def to_heads(
     if len(set(sizes)) > 1:  # heads of two widths travel as heads of the larger one
         q, k, v = (F.pad(x, (0, max(sizes) - size)) for x, size in zip((q, k, v), sizes, strict=True))
     # Packed as it is sent, what goes to each rank in one piece, so that nothing is copied twice.
-    packed = torch.cat([x.unflatten(2, (ranks, -1)).movedim(2, 0) for x in (q, k, v)], 3)
+    # Not x.unflatten: torch.compile cannot trace it under a TorchFunctionMode, which calls of attention come through.
+    b, s, d = q.shape[0], q.shape[1], q.shape[3]
+    packed = torch.cat([x.reshape(b, s, ranks, -1, d).movedim(2, 0) for x in (q, k, v)], 3)
     arrived = exchange(packed, mesh, 0, 0, axes).movedim(0, 1).flatten(1, 2)
     q, k, v = arrived.split([x.shape[2] // ranks for x in (q, k, v)], 2)
     return q[..., : sizes[0]], k[..., : sizes[1]], v[..., : sizes[2]]

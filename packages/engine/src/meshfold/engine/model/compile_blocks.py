@@ -121,6 +121,7 @@ class CompiledBlocks:
                 "model as it was before block.compile() or torch.compile(block)"
             )
         self._settings = settings
+        self._where = "" if blocks is None else " of this rank's stages"
         if blocks is None:
             blocks = find_blocks(model)
         if not blocks:
@@ -145,7 +146,7 @@ class CompiledBlocks:
             what = ", ".join(f"{n} block{'s' * (n > 1)} {kind}" for kind, n in kinds.items())
         given = {"mode": self._settings.mode, "dynamic": self._settings.dynamic}
         options = "".join(f", {name} {value}" for name, value in given.items() if value is not None)
-        return f"compiled: {what}, backend {self._settings.backend_name}{options}"
+        return f"compiled: {what}{self._where}, backend {self._settings.backend_name}{options}"
 
     def close(self) -> None:
         """Give the modules their own forward back, unless somebody has wrapped it once more."""

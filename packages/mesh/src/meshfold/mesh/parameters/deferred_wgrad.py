@@ -216,7 +216,9 @@ def _forget(ticket: Tensor) -> None:
 def _operation() -> Any:
     @torch.library.custom_op("meshfold::defer", mutates_args=())
     def defer(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        _put(ticket, x.clone(), dy.clone())
+        # An operation's own code runs without autograd, which brings dw from a layer's operand to its parameter.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+            _put(ticket, x.clone(), dy.clone())
         return torch.zeros((), dtype=torch.float64)
 
     @defer.register_fake
