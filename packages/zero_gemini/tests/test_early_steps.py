@@ -179,7 +179,10 @@ def same_bits(cases: list[Case]) -> None:
     [
         (1, CASES[:5]),
         (1, CASES[5:]),
-        (2, CASES[1::2]),  # each recomputation, dtype, regime, stage and placement but one
+        (
+            2,
+            [CASES[i] for i in (1, 2, 3, 4, 5, 7)],
+        ),  # every recomputation, dtype, regime, stage and placement
         *(pytest.param(world, CASES, marks=pytest.mark.slow) for world in (2, 4)),
     ],
 )
