@@ -90,17 +90,22 @@ def test_in_stages_beside_tensor_parallelism(name: str, mode: str) -> None:
     check(name, {**TWO, **MODES[mode]}, microbatches=2)
 
 
+WITHOUT_STAGES: dict[str, dict[str, Any]] = {
+    "1d": dict(tensor=2),
+    "2d": dict(tensor=dict(mode="2d", grid=(1, 2))),
+    "zero 3": dict(data=2, zero=dict(stage=3)),
+    "megatron": dict(sequence=dict(mode="megatron"), tensor=2),
+}
+
+
 @pytest.mark.parametrize(
-    "parallel",
+    ("name", "parallel"),
     [
-        dict(tensor=2),
-        dict(tensor=dict(mode="2d", grid=(1, 2))),
-        dict(data=2, zero=dict(stage=3)),
-        dict(sequence=dict(mode="megatron"), tensor=2),
+        pytest.param(name, spec, id=f"{name}-{title}", marks=pytest.mark.slow if (n + m) % 2 else ())
+        for n, name in enumerate(["0120", "0011", "one inside", "relu", "middle"])
+        for m, (title, spec) in enumerate(WITHOUT_STAGES.items())
     ],
-    ids=["1d", "2d", "zero 3", "megatron"],
 )
-@pytest.mark.parametrize("name", ["0120", "0011", "one inside", "relu", "middle"])
 @ranks(2)
 def test_without_stages(name: str, parallel: dict[str, Any]) -> None:
     check(name, parallel)

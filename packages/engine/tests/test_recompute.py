@@ -76,9 +76,19 @@ def some(step: int, names: tuple[str, ...]) -> tuple[str, ...]:
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [gpt, llama])
-@pytest.mark.parametrize("zero", [None, dict(stage=3, placement="cpu"), dict(stage=2, placement="cuda")])
-@pytest.mark.parametrize("clip", [0.5, None])  # without, chunks are stepped in the backward
+def products() -> list[Any]:
+    """Each model with each kind of ZeRO, with and without clipping by turns; the slow tests have the rest."""
+    zeros = {"none": None, "3 on host": dict(stage=3, placement="cpu"), "2": dict(stage=2, placement="cuda")}
+    found = []
+    for a, make in enumerate((gpt, llama)):
+        for b, (name, zero) in enumerate(zeros.items()):
+            for c, clip in enumerate((0.5, None)):  # without, chunks are stepped in the backward
+                marks = pytest.mark.slow if (a + b + c) % 2 else ()
+                found.append(pytest.param(make, zero, clip, id=f"{make.__name__}-{name}-{clip}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("make", "zero", "clip"), products())
 @ranks(1)
 def test_alone(make: Callable[[], nn.Module], zero: dict[str, Any] | None, clip: float | None) -> None:
     parallel = {} if zero is None else dict(zero=zero)

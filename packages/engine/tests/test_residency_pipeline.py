@@ -103,8 +103,14 @@ def made_up(seed: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seeds", [(1, 7), pytest.param((1, 3, 6, 7), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    ("schedule", "seeds"),
+    [
+        ("1f1b", (1, 7)),
+        *(pytest.param(name, (1, 3, 6, 7), marks=pytest.mark.slow) for name in ("1f1b", "zb-v")),
+    ],
+    ids=str,
+)
 @ranks(4)
 def test_limits_are_kept_under_plans_of_any_rates(schedule: str, seeds: tuple[int, ...]) -> None:
     """Also by the chunks that stay gathered in what a step has left: arenas refuse what is beyond a limit."""
