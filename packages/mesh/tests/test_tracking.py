@@ -253,6 +253,33 @@ def test_only_what_is_alike_in_every_forward_is_taken_for_a_piece() -> None:
             model(torch.randn(4, 3), fill, torch.ones(4, 3))
 
 
+def test_a_constant_that_was_expanded_to_the_rows_of_a_rank_multiplies_pieces() -> None:
+    """As transformers does with the frequencies of rotary embeddings, where positions differ by row."""
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("frequencies", torch.arange(3.0)[None, :, None])
+
+        def forward(self, x: Tensor, constant: str, summed: bool = False) -> Tensor:
+            made = {
+                "expanded": lambda: self.frequencies.expand(4, -1, 1),
+                "copied": lambda: self.frequencies.expand(4, -1, 1).contiguous(),
+                "other": lambda: torch.arange(12.0).view(4, 3, 1),
+            }[constant]()
+            found = made @ x
+            return found.sum(0) if summed else found
+
+    model, x = Rotary(), torch.randn(4, 1, 5)
+    track_forwards(model, Halves())
+    for constant in ("expanded", "copied"):
+        assert torch.equal(model(x, constant), torch.arange(3.0)[:, None] * x)
+        with pytest.raises(LayoutError, match="dim 0, which is split over p"):
+            model(x, constant, summed=True)
+    with pytest.raises(LayoutError, match="brings a piece together with what is no such piece"):
+        model(x, "other")
+
+
 class Halves:
     """A model whose input is split along dim 0."""
 

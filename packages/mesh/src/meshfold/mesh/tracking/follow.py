@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -141,6 +141,14 @@ class Tracker(TorchDispatchMode):
         finally:
             self.asked = before
 
+    def _open_alike(self, operands: Iterable[Tensor]) -> None:
+        """Mark dims of whole operands as alike where their elements are: transformers expands its constants to a rank's rows."""
+        for x in operands:
+            dims = self.dims(x)
+            if all(map(is_whole, dims)):
+                alike = [n > 1 and self.records.is_alike(x, place) for place, n in enumerate(x.shape)]
+                self.mark(x, _alike_at(alike, x.shape))
+
     def as_one(
         self, name: str, operands: list[Tensor], found: Callable[[], Dims], run: Callable[[], Tensor]
     ) -> Tensor:
@@ -153,7 +161,11 @@ class Tracker(TorchDispatchMode):
             dims = found()
         except MixesError as error:
             axes = dict.fromkeys(a for x in operands for dim in self.dims(x) for a in axes_of(dim))
-            self.refuse(name, str(error), *operands, axes=tuple(axes))
+            self._open_alike(operands)
+            try:
+                dims = found()
+            except MixesError:
+                self.refuse(name, str(error), *operands, axes=tuple(axes))
         varies = any(map(self.records.varies, operands))
         with self.untracked(rows=True):
             out = run()
@@ -251,18 +263,20 @@ class Tracker(TorchDispatchMode):
         """Mark rows of a table for ids that are all alike along a dim: they are a piece of as many more."""
         alike = [self.records.is_alike(ids, place) for place in range(ids.dim())]
         if any(alike):
-            self.records.put(
-                out,
-                tuple(
-                    (Factor(n, ALIKE),) if place < len(alike) and alike[place] and n > 1 else whole(n)
-                    for place, n in enumerate(out.shape)
-                ),
-            )
+            self.records.put(out, _alike_at(alike, out.shape))
 
     def _pass_on(self, func: Any, operands: list[Tensor], out: Any) -> None:
         """Mark what is computed from weights, a batch or random numbers as varying like them."""
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self.records.varies, operands)):
             self.records.vary(tensors_in(out))
+
+
+def _alike_at(alike: Sequence[bool], shape: Sequence[int]) -> Dims:
+    """Return the layout of a whole tensor whose elements are all alike along some of its first dims."""
+    return tuple(
+        (Factor(n, ALIKE),) if place < len(alike) and alike[place] and n > 1 else whole(n)
+        for place, n in enumerate(shape)
+    )
 
 
 _TORCH = str(Path(torch.__file__).parent)
