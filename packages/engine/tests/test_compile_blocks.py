@@ -44,13 +44,15 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_heads, self.head_dim = 4, 8
         self.ln_1, self.ln_2 = nn.LayerNorm(32), nn.LayerNorm(32)
         self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
         self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, -1)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).chunk(3, -1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.c_proj(y)
@@ -136,6 +138,17 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero 1": (2, dict(data=2, zero=dict(stage=1)), {}),
     "zero 3": (2, dict(data=2, zero=dict(stage=3, placement="cuda")), {}),
     "zero 3, host": (2, dict(data=2, zero=ZERO3), {}),
+    "zero 2, host": (2, dict(data=2, zero=dict(stage=2, placement="cpu")), {}),
+    "zero 3, static": (
+        2,
+        dict(data=2, zero=dict(stage=3, placement="static", offload_optim_frac=0.5, offload_param_frac=0.5)),
+        {},
+    ),
+    "zero 3, kept": (
+        2,
+        dict(data=2, zero=dict(stage=3, placement="cuda", reshard_after_forward=False)),
+        {},
+    ),
     "zero 3, host, recomputed": (2, dict(data=2, zero=ZERO3), dict(recompute="blocks")),
     "tensor": (2, dict(tensor=2), {}),
     "tensor, recomputed": (2, dict(tensor=2), dict(recompute="blocks")),
