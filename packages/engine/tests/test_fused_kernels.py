@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.kernels.fuse.logits import Head
+from meshfold.kernels.fuse.heads import Head
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, build
 

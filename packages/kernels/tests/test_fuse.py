@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.functional import silu
 
 from meshfold.kernels.fuse import LazyLogits, fuse
-from meshfold.kernels.fuse import logits as logits_module
+from meshfold.kernels.fuse import heads as heads_module
 
 ALWAYS: dict[str, Any] = dict(norm=True, gated=True, rotary=True, loss=True)
 WORDS, WIDTH = 50, 16
@@ -82,6 +82,16 @@ class ImportedGate(Gate):
         return self.down(silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
+class NamespaceGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * torch.nn.functional.silu(self.gate(x)))  # type: ignore[no-any-return]
+
+
+class NnGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
 class TwiceUsed(Gate):
     """The activation is read once more, so nothing would be saved."""
 
@@ -148,6 +158,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "gate with nn.SiLU": (lambda: ModuleGate(nn.SiLU()), "gated"),
     "gate, the other way round": (lambda: TurnedGate(nn.SiLU()), "gated"),
     "gate with F.silu": (FunctionGate, "gated"),
+    "gate with torch.nn.functional": (NamespaceGate, "gated"),
+    "gate with nn.functional": (NnGate, "gated"),
     "gate with an imported silu": (ImportedGate, "gated"),
     "gate with GELU": (lambda: ModuleGate(nn.GELU()), None),
     "activation used twice": (TwiceUsed, None),
@@ -297,7 +309,7 @@ def test_logits_wait_only_where_that_is_asked_and_worth_while() -> None:
     assert found.logits is not None
     with found.logits.waiting():
         assert type(model(ids)) is Tensor
-        many = torch.zeros(logits_module.WORTHWHILE // WORDS + 1, 1, WIDTH, device="meta")
+        many = torch.zeros(heads_module.WORTHWHILE // WORDS + 1, 1, WIDTH, device="meta")
         model.to("meta")
         assert type(model.head(many)) is LazyLogits
 

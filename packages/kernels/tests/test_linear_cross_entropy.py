@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.kernels import VocabularyShard, linear_cross_entropy, linear_log_probs
 from meshfold.kernels.cross_entropy import LossKernels, Terms
-from meshfold.kernels.logit_chunks import CHUNK_BYTES, ChunkSettings, LogitChunks, chunk_rows
+from meshfold.kernels.logit_chunks import (
+    CHUNK_BYTES,
+    LARGE_CHUNK_BYTES,
+    ChunkSettings,
+    LogitChunks,
+    chunk_rows,
+)
 
 ROWS, WIDTH, WORDS = 13, 6, 37
 
@@ -403,7 +409,8 @@ def test_tensors_without_memory(recompute: bool) -> None:
 )  # fmt: skip
 def test_chunks_fit_and_are_even(rows: int, words: int, item_bytes: int) -> None:
     size = chunk_rows(rows, words, item_bytes)
-    assert size * words * item_bytes <= max(CHUNK_BYTES, 128 * words * item_bytes)
+    limit = CHUNK_BYTES if rows * words * item_bytes <= 8 * CHUNK_BYTES else LARGE_CHUNK_BYTES
+    assert size * words * item_bytes <= max(limit, 128 * words * item_bytes)
     assert size % 128 == 0
 
 

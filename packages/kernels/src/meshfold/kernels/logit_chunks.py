@@ -17,6 +17,9 @@ Reduction = Literal["mean", "sum", "none"]
 CHUNK_BYTES = 384 << 20
 """Largest size of a chunk of logits, as far as it holds 128 rows."""
 
+LARGE_CHUNK_BYTES = 512 << 20
+"""The same where there would be more than eight chunks."""
+
 _ROWS = 1024  # a multiple of this many rows fills a GPU's multiprocessors with the tiles of dx = dlogits @ W
 
 
@@ -69,7 +72,10 @@ class ChunkSettings:
 
 def chunk_rows(rows: int, words: int, item_bytes: int) -> int:
     """Return the number of rows in a chunk: so few that their logits fit, in whole tiles of a GPU, and chunks alike."""
-    fit = max(CHUNK_BYTES // max(words * item_bytes, 1), 128)
+    row_bytes = max(words * item_bytes, 1)
+    # Each chunk reads and writes the gradient of the weight once: with many, larger ones cost less than they hold.
+    limit = CHUNK_BYTES if rows * row_bytes <= 8 * CHUNK_BYTES else LARGE_CHUNK_BYTES
+    fit = max(limit // row_bytes, 128)
     unit = _ROWS if fit >= _ROWS else 128
     fit = fit // unit * unit
     count = -(-rows // fit)

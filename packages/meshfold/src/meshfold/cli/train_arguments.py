@@ -72,6 +72,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="seconds after which a collective that hangs ends the run, 0 for never (600)",
     )
     work.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
+    work.add_argument(
+        "--kernels",
+        choices=("auto", "off"),
+        help="fused kernels in the place of the model's operations (auto)",
+    )
     work.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
     steps = parser.add_argument_group("optimization")
     steps.add_argument("--steps", type=positive, metavar="N", help="optimizer steps in all (100)")

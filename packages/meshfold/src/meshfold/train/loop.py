@@ -129,6 +129,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
             rules=settings.rules,
             recompute=settings.recompute,
             compile=settings.compile,
+            kernels=settings.kernels,
             seed=settings.seed,
             device=settings.device,
             nonfinite=settings.nonfinite,

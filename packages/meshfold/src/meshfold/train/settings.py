@@ -87,6 +87,7 @@ class TrainSettings:
     precision: str = "fp32"
     recompute: str | None = None
     compile: bool = False
+    kernels: str = "auto"
     seed: int = 0
     device: str | None = None
     nonfinite: str = "report"

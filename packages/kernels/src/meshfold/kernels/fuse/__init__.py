@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from meshfold.kernels.fuse.activations import fuse_gated
-from meshfold.kernels.fuse.logits import DeferredLogits, LazyLogits, defer_logits
+from meshfold.kernels.fuse.heads import DeferredLogits, defer_logits
+from meshfold.kernels.fuse.logits import LazyLogits
 from meshfold.kernels.fuse.norms import fuse_norms
 from meshfold.kernels.fuse.replaced import Replaced
 from meshfold.kernels.fuse.rotary import fuse_rotary
@@ -76,7 +77,7 @@ def fuse(
     Args:
         model: real or meta weights; in training or not.
         norm, gated, rotary, loss: the rules. None: where it pays, which is decided at each call (on a GPU; logits from
-            :data:`meshfold.kernels.fuse.logits.WORTHWHILE` elements on, on any device). True: always. False: never.
+            :data:`meshfold.kernels.fuse.heads.WORTHWHILE` elements on, on any device). True: always. False: never.
 
     What torch.compile has been given, a module or the whole model, keeps its own operations.
     """

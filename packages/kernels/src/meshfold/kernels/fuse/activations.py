@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -175,14 +176,19 @@ def _only_multiplies(module: nn.Module, forward: Callable[..., Any], leaf: str, 
     return bool(notes.only_multiplied())
 
 
-class _Functional:
-    """``torch.nn.functional`` with one function of another meaning."""
+class _Namespace:
+    """A module of torch in which one function, reached by a path of names, is another."""
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self._name, self._function = name, function
+    def __init__(self, module: Any, path: tuple[str, ...], function: Callable[..., Any]) -> None:
+        self._module, (self._name, *rest) = module, path
+        self._found = _Namespace(getattr(module, path[0]), tuple(rest), function) if rest else function
 
     def __getattr__(self, name: str) -> Any:
-        return self._function if name == self._name else getattr(F, name)
+        return self._found if name == self._name else getattr(self._module, name)
+
+
+_PATHS: Mapping[Any, tuple[str, ...]] = {F: (), nn: ("functional",), torch: ("nn", "functional")}
+"""Modules under whose names forwards call activations, with the path from each to torch.nn.functional."""
 
 
 def _with_lazy_function(module: nn.Module, always: bool) -> Callable[..., Any] | None:
@@ -200,11 +206,23 @@ def _with_lazy_function(module: nn.Module, always: bool) -> Callable[..., Any] |
 
 def _binding(forward: Callable[..., Any], own: Activation) -> Callable[[Any], dict[str, Any]] | None:
     """Return how a forward's global names have to be bound for it to call another function than ``own``; None if it calls none."""
-    names, leaf = names_of(forward), own.__name__
-    aliases = [name for name, value in names.items() if value is F]
-    if leaf not in forward.__code__.co_names or not (aliases or names.get(leaf) is own):
+    leaf = own.__name__
+    bound: dict[str, tuple[str, ...]] = {}
+    for name, value in names_of(forward).items():
+        if value is own:
+            bound[name] = ()
+        elif isinstance(value, ModuleType) and value in _PATHS:
+            path = (*_PATHS[value], leaf)
+            if all(each in forward.__code__.co_names for each in path):
+                bound[name] = path
+    if not bound:
         return None
-    return lambda function: {
-        **({leaf: function} if names.get(leaf) is own else {}),
-        **{alias: _Functional(leaf, function) for alias in aliases},
-    }
+    own_names = forward.__globals__
+
+    def bind(function: Any) -> dict[str, Any]:
+        return {
+            name: _Namespace(own_names[name], path, function) if path else function
+            for name, path in bound.items()
+        }
+
+    return bind

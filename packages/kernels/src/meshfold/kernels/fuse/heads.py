@@ -1,0 +1,183 @@
+"""Heads whose logits wait for their loss: a layer that is called returns a stand-in, and is run when the loss is computed.
+
+    logits = model.head(x)                                # LazyLogits: x, and which head
+    F.cross_entropy(logits.float().view(-1, v), labels)   # linear_cross_entropy(x, head.weight, labels)
+
+The head is *called* when the loss is computed, and only then, so hooks on it, such as those that gather its weights, run
+round the computation that needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.kernels.fuse.logits import LazyLogits, Operands
+from meshfold.kernels.fuse.replaced import candidates, is_watched, own_forward
+from meshfold.kernels.inputs import is_autocast
+
+WORTHWHILE = 1 << 24
+"""Number of logits from which on they are left out: 64 MiB in float32. Fewer are computed at once, as ever."""
+
+_CALL = "_meshfold_head"
+
+
+class DeferredLogits:
+    """The heads of a model whose logits may wait, and when they do.
+
+    Attributes:
+        heads: the heads.
+    """
+
+    def __init__(self, heads: list[Head]) -> None:
+        self.heads = heads
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager: logits that are made inside wait for their loss.
+
+        They must not be read after the weights have changed, so nothing that is made inside may be given to others.
+        """
+        for head in self.heads:
+            head.open += 1
+        try:
+            yield
+        finally:
+            for head in self.heads:
+                head.open -= 1
+
+
+def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
+    """Find the heads of a model: linear layers with an output for each row of an embedding table, and those that say so."""
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+
+    def makes_logits(module: nn.Module) -> bool:
+        if isinstance(module, DeferrableHead):
+            return module.makes_logits
+        return type(module) is nn.Linear and module.out_features in rows
+
+    heads = [
+        Head(name, module, always)
+        for name, module in candidates(model)
+        if own_forward(module) and makes_logits(module)
+    ]
+    return DeferredLogits(heads)
+
+
+@runtime_checkable
+class DeferrableHead(Protocol):
+    """A layer of another kind than ``nn.Linear`` whose logits may wait, such as one that is split over ranks."""
+
+    @property
+    def makes_logits(self) -> bool:
+        """Tell whether the layer is a head."""
+
+    def defers_logits(self) -> bool:
+        """Return True if the logits of this call may wait."""
+
+    def logits_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the output for an input."""
+
+    def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are, each with its gradient."""
+
+
+class Head:
+    """A linear layer whose logits may wait.
+
+    Attributes:
+        name: of the layer in its model.
+        open: number of contexts inside of which its logits wait.
+    """
+
+    def __init__(self, name: str, layer: Any, always: bool) -> None:
+        self.name, self.open = name, 0
+        self._layer, self._always = layer, always
+        self._kind = type(layer)
+        self._loss: Callable[[Tensor], Tensor] | None = (
+            None  # computed in the layer's forward, if it is called now
+        )
+        layer.__dict__[_CALL] = self
+        layer.__class__ = _deferring(self._kind)
+
+    def close(self) -> None:
+        """Make the layer what it was."""
+        self._layer.__class__ = self._kind
+        self._layer.__dict__.pop(_CALL, None)
+
+    def waits(self, x: object) -> bool:
+        """Return True if the logits of ``x`` are to wait."""
+        if not self.open or type(x) is not Tensor or torch.compiler.is_compiling() or is_watched():
+            return False
+        if x.ndim < 2 or is_autocast(x):
+            return False
+        if isinstance(self._layer, DeferrableHead) and not self._layer.defers_logits():
+            return False
+        return self._always or math.prod(self.shape(x)) >= WORTHWHILE
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of the logits of ``x``."""
+        if isinstance(self._layer, DeferrableHead):
+            return self._layer.logits_shape(x)
+        return (*x.shape[:-1], self._layer.out_features)
+
+    def operands(self, x: Tensor) -> Operands:
+        """Return rows ``m k``, weight ``v k`` and bias ``v`` whose product the logits are; only within :meth:`loss`."""
+        if isinstance(self._layer, DeferrableHead):
+            return self._layer.loss_operands(x)
+        return x.reshape(-1, x.shape[-1]), self._layer.weight, self._layer.bias
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether the layer's weight has a gradient."""
+        return bool(self._layer.weight.requires_grad)
+
+    def stand_in(self, x: Tensor) -> LazyLogits:
+        """Return the logits of ``x``, to be computed when they are wanted."""
+        return LazyLogits.make(self, x, self.shape(x), self._layer.weight.dtype, ())
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return what the layer makes of ``x``."""
+        found: Tensor = self._kind.__call__(self._layer, x)
+        return found
+
+    def loss(self, x: Tensor, loss: Callable[[Operands], Tensor]) -> Tensor:
+        """Call the layer on ``x`` for a loss: ``loss(operands)`` is run as the layer's forward, between its hooks."""
+        self._loss = lambda rows: loss(self.operands(rows))
+        try:
+            return self.logits(x)
+        finally:
+            self._loss = None
+
+    def forward(self, layer: Any, x: Tensor) -> Tensor:
+        """Run the layer's forward, or the loss that it is called for."""
+        return self._kind.forward(layer, x) if self._loss is None else self._loss(x)
+
+
+_kinds: dict[type, type] = {}
+
+
+def _deferring(kind: type[nn.Module]) -> type:
+    """Return the class of a layer whose calls may be put off: of the same name, module and behaviour otherwise."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        head: Head = self.__dict__[_CALL]
+        if len(args) == 1 and not kwargs and head.waits(args[0]):
+            return head.stand_in(args[0])
+        return kind.__call__(self, *args, **kwargs)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        head: Head = self.__dict__[_CALL]
+        return head.forward(self, input)
+
+    if kind not in _kinds:
+        body = dict(
+            __call__=call, forward=forward, __module__=kind.__module__, __qualname__=kind.__qualname__
+        )
+        _kinds[kind] = type(kind.__name__, (kind,), body)
+    return _kinds[kind]
