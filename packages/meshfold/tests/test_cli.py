@@ -193,7 +193,7 @@ def _not_installed(name: str) -> str:
          "'plan.txt': a picture's name ends in one of ."),
         (["convert", "t/0.txt", "x"], "it is a file; give the folder of a checkpoint or of a Hugging Face model"),
         (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
-        (["bench"], "say which one; there are: attention, cpu-adam, longest-sequence, pipeline, saving, saving-launches, specs, "),
+        (["bench"], "say which one; there are: attention, cpu-adam, hugging-face, linear-loss, longest-sequence, "),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],

@@ -99,7 +99,9 @@ MEASURED: dict[str, tuple[dict[str, Any], float, float, float]] = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_predictions_are_near_what_was_measured(name: str) -> None:
     zero, seconds, gpu, host = MEASURED[name]
-    found = planned(dict(stage=3, **zero), model=partial(opt, 32, 4096, 32), batch_size=16, seq_len=1024)
+    found = planned(
+        dict(stage=3, **zero), model=partial(opt, 32, 4096, 32), batch_size=16, seq_len=1024, kernels="off"
+    )  # as it was measured
     assert found.plan is not None, found.refusal
     assert found.plan.peak_gpu_bytes / GiB == pytest.approx(gpu, rel=0.05)
     assert found.plan.peak_host_bytes / GiB == pytest.approx(host, rel=0.05)

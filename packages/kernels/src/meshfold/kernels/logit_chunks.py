@@ -14,13 +14,13 @@ from meshfold.kernels.inputs import compute_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 
-CHUNK_BYTES = 384 << 20
+CHUNK_BYTES = 448 << 20
 """Largest size of a chunk of logits, as far as it holds 128 rows."""
 
 LARGE_CHUNK_BYTES = 512 << 20
 """The same where there would be more than eight chunks."""
 
-_ROWS = 1024  # a multiple of this many rows fills a GPU's multiprocessors with the tiles of dx = dlogits @ W
+_ROWS = 256  # rows of the largest tiles that cuBLAS takes for dx = dlogits @ W
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def chunk_rows(rows: int, words: int, item_bytes: int) -> int:
     # Each chunk reads and writes the gradient of the weight once: with many, larger ones cost less than they hold.
     limit = CHUNK_BYTES if rows * row_bytes <= 8 * CHUNK_BYTES else LARGE_CHUNK_BYTES
     fit = max(limit // row_bytes, 128)
-    unit = _ROWS if fit >= _ROWS else 128
+    unit = _ROWS if fit >= 4 * _ROWS else 128
     fit = fit // unit * unit
     count = -(-rows // fit)
     even = -(-rows // max(count, 1))

@@ -44,6 +44,7 @@ def estimate(
     accumulate: int = 1,
     rules: Mapping[str, str] | None = None,
     recompute: str | None = None,
+    kernels: object = "auto",
     clip: bool = True,
     machine: Machine | None = None,
     name: str = "model",
@@ -60,6 +61,7 @@ def estimate(
         accumulate: micro-steps of an optimizer step.
         rules: as the engine takes them.
         recompute: as the engine takes it.
+        kernels: as the engine takes it.
         clip: clip gradients by their norm, so all of them are held at once.
         machine: the machine that ``zero`` plans for; nodes of H200s by default.
         name: of the model, for messages.
@@ -78,7 +80,8 @@ def estimate(
             recompute=recompute, machine=machine or MACHINES["h200x8"], name=name,
         )  # fmt: skip
         alone = replace(spec, pipeline=None, zero=None)
-        without = {**asked, "recompute": None if recompute is None else "blocks"}
+        # The logits of a pipeline do not wait for their loss.
+        without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off"}
         return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
     begin = time.perf_counter()
     with (
@@ -94,6 +97,7 @@ def estimate(
             device="meta",
             rules=rules,
             recompute=None if recompute is None else "blocks",
+            kernels=kernels,
             clip_grad_norm=1.0 if clip else None,
         )
         rows = engine.shard_batch(
