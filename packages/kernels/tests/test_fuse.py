@@ -336,6 +336,26 @@ def test_a_stand_in_knows_its_facts_and_becomes_a_tensor_when_it_is_read() -> No
         assert torch.equal(torch.stack([model(ids), model(ids)])[1], want) and "grad_fn" in repr(z)
 
 
+def test_logits_that_nobody_read_cannot_be_read_later() -> None:
+    """The weights may have changed: what would come out is not what the model made."""
+    model = LanguageModel(lambda z, ids: z)
+    ids = torch.randint(0, WORDS, (2, 3))
+    found = fuse(model, loss=True)
+    assert found.logits is not None
+    with found.logits.waiting():
+        unread, read = model(ids), model(ids)
+        want = read.sum()
+        with found.logits.waiting():  # as another call inside
+            pass
+        unread.float()
+    assert torch.equal(read.sum(), want) and unread.shape == (2, 3, WORDS)
+    for use in (lambda: unread.sum(), lambda: F.cross_entropy(unread.view(-1, WORDS), ids.view(-1))):
+        with pytest.raises(
+            RuntimeError, match=r"logits of head are read after .* kernels=dict\(loss=False\)"
+        ):
+            use()
+
+
 def test_a_module_that_is_no_head_is_none() -> None:
     model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS + 1))
     assert not fuse(model, **ALWAYS).modules

@@ -41,7 +41,7 @@ class DeferredLogits:
     def waiting(self) -> Iterator[None]:
         """Context manager: logits that are made inside wait for their loss.
 
-        They must not be read after the weights have changed, so nothing that is made inside may be given to others.
+        Outside they cannot be read any more, because weights may have changed: that is an error.
         """
         for head in self.heads:
             head.open += 1
@@ -50,6 +50,7 @@ class DeferredLogits:
         finally:
             for head in self.heads:
                 head.open -= 1
+                head.closed += not head.open
 
 
 def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
@@ -93,10 +94,11 @@ class Head:
     Attributes:
         name: of the layer in its model.
         open: number of contexts inside of which its logits wait.
+        closed: number of times that the outermost of them has ended.
     """
 
     def __init__(self, name: str, layer: Any, always: bool) -> None:
-        self.name, self.open = name, 0
+        self.name, self.open, self.closed = name, 0, 0
         self._layer, self._always = layer, always
         self._kind = type(layer)
         self._loss: Callable[[Tensor], Tensor] | None = (

@@ -29,6 +29,7 @@ class LazyLogits(Tensor):
 
     head: Head
     rows: Tensor  # ``... k``: the head's input
+    made_in: int  # the context of the head, by number
     changes: tuple[Change, ...]  # elementwise, in order, to what the head makes of the rows
     _computed: Tensor | None
 
@@ -45,28 +46,45 @@ class LazyLogits(Tensor):
             requires_grad=torch.is_grad_enabled() and (rows.requires_grad or head.trains),
         )
         made.head, made.rows, made.changes, made._computed = head, rows, changes, None
+        made.made_in = head.closed
         return made
 
     def values(self) -> Tensor:
         """Return the logits, computed the first time; with their gradient."""
         if self._computed is None:
+            self._check_open()
             found = self.head.logits(self.rows)
             for what, by in self.changes:
                 found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()
             self._computed = found
         return self._computed
 
+    def _check_open(self) -> None:
+        """Raise RuntimeError if the loss was computed long ago: the head's weights may be others now."""
+        if self.made_in != self.head.closed:
+            raise RuntimeError(
+                f"logits of {self.head.name} are read after their loss was computed, and were never held: read them where the "
+                "loss is computed (in loss_fn), or have them computed with kernels=dict(loss=False)"
+            )
+
     def changed(self, what: str, by: Any) -> LazyLogits:
         """Return these logits with one more change."""
         dtype = by if what == "cast" else self.dtype
-        return LazyLogits.make(self.head, self.rows, tuple(self.shape), dtype, (*self.changes, (what, by)))
+        return self._like(self.rows, tuple(self.shape), dtype, (*self.changes, (what, by)))
 
     def of_rows(self, take: Callable[[Tensor], Tensor]) -> LazyLogits | None:
         """Return the logits of the rows that ``take`` makes of these, with the same changes; None if rows are not alike."""
         if self.rows.shape[:-1] != self.shape[:-1]:
             return None  # a layer that is split takes other rows than it returns
         rows = take(self.rows)
-        return LazyLogits.make(self.head, rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes)
+        return self._like(rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes)
+
+    def _like(
+        self, rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, changes: tuple[Change, ...]
+    ) -> LazyLogits:
+        made = LazyLogits.make(self.head, rows, shape, dtype, changes)
+        made.made_in = self.made_in
+        return made
 
     def cap(self) -> tuple[float, float]:
         """Return (scale, soft cap) of the changes, ``softcap * tanh(scale * logits / softcap)``; cap 0 for none."""
@@ -93,6 +111,7 @@ class LazyLogits(Tensor):
         z_loss: float = 0.0,
     ) -> Tensor:
         """Return the cross entropy of logits ``m v`` and targets ``m``, computed with the head; a mean over none is 0."""
+        self._check_open()
         scale, softcap = self.cap()
 
         def loss(operands: Operands) -> Tensor:
