@@ -28,7 +28,7 @@ from meshfold.zero_gemini.optimizer import DiskSettings
 
 STEPS, ACCUMULATION, CLIP, OVERFLOWS = 20, 2, 0.4, 3
 FEW_STEPS = 8
-"""What `make test` trains: three that overflow in fp16, and a move to each place in `MOVES`."""
+"""Cases of `make test`: three that overflow in fp16, and a move to each place in `MOVES`."""
 SETTINGS = AdamSettings(beta1=0.9, beta2=0.999, adamw_mode=True, **ADAMW)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

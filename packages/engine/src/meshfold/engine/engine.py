@@ -108,8 +108,7 @@ class Engine:
             recompute: which activations backward recomputes: None: the model's own business. ``"blocks"``: those of every
                 repeated block. ``"auto"``: under ``zero=dict(placement="auto")``, of the blocks that the plan says.
             kernels: fused kernels in the place of the model's own operations (:func:`meshfold.kernels.fuse.fuse`): ``"auto"``
-                (where they pay), ``"off"``, or rule by rule: ``dict(norm=..., gated=..., rotary=..., loss=...)``, each True
-                (always), False (never) or None (where it pays).
+                (where they pay), ``"off"``, or a dict of ``norm``, ``gated``, ``rotary``, ``loss``: True, False, None (auto).
             compile: True: every repeated block is compiled by torch.compile, one by one, or the model where it has none and the
                 spec has neither ``zero`` nor ``pipeline``; or ``dict(backend=..., mode=..., dynamic=...)``.
             example: a small batch, for ``pipeline`` with a model that is not called with token ids: to see what comes before
@@ -139,8 +138,7 @@ class Engine:
             self.model, self.report, self.loaded = part.model, part.report, part.loaded
             self.pipeline = None if part.pipelined is None else part.pipelined.pipeline
             self.precision, self.recomputed_blocks = asked.precision, built.blocks
-            self.fused_kernels = built.fused
-            self.compiled_blocks = built.compiled
+            self.fused_kernels, self.compiled_blocks = built.fused, built.compiled
             self.states, self.model_state = built.states, built.model_state
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()
