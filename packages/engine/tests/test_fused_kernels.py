@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
+from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.kernels.fuse.heads import Head
+from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, build
 
@@ -218,3 +220,17 @@ def test_on_two_ranks(model: str, spec: str) -> None:
     assert got == pytest.approx(want, rel=tolerance)
     for name, value in weights.items():
         assert torch.allclose(others[name], value, rtol=tolerance, atol=tolerance / 10), name
+
+
+@pytest.mark.parametrize(
+    ("kernels", "said"),
+    [
+        ("of", "'off'"),
+        (dict(norms=True), "there is no key 'norms'. Did you mean 'norm'"),
+        (dict(norm=1), "True (always), False (never) or None"),
+    ],
+)
+def test_wrong_values_are_refused(kernels: object, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        check_kernels(kernels)
+    assert said in str(refused.value)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshfold.kernels.fuse import is_compiled
 from meshfold.mesh import LayoutError, Mesh
-from meshfold.mesh.parameters import is_compiled
 from meshfold.sequence.attention import attention
 from meshfold.sequence.dropout import DrawDropout, WeightDropout
 from meshfold.sequence.layout_tracking import track_attention

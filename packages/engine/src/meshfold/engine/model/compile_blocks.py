@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from meshfold.engine.model.recompute import find_blocks
+from meshfold.kernels.fuse import is_compiled
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean
-from meshfold.mesh.parameters import is_compiled
 from meshfold.mesh.spec import argument_checks as settings
 
 _KEYS = {"backend": None, "mode": None, "dynamic": None}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from meshfold.kernels.fuse import RULES
 from meshfold.mesh import SpecError, did_you_mean
+from meshfold.mesh.spec import argument_checks as settings
 
 WAYS = ("auto", "off")
 
@@ -26,11 +27,8 @@ def check_kernels(kernels: object) -> dict[str, bool | None] | None:
             f"kernels={kernels!r}: 'auto' (fused kernels where they pay), 'off' (the model's own operations), or a dict of "
             f"{', '.join(RULES)}, as in kernels=dict(loss=False).{hint}"
         )
+    settings.known_keys("kernels", kernels, kernels, RULES)
     for name, value in kernels.items():
-        if name not in RULES:
-            raise SpecError(
-                f"kernels=dict({name}=...): the rules are {', '.join(RULES)}.{did_you_mean(str(name), tuple(RULES))}"
-            )
         if not isinstance(value, bool | None):
             raise SpecError(
                 f"kernels=dict({name}={value!r}): True (always), False (never) or None (where it pays)"

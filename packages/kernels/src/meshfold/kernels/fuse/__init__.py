@@ -21,10 +21,10 @@ from meshfold.kernels.fuse.activations import fuse_gated
 from meshfold.kernels.fuse.heads import DeferredLogits, defer_logits
 from meshfold.kernels.fuse.logits import LazyLogits
 from meshfold.kernels.fuse.norms import fuse_norms
-from meshfold.kernels.fuse.replaced import Replaced
+from meshfold.kernels.fuse.replaced import Replaced, is_compiled
 from meshfold.kernels.fuse.rotary import fuse_rotary
 
-__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse"]
+__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse", "is_compiled"]
 
 RULES: Mapping[str, str] = {
     "norm": "RMSNorm in one launch",

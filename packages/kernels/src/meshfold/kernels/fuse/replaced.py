@@ -49,11 +49,17 @@ def own_forward(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if torch.compile has been given this module or its forward."""
-    forward = module.__dict__.get("forward")
-    if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
+    """Return True if torch.compile was applied to a module: to its call, its forward or the module itself."""
+    if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
         return True
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    forward: Any = module.__dict__.get("forward")
+    while forward is not None:
+        if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
+            forward, "_torchdynamo_disable", False
+        ):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def names_of(forward: object) -> Mapping[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.placement import Placement
@@ -83,20 +83,6 @@ def uncompiled_name(name: str) -> str:
     'blocks.0.up.weight'
     """
     return ".".join(part for part in name.split(".") if part != _WRAPPED) if _WRAPPED in name else name
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile was applied to a module: to its call, its forward or the module itself."""
-    if _WRAPPED in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    forward: Any = module.__dict__.get("forward")
-    while forward is not None:
-        if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
-            forward, "_torchdynamo_disable", False
-        ):
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
 
 
 def _single(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from meshfold.mesh.parameters import is_compiled
+from meshfold.kernels.fuse import is_compiled
 
 
 @dataclass(frozen=True, eq=False)
