@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-_LAUNCH = "import sys; from meshfold.mesh.processes import launch; raise SystemExit(launch(sys.argv[2:], int(sys.argv[1])))"
+_LAUNCH = (
+    "import sys; from meshfold.mesh.processes import launch; raise SystemExit(launch(sys.argv[2:], int(sys.argv[1])))"
+)
 
 
 def add_output(parser: argparse.ArgumentParser, name: str) -> None:

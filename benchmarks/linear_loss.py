@@ -37,9 +37,7 @@ from benchmarks.common import (
 from benchmarks.power import PowerLog
 from benchmarks.reports import met, ratio, read_bars, table
 
-TINY = dict(
-    rows=256, width=32, words=1000, dtype="float32", rounds=2, window_s=0.0, settle_s=0.0, chunks=[64]
-)
+TINY = dict(rows=256, width=32, words=1000, dtype="float32", rounds=2, window_s=0.0, settle_s=0.0, chunks=[64])
 MATMULS, OURS, LIGER = "three matmuls", "ours", "Liger"
 BARS = read_bars("linear_loss", ("milliseconds", "gib"))
 JUDGED = dict(rows=8192, width=4096, words=128_256, dtype="bfloat16")
@@ -55,17 +53,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--words", type=int, default=128_256)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--chunks", type=int, nargs="*", default=[], help="sizes to try beside our own choice"
-    )
-    parser.add_argument(
-        "--variants", action="store_true", help="add the other ways of ours, such as recomputed logits"
-    )
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="sizes to try beside our own choice")
+    parser.add_argument("--variants", action="store_true", help="add the other ways of ours, such as recomputed logits")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-s", type=float, default=2.5, help="seconds of a contestant in a round")
-    parser.add_argument(
-        "--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle"
-    )
+    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
     add_output(parser, "linear_loss")
     options = parse_with_tiny(parser, argv, TINY)
     if options.report is not None:
@@ -78,10 +70,15 @@ def main(argv: Sequence[str]) -> int:
     times, power = rounds([each for each in found if each.step is not None], options)
     settings = {name: getattr(options, name) for name in ("rows", "width", "words", "dtype", "window_s")}
     result: dict[str, Any] = dict(
-        area="linear-loss", machine=machine(), settings=settings, milliseconds=times, power=power,
-        peak_bytes={each.name: each.peak_bytes for each in found}, notes={each.name: each.note for each in found if each.note},
+        area="linear-loss",
+        machine=machine(),
+        settings=settings,
+        milliseconds=times,
+        power=power,
+        peak_bytes={each.name: each.peak_bytes for each in found},
+        notes={each.name: each.note for each in found if each.note},
         error={each.name: each.error for each in found},
-    )  # fmt: skip
+    )
     write(options.out, result)
     report(options.out)
     return 0
@@ -126,16 +123,12 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         found += [
             Contestant("ours, dW added up in float32", ours(accumulate=torch.float32)),
             Contestant("ours, logits made again", ours(recompute=True)),
-            Contestant(
-                "ours, log-probabilities and entropy", trained(log_probs), note="another loss; four matmuls"
-            ),
+            Contestant("ours, log-probabilities and entropy", trained(log_probs), note="another loss; four matmuls"),
         ]
     try:
         liger = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
         fused = liger.LigerFusedLinearCrossEntropyFunction.apply
-        found.append(
-            Contestant(LIGER, trained(lambda: torch.utils._pytree.tree_leaves(fused(x, weight, labels))[0]))
-        )
+        found.append(Contestant(LIGER, trained(lambda: torch.utils._pytree.tree_leaves(fused(x, weight, labels))[0])))
     except ImportError as error:
         found.append(Contestant(LIGER, note=str(error)))
     if options.rows * options.words <= 1 << 31:
@@ -144,8 +137,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
         for each in found:
             if each.step is not None and each.name != MATMULS and "entropy" not in each.name:
                 each.error = max(
-                    float((got.float() - one).norm() / one.norm())
-                    for got, one in zip(each.step(), want, strict=True)
+                    float((got.float() - one).norm() / one.norm()) for got, one in zip(each.step(), want, strict=True)
                 )
     return found
 
@@ -204,9 +196,7 @@ def rounds(
     power = {}
     for name, spans in windows.items():
         means = [mean for span in spans if (mean := log.mean(*span, 1))]
-        power[name] = {
-            key: sum(mean[key] for mean in means) / len(means) for key in ("watts", "mhz") if means
-        }
+        power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in ("watts", "mhz") if means}
     return times, power
 
 
@@ -217,13 +207,19 @@ def report(path: Path) -> None:
     rows = []
     for name, values in times.items():
         power, error, gib = found["power"][name], found["error"][name], found["peak_bytes"][name] / 2**30
-        rows.append((
-            name, f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})", ratio(values, times[MATMULS]),
-            f"{gib:.2f}" if gib else "–",
-            f"{power['watts'] * median(values) / settings['rows']:.3f}" if power else "–",
-            f"{power['watts']:.0f}" if power else "–", f"{power['mhz']:.0f}" if power else "–",
-            "–" if math.isnan(error) else f"{error:.1e}", found["notes"].get(name, ""),
-        ))  # fmt: skip
+        rows.append(
+            (
+                name,
+                f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})",
+                ratio(values, times[MATMULS]),
+                f"{gib:.2f}" if gib else "–",
+                f"{power['watts'] * median(values) / settings['rows']:.3f}" if power else "–",
+                f"{power['watts']:.0f}" if power else "–",
+                f"{power['mhz']:.0f}" if power else "–",
+                "–" if math.isnan(error) else f"{error:.1e}",
+                found["notes"].get(name, ""),
+            )
+        )
     rows += [(name, *["–"] * 7, note) for name, note in found["notes"].items() if name not in times]
     head = (
         "contestant",
@@ -238,11 +234,14 @@ def report(path: Path) -> None:
     )
     values = {"milliseconds": median(times[OURS]), "gib": found["peak_bytes"][OURS] / 2**30}
     lines = [
-        f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.", "",
+        f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",
+        "",
         f"{settings['rows']:,} tokens × {settings['width']:,} → {settings['words']:,} words, {settings['dtype']}, forward and "
-        "backward. Median of the rounds, with the lowest and the highest.", "",
-        *table(head, rows), "",
-    ]  # fmt: skip
+        "backward. Median of the rounds, with the lowest and the highest.",
+        "",
+        *table(head, rows),
+        "",
+    ]
     if all(settings[name] == value for name, value in JUDGED.items()):
         for name, bar in BARS.items():
             lines.append(f"- {bar.what}: {values[name]:.2f} (bar {bar.most:g}): {met(bar.met(values[name]))}")

@@ -152,9 +152,7 @@ def draw_bars(
     width = 0.25 * max([*known.values(), *limits.values()], default=0.0)  # of a number, with room
     for name, value in known.items():
         limit = limits.get(name, value)
-        end = (
-            limit if value <= limit < value + width else value
-        )  # beyond a stroke that would go through the number
+        end = limit if value <= limit < value + width else value  # beyond a stroke that would go through the number
         panel.annotate(
             f"{value:,.{digits}f}",
             (end, places[name]),

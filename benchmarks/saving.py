@@ -135,9 +135,7 @@ def table(result: dict[str, Any]) -> str:
         f"{'a save':16}{'ms':>10}{'of its step':>14}{f'of {window} steps':>16}",
     ]
     for way in WAYS[1:]:
-        cost, one, all_ = (
-            result[key][way] for key in ("cost_seconds", "share_of_its_step", "share_of_its_window")
-        )
+        cost, one, all_ = (result[key][way] for key in ("cost_seconds", "share_of_its_step", "share_of_its_window"))
         lines.append(f"{way:16}{cost * 1e3:10,.1f}{one:14.1%}{all_:16.2%}")
     lines.append(
         f"asynchronously: save() returned after {result['held_up_seconds'] * 1e3:,.1f} ms, all was copied after "
@@ -156,9 +154,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"ABOVE {BAR.most:.0%} of {BAR.what}, in which it was copied")
     else:
         verdict = "below" if BAR.met(all_) else "ABOVE"
-        lines.append(
-            f"the copies take longer than a step: spread over {window} steps it is {verdict} {BAR.most:.0%}"
-        )
+        lines.append(f"the copies take longer than a step: spread over {window} steps it is {verdict} {BAR.most:.0%}")
     return "\n".join(lines)
 
 

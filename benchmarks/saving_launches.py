@@ -47,9 +47,7 @@ class Bus(HostCopyQueue):
 
 def main(argv: list[str]) -> int:
     """Entry point of `meshfold bench saving-launches`."""
-    parser = argparse.ArgumentParser(
-        prog="meshfold bench saving-launches", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="meshfold bench saving-launches", description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--launches", type=int, default=1500, help="of a step")
     parser.add_argument("--kernel", type=float, default=90.0, help="length of each, in microseconds")
@@ -72,15 +70,11 @@ def main(argv: list[str]) -> int:
     print(table(result))
     if args.out is not None:
         settings = {key: value for key, value in vars(args).items() if key != "out"}
-        args.out.write_text(
-            json.dumps({"machine": machine(), "settings": settings, **result}, indent=1) + "\n"
-        )
+        args.out.write_text(json.dumps({"machine": machine(), "settings": settings, **result}, indent=1) + "\n")
     return 0
 
 
-def measure(
-    engine: Engine, folder: Path, launches: int, kernel: float, elements: int, rounds: int
-) -> dict[str, Any]:
+def measure(engine: Engine, folder: Path, launches: int, kernel: float, elements: int, rounds: int) -> dict[str, Any]:
     """Seconds of steps with and without a save, in turns: until all is launched, and until the GPU would be done."""
     spent: dict[str, list[float]] = {
         f"{what}, {way}": [] for what in ("launched", "done") for way in ("no save", "save")

@@ -46,9 +46,7 @@ PEERS = ("dtensor", "dtensor compiled", "dtensor compiled async")
 
 def main(argv: list[str]) -> int:
     """Entry point of `meshfold bench tensor-parallel`."""
-    parser = argparse.ArgumentParser(
-        prog="meshfold bench tensor-parallel", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="meshfold bench tensor-parallel", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4, help="local ranks, one a GPU where there are as many")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -61,9 +59,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=2, help="steps a timing")
     parser.add_argument("--only", default="", help="comma-separated names of contestants")
-    parser.add_argument(
-        "--profile", default="", help="contestant to profile instead; writes the kernels' times"
-    )
+    parser.add_argument("--profile", default="", help="contestant to profile instead; writes the kernels' times")
     add_output(parser, "tensor_parallel")
     args = parser.parse_args(argv)
     if args.report:
@@ -86,9 +82,7 @@ def _names(args: argparse.Namespace) -> list[str]:
     from meshfold.cli.arguments import Failure
 
     names = [f"{mode}{suffix}" for mode in MODES for suffix in ("", " compiled")] + [*LOWERED, *PEERS]
-    asked = (
-        [args.profile] if args.profile else [part.strip() for part in args.only.split(",") if part.strip()]
-    )
+    asked = [args.profile] if args.profile else [part.strip() for part in args.only.split(",") if part.strip()]
     for part in asked:
         if part not in names:
             raise Failure(f"there is no contestant {part!r}; there are: {', '.join(names)}")
@@ -102,11 +96,7 @@ def _measure(args: argparse.Namespace) -> int:
     from meshfold.mesh.processes import process_group
 
     world = process_group.start()
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_default_device(device)
     torch._dynamo.config.recompile_limit = 64  # each mode compiles the same blocks anew
     whole = Mesh({"tensor": args.ranks})
@@ -135,9 +125,7 @@ def _measure(args: argparse.Namespace) -> int:
         result = {
             "area": "tensor-parallel",
             "machine": machine(),
-            "settings": {
-                k: v for k, v in vars(args).items() if k not in ("out", "report", "profile", "only")
-            },
+            "settings": {k: v for k, v in vars(args).items() if k not in ("out", "report", "profile", "only")},
             "flops_per_step_per_rank": work.flops() / args.ranks,
             "milliseconds": times,
             "peak_bytes": {c.name: c.peak_bytes for c in contestants},
@@ -169,11 +157,7 @@ class Work:
     def random(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         """Normal numbers that depend on the name alone."""
         generator = torch.Generator(self.device).manual_seed(sum(map(ord, name)) * 7919)
-        return (
-            torch.randn(shape, generator=generator, dtype=torch.float32, device=self.device)
-            .mul_(std)
-            .to(self.dtype)
-        )
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=self.device).mul_(std).to(self.dtype)
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The whole weights of one block, ``[out, in]``."""
@@ -254,9 +238,7 @@ def _build(name: str, work: Work, args: argparse.Namespace) -> Contestant:
     except Exception as error:  # a contestant that cannot run is a row with its reason
         if args.profile:
             raise
-        return Contestant(
-            name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        )
+        return Contestant(name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
     x, dy = inputs
 
     def step() -> None:
@@ -278,9 +260,7 @@ def _build(name: str, work: Work, args: argparse.Namespace) -> Contestant:
     except Exception as error:
         if args.profile:
             raise
-        return Contestant(
-            name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        )
+        return Contestant(name, note=f"could not run: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
     return contestant
 
 

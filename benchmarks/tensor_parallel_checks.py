@@ -44,9 +44,7 @@ def cases(ranks: int) -> list[tuple[str, dict[str, int]]]:
 
 def main(argv: list[str]) -> int:
     """Entry point of `meshfold bench tensor-parallel-checks`."""
-    parser = argparse.ArgumentParser(
-        prog="meshfold bench tensor-parallel-checks", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="meshfold bench tensor-parallel-checks", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
@@ -67,25 +65,17 @@ def _check(args: argparse.Namespace) -> int:
     world = process_group.start()
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.config.recompile_limit = 64
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     rows: list[dict[str, Any]] = []
     for name, build in models(args).items():
-        serial = (
-            build().to(device, torch.bfloat16).double()
-        )  # weights that bfloat16 can hold: only arithmetic differs
+        serial = build().to(device, torch.bfloat16).double()  # weights that bfloat16 can hold: only arithmetic differs
         generator = torch.Generator().manual_seed(1)
         vocab = serial.config.vocab_size
         ids = torch.randint(0, vocab, (8, args.seq_len), generator=generator).to(device)
         labels = ids.clone()
         labels[0, : args.seq_len // 3] = -100
         exact = gradients(copy.deepcopy(serial), ids, labels)
-        plain = {
-            dtype: error(gradients(copy.deepcopy(serial).to(dtype), ids, labels), exact) for dtype in DTYPES
-        }
+        plain = {dtype: error(gradients(copy.deepcopy(serial).to(dtype), ids, labels), exact) for dtype in DTYPES}
         variants: list[tuple[torch.dtype, dict[str, Any]]] = [(dtype, {}) for dtype in DTYPES]
         if name in ("gpt", "llama"):
             variants.append((torch.float32, {"compiled": True}))
@@ -262,9 +252,7 @@ def line(row: dict[str, Any]) -> str:
         return f"FAIL {what} {row['failure'][:160]}"
     ratio = row["relative"] / row["serial"]["relative"]
     word = "ok  " if row["passed"] else "FAIL"
-    return (
-        f"{word} {what} largest {row['largest']:.1e}  relative {row['relative']:.2e} ({ratio:.2f} × serial)"
-    )
+    return f"{word} {what} largest {row['largest']:.1e}  relative {row['relative']:.2e} ({ratio:.2f} × serial)"
 
 
 if __name__ == "__main__":

@@ -89,11 +89,7 @@ def _offload(name: str) -> Case:
 
 
 CASES: dict[str, Case] = {
-    **{
-        f"{size}, {spec}": Case(f"GPT-2 of transformers, {size}, {spec}, eager")
-        for size in SIZES
-        for spec in SPECS
-    },
+    **{f"{size}, {spec}": Case(f"GPT-2 of transformers, {size}, {spec}, eager") for size in SIZES for spec in SPECS},
     **{name: _specs(name) for name in SPECS_2},
     **{name: _tensor(name) for name in ("1d+sequence", "1d", "2d")},
     **{name: _offload(name) for name in ("6.7B-40", "6.7B-24")},
@@ -104,9 +100,7 @@ def main(argv: Sequence[str]) -> int:
     """Entry point of `meshfold bench two-versions`."""
     parser = argparse.ArgumentParser(prog="meshfold bench two-versions", description=__doc__.split("\n")[0])
     parser.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout of the other version")
-    parser.add_argument(
-        "--case", nargs="+", default=list(CASES), metavar="NAME", help=f"of {'; '.join(CASES)}"
-    )
+    parser.add_argument("--case", nargs="+", default=list(CASES), metavar="NAME", help=f"of {'; '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each version: before now now before")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of a small model")
     parser.add_argument("--warm-up", type=int, default=30, help="steps of a small model that are not timed")
@@ -125,9 +119,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         parser.error(f"--case {unknown[0]!r} does not exist: use one of {'; '.join(CASES)}")
     if options.before is None or not (options.before / "packages" / "engine").is_dir():
-        parser.error(
-            "--before must name another checkout: git worktree add ../before COMMIT, then --before ../before"
-        )
+        parser.error("--before must name another checkout: git worktree add ../before COMMIT, then --before ../before")
     trees = {"before": options.before.resolve(), "now": HERE.parents[1]}
     found: dict[str, Any] = {
         "area": "two-versions",
@@ -157,9 +149,7 @@ def _run(case: Case, name: str, tree: Path, options: argparse.Namespace) -> dict
 
     sources = sorted(map(str, tree.glob("packages/*/src")))
     others = [
-        path
-        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if not Path(path, "meshfold").is_dir()
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not Path(path, "meshfold").is_dir()
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sources, str(tree), *others])}
     with tempfile.TemporaryDirectory(prefix="two-versions-") as folder, PowerLog() as power:
@@ -210,9 +200,7 @@ def work(job: dict[str, Any]) -> int:
         optimizer=dict(name="adamw", lr=1e-4),
         **SPECS[spec],
     )
-    rows = torch.randint(
-        config.vocab_size, (4, config.n_positions), generator=torch.Generator().manual_seed(0)
-    )
+    rows = torch.randint(config.vocab_size, (4, config.n_positions), generator=torch.Generator().manual_seed(0))
     batch = engine.shard_batch(dict(input_ids=rows, labels=rows))
 
     def synchronize() -> None:
@@ -233,9 +221,7 @@ def work(job: dict[str, Any]) -> int:
 
 def _commit(tree: Path) -> str:
     """Return the commit of a checkout, or its folder's name where it is none."""
-    ended = subprocess.run(
-        ["git", "-C", str(tree), "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True
-    )
+    ended = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
     return ended.stdout.strip() if ended.returncode == 0 else tree.name
 
 

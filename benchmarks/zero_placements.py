@@ -59,9 +59,7 @@ SIDES = {
 
 def main(argv: list[str]) -> int:
     """Entry point of `meshfold bench zero-placements`."""
-    parser = argparse.ArgumentParser(
-        prog="meshfold bench zero-placements", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="meshfold bench zero-placements", description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="6.7B")
     parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -197,9 +195,7 @@ def drawn(about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> Any:
         point = row["gpu_peak_bytes"] / 2**30, median(row["seconds"])
         panel.plot(*point, "o", markersize=9, color=reports.OURS)
         shift, across, down = SIDES.get(name, ((9, 0), "left", "center"))
-        panel.annotate(
-            WORDS_OF.get(name, name), point, xytext=shift, textcoords="offset points", ha=across, va=down
-        )
+        panel.annotate(WORDS_OF.get(name, name), point, xytext=shift, textcoords="offset points", ha=across, va=down)
     panel.set(
         xlabel="peak of GPU memory, GiB",
         ylabel="time of a step, s",

@@ -49,9 +49,7 @@ def _run_cell(code: str, name: str, number: int, namespace: dict[str, Any]) -> l
     if printed.getvalue():
         outputs.append(dict(output_type="stream", name="stdout", text=_lines(printed.getvalue())))
     if value is not None:
-        outputs.append(
-            dict(output_type="execute_result", execution_count=number, metadata={}, data=_shown(value))
-        )
+        outputs.append(dict(output_type="execute_result", execution_count=number, metadata={}, data=_shown(value)))
     return outputs
 
 
@@ -72,9 +70,7 @@ def _lines(text: str) -> list[str]:
 def refresh(path: Path) -> None:
     """Write into a notebook what its cells show now."""
     notebook = read(path)
-    for number, (cell, outputs) in enumerate(
-        zip(code_cells(notebook), run(notebook, path.name), strict=True), 1
-    ):
+    for number, (cell, outputs) in enumerate(zip(code_cells(notebook), run(notebook, path.name), strict=True), 1):
         cell.update(execution_count=number, outputs=outputs)
     text = json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")

@@ -73,9 +73,7 @@ def outputs(page: str) -> list[Output]:
             continue
         source = sum(block.line <= number for block in code) - 1
         if number + 1 >= len(lines) or lines[number + 1].strip() != "```text" or source < 0:
-            raise ValueError(
-                f"line {number + 1}: {line.strip()} stands before no ```text, or before any code"
-            )
+            raise ValueError(f"line {number + 1}: {line.strip()} stands before no ```text, or before any code")
         last = next(i for i in range(number + 2, len(lines)) if lines[i].strip() == "```")
         found.append(
             Output(

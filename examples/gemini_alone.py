@@ -30,9 +30,7 @@ for parameter in model.parameters():  # the same on all ranks of `data`, over wh
     annotate(parameter, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
 memory = Memory(process.device)
 placements = Shares(host_optimizer=0.5, host_parameters=0.25)  # the rest stays where the model computes
-gemini = Gemini(
-    model, mesh, stage=3, memory=memory, placements=placements, make_optimizer=adamw, chunk_elems=64 * 65
-)
+gemini = Gemini(model, mesh, stage=3, memory=memory, placements=placements, make_optimizer=adamw, chunk_elems=64 * 65)
 
 serial = make().to(process.device)  # each rank trains it by itself, with plain AdamW, to compare
 plain = adamw(serial.parameters())

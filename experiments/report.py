@@ -189,9 +189,7 @@ def parser(name: str, description: str, folder: Path) -> argparse.ArgumentParser
     """The arguments that all of them take."""
     made = argparse.ArgumentParser(prog=f"meshfold reproduce {name}", description=description)
     made.add_argument("--output", type=Path, default=folder / "results", help="folder for what is written")
-    made.add_argument(
-        "--render", action="store_true", help="only make table and plot from the numbers that are there"
-    )
+    made.add_argument("--render", action="store_true", help="only make table and plot from the numbers that are there")
     made.add_argument("--no-plots", action="store_true", help="leave out the plot")
     return made
 
@@ -227,9 +225,7 @@ class Experiment:
             made.add_argument("--measure", type=int, metavar="RANKS", help=self.measures)
         return made
 
-    def parse(
-        self, argv: Sequence[str] | None, arguments: argparse.ArgumentParser | None = None
-    ) -> argparse.Namespace:
+    def parse(self, argv: Sequence[str] | None, arguments: argparse.ArgumentParser | None = None) -> argparse.Namespace:
         """The options of a command line; ``sizes`` among them: the words that ``--measure RANKS`` passes on.
 
         Args:
@@ -301,9 +297,7 @@ class Experiment:
         (folder / "table.md").write_text(self.page(found, claims), encoding="utf-8")
         if folder.resolve() == self.folder / "results":
             readme = self.folder / "README.md"
-            readme.write_text(
-                with_results(readme.read_text(encoding="utf-8"), summary(claims)), encoding="utf-8"
-            )
+            readme.write_text(with_results(readme.read_text(encoding="utf-8"), summary(claims)), encoding="utf-8")
         return claims
 
 

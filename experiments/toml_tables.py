@@ -44,9 +44,7 @@ def check_names(path: Path, found: set[str], wanted: set[str]) -> None:
     """
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     for name in sorted(wanted - found):
-        raise TableError(
-            f"{shown} has no table [{name}]: add it, or remove {name!r} from the code beside the file"
-        )
+        raise TableError(f"{shown} has no table [{name}]: add it, or remove {name!r} from the code beside the file")
     for name in sorted(found - wanted):
         raise TableError(
             f"{shown}: no code computes [{name}]: remove the table, or rename it to one of {_list(wanted)}"

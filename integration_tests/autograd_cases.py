@@ -41,9 +41,7 @@ def found() -> set[str]:
         name
         for package in PACKAGES
         for path in package.modules
-        for name in _functions(
-            ast.parse(path.read_text()), _module(path.relative_to(package.folder / "src/meshfold"))
-        )
+        for name in _functions(ast.parse(path.read_text()), _module(path.relative_to(package.folder / "src/meshfold")))
     }
 
 
@@ -146,19 +144,35 @@ KERNELS = (
     Case("kernels.norms._AddNorm", "layer", 1, of_shapes(lambda x, r, w, b: K.add_layer_norm(x, r, w, b), X, X, V, V)),
     Case("kernels.rotary._Rotary", "", 1, rotary),
     Case("kernels.nf4._Multiply", "", 1, nf4),
-    Case("kernels.cross_entropy._CrossEntropy", "", 1,
-         of_shapes(lambda x: K.cross_entropy(x, LABELS, -100, 0.1, 1e-2), (ROWS, WORDS))),
-    Case("kernels.linear_cross_entropy._LinearCrossEntropy", "", 1,
-         of_shapes(lambda x, w, b: K.linear_cross_entropy(x, w, LABELS, b, z_loss=1e-2, softcap=3.0),
-                   (ROWS, WIDTH), (WORDS, WIDTH), (WORDS,))),
-    Case("kernels.linear_cross_entropy._LinearCrossEntropy", "rows", 1,
-         of_shapes(lambda x, w: K.linear_cross_entropy(x, w, LABELS, reduction="none"), (ROWS, WIDTH), (WORDS, WIDTH))),
+    Case(
+        "kernels.cross_entropy._CrossEntropy",
+        "",
+        1,
+        of_shapes(lambda x: K.cross_entropy(x, LABELS, -100, 0.1, 1e-2), (ROWS, WORDS)),
+    ),
+    Case(
+        "kernels.linear_cross_entropy._LinearCrossEntropy",
+        "",
+        1,
+        of_shapes(
+            lambda x, w, b: K.linear_cross_entropy(x, w, LABELS, b, z_loss=1e-2, softcap=3.0),
+            (ROWS, WIDTH),
+            (WORDS, WIDTH),
+            (WORDS,),
+        ),
+    ),
+    Case(
+        "kernels.linear_cross_entropy._LinearCrossEntropy",
+        "rows",
+        1,
+        of_shapes(lambda x, w: K.linear_cross_entropy(x, w, LABELS, reduction="none"), (ROWS, WIDTH), (WORDS, WIDTH)),
+    ),
     Case("kernels.activations._Fused", "", 1, of_shapes(lambda x: K.swiglu(x), X)),
     Case("kernels.activations._Separate", "", 1, of_shapes(lambda gate, up: K.swiglu2(gate, up), X, X)),
     Case("kernels.activations._BiasGelu", "", 1, of_shapes(lambda x, b: K.bias_gelu(x, b), X, V)),
     Case("kernels.activations._BiasGelu", "no bias", 1, of_shapes(lambda x: K.bias_gelu(x, None, "tanh"), X)),
     Case("kernels.dropout._Dropout", "", 1, of_shapes(lambda x: K.dropout(x, 0.5, 3, 4), X)),
-)  # fmt: skip
+)
 
 # -- mesh -----------------------------------------------------------------------------------------------------------
 
@@ -171,7 +185,7 @@ BOUND: Mapping[str, Callable[[Mesh], primitives.Primitive]] = {
     **{f"gather {dim}": partial(primitives.bind_gather, dim=dim, axes=AXES) for dim in (0, 1)},
     **{f"collect {dim}": partial(primitives.bind_collect, dim=dim, axes=AXES) for dim in (0, 1)},
     "exchange": lambda m: primitives.bind_exchange(m, 0, 1, AXES),
-}  # fmt: skip
+}
 
 
 def primitive(name: str, dtype: torch.dtype) -> Called:
@@ -197,12 +211,17 @@ def attended(ranks: int, mode: str, length: int, dtype: torch.dtype, **settings:
 
 SEQUENCE = (
     Case("sequence.ring._Ring", "alone", 1, partial(attended, 1, "ring", 8)),
-    Case("sequence.ring._Ring", "alone with documents", 1, partial(attended, 1, "ring", 8, documents=(0, 3, 8)),
-         breaks="where documents end is looked up by bisect, which is not traced"),
+    Case(
+        "sequence.ring._Ring",
+        "alone with documents",
+        1,
+        partial(attended, 1, "ring", 8, documents=(0, 3, 8)),
+        breaks="where documents end is looked up by bisect, which is not traced",
+    ),
     Case("sequence.ring._Ring", "", 2, partial(attended, 2, "ring", 15)),
     Case("sequence.ring_self_attention._RingSelf", "alone", 1, partial(attended, 1, "ring_self", 8)),
     Case("sequence.ring_self_attention._RingSelf", "", 2, partial(attended, 2, "ring_self", 15)),
-)  # fmt: skip
+)
 
 # -- matrices -------------------------------------------------------------------------------------------------------
 
@@ -251,8 +270,12 @@ MATRICES = (
     Case("pipeline.runtime.deferred_linear._Product", "", 1, partial(deferred, True)),
     Case("pipeline.runtime.deferred_linear._Product", "no bias", 1, partial(deferred, False)),
     *(
-        Case(f"{MATMUL}._make_product.Matmul", f"{lowering} {role}{' kept' * bool(keep)} on {ranks}", ranks,
-             partial(product, ranks, lowering, role, keep))
+        Case(
+            f"{MATMUL}._make_product.Matmul",
+            f"{lowering} {role}{' kept' * bool(keep)} on {ranks}",
+            ranks,
+            partial(product, ranks, lowering, role, keep),
+        )
         for ranks in (1, 2)
         for lowering in ("stream", "gather", "ring")
         for role in ("column", "row")
@@ -260,13 +283,17 @@ MATRICES = (
         if not LOWERINGS[lowering].refuses(MODES["2d"].plans[role])
     ),
     *(
-        Case(f"{MATMUL}._make_deferred_product.DeferredMatmul", f"{lowering} on {ranks}", ranks,
-             partial(deferred_product, ranks, lowering))
+        Case(
+            f"{MATMUL}._make_deferred_product.DeferredMatmul",
+            f"{lowering} on {ranks}",
+            ranks,
+            partial(deferred_product, ranks, lowering),
+        )
         for ranks in (1, 2)
         for lowering in ("stream", "gather", "ring")
         if not LOWERINGS[lowering].refuses(MODES["2d"].plans["column"])
     ),
-)  # fmt: skip
+)
 
 # -- layers of the hidden dim or the vocabulary split ---------------------------------------------------------------
 

@@ -95,9 +95,7 @@ def run(engine: Engine, steps: int, done: int = 0) -> Run:
         losses.append(engine.train_step(engine.shard_batch({"input_ids": ids, "labels": labels})))
         if engine.last is not None and engine.last.stepped and engine.last.grad_norm is not None:
             norms.append(engine.last.grad_norm)
-    return Run(
-        losses=losses, norms=norms, state=engine.full_state_dict(), differing=differing_replicas(engine)
-    )
+    return Run(losses=losses, norms=norms, state=engine.full_state_dict(), differing=differing_replicas(engine))
 
 
 def differing_replicas(engine: Engine) -> list[str]:

@@ -74,9 +74,7 @@ SCENARIOS = {
     "training": Scenario(parallel=dict(data=2)),
     "asynchronous saving": Scenario(parallel=dict(tensor=2), asynchronous=True),
     "exporting": Scenario(parallel=dict(tensor=2), export=True),
-    "state on disk": Scenario(
-        parallel=dict(data=2, zero=dict(stage=3, placement="cpu", offload_path="scratch"))
-    ),
+    "state on disk": Scenario(parallel=dict(data=2, zero=dict(stage=3, placement="cpu", offload_path="scratch"))),
     "meshfold train": Scenario(parallel=dict(data=2), command=True),
 }
 VICTIMS = ("one rank", "all ranks", "launcher")
@@ -208,7 +206,7 @@ class Campaign:
         kept = self._check(place)
         return Kill(
             scenario=self.name, launcher=self.launcher, victim=victim, step=step, seconds=round(seconds, 2), kept=kept
-        )  # fmt: skip
+        )
 
     def _strike(self, job: Job, victim: str) -> bool:
         """Kill as soon as there is somebody to kill; False if the job has ended before."""
@@ -269,11 +267,7 @@ class Campaign:
 
     def _check_exports(self, place: Path) -> None:
         """Check that what was announced as exported is there, and that every exported folder is whole and of its step."""
-        right = {
-            line["step"]: line["sum"]
-            for line in self._log(self.folder / "whole")
-            if line["what"] == "exported"
-        }
+        right = {line["step"]: line["sum"] for line in self._log(self.folder / "whole") if line["what"] == "exported"}
         done = {line["step"] for line in self._log(place) if line["what"] == "exported"}
         there = {int(folder.name.removeprefix("step-")): folder for folder in (place / EXPORT).glob("step-*")}
         assert done <= set(there), f"steps {done - set(there)} were exported, and are gone"
@@ -325,10 +319,12 @@ class Campaign:
         environment["MESHFOLD_WATCHDOG"] = str(WATCHDOG_S)
         orders = json.dumps(
             dict(
-                parallel=self.scenario.parallel, steps=STEPS, asynchronous=self.scenario.asynchronous,
+                parallel=self.scenario.parallel,
+                steps=STEPS,
+                asynchronous=self.scenario.asynchronous,
                 export=self.scenario.export,
             )
-        )  # fmt: skip
+        )
         program = [kill_program.__file__, orders]
         if self.scenario.command:
             program = [
@@ -355,11 +351,7 @@ class Campaign:
                 str(WATCHDOG_S),
             ]
         if self.launcher != "none":
-            start = (
-                []
-                if self.scenario.command
-                else ["-m", "meshfold.cli", "run", "--ranks", str(self.scenario.ranks)]
-            )
+            start = [] if self.scenario.command else ["-m", "meshfold.cli", "run", "--ranks", str(self.scenario.ranks)]
             self._popen(job, [*start, *program], environment, place)
             return job
         with socket.socket() as listener:
@@ -367,9 +359,7 @@ class Campaign:
             port = listener.getsockname()[1]
         ranks = self.scenario.ranks
         for rank in range(ranks):
-            mine: dict[str, object] = dict(
-                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks
-            )
+            mine: dict[str, object] = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
             mine |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             self._popen(job, program, environment | {name: str(value) for name, value in mine.items()}, place)
         return job
@@ -378,9 +368,14 @@ class Campaign:
         with (place / "output.txt").open("ab") as output:
             job.started.append(
                 subprocess.Popen(
-                    [self.python, *words], cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                    [self.python, *words],
+                    cwd=place,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
                 )
-            )  # fmt: skip
+            )
 
 
 def campaigns(
@@ -403,18 +398,28 @@ def write(found: Sequence[Kill], seed: int, path: Path = FILE) -> None:
     counts = Counter((kill.scenario, kill.launcher, kill.victim) for kill in found)
     rows = [
         dict(
-            scenario=name, launcher=launcher, victim=victim, kills=count,
+            scenario=name,
+            launcher=launcher,
+            victim=victim,
+            kills=count,
             longest_seconds=max(
-                kill.seconds for kill in found if (kill.scenario, kill.launcher, kill.victim) == (name, launcher, victim)
+                kill.seconds
+                for kill in found
+                if (kill.scenario, kill.launcher, kill.victim) == (name, launcher, victim)
             ),
         )
         for (name, launcher, victim), count in sorted(counts.items())
-    ]  # fmt: skip
+    ]
     answer = dict(
-        kills=len(found), before_the_first_step=sum(kill.step == 0 for kill in found), lost=0, seed=seed,
-        promised_seconds={"meshfold run": LAUNCHED_S, "none": ALONE_S}, watchdog_seconds=WATCHDOG_S,
-        torch=torch.__version__, by_kind=rows,
-    )  # fmt: skip
+        kills=len(found),
+        before_the_first_step=sum(kill.step == 0 for kill in found),
+        lost=0,
+        seed=seed,
+        promised_seconds={"meshfold run": LAUNCHED_S, "none": ALONE_S},
+        watchdog_seconds=WATCHDOG_S,
+        torch=torch.__version__,
+        by_kind=rows,
+    )
     lines = ",\n".join(json.dumps(asdict(kill)) for kill in found)
     text = json.dumps(answer, indent=1).removesuffix("\n}") + f',\n "each": [\n{lines}\n]\n}}\n'
     path.write_text(text)
@@ -425,9 +430,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m integration_tests.kills")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--only", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS), metavar="SCENARIO"
-    )
+    parser.add_argument("--only", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS), metavar="SCENARIO")
     parser.add_argument("--out", type=Path, default=FILE)
     asked = parser.parse_args(words)
     found: list[Kill] = []

@@ -31,9 +31,7 @@ class Block:
     @property
     def runs(self) -> bool:
         """Python runs unless marked ``<!-- no-run: reason -->``; bash runs where marked ``<!-- run -->``."""
-        return (self.language == "python" and self.mark != "no-run") or (
-            self.language == "bash" and self.mark == "run"
-        )
+        return (self.language == "python" and self.mark != "no-run") or (self.language == "bash" and self.mark == "run")
 
 
 def blocks(text: str) -> list[Block]:
@@ -54,9 +52,7 @@ def blocks(text: str) -> list[Block]:
         if fence is None:
             comment = _COMMENT.fullmatch(line.strip())
             if mark and line.strip():
-                raise ValueError(
-                    f"line {at}: the comment <!-- {mark} --> above stands before no block of code"
-                )
+                raise ValueError(f"line {at}: the comment <!-- {mark} --> above stands before no block of code")
             if comment:
                 mark, reason = comment["word"], comment["reason"]
                 if mark == "no-run" and not reason:
@@ -69,9 +65,7 @@ def blocks(text: str) -> list[Block]:
             raise ValueError(f"line {start}: the block of code never ends")
         language = fence["language"]
         if (mark, language) not in {("", language), ("run", "bash"), ("no-run", "python")}:
-            raise ValueError(
-                f"line {start}: <!-- {mark} --> does nothing before a block of {language or 'text'}"
-            )
+            raise ValueError(f"line {start}: <!-- {mark} --> does nothing before a block of {language or 'text'}")
         code = [row[indent:] if not row[:indent].strip() else row for row in lines[start:at]]
         found.append(Block(language=language, line=start + 1, code="\n".join(code), mark=mark, reason=reason))
         mark, reason = "", ""

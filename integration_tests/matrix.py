@@ -199,9 +199,7 @@ def short() -> tuple[Member, ...]:
             yield frozenset(d for d, _ in on)
 
     chosen = covering(members(4), wanted)
-    return tuple(
-        replace(member, model=model) for member, model in zip(chosen, itertools.cycle(MODELS), strict=False)
-    )
+    return tuple(replace(member, model=model) for member, model in zip(chosen, itertools.cycle(MODELS), strict=False))
 
 
 @functools.cache

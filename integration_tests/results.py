@@ -79,9 +79,7 @@ def kinds() -> Iterator[tuple[str, str]]:
 
 def table(members: Iterable[Member]) -> str:
     """How many members have the one kind of value beside the other, as markdown."""
-    having = [
-        ({(d, DIMENSIONS[d][v].kind) for d, v in member.at.items() if v != OFF}, member) for member in members
-    ]
+    having = [({(d, DIMENSIONS[d][v].kind) for d, v in member.at.items() if v != OFF}, member) for member in members]
     columns = list(kinds())
     rows = [
         f"| entries | {' | '.join(_title(*column) for column in columns)} |",

@@ -30,9 +30,7 @@ def chosen(ranks: int) -> list[object]:
             dtype,
             backend,
             id=f"{case.name}-{str(dtype).removeprefix('torch.')}-{backend}",
-            marks=()
-            if (case, dtype, backend) == (first[case.function], torch.float32, "eager")
-            else pytest.mark.slow,
+            marks=() if (case, dtype, backend) == (first[case.function], torch.float32, "eager") else pytest.mark.slow,
         )
         for case in CASES
         if case.ranks == ranks
@@ -94,26 +92,20 @@ def test_compiled_gradients_are_those_of_eager(name: str, dtype: torch.dtype, ba
 
 
 @pytest.mark.parametrize(("name", "dtype", "backend"), chosen(2))
-def test_compiled_gradients_are_those_of_eager_on_two_ranks(
-    name: str, dtype: torch.dtype, backend: str
-) -> None:
+def test_compiled_gradients_are_those_of_eager_on_two_ranks(name: str, dtype: torch.dtype, backend: str) -> None:
     run_on_ranks(2, compare, name, dtype, backend)
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_what_a_function_gives_may_be_changed_in_place(compiles: bool) -> None:
     """Autograd refuses it for a view that a function made; here nothing is saved of what is changed."""
-    call, leaves = NAMED["tensor_parallel.matmul._make_product.Matmul, stream column on 1"].make(
-        torch.float32
-    )
+    call, leaves = NAMED["tensor_parallel.matmul._make_product.Matmul, stream column on 1"].make(torch.float32)
 
     def doubled(*given: Tensor) -> Tensor:
         (y,) = results(call, given)
         return y.mul_(2.0)
 
     wanted = gradients(results(call, leaves), leaves)
-    found = gradients(
-        results(torch.compile(doubled, backend="eager") if compiles else doubled, leaves), leaves
-    )
+    found = gradients(results(torch.compile(doubled, backend="eager") if compiles else doubled, leaves), leaves)
     for got, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, None if exact is None else 2.0 * exact)

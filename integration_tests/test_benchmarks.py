@@ -15,8 +15,28 @@ from benchmarks.zero_offload.cases import CASES, read_bars
 from experiments.toml_tables import TableError
 from meshfold.cli import main
 
-SMALL = ["--ranks", "2", "--layers", "1", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--ffn", "48", "--batch", "2",
-         "--seq-len", "16", "--dtype", "float32", "--rounds", "2"]  # fmt: skip
+SMALL = [
+    "--ranks",
+    "2",
+    "--layers",
+    "1",
+    "--hidden",
+    "32",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--ffn",
+    "48",
+    "--batch",
+    "2",
+    "--seq-len",
+    "16",
+    "--dtype",
+    "float32",
+    "--rounds",
+    "2",
+]
 
 
 def _no_start(*given: object, **options: object) -> int:
@@ -112,8 +132,7 @@ def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measur
     (tmp_path / "file").touch()
     assert main(["bench", area, "--out", str(tmp_path / "file" / "found.json")]) == 2
     assert (
-        f"--out {tmp_path / 'file' / 'found.json'} cannot be written to: give another file"
-        in capsys.readouterr().err
+        f"--out {tmp_path / 'file' / 'found.json'} cannot be written to: give another file" in capsys.readouterr().err
     )
     assert main(["bench", area, "--out", str(tmp_path)]) == 2
     assert f"--out {tmp_path} is a folder: name a file in it" in capsys.readouterr().err
@@ -182,9 +201,7 @@ def test_a_bar_is_judged_on_its_own_number_of_ranks() -> None:
     assert reports.not_judged({"x": bar, "y": reports.Bar(what="")}, 4) == []
 
 
-def test_a_bar_names_only_cases_and_contestants_that_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bar_names_only_cases_and_contestants_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = (reports.BARS / "zero_offload.toml").read_text()
     monkeypatch.setattr(reports, "BARS", tmp_path)
     file = tmp_path / "zero_offload.toml"
@@ -212,8 +229,10 @@ def test_a_bar_names_only_cases_and_contestants_that_exist(
 
 
 def test_power_is_averaged_over_the_timed_steps() -> None:
-    lines = [f"2026/11/22 18:40:0{s}.000, {gpu}, {watts}, 1500" for s, gpu, watts in
-             [(0, 0, 100), (1, 0, 600), (2, 0, 700), (1, 1, 500), (2, 1, 500), (3, 0, 100)]]  # fmt: skip
+    lines = [
+        f"2026/11/22 18:40:0{s}.000, {gpu}, {watts}, 1500"
+        for s, gpu, watts in [(0, 0, 100), (1, 0, 600), (2, 0, 700), (1, 1, 500), (2, 1, 500), (3, 0, 100)]
+    ]
     log = PowerLog()
     log.samples = list(parse([*lines, "2026/11/22 18:40:00.000, 0, [N/A], 1500", ""]))
     begin = log.samples[1].at

@@ -76,19 +76,13 @@ def test_a_reader_that_is_wrong_is_found(tmp_path: Path) -> None:
 
     def refusing(folder: Path) -> Contents:
         path = folder / "a.json"
-        if (
-            path.is_symlink()
-            or not path.is_file()
-            or path.read_text(errors="replace") != '{"a": [1, 2, 3, 4, 5]}'
-        ):
+        if path.is_symlink() or not path.is_file() or path.read_text(errors="replace") != '{"a": [1, 2, 3, 4, 5]}':
             raise CheckpointError("it is damaged")
         return {}
 
     raw = outcomes(tmp_path / "raw", trusting).findings
     assert any("JSONDecodeError" in one for one in raw) and any("FileNotFoundError" in one for one in raw)
     assert any("other contents were read" in one for one in raw)
-    assert any(
-        "a tensor of 4,294,967,296 bytes" in one for one in outcomes(tmp_path / "greedy", greedy).findings
-    )
+    assert any("a tensor of 4,294,967,296 bytes" in one for one in outcomes(tmp_path / "greedy", greedy).findings)
     assert all("other contents" in one for one in outcomes(tmp_path / "careless", careless).findings)
     assert not outcomes(tmp_path / "refusing", refusing).findings

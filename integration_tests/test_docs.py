@@ -80,9 +80,7 @@ def test_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path, run_scri
     write_script(text, script, watched=True)
     how, shown = run_script(script, timeout=TIMEOUT)
     if how:
-        pytest.fail(
-            f"{page.relative_to(ROOT)} (line numbers are the page's own) {how}:\n{shown}", pytrace=False
-        )
+        pytest.fail(f"{page.relative_to(ROOT)} (line numbers are the page's own) {how}:\n{shown}", pytrace=False)
     everything = _lines(tidy(shown))
     for output in outputs(text):
         if not output.exact and not output.reason.startswith("it depends"):

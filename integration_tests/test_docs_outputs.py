@@ -32,9 +32,7 @@ def test_files_are_shown_as_they_are(page: Path) -> None:
 
 def anchors(page: Path) -> set[str]:
     """The anchors that a Markdown page's headings make."""
-    headings = re.findall(
-        r"^#+ (.+)$", re.sub(r"```.*?```", "", read(page), flags=re.DOTALL), flags=re.MULTILINE
-    )
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", read(page), flags=re.DOTALL), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -69,11 +67,7 @@ def description(picture: Path) -> str:
 
 
 def test_pictures_were_drawn_from_what_the_library_says_now() -> None:
-    there = {
-        path.name: description(path)
-        for path in (DOCS / "pictures").iterdir()
-        if path.suffix in (".svg", ".png")
-    }
+    there = {path.name: description(path) for path in (DOCS / "pictures").iterdir() if path.suffix in (".svg", ".png")}
     wanted = {name: words for name, (words, _) in pictures().items()}
     assert there == wanted, "run python docs/pictures/make.py"
 
@@ -85,9 +79,7 @@ def test_every_picture_is_shown() -> None:
 
 def test_pictures_can_be_drawn_anew(tmp_path: Path) -> None:
     made = make(tmp_path)
-    assert {path.name: description(path) for path in made} == {
-        name: words for name, (words, _) in pictures().items()
-    }
+    assert {path.name: description(path) for path in made} == {name: words for name, (words, _) in pictures().items()}
     first = (tmp_path / "mesh.svg").read_bytes()
     make(tmp_path, "mesh.svg")
     assert (tmp_path / "mesh.svg").read_bytes() == first

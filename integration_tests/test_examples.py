@@ -30,8 +30,7 @@ def differences(printed: tuple[str, ...], promised: tuple[str, ...]) -> list[str
     return [
         f"{have!r}, not {want!r}"
         for have, want in zip(printed, promised, strict=True)
-        if NUMBER.sub("", have) != NUMBER.sub("", want)
-        or any(map(_far, NUMBER.findall(have), NUMBER.findall(want)))
+        if NUMBER.sub("", have) != NUMBER.sub("", want) or any(map(_far, NUMBER.findall(have), NUMBER.findall(want)))
     ]
 
 
@@ -132,8 +131,7 @@ def test_a_cell_shows_what_jupyter_shows() -> None:
     def outputs(*sources: str) -> list[list[Any]]:
         cells = [dict(cell_type="code", source=[source]) for source in sources]
         return [
-            [output.get("data", output.get("text")) for output in made]
-            for made in notebook.run(dict(cells=cells), "a")
+            [output.get("data", output.get("text")) for output in made] for made in notebook.run(dict(cells=cells), "a")
         ]
 
     assert outputs("x = 2\nprint(x)\nx + 1", "None", "x") == [

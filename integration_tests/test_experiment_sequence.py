@@ -26,9 +26,7 @@ def test_counts_are_as_committed() -> None:
     now = counting.volumes((2, 12), (4,), (8,))
     some = {("BERT-Base", 2), ("BERT-Base", 8), ("BERT-Base", 12), ("BERT-Large", 4), ("BERT-Large", 8)}
     found = [row for row in then["volumes"] if (row["model"], row["N"]) in some]
-    assert now == [
-        row for row in found if (row["model"], row["N"], row["scheme"]) != ("BERT-Large", 8, TENSOR)
-    ]
+    assert now == [row for row in found if (row["model"], row["N"], row["scheme"]) != ("BERT-Large", 8, TENSOR)]
     assert counting.blocks((2, 8)) == [row for row in then["blocks"] if row["N"] in (2, 8)]
     assert counting.activations(rows[3::4]) == then["kept"][3::4]
     assert rounded(list(counting.causal_work())) == then["work"]

@@ -44,9 +44,7 @@ def committed() -> Results:
     return Results.load(COMMITTED / "counts.json")
 
 
-def square(
-    results: Results, mode: str, axes: dict[str, int], keep: str = "", role: str = "column"
-) -> Fraction:
+def square(results: Results, mode: str, axes: dict[str, int], keep: str = "", role: str = "column") -> Fraction:
     """What a rank sends in a linear layer with |X| = |W| = |Y| = 1."""
     found = results.one(what="linear", mode=mode, axes=axes, role=role, shape="square", keep=keep)
     return found.elements() / results.config.shapes["square"]["m"] ** 2
@@ -111,9 +109,7 @@ def test_counts_survive_the_file(counted: Results, tmp_path: Path) -> None:
     assert Results.load(tmp_path / "again.json") == counted
 
 
-def test_a_wrong_count_is_not_reproduced(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_count_is_not_reproduced(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = json.loads((folder / "counts.json").read_text())
     changed = next(r for r in counts["records"] if r["mode"] == "2.5d" and r["axes"]["depth"] == 2)
     changed["calls"][0][-1] += 4

@@ -148,9 +148,7 @@ def test_what_was_measured_stands_beside_the_papers_gains() -> None:
     found = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     assert (folder / "measured.md").read_text(encoding="utf-8") == measured.page(found)
     gains = measured.published_gains(found)
-    assert gains["ZB-H1"] == pytest.approx(12.9 / 11.8) and gains["ZB-2p (heuristic)"] == pytest.approx(
-        13.11 / 11.8
-    )
+    assert gains["ZB-H1"] == pytest.approx(12.9 / 11.8) and gains["ZB-2p (heuristic)"] == pytest.approx(13.11 / 11.8)
     for other in ({"hidden": 1024}, {"microbatches": 8}, {"rows": 1}, {"ranks": 2}):
         assert measured.published_gains({**found, **other}) == {}
 
@@ -169,9 +167,7 @@ def test_what_is_committed_is_made_from_the_committed_numbers(name: str) -> None
     experiment = ALL[name]
     found = committed(experiment)
     claims = experiment.claims(found)
-    assert (experiment.folder / "results" / "table.md").read_text(encoding="utf-8") == experiment.page(
-        found, claims
-    )
+    assert (experiment.folder / "results" / "table.md").read_text(encoding="utf-8") == experiment.page(found, claims)
     readme = (experiment.folder / "README.md").read_text(encoding="utf-8")
     assert with_results(readme, report.summary(claims)) == readme
     assert [one.name for one in claims if one.holds != one.expected] == []
@@ -256,10 +252,7 @@ def test_how_far_off_a_claim_is() -> None:
     assert claim((2, 1.0), one_sided=True).said == "exact"
     assert not claim((2, 2.2), one_sided=True).holds
     assert not claim().holds and claim().said == "not simulated"
-    assert (
-        verdict([claim((2, 3)), claim()])
-        == "Nothing was reproduced. Not reproduced: it (off by up to 1.0000)."
-    )
+    assert verdict([claim((2, 3)), claim()]) == "Nothing was reproduced. Not reproduced: it (off by up to 1.0000)."
     assert verdict([claim((1, 1))]) == "Reproduced: it (exact)."
 
 
@@ -277,9 +270,7 @@ def test_a_run_leaves_numbers_table_and_plot(tmp_path: Path, capsys: pytest.Capt
 def test_the_script_runs_by_itself_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "simulated.json").write_text(json.dumps(committed(hanayo.EXPERIMENT)))
     script = [str(hanayo.FOLDER / "run.py"), "--render", "--no-plots", "--output", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, *script], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Reproduced: " in done.stdout
 

@@ -72,13 +72,17 @@ def test_the_plain_loop_takes_every_case() -> None:
 
 PLAIN = Case(
     model=dict(
-        input="ids", hidden=4, tokens=5, vocab=7, final="layer",
+        input="ids",
+        hidden=4,
+        tokens=5,
+        vocab=7,
+        final="layer",
         blocks=[dict(kind="block", parts=[dict(kind="mlp", names="llama", wide=8)], norm="rms", residual="pre")] * 2,
         head=dict(name="lm_head"),
     ),
     spec=dict(tensor=2),
     ranks=2,
-)  # fmt: skip
+)
 
 
 def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +114,7 @@ def test_a_refusal_has_to_name_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_small_difference_is_rounding_only_where_the_plain_loop_multiplies_it() -> None:
-    attention = dict(
-        kind="attention", heads=4, how="sdpa", causal=True, names="bert", known="head_dim", merge="hidden"
-    )
+    attention = dict(kind="attention", heads=4, how="sdpa", causal=True, names="bert", known="head_dim", merge="hidden")
     block = dict(kind="block", parts=[attention], norm="none", residual="post")
     model = dict(
         input="ids",
@@ -124,9 +126,7 @@ def test_a_small_difference_is_rounding_only_where_the_plain_loop_multiplies_it(
         container="ModuleList",
         skip=True,
     )
-    diverging = replace(
-        PLAIN, model={**model, "head": dict(name="head")}, steps=4, rows=2, ignored=0.3, seed=416
-    )
+    diverging = replace(PLAIN, model={**model, "head": dict(name="head")}, steps=4, rows=2, ignored=0.3, seed=416)
     for case, relative, is_rounding in (
         (diverging, 1e-8, True),
         (diverging, 1e-4, False),
@@ -134,8 +134,7 @@ def test_a_small_difference_is_rounding_only_where_the_plain_loop_multiplies_it(
     ):
         wanted = run.serial(case)
         state = {
-            name: value * (1 + relative) if value.is_floating_point() else value
-            for name, value in wanted.state.items()
+            name: value * (1 + relative) if value.is_floating_point() else value for name, value in wanted.state.items()
         }
         found = [replace(wanted, state=state)]
         assert judging.compare(case, found, wanted, 0)

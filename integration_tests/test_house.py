@@ -111,9 +111,7 @@ def deep_imports(source: str, package: str) -> Iterator[tuple[int, str, str]]:
                 continue
             root = ".".join(dotted.split(".")[:2])
             homes = [
-                folder
-                for folder, known in PUBLIC.items()
-                if f"{folder}.".startswith(f"{root}.") and name in known
+                folder for folder, known in PUBLIC.items() if f"{folder}.".startswith(f"{root}.") and name in known
             ]
             advice = " or ".join(f"write 'from {home} import {name}'" for home in homes)
             yield (
@@ -131,7 +129,9 @@ def test_the_border_rule_sees_deep_imports() -> None:
     assert "no public folder of meshfold.mesh exports 'Nothing'" in found["meshfold.mesh.mesh.Nothing"]
     assert "meshfold.mesh.layout" in found
     assert list(deep_imports(deep, "mesh")) == []
-    public = "from meshfold.mesh import Mesh, collectives\nfrom meshfold.mesh.spec import ZeroSpec\nimport meshfold.mesh"
+    public = (
+        "from meshfold.mesh import Mesh, collectives\nfrom meshfold.mesh.spec import ZeroSpec\nimport meshfold.mesh"
+    )
     assert list(deep_imports(public, "engine")) == []
 
 
@@ -150,9 +150,9 @@ def private_uses(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each private attribute that code takes from an engine: ``engine._x``, ``self.engine._x``."""
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Attribute(
-                value=ast.Name(id="engine") | ast.Attribute(attr="engine" | "_engine"), attr=attr
-            ) if attr.startswith("_") and not attr.startswith("__"):
+            case ast.Attribute(value=ast.Name(id="engine") | ast.Attribute(attr="engine" | "_engine"), attr=attr) if (
+                attr.startswith("_") and not attr.startswith("__")
+            ):
                 yield node.lineno, attr
 
 
@@ -237,9 +237,7 @@ def test_only_mesh_imports_torch_distributed(package: Package) -> None:
 @each_package
 def test_imports_are_declared(package: Package) -> None:
     """What a package imports is among its dependencies and extras, so that it installs alone."""
-    known = sys.stdlib_module_names | {
-        bare(name).replace("-", "_") for name in package.required | package.optional
-    }
+    known = sys.stdlib_module_names | {bare(name).replace("-", "_") for name in package.required | package.optional}
     missing = {
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in package.modules
@@ -253,9 +251,7 @@ def test_imports_are_declared(package: Package) -> None:
         for _, name in imports_of(path, package)
         if name.startswith("meshfold.") and owner(name) != package.name
     }
-    named = (
-        package.required | package.optional
-    )  # a sibling that is imported when it is wanted may be an extra
+    named = package.required | package.optional  # a sibling that is imported when it is wanted may be an extra
     declared = {DISTRIBUTIONS[name].name for name in named if name in DISTRIBUTIONS}
     assert siblings <= declared
 
@@ -348,9 +344,7 @@ def test_what_a_package_consists_of(package: Package) -> None:
     assert package.project["license"] == "Apache-2.0"
     assert "version" not in package.project.get("dynamic", []), "versions are static"
     version = package.project["version"]
-    assert f"## {version}" in (package.folder / "CHANGELOG.md").read_text(), (
-        f"CHANGELOG.md has no entry for {version}"
-    )
+    assert f"## {version}" in (package.folder / "CHANGELOG.md").read_text(), f"CHANGELOG.md has no entry for {version}"
     assert any(package.folder.glob("tests/**/test_*.py")), "no tests"
 
 
@@ -389,20 +383,12 @@ def closure(roots: list[Requirement]) -> set[str]:
 
 
 def test_everything_that_make_installs_is_pinned() -> None:
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     pins = {bare(line): line.partition("==")[2] for line in lines}
     assert list(pins) == sorted(pins)
-    assert all(re.fullmatch(r"[0-9][0-9A-Za-z.]*", version) for version in pins.values()), (
-        "a pin is name==version"
-    )
+    assert all(re.fullmatch(r"[0-9][0-9A-Za-z.]*", version) for version in pins.values()), "a pin is name==version"
     assert pins["torch"] == "2.13.0"
-    installed = closure([Requirement("meshfold[all,lint,test]"), Requirement("hatchling")]) - set(
-        DISTRIBUTIONS
-    )
+    installed = closure([Requirement("meshfold[all,lint,test]"), Requirement("hatchling")]) - set(DISTRIBUTIONS)
     # torch's CUDA builds pin their own CUDA packages; pip itself comes with the environment
     installed = {name for name in installed if not name.startswith(("nvidia-", "cuda-"))}
     assert installed - set(pins) == set(), "make installs these, and constraints.txt does not pin them"

@@ -26,9 +26,7 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a wheel of every package, built from the working tree."""
     folder = tmp_path_factory.mktemp("wheelhouse")
     for package in PACKAGES:
-        run(
-            [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=package.folder
-        )
+        run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=package.folder)
     return folder
 
 
@@ -128,11 +126,7 @@ def link(name: str, into: Path) -> None:
 
 def modules_of(package: Package) -> set[str]:
     """What it adds to ``meshfold``: meshfold-pipeline has ``sequence`` too."""
-    return {
-        path.name
-        for path in (package.folder / "src" / "meshfold").iterdir()
-        if (path / "__init__.py").exists()
-    }
+    return {path.name for path in (package.folder / "src" / "meshfold").iterdir() if (path / "__init__.py").exists()}
 
 
 @pytest.mark.parametrize(

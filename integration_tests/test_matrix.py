@@ -125,9 +125,7 @@ def test_it_trains_as_one_process_and_goes_on_under_another_spec(
     check(agree([second for _, second in runs]), member.model, more, done=steps)
     seconds = time.perf_counter() - start
     if steps == STEPS:
-        found.append(
-            Found(member=member, following=following, loss_error=loss, weight_error=weights, seconds=seconds)
-        )
+        found.append(Found(member=member, following=following, loss_error=loss, weight_error=weights, seconds=seconds))
 
 
 def test_the_page_shows_what_was_found() -> None:
@@ -174,9 +172,7 @@ def check_bf16_on_rank(cases: list[tuple[Spec, str]]) -> list[Run]:
     ],
     ids=["4", "4, others", "8"],
 )
-def test_bf16_trains_near_float32_and_replicas_keep_the_same_bits(
-    ranks: int, specs: list[tuple[Spec, str]]
-) -> None:
+def test_bf16_trains_near_float32_and_replicas_keep_the_same_bits(ranks: int, specs: list[tuple[Spec, str]]) -> None:
     per_rank = run_on_ranks(ranks, check_bf16_on_rank, specs)
     for (spec, model), runs in zip(specs, zip(*per_rank, strict=True), strict=True):
         run = agree(list(runs))

@@ -37,6 +37,4 @@ def test_the_example_trains_as_one_process_does(tmp_path: Path) -> None:
     batch = torch.randint(255, (8, 32), generator=torch.Generator().manual_seed(0))
     wanted = {str(step + 1): f"{alone.train_step(batch):.4f}" for step in range(3)}
     assert said.keys() == wanted.keys()
-    assert [float(said[step]) for step in "123"] == pytest.approx(
-        [float(wanted[step]) for step in "123"], abs=2e-4
-    )
+    assert [float(said[step]) for step in "123"] == pytest.approx([float(wanted[step]) for step in "123"], abs=2e-4)

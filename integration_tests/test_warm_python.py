@@ -25,9 +25,7 @@ raise SystemExit(7)
 @pytest.mark.parametrize("form", ["script", "-m", "-c", "-P script"])
 def test_a_program_sees_what_its_caller_gave(form: str, warm: WarmPython, tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
-    words = {"script": ["show.py"], "-m": ["-m", "show"], "-c": ["-c", SHOW], "-P script": ["-P", "show.py"]}[
-        form
-    ]
+    words = {"script": ["show.py"], "-m": ["-m", "show"], "-c": ["-c", SHOW], "-P script": ["-P", "show.py"]}[form]
     reading, writing = os.pipe()
     done = subprocess.run(
         [warm.python, *words, str(writing)],
@@ -97,9 +95,7 @@ def test_a_program_ends_as_it_does_in_python(last: str, code: int, said: str, wa
 
 def test_the_command_is_there(warm: WarmPython) -> None:
     code = "import subprocess; subprocess.run(['meshfold', 'run', '--help'], check=True)"
-    done = subprocess.run(
-        [warm.python, "-c", code], capture_output=True, text=True, env=warm.environment(), check=True
-    )
+    done = subprocess.run([warm.python, "-c", code], capture_output=True, text=True, env=warm.environment(), check=True)
     assert done.stdout.startswith("usage: meshfold run")
 
 

@@ -86,9 +86,7 @@ class WarmPython:
 
     def environment(self) -> dict[str, str]:
         """This process's own, with the stand-ins first on the path of commands."""
-        path = os.pathsep.join(
-            [str(self.folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-        )
+        path = os.pathsep.join([str(self.folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         return dict(os.environ, PATH=path, MPLBACKEND="agg", PYTHONUNBUFFERED="1")
 
     def close(self) -> None:

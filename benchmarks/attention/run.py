@@ -55,12 +55,8 @@ def main(argv: Sequence[str]) -> int:
     """Entry point of `meshfold bench attention`."""
     parser = argparse.ArgumentParser(prog="meshfold bench attention", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4, help="local ranks, one a GPU where there are as many")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[32768, 131072], help="tokens of the whole sequence"
-    )
-    parser.add_argument(
-        "--check-length", type=int, default=4096, help="tokens where all are compared with one process"
-    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072], help="tokens of the whole sequence")
+    parser.add_argument("--check-length", type=int, default=4096, help="tokens where all are compared with one process")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -180,9 +176,7 @@ def _theirs(name: str, kernel: str, work: Work, torch_mesh: Any) -> Way:
 def _repeated(way: Way) -> Way:
     from benchmarks.peers.torch_context_parallel import attend_repeated
 
-    return Way(
-        way.name, way.shard, attend_repeated, way.around, "keys and values repeated for every head of queries"
-    )
+    return Way(way.name, way.shard, attend_repeated, way.around, "keys and values repeated for every head of queries")
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -281,9 +275,7 @@ def _checked(way: Way, work: Work, reference: tuple[Tensor, ...]) -> Way:
     return way
 
 
-def _fill(
-    case: dict[str, Any], ways: Sequence[Way], work: Work, length: int, save: Callable[[], None]
-) -> None:
+def _fill(case: dict[str, Any], ways: Sequence[Way], work: Work, length: int, save: Callable[[], None]) -> None:
     """All that can run, on sequences of one length: milliseconds of the slowest rank, and peaks of the fullest."""
     from meshfold.mesh import all_reduce, barrier
 
@@ -302,9 +294,7 @@ def _fill(
         table = torch.tensor([peak, float(step is None)], dtype=torch.float64, device=device)
         highest, failed = all_reduce(table, group, "max").tolist()
         if failed or step is None:
-            way.note = "; ".join(
-                part for part in (way.note, reason or "could not run on another rank") if part
-            )
+            way.note = "; ".join(part for part in (way.note, reason or "could not run on another rank") if part)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             continue

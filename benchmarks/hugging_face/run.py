@@ -33,18 +33,35 @@ from benchmarks.reports import table
 
 SHAPES: dict[str, dict[str, Any]] = {
     "3B": dict(
-        vocab_size=128_256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
-        num_key_value_heads=8, rope_theta=500_000.0, tie_word_embeddings=True,
+        vocab_size=128_256,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
     ),
     "1B": dict(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, rope_theta=500_000.0, tie_word_embeddings=True,
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_theta=500_000.0,
+        tie_word_embeddings=True,
     ),
     "tiny": dict(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
     ),
-}  # fmt: skip
+}
 """Llama 3.2's shapes by name, and one to try the command."""
 
 TINY = dict(
@@ -64,27 +81,23 @@ def main(argv: Sequence[str]) -> int:
     """Entry point of `meshfold bench hugging-face`."""
     parser = argparse.ArgumentParser(prog="meshfold bench hugging-face", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="3B")
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="GPUs: ours and FSDP2's stage 3 split the rows over them"
-    )
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs: ours and FSDP2's stage 3 split the rows over them")
     parser.add_argument("--untied", action="store_true", help="the head has a weight of its own")
     parser.add_argument("--rows", type=int, default=8, help="sequences a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--recompute", choices=("blocks", "auto", "none"), default="blocks",
-                        help="which activations backward recomputes; auto, of a plan: every layer for peers")  # fmt: skip
     parser.add_argument(
-        "--gpu-memory", default="", help="limit of the device, as in 24GB; for Meshfold alone"
+        "--recompute",
+        choices=("blocks", "auto", "none"),
+        default="blocks",
+        help="which activations backward recomputes; auto, of a plan: every layer for peers",
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=CONTESTANTS, default=["torch", "Liger", "ours"], metavar="NAME"
-    )
+    parser.add_argument("--gpu-memory", default="", help="limit of the device, as in 24GB; for Meshfold alone")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=["torch", "Liger", "ours"], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of a start")
     parser.add_argument("--warm-up", type=int, default=4, help="least number of steps before them")
-    parser.add_argument(
-        "--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle"
-    )
+    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
     parser.add_argument("--profile", action="store_true", help="add a profile of one step by kernels")
     add_output(parser, "hugging_face")
@@ -146,9 +159,15 @@ def _run(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[s
     with tempfile.TemporaryDirectory(prefix="hugging-face-") as folder, PowerLog() as power:
         out = Path(folder) / "found.json"
         job = dict(
-            **work, contestant=name, model=_model(work), steps=options.steps, warm_up=options.warm_up,
-            settle_s=options.settle_s, profile=options.profile, out=str(out),
-        )  # fmt: skip
+            **work,
+            contestant=name,
+            model=_model(work),
+            steps=options.steps,
+            warm_up=options.warm_up,
+            settle_s=options.settle_s,
+            profile=options.profile,
+            out=str(out),
+        )
         worker = Path(__file__).with_name("worker.py")
         ended, said = start_ranks(worker, [json.dumps(job)], work["ranks"], options.timeout)
         if ended or not out.exists():
@@ -180,12 +199,17 @@ def report(path: Path) -> None:
                 continue
             watts = [run["watts"] for run in good if "watts" in run]
             clocks = [run["mhz"] for run in good if "mhz" in run]
-            rows.append((
-                contestant, f"{seconds:.4f}", f"{best / seconds:.3f}" if best else "–",
-                f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
-                f"{sum(watts) / len(watts) * seconds / tokens * 1e3:.2f}" if watts else "–",
-                f"{sum(clocks) / len(clocks):.0f}" if clocks else "–", "",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    contestant,
+                    f"{seconds:.4f}",
+                    f"{best / seconds:.3f}" if best else "–",
+                    f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
+                    f"{sum(watts) / len(watts) * seconds / tokens * 1e3:.2f}" if watts else "–",
+                    f"{sum(clocks) / len(clocks):.0f}" if clocks else "–",
+                    "",
+                )
+            )
         head = (
             "contestant",
             "s a step",

@@ -85,9 +85,7 @@ def fsdp2(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
             layer.compile()
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, weight_decay=0.01, fused=torch.cuda.is_available()
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=torch.cuda.is_available())
     ids = batch(job)
 
     def step() -> Tensor:
@@ -109,13 +107,16 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
     zero: dict[str, Any] = dict(stage=3, placement="cuda")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if job["recompute"] == "auto" or job["gpu_memory"]:
-        zero = dict(
-            placement="auto", **(dict(gpu_memory_limit=job["gpu_memory"]) if job["gpu_memory"] else {})
-        )
+        zero = dict(placement="auto", **(dict(gpu_memory_limit=job["gpu_memory"]) if job["gpu_memory"] else {}))
     engine = Engine(
-        model_of(job), dict(data=ranks, zero=zero), precision="bf16" if job["dtype"] == "bfloat16" else "fp32", clip_grad_norm=1.0,
-        optimizer=dict(name="adamw", lr=1e-4, weight_decay=0.01), recompute=recompute, **settings,
-    )  # fmt: skip
+        model_of(job),
+        dict(data=ranks, zero=zero),
+        precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
+        clip_grad_norm=1.0,
+        optimizer=dict(name="adamw", lr=1e-4, weight_decay=0.01),
+        recompute=recompute,
+        **settings,
+    )
     if engine.fused_kernels is not None:
         print(engine.fused_kernels, file=sys.stderr)
     ids = batch(job)
@@ -187,9 +188,13 @@ def main(job: dict[str, Any]) -> None:
         return
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found = dict(
-        seconds=seconds, peak_bytes=peak, losses=[float(each) for each in losses[:8]], first=first, last=time.time(),
+        seconds=seconds,
+        peak_bytes=peak,
+        losses=[float(each) for each in losses[:8]],
+        first=first,
+        last=time.time(),
         said=job.pop("said", str)(),
-    )  # fmt: skip
+    )
     if job["profile"]:
         from torch.profiler import ProfilerActivity, profile
 

@@ -52,9 +52,7 @@ TINY = dict(
 
 def main(argv: Sequence[str]) -> int:
     """Entry point of `meshfold bench longest-sequence`."""
-    parser = argparse.ArgumentParser(
-        prog="meshfold bench longest-sequence", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="meshfold bench longest-sequence", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--counts", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks, one after the other"
     )
@@ -80,9 +78,7 @@ def main(argv: Sequence[str]) -> int:
         help="tokens a rank of the first measured step; the second has twice as many",
     )
     parser.add_argument("--piece", type=int, default=1024, help="tokens of which the loss is taken at a time")
-    parser.add_argument(
-        "--multiple", type=int, default=512, help="tokens a rank are tried in multiples of this"
-    )
+    parser.add_argument("--multiple", type=int, default=512, help="tokens a rank are tried in multiples of this")
     parser.add_argument(
         "--margin", type=float, default=0.015, help="share by which the first try is shorter than foretold"
     )
@@ -157,9 +153,7 @@ def _search(args: argparse.Namespace, argv: list[str], count: int) -> dict[str, 
     return {"line": line, "attempts": attempts, "fits": fits, "refused": refused, "note": reason}
 
 
-def _started(
-    args: argparse.Namespace, argv: list[str], job: dict[str, Any]
-) -> tuple[list[dict[str, Any]], str]:
+def _started(args: argparse.Namespace, argv: list[str], job: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """One start: steps of growing length until one is refused, which ends the ranks. What each rank noted, once, and why
     the ranks ended if not for that."""
     with tempfile.TemporaryDirectory(prefix="longest-sequence-") as folder:

@@ -95,9 +95,7 @@ class Trainer:
 
     def tensors(self) -> list[Tensor]:
         """What lives between steps."""
-        states = [
-            x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)
-        ]
+        states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         return [*self.model.parameters(), *states]
 
 

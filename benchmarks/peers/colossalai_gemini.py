@@ -60,9 +60,7 @@ class Gemini:
         self.optimizer.step()
         norm = self.optimizer.get_grad_norm()
         if norm is None and self.clip is not None:
-            raise RuntimeError(
-                f"the step was skipped, which would look fast: overflow at a loss scale of {scale:g}"
-            )
+            raise RuntimeError(f"the step was skipped, which would look fast: overflow at a loss scale of {scale:g}")
         return float(loss.detach()), None if norm is None else float(norm) / scale
 
     def predicted(self) -> dict[str, float | None]:

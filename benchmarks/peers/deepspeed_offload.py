@@ -62,9 +62,7 @@ class DeepSpeed:
                 for name, parameter in own.items():
                     fill(f"{place}.{name}", parameter, job.layers)
         self.parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
-        self.engine = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=settings
-        )[0]
+        self.engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
 
     def step(self, ids: Tensor) -> tuple[float, float | None]:
         loss = self.engine(ids, ids).loss

@@ -29,9 +29,7 @@ class StageModule(nn.Module):
     splits the backward.
     """
 
-    def __init__(
-        self, whole: nn.Module, first: int, stop: int, seq_len: int, is_first: bool, is_last: bool
-    ) -> None:
+    def __init__(self, whole: nn.Module, first: int, stop: int, seq_len: int, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.seq_len = seq_len
         model: Any = whole
@@ -65,14 +63,11 @@ def stages(schedule: str, work: Work) -> dict[int, StageModule]:
     bounds = [stage * blocks + min(stage, more) for stage in range(count + 1)]
     whole, s = work.model(), work.args.seq_len
     return {
-        stage: StageModule(whole, bounds[stage], bounds[stage + 1], s, stage == 0, stage == count - 1)
-        for stage in mine
+        stage: StageModule(whole, bounds[stage], bounds[stage + 1], s, stage == 0, stage == count - 1) for stage in mine
     }
 
 
-def start(
-    schedule: str, modules: dict[int, StageModule], work: Work, microbatches: int
-) -> Callable[[], Tensor | None]:
+def start(schedule: str, modules: dict[int, StageModule], work: Work, microbatches: int) -> Callable[[], Tensor | None]:
     """A function that does one step with so many micro-batches."""
     from torch.distributed import pipelining
     from torch.distributed.pipelining import PipelineStage

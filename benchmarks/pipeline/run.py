@@ -65,12 +65,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each contestant that do not count")
     parser.add_argument("--only", default="", help="comma-separated names of contestants")
-    parser.add_argument(
-        "--compiled", action="store_true", help="with compiled blocks too, in rows of their own"
-    )
-    parser.add_argument(
-        "--batched-weights", action="store_true", help="weight gradients due at once as one product"
-    )
+    parser.add_argument("--compiled", action="store_true", help="with compiled blocks too, in rows of their own")
+    parser.add_argument("--batched-weights", action="store_true", help="weight gradients due at once as one product")
     parser.add_argument(
         "--auto-memory",
         type=float,
@@ -196,9 +192,7 @@ def _names(args: argparse.Namespace) -> list[str]:
     if not chosen:
         return names
     needed = {"1f1b", "zb-v"} if "auto" in chosen else set()
-    return [
-        name for name in (*NAMES, *(f"{name} compiled" for name in COMPILED)) if name in {*chosen, *needed}
-    ]
+    return [name for name in (*NAMES, *(f"{name} compiled" for name in COMPILED)) if name in {*chosen, *needed}]
 
 
 def _built(name: str, work: Any, costs: dict[int, Any]) -> Any:

@@ -25,9 +25,7 @@ SPECS: dict[int, dict[str, dict[str, Any]]] = {
         "data 2 × tensor 2": dict(data=2, tensor=2),
         "pipeline 2 × tensor 2": dict(pipeline=dict(size=2, schedule="zb-h1", microbatches=4), tensor=2),
         "zero 3 × tensor 2": dict(data=2, tensor=2, zero=dict(stage=3, placement="cuda")),
-        "sequence 2 × zero 3": dict(
-            data=2, sequence=dict(mode="ring", size=2), zero=dict(stage=3, placement="cuda")
-        ),
+        "sequence 2 × zero 3": dict(data=2, sequence=dict(mode="ring", size=2), zero=dict(stage=3, placement="cuda")),
         "zero 3": dict(data=4, zero=dict(stage=3, placement="cuda")),
         "zero 3, kept whole": dict(data=4, zero=dict(stage=3, placement="cuda", reshard_after_forward=False)),
         "zero 2": dict(data=4, zero=dict(stage=2, placement="cuda")),

@@ -80,9 +80,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--later-steps", type=int, default=10, help="timed steps of later starts")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant: A B A B")
     parser.add_argument("--lr", type=float, default=1e-5, help="of AdamW, once it has risen")
-    parser.add_argument(
-        "--rise", type=int, default=10, help="steps in which the learning rate rises from zero"
-    )
+    parser.add_argument("--rise", type=int, default=10, help="steps in which the learning rate rises from zero")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--only", nargs="+", metavar="CONTESTANT", help="see --list")

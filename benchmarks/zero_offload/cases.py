@@ -243,9 +243,7 @@ def read_bars() -> dict[str, Bar]:
         reports.check_known("zero_offload", name, "cases", bar.cases, CASES)
         reports.check_known("zero_offload", name, "than", bar.than, CONTESTANTS)
     predicted = {name for name, bar in found.items() if bar.kind == "predicted"}
-    check_names(
-        reports.BARS / "zero_offload.toml", predicted, {"predicted_seconds", "predicted_peak_gpu_bytes"}
-    )
+    check_names(reports.BARS / "zero_offload.toml", predicted, {"predicted_seconds", "predicted_peak_gpu_bytes"})
     return found
 
 

@@ -73,11 +73,7 @@ def _about(case: dict[str, Any]) -> str:
     runs: list[dict[str, Any]] = next((runs for runs in case["rows"].values() if runs), [])
     on = runs[0]["machine"] if runs else {}
     clip = "not clipped" if settings["clip"] is None else f"clipped at {settings['clip']:g}"
-    rows = (
-        "rows found by search"
-        if settings["search"]
-        else f"{settings['rows']} × {settings['seq_len']} tokens a step"
-    )
+    rows = "rows found by search" if settings["search"] else f"{settings['rows']} × {settings['seq_len']} tokens a step"
     return (
         f"{rows}, {settings['layers']} layers, {clip}, learning rate {settings['lr']:g}; "
         f"{settings['ranks']} × {on.get('gpu', 'CPU')}, torch {on.get('torch', '?')}, "

@@ -68,9 +68,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(CASES)}")
     parser.add_argument("--only", nargs="+", metavar="CONTESTANT", help=f"of {', '.join(CONTESTANTS)}")
     parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant: A B A B")
-    parser.add_argument(
-        "--clip", type=float, help="largest norm, for every case; 1e9: never reached; 0: no clipping"
-    )
+    parser.add_argument("--clip", type=float, help="largest norm, for every case; 1e9: never reached; 0: no clipping")
     parser.add_argument("--lr", type=float, help="for every case")
     parser.add_argument("--rows", type=int, help="for every case")
     parser.add_argument("--layers", type=int, help="of the decoder, for every case: to place a size exactly")
@@ -94,13 +92,9 @@ def _arguments() -> argparse.ArgumentParser:
         default=0.0,
         help="GiB of host memory to fill once before, where a virtual machine grows as it is used",
     )
-    parser.add_argument(
-        "--prepare", action="store_true", help="compile the peers' extensions, and nothing else"
-    )
+    parser.add_argument("--prepare", action="store_true", help="compile the peers' extensions, and nothing else")
     add_output(parser, "zero_offload")
-    parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of these results to --out"
-    )
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of these results to --out")
     parser.add_argument(
         "--replace", action="store_true", help="with --merge: in place of these contestants' runs of a case"
     )

@@ -54,10 +54,7 @@ def ratios(ours: Runs, peer: Runs) -> list[float]:
     for call in dict.fromkeys(run.get("call") for run in ours):
         if call is None:
             continue
-        a, b = (
-            [_per_sample(run) for run in runs if run.get("call") == call and seconds(run)]
-            for runs in (ours, peer)
-        )
+        a, b = ([_per_sample(run) for run in runs if run.get("call") == call and seconds(run)] for runs in (ours, peer))
         if a and b:
             found += [b[min(i, len(b) - 1)] / a[min(i, len(a) - 1)] for i in range(max(len(a), len(b)))]
     return found

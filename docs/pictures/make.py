@@ -89,7 +89,9 @@ def _schedule(result: Simulation) -> Picture:
 def _timeline(made: Plan) -> Picture:
     """What a plan holds at every moment. The words leave out seconds, which constants of machines decide."""
     places = Counter((chunk.state, chunk.parameters) for chunk in made.chunks)
-    words = f"{made.workload.name} in {made.limits.gpu_bytes} bytes: {made.peak_gpu_bytes / GiB:.0f} GiB, {dict(places)}"
+    words = (
+        f"{made.workload.name} in {made.limits.gpu_bytes} bytes: {made.peak_gpu_bytes / GiB:.0f} GiB, {dict(places)}"
+    )
     return words, lambda: timeline_figure(made, timeline(made))
 
 
@@ -130,9 +132,7 @@ def draw_dropout() -> Figure:
             for row, flags in zip(down, kept.tolist(), strict=True):
                 for column, flag in zip(across, flags, strict=True):
                     fill = shade if flag else tint(shade, 0.86)
-                    canvas.add_patch(
-                        Rectangle((column + 0.08, row + 0.08), 0.84, 0.84, facecolor=fill, linewidth=0)
-                    )
+                    canvas.add_patch(Rectangle((column + 0.08, row + 0.08), 0.84, 0.84, facecolor=fill, linewidth=0))
     return figure
 
 

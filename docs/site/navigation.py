@@ -103,9 +103,7 @@ def _folded(pages: list[str]) -> Iterator[Entry]:
             yield Entry(title="", page=page)
         elif folder not in done:
             done.add(folder)
-            inside = tuple(
-                Entry(title="", page=other) for other in pages if posixpath.dirname(other) == folder
-            )
+            inside = tuple(Entry(title="", page=other) for other in pages if posixpath.dirname(other) == folder)
             yield Entry(title=folder.capitalize(), entries=inside)
 
 
@@ -160,9 +158,7 @@ def public_names(name: str) -> list[str]:
     """``__all__`` of a package, read without importing it."""
     tree = ast.parse(source_of(name).read_text(encoding="utf-8"))
     for node in tree.body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
-        ):
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             found: list[str] = ast.literal_eval(node.value)
             return found
     raise ValueError(f"meshfold.{name} has no __all__")
@@ -235,9 +231,7 @@ def with_links(page: str, text: str, repository: str = "") -> str:
 
 def _targets(text: str) -> list[str]:
     return [
-        match["target"].partition("#")[0]
-        for match in _LINK.finditer(_CODE.sub("", text))
-        if match["target"][0] != "#"
+        match["target"].partition("#")[0] for match in _LINK.finditer(_CODE.sub("", text)) if match["target"][0] != "#"
     ]
 
 

@@ -74,9 +74,7 @@ def named(row: Row, table: str, model: str, m: int) -> bool:
     return bool((row["table"], row["model"], row["M"]) == (table, model, m))
 
 
-def cases(
-    rows: Sequence[Row], table: str, model: str, counts: Iterable[int], ours: str = "equal stages"
-) -> list[Case]:
+def cases(rows: Sequence[Row], table: str, model: str, counts: Iterable[int], ours: str = "equal stages") -> list[Case]:
     """Rows of a published table, without the one that is 1 by definition."""
     return [
         Case(f"{model} K {row['K']}, M {row['M']}", row["published"], row[ours])
@@ -99,9 +97,7 @@ def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:
             f"{row['equal stages']:.2f}",
             f"{row['a heavier stage']:.2f}" if "a heavier stage" in row else NONE,
         ]
-        for row in sorted(
-            found["throughput"], key=lambda row: (row["table"], row["model"], row["M"], row["K"])
-        )
+        for row in sorted(found["throughput"], key=lambda row: (row["table"], row["model"], row["M"], row["K"]))
     ]
     counts = sorted({one["M"] for one in found["bubbles"]})
     idle = {(one["K"], one["M"]): one["simulated"] for one in found["bubbles"]}

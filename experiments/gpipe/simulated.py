@@ -59,9 +59,7 @@ def throughput(ranks: int, microbatches: int, heaviest: float = 1.0) -> float:
     share = 1 / (3 * ranks * microbatches)  # F, B and W of a mean stage for one micro-batch, each
     rest = share * (ranks - heaviest) / (ranks - 1)
     times = [share * heaviest if stage == ranks // 2 else rest for stage in range(ranks)]
-    return (
-        1 / simulate(schedule("gpipe", ranks=ranks, microbatches=microbatches), times, times, times).makespan
-    )
+    return 1 / simulate(schedule("gpipe", ranks=ranks, microbatches=microbatches), times, times, times).makespan
 
 
 def heaviest_stage(ranks: int, microbatches: int, seen: float) -> float:

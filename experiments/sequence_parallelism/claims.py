@@ -82,9 +82,7 @@ def _blocks(found: Mapping[str, Any]) -> Cases:
             tp, sp = blocks[n, batch, TENSOR], blocks[n, batch, RING_SELF]
             tokens = batch * tp["L"]
             for part, bound in (("mlp", 32 * tp["H"]), ("attention", 16 * tp["H"])):
-                crossings.append(
-                    Case(f"{part}, N {n}, BL {tokens}", float(tokens > bound), float(sp[part] < tp[part]))
-                )
+                crossings.append(Case(f"{part}, N {n}, BL {tokens}", float(tokens > bound), float(sp[part] < tp[part])))
     return {
         "memory_formulas": [
             Case(f"{part}, {name}, N {n}, B {batch}", value(printed[f"{part}-{name}"], row), row[part])

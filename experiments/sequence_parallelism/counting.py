@@ -100,9 +100,7 @@ def _on_rank(
     return found
 
 
-def watch(
-    model: nn.Module, batch: int, tokens: int, hidden: int, device: torch.device, dtype: torch.dtype
-) -> Counted:
+def watch(model: nn.Module, batch: int, tokens: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Counted:
     """Run forward and backward of a rank's part and look at what it sends and keeps."""
     x = torch.zeros(batch * tokens, hidden, device=device, dtype=dtype, requires_grad=True)
     parameters = list(model.parameters())
@@ -162,9 +160,7 @@ def activations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             **{
                 scheme: {"kept": found.kept, "parameters": found.parameters}
                 for scheme in (TENSOR, RING_SELF, RING)
-                for found in [
-                    count(scheme, row["N"], LARGE, row["batch"], row["length"], layers=STAGE_LAYERS)
-                ]
+                for found in [count(scheme, row["N"], LARGE, row["batch"], row["length"], layers=STAGE_LAYERS)]
             },
         }
         for row in rows
@@ -230,8 +226,7 @@ def causal_work(ranks: Sequence[int] = (2, 4, 8), length: int = 2048) -> Iterato
         even = length * (length + 1) / 2 / n
         mesh = Mesh({"seq": n}, rank=0)
         found = {
-            order: max(work(sequence_sharding(length, mesh, "ring", order), mask, rank) for rank in range(n))
-            / even
+            order: max(work(sequence_sharding(length, mesh, "ring", order), mask, rank) for rank in range(n)) / even
             for order in ("zigzag", "contiguous")
         }
         yield {"N": n, **found, RING_SELF: length * length / n / even}

@@ -83,9 +83,7 @@ class Measurement:
             self.one(scheme, n, scaled, batch, length)
             for scaled in ("batch", "sequence")
             for n in counts
-            for batch, length in [
-                (o.batch * n, o.length) if scaled == "batch" else (o.batch, o.length // 2 * n)
-            ]
+            for batch, length in [(o.batch * n, o.length) if scaled == "batch" else (o.batch, o.length // 2 * n)]
             for scheme in SCHEMES
             if scheme != TENSOR or o.heads % n == 0
         ]
@@ -97,9 +95,7 @@ class Measurement:
             "memory": "the most that was allocated, weights and gradients included"
             if cuda
             else "what autograd kept, counted, as a CPU has no such meter",
-            **{
-                name: getattr(o, name) for name in ("layers", "hidden", "heads", "batch", "length", "repeats")
-            },
+            **{name: getattr(o, name) for name in ("layers", "hidden", "heads", "batch", "length", "repeats")},
             "rows": rows,
         }
 
@@ -164,9 +160,7 @@ class Measurement:
 
     def largest(self, number: float) -> float:
         """Over all ranks."""
-        return float(
-            all_reduce(torch.tensor([number], dtype=torch.float64, device=self.device), self.group, op="max")
-        )
+        return float(all_reduce(torch.tensor([number], dtype=torch.float64, device=self.device), self.group, op="max"))
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -209,10 +203,7 @@ def said(found: Mapping[str, Any]) -> str:
     rows = found["rows"]
     by = {(row["scheme"], row["scaled"], row["N"]): row for row in rows}
     most = max(row["N"] for row in rows)
-    flat = max(
-        abs(by[RING_SELF, "batch", row["N"]]["bytes"] / by[RING_SELF, "batch", 1]["bytes"] - 1)
-        for row in rows
-    )
+    flat = max(abs(by[RING_SELF, "batch", row["N"]]["bytes"] / by[RING_SELF, "batch", 1]["bytes"] - 1) for row in rows)
     parts = [f"As the batch grows, memory of ring self-attention is within {flat:.1%} of one rank's."]
     if (TENSOR, "sequence", most) in by and most > 1:
         shares = [

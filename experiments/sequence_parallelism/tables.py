@@ -179,13 +179,8 @@ def runs(rows: Sequence[Mapping[str, Any]]) -> str:
             [
                 NAMES[row["scheme"]],
                 str(row["N"]),
-                *(
-                    f"{row[name]:.0e}" if row[name] else "< 1e-12"
-                    for name in ("output error", "gradient error")
-                ),
-                " ".join(f"{row[f'{name} ratio']:.3f}" for name in ("dQ", "dK", "dV"))
-                if "dQ ratio" in row
-                else NONE,
+                *(f"{row[name]:.0e}" if row[name] else "< 1e-12" for name in ("output error", "gradient error")),
+                " ".join(f"{row[f'{name} ratio']:.3f}" for name in ("dQ", "dK", "dV")) if "dQ ratio" in row else NONE,
                 str(row["sent"]),
                 str(row["kept"]),
             ]

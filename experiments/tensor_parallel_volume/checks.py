@@ -92,11 +92,7 @@ def operands(results: Results, r: Record) -> tuple[Fraction, Fraction, Fraction]
 def traffic_ratio(results: Results, ranks: int) -> Fraction:
     """What a layer sends in 1D, over what it sends in 2D, norms and biases included."""
     one, two = (
-        next(
-            r
-            for r in results.find(what="layer", mode=mode, lowering="gather", recompute=True)
-            if r.ranks == ranks
-        )
+        next(r for r in results.find(what="layer", mode=mode, lowering="gather", recompute=True) if r.ranks == ranks)
         for mode in ("1d", "2d")
     )
     return one.elements() / two.elements()
@@ -206,18 +202,14 @@ def _layers(results: Results) -> dict[str, tuple[Case, ...]]:
     sizes = [p for p in (4, 16, 64) if p <= c.max_ranks]
     ratios = [traffic_ratio(results, p) for p in sizes]
     grows = [True, *(a < b for a, b in pairwise(ratios))]
-    sides = [
-        (r > 1) == (published()[f"weak-scaling-{p}"].value() > 1) for p, r in zip(sizes, ratios, strict=True)
-    ]
+    sides = [(r > 1) == (published()[f"weak-scaling-{p}"].value() > 1) for p, r in zip(sizes, ratios, strict=True)]
     return {
         "megatron": _cases(layers("1d"), lambda r: each_way(r, "megatron-forward", "megatron-backward")),
         "rsa": _cases(layers("1d", recompute=False), lambda r: each_way(r, "rsa-1d", "rsa-1d")),
         "megatron_sequence": _cases(layers("1d+sequence", recompute=False), sequence),
         "optimus_summa": _cases(layers("2d", lowering="stream"), lambda r: optimus(r, "forward")),
         "optimus_rings": _cases(layers("2d"), lambda r: optimus(r, "forward") and optimus(r, "backward")),
-        "weak_scaling": tuple(
-            (f"{p} ranks", grew and same) for p, grew, same in zip(sizes, grows, sides, strict=True)
-        ),
+        "weak_scaling": tuple((f"{p} ranks", grew and same) for p, grew, same in zip(sizes, grows, sides, strict=True)),
     }
 
 

@@ -104,13 +104,9 @@ def layer(
     recompute: bool = False,
 ) -> Job:
     """One transformer layer: norm, QKV, attention, out, norm, up, down, with biases, forward and backward."""
-    config = GPTConfig(
-        vocab_size=ranks(axes), hidden=hidden, layers=1, heads=heads, max_positions=sequence, tie=False
-    )
+    config = GPTConfig(vocab_size=ranks(axes), hidden=hidden, layers=1, heads=heads, max_positions=sequence, tie=False)
     record = Record(what=what, mode=mode, axes=axes, shape=shape, lowering=lowering, recompute=recompute)
-    return Job(
-        record=record, count=partial(_count_layer, mode, config, batch * sequence, lowering, recompute)
-    )
+    return Job(record=record, count=partial(_count_layer, mode, config, batch * sequence, lowering, recompute))
 
 
 def count_matmul(
@@ -179,9 +175,7 @@ def _layer_cost(mode: Mode, mesh: Mesh, config: GPTConfig, tokens: int, lowering
     for role, k, n in (("column", h, 3 * h), ("row", h, h), ("column", h, inner), ("row", inner, h)):
         found = mode.plans[role]
         way = "gather" if LOWERINGS[lowering].refuses(found) else lowering
-        total += matmul_cost(
-            found, {found.m: tokens, found.k: k, found.n: n}, mesh, itemsize=ITEMSIZE, lowering=way
-        )
+        total += matmul_cost(found, {found.m: tokens, found.k: k, found.n: n}, mesh, itemsize=ITEMSIZE, lowering=way)
     return total
 
 

@@ -106,9 +106,7 @@ def _curve(
 
 def _check_degree(record: Record, doubled: Record, phase: str) -> None:
     if doubled.elements(phase, "matmul") != 4 * record.elements(phase, "matmul"):
-        raise ValueError(
-            f"mode {record.mode} on {record.axes}: twice the hidden size is not four times the volume"
-        )
+        raise ValueError(f"mode {record.mode} on {record.axes}: twice the hidden size is not four times the volume")
 
 
 def _times_tree(broadcasts: Curve) -> Curve:

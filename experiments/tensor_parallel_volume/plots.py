@@ -43,9 +43,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     """
     volume, growth = folder / "volume.png", folder / "isoefficiency.png"
     with plotting.style() as plt:
-        figure, (above, below) = plt.subplots(
-            2, 1, figsize=(plotting.WIDTH, 2 * HEIGHT + 1.9), layout="constrained"
-        )
+        figure, (above, below) = plt.subplots(2, 1, figsize=(plotting.WIDTH, 2 * HEIGHT + 1.9), layout="constrained")
         _linear(above, results)
         _layer(below, results)
         plotting.save(plt, figure, volume)
@@ -69,9 +67,7 @@ def _series(records: list[Record]) -> list[tuple[str, dict[str, Any], list[Recor
                 "markersize": 5,
             }
             if line:
-                found.append(
-                    (f"{mode.upper()}, depth {depth}" if mode == "2.5d" else WORDS[mode], style, line)
-                )
+                found.append((f"{mode.upper()}, depth {depth}" if mode == "2.5d" else WORDS[mode], style, line))
     return found
 
 
@@ -93,8 +89,7 @@ def _layer(axes: Any, results: Results) -> None:
     unit = Fraction(c.tokens * c.hidden)
     records = results.find(what="layer", lowering="gather", recompute=True)
     lines = [
-        (label, style, {r.ranks: float(r.elements() / unit) for r in line})
-        for label, style, line in _series(records)
+        (label, style, {r.ranks: float(r.elements() / unit) for r in line}) for label, style, line in _series(records)
     ]
     squares = [r for r in records if r.mode == "2d" and side(r.axes)]
 

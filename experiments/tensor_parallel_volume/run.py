@@ -135,9 +135,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "Count what 1d, 1d+sequence, 2d, 2.5d and 3d tensor parallelism send, beside the papers' formulas.",
         FOLDER,
     )
-    made.add_argument(
-        "--max-ranks", type=int, choices=RANKS[1:], default=RANKS[-1], help="largest mesh (default 512)"
-    )
+    made.add_argument("--max-ranks", type=int, choices=RANKS[1:], default=RANKS[-1], help="largest mesh (default 512)")
     return made.parse_args(argv)
 
 

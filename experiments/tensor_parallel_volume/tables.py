@@ -45,9 +45,7 @@ def checks_table(found: Sequence[Check]) -> str:
     rows = []
     for check in found:
         held = len(check.cases) - len(check.failed)
-        rows.append(
-            [check.claim, check.marks or "ours", f"{held} of {len(check.cases)}", check.said, check.because]
-        )
+        rows.append([check.claim, check.marks or "ours", f"{held} of {len(check.cases)}", check.said, check.because])
     return _markdown(["claim", "mark", "cases", "verdict", "how the count relates to it"], rows, numbers=0)
 
 
@@ -155,14 +153,10 @@ def _growth_table(results: Results) -> str:
     ranks = sorted({p for curve in curves for p in curve.points})
     rows = []
     for curve in curves:
-        said = {"1D": "isoefficiency-1d", "2D, SUMMA's broadcasts as trees": "isoefficiency-2d"}.get(
-            curve.name
-        )
+        said = {"1D": "isoefficiency-1d", "2D, SUMMA's broadcasts as trees": "isoefficiency-2d"}.get(curve.name)
         published_law = published()[said].expression.replace("**", "^") if said else NONE
         cells = [_compact(curve.points[p]) if p in curve.points else NONE for p in ranks]
-        rows.append(
-            [curve.name, curve.law if curve.exact else "none", published_law, f"{curve.exponent:.2f}", *cells]
-        )
+        rows.append([curve.name, curve.law if curve.exact else "none", published_law, f"{curve.exponent:.2f}", *cells])
     head = ["counted", "exactly", "published", "exponent", *(f"p = {p}" for p in ranks)]
     return _markdown(head, rows, numbers=3)
 

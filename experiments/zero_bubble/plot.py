@@ -56,9 +56,7 @@ def _table(axes: Any, rows: Any, printed: Mapping[Any, Any], names: list[str]) -
     for (model, stages), places in models.items():
         middle = sum(places) / len(places), -0.11
         words = f"{model}\n{stages} stages"
-        axes.annotate(
-            words, middle, xycoords=axes.get_xaxis_transform(), ha="center", va="top", annotation_clip=False
-        )
+        axes.annotate(words, middle, xycoords=axes.get_xaxis_transform(), ha="center", va="top", annotation_clip=False)
     axes.set(ylim=(0, 0.3), ylabel="idle share of a rank's longest span")
     axes.set_xlabel("micro-batches; model; pipeline stages", labelpad=34)
     ends = [(rows[-1]["rate"][name], WORDS.get(name, name), COLOURS[name]) for name in names]

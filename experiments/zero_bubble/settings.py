@@ -41,9 +41,7 @@ class Setting:
 
     def make_own(self, function: Callable[..., Lists]) -> Schedule:
         """A schedule of one's own of this size, checked, within twice 1F1B's memory."""
-        return schedule(
-            function, ranks=self.p, microbatches=self.m, costs=self.times.costs(), memory=2 * self.p
-        )
+        return schedule(function, ranks=self.p, microbatches=self.m, costs=self.times.costs(), memory=2 * self.p)
 
     def rate(self, made: Schedule, times: Times | None = None) -> float:
         """The paper's bubble rate: idle share of the longest span of a rank."""
@@ -90,9 +88,7 @@ def fitted_settings(models: Collection[str] = ()) -> list[Setting]:
         p = int(row["p"])
         chunks = known.chunks * known.p // p
         size = dict(p=p, m=int(row["m"]), b=known.b, chunks=chunks)
-        times = _fit(
-            Setting(model=row["model"], times=known.times, **size), float(row["1F1B"]), float(row["ZB-H1"])
-        )
+        times = _fit(Setting(model=row["model"], times=known.times, **size), float(row["1F1B"]), float(row["ZB-H1"]))
         found.append(Setting(model=row["model"], times=times, **size))
     return found
 

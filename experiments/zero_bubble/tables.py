@@ -50,9 +50,7 @@ Activations at most, in those that 1F1B holds: 1F1B and ZB-H1 1, ZB-H2 {h2}, ZB-
 
 def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:
     """The page, with its tables filled in."""
-    held = {
-        name: [row["activations"][name] for row in found["rates"]] for name in ("ZB-H2", "ZB-2p", "1F1B-I")
-    }
+    held = {name: [row["activations"][name] for row in found["rates"]] for name in ("ZB-H2", "ZB-2p", "1F1B-I")}
     return PAGE.format(
         verdict=verdict(made),
         claims=claims_table(made),
@@ -81,9 +79,7 @@ def _rates(found: Mapping[str, Any]) -> str:
         cells = [f"{float(one[name]):.4f} / {row['rate'][name]:.4f}" for name in names]
         cells[-1] += f" [{row['ZB-2p, one F more']:.4f}]"
         auto = searched.get((row["model"], row["m"], 1))
-        rows.append(
-            [*_size(row), *cells, f"{float(one['ZB-1p']):.4f} / {NONE if auto is None else f'{auto:.4f}'}"]
-        )
+        rows.append([*_size(row), *cells, f"{float(one['ZB-1p']):.4f} / {NONE if auto is None else f'{auto:.4f}'}"])
     return markdown(["model", "p", "m", *names, "ZB-1p / auto"], rows)
 
 

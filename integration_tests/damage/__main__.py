@@ -22,9 +22,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m integration_tests.damage", description=__doc__)
     parser.add_argument("--damages", type=int, default=200, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="the first one's")
-    parser.add_argument(
-        "--write", nargs="?", const=str(RESULTS), metavar="FILE", help="keep the counts as JSON"
-    )
+    parser.add_argument("--write", nargs="?", const=str(RESULTS), metavar="FILE", help="keep the counts as JSON")
     asked = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:

@@ -56,9 +56,13 @@ class Hunt:
         for (_, _, outcome), count in self.counts.items():
             outcomes[outcome] += count
         told = {
-            "damages": self.damages, "seed": seed, "findings": self.findings, "outcomes": dict(sorted(outcomes.items())),
-            "by subject and kind of damage": by, "torch": torch.__version__,
-        }  # fmt: skip
+            "damages": self.damages,
+            "seed": seed,
+            "findings": self.findings,
+            "outcomes": dict(sorted(outcomes.items())),
+            "by subject and kind of damage": by,
+            "torch": torch.__version__,
+        }
         path.write_text(json.dumps(told, indent=1) + "\n")
 
 
@@ -107,14 +111,10 @@ class Damager:
         outcome = self._outcome(subject, folder, whole)
         found.counts[subject.name, kind, outcome.partition(":")[0]] += 1
         if outcome not in ("refused", "unchanged", "read as other data"):
-            found.findings.append(
-                f"seed {seed}: {subject.name}, {path.relative_to(folder)}, {kind}, {what}: {outcome}"
-            )
+            found.findings.append(f"seed {seed}: {subject.name}, {path.relative_to(folder)}, {kind}, {what}: {outcome}")
 
     def _outcome(self, subject: Subject, folder: Path, whole: Contents) -> str:
-        size = sum(
-            path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
-        )
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
         try:
             with limited(size), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -137,15 +137,9 @@ def limited(size: int) -> Iterator[None]:
     real = torch.empty
 
     def checked(*shape: Any, **options: Any) -> Any:
-        made = (
-            real(*shape, **{**options, "device": "meta"})
-            if options.get("device", "cpu") in ("cpu", None)
-            else None
-        )
+        made = real(*shape, **{**options, "device": "meta"}) if options.get("device", "cpu") in ("cpu", None) else None
         if made is not None and made.numel() * made.element_size() > size + SLACK:
-            raise AssertionError(
-                f"a tensor of {made.numel() * made.element_size():,} bytes for files of {size:,}"
-            )
+            raise AssertionError(f"a tensor of {made.numel() * made.element_size():,} bytes for files of {size:,}")
         return real(*shape, **options)
 
     before = resource.getrlimit(resource.RLIMIT_AS)

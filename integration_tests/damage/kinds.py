@@ -10,9 +10,39 @@ from pathlib import Path
 from typing import Any
 
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 7, 2**31, 2**40, 2**63, -(2**70), 0.5, -1.5, float("nan"), float("inf"), "", "x", "..", "../x",
-    "/etc/passwd", "F64", "BF16", "int8", "a\0b", [], [1], [-1], [2**40], [[]], {}, {"a": 1}, "9" * 5000,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    7,
+    2**31,
+    2**40,
+    2**63,
+    -(2**70),
+    0.5,
+    -1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "F64",
+    "BF16",
+    "int8",
+    "a\0b",
+    [],
+    [1],
+    [-1],
+    [2**40],
+    [[]],
+    {},
+    {"a": 1},
+    "9" * 5000,
+)
 """Values that take the place of others in JSON."""
 
 
@@ -73,9 +103,7 @@ def remove(path: Path, dice: random.Random, other: Path) -> str:
 def swap(path: Path, dice: random.Random, other: Path) -> str:
     """Put a file of another folder of the same kind in its place, or let two files of the folder change places."""
     beside = [
-        one
-        for one in sorted(path.parent.iterdir())
-        if one.is_file() and one.suffix == path.suffix and one != path
+        one for one in sorted(path.parent.iterdir()) if one.is_file() and one.suffix == path.suffix and one != path
     ]
     if beside and dice.random() < 0.5:
         chosen = dice.choice(beside)

@@ -114,12 +114,9 @@ def contents(engine: Engine) -> Contents:
     found: Contents = {**engine.full_state_dict()}
     assert engine.optimizer is not None and engine.lr_scheduler is not None
     found |= {
-        f"optimizer {key}": source.read().clone()
-        for key, source in engine.model_state.optimizer_sources().items()
+        f"optimizer {key}": source.read().clone() for key, source in engine.model_state.optimizer_sources().items()
     }
-    found["groups"] = [
-        {k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups
-    ]
+    found["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
     found["counters"] = [
         engine.steps,
         engine.micro_step,
@@ -149,9 +146,7 @@ def save_rectangles(folder: Path, seed: int) -> None:
             pieces: list[dict[str, Tensor]] = [{}, {}]
             for key, value in tensors.items():
                 middle = value.shape[0] // 2 if value.dim() else 0
-                for rank, (start, end) in enumerate(
-                    ((0, middle), (middle, value.shape[0] if value.dim() else 0))
-                ):
+                for rank, (start, end) in enumerate(((0, middle), (middle, value.shape[0] if value.dim() else 0))):
                     if value.dim() and end > start:
                         part = value[start:end]
                         offsets = (start,) + (0,) * (value.dim() - 1)
@@ -160,15 +155,12 @@ def save_rectangles(folder: Path, seed: int) -> None:
                     pieces[0][shard_key(key, (), ())] = value
             for rank, mapped in enumerate(pieces):
                 announced = {
-                    key: TensorInfo(dtype=value.dtype, shape=tuple(value.shape))
-                    for key, value in mapped.items()
+                    key: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for key, value in mapped.items()
                 }
                 with TensorWriter(writing / shard_file_name(name, rank, 2), announced) as writer:
                     for key in writer.order:
                         writer.write(key, mapped[key])
-            every = {
-                key: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for key, value in tensors.items()
-            }
+            every = {key: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for key, value in tensors.items()}
             write_shard_index(writing, name, every, 2)
         state = {key: value for key, value in found.state.items() if key not in ("files", "sums", "checksum")}
         small = {SCHEDULER_FILE: found.scheduler, "extra_state.pt": found.small_file("extra_state.pt")}
@@ -230,12 +222,8 @@ def tensors_of(seed: int) -> dict[str, Tensor]:
 def export(folder: Path, seed: int) -> None:
     """A Hugging Face folder, in shards with an index."""
     tensors = tensors_of(seed)
-    announced = {
-        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()
-    }
-    writer = FolderWriter(
-        folder, announced, config={"model_type": "llama", "hidden_size": 4}, shard_bytes=100
-    )
+    announced = {name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()}
+    writer = FolderWriter(folder, announced, config={"model_type": "llama", "hidden_size": 4}, shard_bytes=100)
     for name, value in tensors.items():
         writer.write(name, value)
     writer.close()
@@ -274,9 +262,7 @@ def save_adapter(folder: Path, seed: int) -> None:
         for n in range(2)
         for x in "AB"
     }
-    announced = {
-        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()
-    }
+    announced = {name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in tensors.items()}
     with TensorWriter(folder / "adapter_model.safetensors", announced) as writer:
         for name in writer.order:
             writer.write(name, tensors[name])
@@ -316,9 +302,7 @@ def write_tokens(folder: Path, seed: int) -> None:
 def read_tokens(folder: Path) -> Contents:
     """The ids of both files."""
     return {
-        name: torch.from_numpy(
-            np.array(open_corpus(folder / name, None, cache=folder).tokens, dtype=np.int64)
-        )
+        name: torch.from_numpy(np.array(open_corpus(folder / name, None, cache=folder).tokens, dtype=np.int64))
         for name in ("ids.npy", "ids.bin")
     }
 
@@ -343,9 +327,7 @@ def read_records(folder: Path) -> Contents:
 
 def write_settings(folder: Path, seed: int) -> None:
     """What a run's folder remembers."""
-    run_folder.write_settings(
-        TrainSettings(data="text.txt", out=str(folder), seed=seed, parallel={"data": 2}), 2
-    )
+    run_folder.write_settings(TrainSettings(data="text.txt", out=str(folder), seed=seed, parallel={"data": 2}), 2)
 
 
 def read_settings(folder: Path) -> Contents:
@@ -389,11 +371,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(same(one[key], other[key]) for key in one)
-        )
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)

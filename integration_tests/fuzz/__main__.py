@@ -30,9 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="the first case's; by default the clock's")
     parser.add_argument("--processes", type=int, default=1, help="how many hunt side by side")
     parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--write", nargs="?", const=str(RESULTS), metavar="FILE", help="keep the counts as JSON"
-    )
+    parser.add_argument("--write", nargs="?", const=str(RESULTS), metavar="FILE", help="keep the counts as JSON")
     parser.add_argument("--replay", metavar="CASE", help="one case, as a finding prints it, or its seed")
     parser.add_argument("--shrink", action="store_true", help="make the replayed case smaller")
     asked = parser.parse_args(argv)
@@ -74,9 +72,7 @@ def side_by_side(seed: int, asked: argparse.Namespace) -> Hunt:
         for hunter, part in zip(hunters, parts, strict=True):
             hunter.wait()
             if not part.exists():
-                raise SystemExit(
-                    f"the process with seed {seed + parts.index(part)} ended with {hunter.returncode}"
-                )
+                raise SystemExit(f"the process with seed {seed + parts.index(part)} ended with {hunter.returncode}")
             found.merge(json.loads(part.read_text()))
     return found
 

@@ -42,9 +42,7 @@ class Grammar:
         if _maybe(draw, 0.02):
             return self.hugging_face()
         comes = draw.choice(["ids"] * 7 + ["frames", "image", "features", "picture"])
-        of: Description = dict(
-            input=comes, hidden=self.hidden, tokens=self.tokens, vocab=draw.choice([7, 8, 11, 12])
-        )
+        of: Description = dict(input=comes, hidden=self.hidden, tokens=self.tokens, vocab=draw.choice([7, 8, 11, 12]))
         if comes in ("image", "picture"):
             self.tokens = of["tokens"] = 4 + (comes == "image" and self._flag(of, "cls", 0.3))
         if comes in ("frames", "features"):
@@ -88,9 +86,7 @@ class Grammar:
             if _maybe(draw, 0.4):
                 of["container"] = "encoder"
         elif _maybe(draw, 0.03):
-            made = [
-                dict(kind="decoder_layer", heads=self.heads, wide=self.wide(), batch_first=not self.first)
-            ] * count
+            made = [dict(kind="decoder_layer", heads=self.heads, wide=self.wide(), batch_first=not self.first)] * count
             of["container"] = draw.choice(["ModuleList", "attributes"])
         elif _maybe(draw, 0.75):
             made = [self.block()] * count  # all alike, as most people have them
@@ -200,9 +196,7 @@ class Grammar:
     def encoder_layer(self) -> Description:
         """torch's own layer."""
         draw = self.draw
-        of: Description = dict(
-            kind="encoder_layer", heads=self.heads, wide=self.wide(), batch_first=not self.first
-        )
+        of: Description = dict(kind="encoder_layer", heads=self.heads, wide=self.wide(), batch_first=not self.first)
         of["act"] = draw.choice(["relu", "gelu"])
         self._flag(of, "norm_first", 0.5)
         return of
@@ -235,9 +229,7 @@ class Grammar:
 
     def recurrent(self) -> Description:
         """An LSTM or GRU."""
-        of: Description = dict(
-            kind="recurrent", cell=self.draw.choice(["lstm", "gru"]), batch_first=not self.first
-        )
+        of: Description = dict(kind="recurrent", cell=self.draw.choice(["lstm", "gru"]), batch_first=not self.first)
         self._flag(of, "both_ways", 0.2)
         if _maybe(self.draw, 0.2):
             of["layers"] = 2
@@ -288,9 +280,7 @@ class Grammar:
         if comes not in ("ids", "image") and _maybe(draw, 0.3):
             pass  # the stream itself is the output
         else:
-            of["head"] = dict(
-                name=draw.choice(["head", "lm_head", "lm_head", "classifier", "decoder", "to_logits"])
-            )
+            of["head"] = dict(name=draw.choice(["head", "lm_head", "lm_head", "classifier", "decoder", "to_logits"]))
             self._flag(of["head"], "bias", 0.4)
             if comes == "ids" and "padding_idx" not in of:
                 self._flag(of["head"], "tied", 0.2)
@@ -304,9 +294,7 @@ class Grammar:
         if _maybe(draw, 0.1):
             of["unused"] = draw.choice(["linear", "parameter"])
         if _maybe(draw, 0.12):
-            of["frozen"] = [
-                draw.choice(["embed", "norm", "bias", "blocks.0", "head", "weight_hh", "mlp", "attn"])
-            ]
+            of["frozen"] = [draw.choice(["embed", "norm", "bias", "blocks.0", "head", "weight_hh", "mlp", "attn"])]
 
         if of.get("head") is not None and "out" not in of and _maybe(draw, 0.06):
             of["loss"] = draw.choice(["ignore_index", "weights"])
@@ -316,9 +304,14 @@ class Grammar:
         draw = self.draw
         tied = dict(tie_word_embeddings=draw.choice([True, False]), vocab_size=12)
         llama = dict(
-            hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=draw.choice([2, 4]), max_position_embeddings=16, **tied,
-        )  # fmt: skip
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=draw.choice([2, 4]),
+            max_position_embeddings=16,
+            **tied,
+        )
         gpt2: Description = dict(n_embd=8, n_layer=2, n_head=2, n_positions=16, **tied)
         gpt2.update(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         family, config = draw.choice([("GPT2", gpt2), ("Llama", llama), ("Qwen2", llama)])

@@ -102,9 +102,7 @@ def _half(case: Case, folder: str, half: int, ranks: int, wanted: Trained, timeo
     trained = [one for one in found if isinstance(one, Trained)]
     why = compare(case, trained, wanted, half)
     if why and is_rounding(case, trained, wanted, half):
-        return Verdict(
-            kind="invalid", why=f"the plain loop multiplies rounding errors: {why}", seconds=seconds
-        )
+        return Verdict(kind="invalid", why=f"the plain loop multiplies rounding errors: {why}", seconds=seconds)
     return Verdict(kind="finding" if why else "equal", why=why, seconds=seconds)
 
 
@@ -143,11 +141,7 @@ def _unharmed(one: Refused, half: int, ranks: int, wanted: Trained) -> str:
     except RankFailure as error:
         return f"refused in {one.where}; then its state cannot be had: {_line(one.text)} {_line(str(error))}"
     off = [name for name, value in wanted.first.items() if _off(after.get(name), value) > TOLERANCE]
-    return (
-        f"refused in {one.where}, and the weights changed ({off[:3]}): {_line(one.text)}"
-        if off and not half
-        else ""
-    )
+    return f"refused in {one.where}, and the weights changed ({off[:3]}): {_line(one.text)}" if off and not half else ""
 
 
 def is_rounding(case: Case, found: list[Trained], wanted: Trained, half: int) -> bool:
@@ -191,9 +185,7 @@ def _misses_itself(
     return bool(compare(case, [again], wanted, half, tolerance))
 
 
-def compare(
-    case: Case, found: list[Trained], wanted: Trained, half: int, tolerance: float | None = None
-) -> str:
+def compare(case: Case, found: list[Trained], wanted: Trained, half: int, tolerance: float | None = None) -> str:
     """Return what differs between the ranks' training and the plain loop; empty: nothing.
 
     Args:
@@ -221,12 +213,8 @@ def compare(
     count = case.steps * case.accumulation
     for number, (got, want) in enumerate(zip(one.losses, wanted.losses[half * count :], strict=False), 1):
         if not abs(got - want) <= tolerance * max(1.0, abs(want)):
-            return (
-                f"wrong loss in step {number}: {got!r}, not {want!r} ({got / want if want else 0:.6g} of it)"
-            )
-    for number, (norm, other_norm) in enumerate(
-        zip(one.norms, wanted.norms[half * case.steps :], strict=False), 1
-    ):
+            return f"wrong loss in step {number}: {got!r}, not {want!r} ({got / want if want else 0:.6g} of it)"
+    for number, (norm, other_norm) in enumerate(zip(one.norms, wanted.norms[half * case.steps :], strict=False), 1):
         if norm is None or other_norm is None:
             continue
         if not abs(norm - other_norm) <= tolerance * 10 * max(other_norm, 1e-6):
@@ -239,15 +227,9 @@ def compare(
 def _state(one: Trained, wanted: Trained, tolerance: float) -> str:
     wrong = []
     for name, value in wanted.state.items():
-        moved = (
-            float((value - wanted.first[name]).abs().max())
-            if value.is_floating_point() and value.numel()
-            else 0.0
-        )
+        moved = float((value - wanted.first[name]).abs().max()) if value.is_floating_point() and value.numel() else 0.0
         off = _off(one.state[name], value)
-        if off > tolerance or (
-            moved > 1e-8 and _gap(one.state[name], value) > tolerance * 100 * moved + 1e-14
-        ):
+        if off > tolerance or (moved > 1e-8 and _gap(one.state[name], value) > tolerance * 100 * moved + 1e-14):
             wrong.append(f"{name} off by {_gap(one.state[name], value):.2e} of a change of {moved:.2e}")
     if wrong:
         return f"wrong weights: {len(wrong)} of {len(wanted.state)}: {'; '.join(wrong[:3])}"

@@ -52,9 +52,14 @@ def sequential(hidden: int, of: Description) -> nn.Module:
 def encoder_layer(hidden: int, of: Description) -> nn.Module:
     """torch's own layer of a transformer."""
     return nn.TransformerEncoderLayer(
-        hidden, int(of["heads"]), int(of["wide"]), dropout=0.0, activation=str(of.get("act", "relu")),
-        batch_first=bool(of.get("batch_first")), norm_first=bool(of.get("norm_first")),
-    )  # fmt: skip
+        hidden,
+        int(of["heads"]),
+        int(of["wide"]),
+        dropout=0.0,
+        activation=str(of.get("act", "relu")),
+        batch_first=bool(of.get("batch_first")),
+        norm_first=bool(of.get("norm_first")),
+    )
 
 
 def decoder_layer(hidden: int, of: Description) -> nn.Module:
@@ -72,9 +77,15 @@ def part(hidden: int, of: Description) -> nn.Module:
 
 
 PART_NAMES = {
-    "attention": "attn", "multihead": "self_attn", "mlp": "mlp", "sequential": "mlp", "gated": "feed_forward",
-    "recurrent": "mixer", "conv": "conv", "experts": "moe",
-}  # fmt: skip
+    "attention": "attn",
+    "multihead": "self_attn",
+    "mlp": "mlp",
+    "sequential": "mlp",
+    "gated": "feed_forward",
+    "recurrent": "mixer",
+    "conv": "conv",
+    "experts": "moe",
+}
 
 
 class Block(nn.Module):
@@ -151,9 +162,7 @@ class Model(nn.Module):
         self._stem(of, hidden)
         made = [block(hidden, one) for one in of["blocks"]]
         bind(of, made)
-        self._contain(
-            of.get("container", "ModuleList"), [made[i] for i in of.get("order") or range(len(made))]
-        )
+        self._contain(of.get("container", "ModuleList"), [made[i] for i in of.get("order") or range(len(made))])
         if of.get("final", "none") != "none":
             self.norm = parts.norm(of["final"], hidden)
         if of.get("unused") == "linear":
@@ -174,9 +183,12 @@ class Model(nn.Module):
         comes = of["input"]
         if comes == "ids":
             self.embed = nn.Embedding(
-                int(of["vocab"]), hidden, padding_idx=of.get("padding_idx"), max_norm=of.get("max_norm"),
+                int(of["vocab"]),
+                hidden,
+                padding_idx=of.get("padding_idx"),
+                max_norm=of.get("max_norm"),
                 scale_grad_by_freq=bool(of.get("by_frequency")),
-            )  # fmt: skip
+            )
         elif comes == "image":
             patch = int(of.get("patch", 2))
             self.patch = nn.Conv2d(3, hidden, patch, patch)
@@ -323,8 +335,7 @@ def hugging_face(of: Description) -> nn.Module:
 def dropping(of: Description, chance: float) -> Description:
     """A description in which all blocks drop."""
     blocks = [
-        {**one, "drop": chance, "parts": [dict(p, drop=chance) for p in one.get("parts", ())]}
-        for one in of["blocks"]
+        {**one, "drop": chance, "parts": [dict(p, drop=chance) for p in one.get("parts", ())]} for one in of["blocks"]
     ]
     return {**of, "blocks": blocks}
 

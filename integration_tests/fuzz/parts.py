@@ -59,9 +59,19 @@ def norm(kind: str, size: int) -> nn.Module:
 
 
 NORMS = (
-    "layer", "layer", "layer no bias", "layer plain", "layer eps", "rms", "rms eps", "rms plain",
-    "hand rms", "hand rms scale", "hand layer", "none",
-)  # fmt: skip
+    "layer",
+    "layer",
+    "layer no bias",
+    "layer plain",
+    "layer eps",
+    "rms",
+    "rms eps",
+    "rms plain",
+    "hand rms",
+    "hand rms scale",
+    "hand layer",
+    "none",
+)
 
 PROJECTIONS = {
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -244,9 +254,12 @@ class Recurrent(nn.Module):
         made = nn.LSTM if of["cell"] == "lstm" else nn.GRU
         both = bool(of.get("both_ways"))
         self.rnn = made(
-            hidden, hidden // 2 if both else hidden, num_layers=int(of.get("layers", 1)),
-            batch_first=bool(of.get("batch_first")), bidirectional=both,
-        )  # fmt: skip
+            hidden,
+            hidden // 2 if both else hidden,
+            num_layers=int(of.get("layers", 1)),
+            batch_first=bool(of.get("batch_first")),
+            bidirectional=both,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.rnn(x)[0]

@@ -268,11 +268,7 @@ def rules_for(case: Case, spec: dict[str, Any]) -> dict[str, str]:
     )
     model = build(described(case), case.seed)
     found = {name: "replicate" for name, module in model.named_modules() if type(module).__name__ in kept}
-    return {
-        name: role
-        for name, role in found.items()
-        if not any(name.startswith(f"{o}.") for o in found if o != name)
-    }
+    return {name: role for name, role in found.items() if not any(name.startswith(f"{o}.") for o in found if o != name)}
 
 
 def _builder(case: Case) -> Callable[[], nn.Module]:
@@ -286,9 +282,7 @@ def build_fresh(case: Case) -> nn.Module:
 
 def described(case: Case) -> dict[str, Any]:
     """The model's description, with what it drops."""
-    return (
-        dict(dropping(case.model, case.dropout)) if case.dropout and case.model.get("blocks") else case.model
-    )
+    return dict(dropping(case.model, case.dropout)) if case.dropout and case.model.get("blocks") else case.model
 
 
 def first_state(case: Case) -> State:
@@ -315,9 +309,7 @@ def alone(case: Case) -> Trained:
             if engine.last is not None and engine.steps > done:
                 norms.append(engine.last.grad_norm if "clip_grad_norm" in case.clip else None)
         assessed = engine.eval_step(given(case, every[0]))
-        return Trained(
-            losses=losses, norms=norms, assessed=assessed, state=engine.full_state_dict(), first=first
-        )
+        return Trained(losses=losses, norms=norms, assessed=assessed, state=engine.full_state_dict(), first=first)
 
 
 def step(case: Case, engine: Engine, pair: tuple[Tensor, Tensor]) -> float:

@@ -28,9 +28,21 @@ _KEPT = {
     "features",
 }
 _PLAIN: dict[str, Any] = dict(
-    then=None, then_ranks=0, optimizer=dict(name="sgd", lr=0.5), clip={}, accumulation=1, steps=1, ignored=0.0,
-    recompute=None, made="module", scheduler=False, rules=False, rows=4, dropout=0.0, loop="train_step",
-)  # fmt: skip
+    then=None,
+    then_ranks=0,
+    optimizer=dict(name="sgd", lr=0.5),
+    clip={},
+    accumulation=1,
+    steps=1,
+    ignored=0.0,
+    recompute=None,
+    made="module",
+    scheduler=False,
+    rules=False,
+    rows=4,
+    dropout=0.0,
+    loop="train_step",
+)
 
 
 def smaller(case: dict[str, Any]) -> Iterator[dict[str, Any]]:

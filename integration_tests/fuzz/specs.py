@@ -130,9 +130,7 @@ def together(draw: random.Random, ranks: int) -> Spec:
 def spec_for(draw: random.Random, ranks: int) -> Spec:
     """Any spec of so many ranks."""
     if ranks == 1:
-        return draw.choice(
-            [{}, dict(zero=zero(draw)), dict(data=1), dict(tensor=dict(mode="2d", grid=[1, 1]))]
-        )
+        return draw.choice([{}, dict(zero=zero(draw)), dict(data=1), dict(tensor=dict(mode="2d", grid=[1, 1]))])
     if ranks == 3:
         return draw.choice([dict(data=3), dict(pipeline=pipeline(draw, 3)), dict(data=3, zero=zero(draw))])
     return alone(draw, ranks) if draw.random() < (0.75 if ranks == 2 else 0.35) else together(draw, ranks)

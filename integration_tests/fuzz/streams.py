@@ -127,9 +127,7 @@ SIZES: dict[str, Step] = {
     "mean of places": lambda x: x * torch.arange(x.shape[1], dtype=x.dtype).mean() * 0.2,
     "zeros of a row": lambda x: x * 0.9 + x.new_zeros(x.shape[1:]),
     "named rows": lambda x: torch.tanh(x.reshape(x.shape[0] * x.shape[1], -1)).view(x.shape),
-    "turned rows": lambda x: (
-        x.transpose(0, 1).flatten(0, 1).sin().unflatten(0, (x.shape[1], -1)).transpose(0, 1)
-    ),
+    "turned rows": lambda x: x.transpose(0, 1).flatten(0, 1).sin().unflatten(0, (x.shape[1], -1)).transpose(0, 1),
     "features of a row": lambda x: x.flatten(1).sin().view(x.shape),
     "all tokens": lambda x: x[:, : x.shape[1]] * 0.9,
     "first four": lambda x: x + x[:, :4].mean(1, keepdim=True),

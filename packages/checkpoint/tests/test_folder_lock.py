@@ -31,7 +31,9 @@ def test_a_second_process_is_told_who_holds_it_and_a_kill_releases_it(tmp_path: 
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert is_locked(lock)
-        told = rf"{tmp_path} is in use: process {holder.pid} on {socket.gethostname()} has been training into it since 20"
+        told = (
+            rf"{tmp_path} is in use: process {holder.pid} on {socket.gethostname()} has been training into it since 20"
+        )
         with pytest.raises(CheckpointError, match=told), hold_lock(lock, doing="saving"):
             raise AssertionError("both hold it")
         holder.send_signal(signal.SIGKILL)

@@ -87,9 +87,7 @@ def test_runs_are_written_once(case: str, over: tuple[str, ...]) -> None:
         run = range(cuts[index], cuts[index + 1])
         kept = local.reshape(-1)[run.start : run.stop]
         meta = ParameterMeta(mesh=mesh, placement=placement)
-        shares.append(
-            (shards_of_flat_run(case, run, local.shape, meta, dtype=torch.float64, over=over), kept)
-        )
+        shares.append((shards_of_flat_run(case, run, local.shape, meta, dtype=torch.float64, over=over), kept))
     written(placement, shares)
 
 
@@ -99,9 +97,7 @@ def test_a_run_of_a_matrix_is_at_most_three_rectangles() -> None:
         for start, end in product(range(rows * columns + 1), repeat=2):
             numbers = torch.arange(rows * columns).view(rows, columns)
             found = [*windows_of_run((rows, columns), start, end - start)] if start <= end else []
-            elements = [
-                numbers[a : a + n, b : b + m].reshape(-1) for _, ((a, b), (n, m)) in found
-            ]  # fmt: skip
+            elements = [numbers[a : a + n, b : b + m].reshape(-1) for _, ((a, b), (n, m)) in found]
             assert torch.cat([torch.zeros(0, dtype=torch.int64), *elements]).tolist() == [*range(start, end)]
             assert [at for at, _ in found] == [int(part[0]) - start for part in elements]
             counts[len(found)] += 1

@@ -160,9 +160,15 @@ def test_gpt_under_gemini() -> None:
     with LazyInitContext(default_device=get_accelerator().get_current_device()):
         model: Any = GPT(GPTConfig(vocab_size=16, hidden=16, layers=2, heads=2, max_positions=16))
     plugin = GeminiPlugin(
-        placement_policy="static", offload_optim_frac=1.0, offload_param_frac=1.0, strict_ddp_mode=True,
-        initial_scale=2**5, search_range_m=128, hidden_dim=16, gpu_margin_mem_ratio=0.0,
-    )  # fmt: skip
+        placement_policy="static",
+        offload_optim_frac=1.0,
+        offload_param_frac=1.0,
+        strict_ddp_mode=True,
+        initial_scale=2**5,
+        search_range_m=128,
+        hidden_dim=16,
+        gpu_margin_mem_ratio=0.0,
+    )
     optimizer: Any = HybridAdam(model.parameters(), lr=1e-2)
     booster: Any = Booster(plugin=plugin)
     wanted = sum(p.numel() for p in model.parameters())
@@ -212,9 +218,7 @@ def test_palm_clips_with_torch() -> None:
     booster: Any = Booster(plugin=plugin)
     optimizer: Any = HybridAdam(model.parameters(), lr=3e-2, initial_scale=2**5)
     model, optimizer, _, _, _ = booster.boost(model, optimizer)
-    batches = cycle(
-        [torch.stack([tokens(4 * step + row)["input_ids"] for row in range(4)]) for step in range(4)]
-    )
+    batches = cycle([torch.stack([tokens(4 * step + row)["input_ids"] for row in range(4)]) for step in range(4)])
     losses, norms = [], []
     for step in range(8):
         model.train()
@@ -247,17 +251,29 @@ def test_bert_in_a_pipeline() -> None:
     transformers = pytest.importorskip("transformers", reason="needs meshfold[hf]")
     colossalai.launch_from_torch(seed=42)
     plugin = HybridParallelPlugin(
-        tp_size=1, pp_size=2, num_microbatches=None, microbatch_size=2, enable_all_optimization=True, zero_stage=1,
+        tp_size=1,
+        pp_size=2,
+        num_microbatches=None,
+        microbatch_size=2,
+        enable_all_optimization=True,
+        zero_stage=1,
         precision="fp32",
-    )  # fmt: skip
+    )
     booster: Any = Booster(plugin=plugin)
     train_loader = plugin.prepare_dataloader(Table(32, sentence), batch_size=8, shuffle=True, drop_last=True)
     test_loader = plugin.prepare_dataloader(Table(8, sentence), batch_size=4, shuffle=False)
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=8, num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=8,
+        num_labels=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     model: Any = transformers.BertForSequenceClassification(config)
     optimizer: Any = HybridAdam(model.parameters(), lr=1e-2, eps=1e-8)
     total = len(train_loader) * 3
@@ -291,9 +307,7 @@ def test_bert_in_a_pipeline() -> None:
     hits = rows = 0
     with torch.no_grad():
         for batch in test_loader:
-            outputs = booster.execute_pipeline(
-                iter([batch]), model, criterion, return_loss=True, return_outputs=True
-            )
+            outputs = booster.execute_pipeline(iter([batch]), model, criterion, return_loss=True, return_outputs=True)
             told: list[Any] = [None, None]
             if is_last:
                 told = [outputs["outputs"]["logits"].argmax(1), outputs["loss"]]
@@ -319,9 +333,16 @@ def test_vit(name: str) -> None:
     )
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
-        num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     model: Any = transformers.ViTForImageClassification(config)
 
     def row(number: int) -> dict[str, Any]:
@@ -334,9 +355,12 @@ def test_vit(name: str) -> None:
     schedule: Any = CosineAnnealingWarmupLR(optimizer=optimizer, total_steps=total, warmup_steps=1)
     booster: Any = Booster(plugin=plugin)
     model, optimizer, criterion, loader, schedule = booster.boost(
-        model=model, optimizer=optimizer, criterion=lambda outputs, inputs: outputs["loss"], dataloader=loader,
+        model=model,
+        optimizer=optimizer,
+        criterion=lambda outputs, inputs: outputs["loss"],
+        dataloader=loader,
         lr_scheduler=schedule,
-    )  # fmt: skip
+    )
     losses = []
     for epoch in range(4):
         loader.sampler.set_epoch(epoch)
@@ -362,9 +386,17 @@ def test_opt(tmp_path: Path) -> None:
     colossalai.launch_from_torch()
     torch.manual_seed(0)
     config = transformers.OPTConfig(
-        vocab_size=16, hidden_size=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=16,
-        max_position_embeddings=16, dropout=0.0, attention_dropout=0.0, pad_token_id=1,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=2,
+        ffn_dim=32,
+        num_attention_heads=2,
+        word_embed_proj_dim=16,
+        max_position_embeddings=16,
+        dropout=0.0,
+        attention_dropout=0.0,
+        pad_token_id=1,
+    )
     model: Any = transformers.OPTForCausalLM(config)
     model.gradient_checkpointing_enable()
     plugin = LowLevelZeroPlugin(initial_scale=2**5)
@@ -469,22 +501,22 @@ def test_llama_pretraining(name: str, tmp_path: Path) -> None:
 
     def plugin_of() -> Any:
         if name == "gemini":
-            return GeminiPlugin(
-                precision="bf16", initial_scale=2**16, max_norm=1.0, enable_gradient_accumulation=False
-            )
+            return GeminiPlugin(precision="bf16", initial_scale=2**16, max_norm=1.0, enable_gradient_accumulation=False)
         return HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=0, precision="bf16", max_norm=1.0)
 
     config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         max_position_embeddings=16,
-    )  # fmt: skip
+    )
 
     def boosted() -> tuple[Any, Any, Any, Any, Any]:
         plugin = plugin_of()
         booster: Any = Booster(plugin=plugin)
-        loader = plugin.prepare_dataloader(
-            Table(32, tokens), batch_size=4, shuffle=True, drop_last=True, seed=7
-        )
+        loader = plugin.prepare_dataloader(Table(32, tokens), batch_size=4, shuffle=True, drop_last=True, seed=7)
         torch.manual_seed(0)
         with LazyInitContext(default_device=get_accelerator().get_current_device()):
             model: Any = transformers.LlamaForCausalLM(config)

@@ -138,9 +138,7 @@ def same(found: tuple[list[float], dict[str, Tensor]]) -> None:
     assert found[0] == pytest.approx(losses, rel=1e-9)
     assert list(found[1]) == list(weights)
     for name, value in weights.items():
-        torch.testing.assert_close(
-            found[1][name], value, rtol=1e-9, atol=1e-10, msg=partial("{}: {}".format, name)
-        )
+        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-10, msg=partial("{}: {}".format, name))
 
 
 PLUGINS: dict[str, tuple[int, Callable[[], Plugin]]] = {
@@ -185,7 +183,7 @@ CLIPPING: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "zero-2": (2, lambda: LowLevelZeroPlugin(stage=2, precision="fp64")),
     "pipeline": (4, lambda: HybridParallelPlugin(2, 2, num_microbatches=4, precision="fp64")),
     "pipeline-zero": (4, lambda: HybridParallelPlugin(1, 2, zero_stage=1, num_microbatches=2, precision="fp64")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", ["torch", "optimizer"])
@@ -196,11 +194,7 @@ def test_scripts_that_clip_by_themselves(name: str, way: str) -> None:
 
 def clipping_of(name: str, way: str) -> None:
     plugin = CLIPPING[name][1]()
-    same(
-        pipeline_loop(plugin, None, clips=way)
-        if name.startswith("pipeline")
-        else boosted_loop(plugin, clips=way)
-    )
+    same(pipeline_loop(plugin, None, clips=way) if name.startswith("pipeline") else boosted_loop(plugin, clips=way))
 
 
 class Rows(nn.Module):
@@ -242,9 +236,7 @@ def test_a_criterion_that_comes_with_the_batch() -> None:
     torch.testing.assert_close(found["outputs"], wanted)
     boosted.train()
     with pytest.raises(SpecError, match="outputs of micro-batches are let go of"):
-        booster.execute_pipeline(
-            iter([(x, y)]), boosted, nn.functional.mse_loss, optimizer, return_outputs=True
-        )
+        booster.execute_pipeline(iter([(x, y)]), boosted, nn.functional.mse_loss, optimizer, return_outputs=True)
 
 
 class Pictures(nn.Module):
@@ -268,9 +260,7 @@ class Album(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
     def __init__(self) -> None:
         self.read: list[int] = []
-        self.pictures = torch.randn(
-            8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-        )
+        self.pictures = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -446,9 +436,7 @@ def test_a_pretrained_model_that_is_made_in_a_lazy_context(tmp_path: Path) -> No
             model = LlamaForCausalLM.from_pretrained(tmp_path)
         assert any(buffer.is_meta for buffer in model.buffers())
         boosted, *_ = Booster(plugin=plugin).boost(model, adamw(model))
-        assert all(
-            torch.equal(value, plain.state_dict()[name]) for name, value in boosted.state_dict().items()
-        )
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in boosted.state_dict().items())
         assert float(boosted(ids, labels=ids).loss.detach()) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -476,9 +464,7 @@ def test_a_pretrained_model_that_is_made_in_a_lazy_context(tmp_path: Path) -> No
             "sequence_parallelism_mode=None: write one of",
         ),
         (
-            lambda: HybridParallelPlugin(
-                1, 1, enable_sequence_parallelism=True, sequence_parallelism_mode="ring"
-            ),
+            lambda: HybridParallelPlugin(1, 1, enable_sequence_parallelism=True, sequence_parallelism_mode="ring"),
             "over the ranks of tp_size, which is 1",
         ),
         (
@@ -518,22 +504,35 @@ SPECS: dict[str, tuple[Plugin, dict[str, Any], object]] = {
         dict(zero=dict(stage=3, placement="static", offload_optim_frac=1.0, offload_param_frac=0.5)),
         "bf16",
     ),
-    "gemini-auto": (GeminiPlugin(placement_policy="auto", shard_param_frac=0.0, precision="fp32"),
-                    dict(zero=dict(stage=2, placement="auto")), "fp32"),
+    "gemini-auto": (
+        GeminiPlugin(placement_policy="auto", shard_param_frac=0.0, precision="fp32"),
+        dict(zero=dict(stage=2, placement="auto")),
+        "fp32",
+    ),
     "megatron": (
-        HybridParallelPlugin(4, 1, enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", precision="fp32"),
+        HybridParallelPlugin(
+            4, 1, enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", precision="fp32"
+        ),
         dict(tensor=dict(size=4), sequence=dict(mode="megatron")),
         "fp32",
     ),
     "overlap": (
-        HybridParallelPlugin(4, 1, enable_sequence_parallelism=True, sequence_parallelism_mode="ring", precision="fp32"),
+        HybridParallelPlugin(
+            4, 1, enable_sequence_parallelism=True, sequence_parallelism_mode="ring", precision="fp32"
+        ),
         dict(tensor=dict(size=4, overlap="ring"), sequence=dict(mode="megatron")),
         "fp32",
     ),
     "ulysses": (
         HybridParallelPlugin(
-            1, 1, sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all", zero_stage=2,
-            cpu_offload=True, precision="fp32",
+            1,
+            1,
+            sp_size=2,
+            enable_sequence_parallelism=True,
+            sequence_parallelism_mode="all_to_all",
+            zero_stage=2,
+            cpu_offload=True,
+            precision="fp32",
         ),
         dict(sequence=dict(mode="ulysses", size=2), zero=dict(stage=2, placement="cpu")),
         "fp32",
@@ -556,11 +555,19 @@ SPECS: dict[str, tuple[Plugin, dict[str, Any], object]] = {
     "scale": (
         LowLevelZeroPlugin(stage=1, initial_scale=2**10),
         dict(zero=dict(stage=1, placement="cuda")),
-        dict(name="fp16", initial_scale=2.0**10, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1000,
-             hysteresis=2, max_scale=2.0**32),
+        dict(
+            name="fp16",
+            initial_scale=2.0**10,
+            min_scale=1.0,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=1000,
+            hysteresis=2,
+            max_scale=2.0**32,
+        ),
     ),
     "whole": (TorchFSDPPlugin(sharding_strategy="NO_SHARD"), {}, None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SPECS)

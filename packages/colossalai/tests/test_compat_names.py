@@ -150,10 +150,7 @@ def test_groups_of_a_plugin() -> None:
     plugin = HybridParallelPlugin(tp_size=2, pp_size=2, num_microbatches=2, precision="fp32")
     assert not isinstance(plugin, DPPluginBase)
     mine = dist.get_rank()
-    assert (
-        dist.get_world_size(plugin.tp_group) == 2
-        and dist.get_rank(plugin.tp_group) == plugin.tp_rank == mine % 2
-    )
+    assert dist.get_world_size(plugin.tp_group) == 2 and dist.get_rank(plugin.tp_group) == plugin.tp_rank == mine % 2
     assert dist.get_world_size(plugin.dp_group) == plugin.dp_size == 1
     ranks_of_mine = plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)
     assert ranks_of_mine == [mine % 2, mine % 2 + 2]

@@ -88,12 +88,8 @@ def serial() -> list[float]:
     return losses
 
 
-def through_initialize(
-    model: nn.Module, optimizer: Any, parallel: dict[str, Any], schedule: Any
-) -> list[float]:
-    engine, *_ = initialize(
-        model, optimizer, nn.CrossEntropyLoss(), config=dict(parallel=parallel, precision="fp64")
-    )
+def through_initialize(model: nn.Module, optimizer: Any, parallel: dict[str, Any], schedule: Any) -> list[float]:
+    engine, *_ = initialize(model, optimizer, nn.CrossEntropyLoss(), config=dict(parallel=parallel, precision="fp64"))
     losses = []
     for batch in batches():
         optimizer.zero_grad()  # the script's own, which a loop may still call
@@ -144,9 +140,7 @@ def test_what_would_reach_no_parameter_is_refused(forgotten: None) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     initialize(model, optimizer, nn.CrossEntropyLoss(), config={})
-    with pytest.raises(
-        SpecError, match=r"optimizer\.step\(\) of the AdamW that was handed over .* engine\.step\(\)"
-    ):
+    with pytest.raises(SpecError, match=r"optimizer\.step\(\) of the AdamW that was handed over .* engine\.step\(\)"):
         optimizer.step()
     with pytest.raises(SpecError, match=r"engine\.save\(folder\)"):
         optimizer.state_dict()
@@ -298,13 +292,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         r"give MixedPrecision\(param_dtype=torch\.bfloat16\)",
     ),
     "deepspeed-list": (lambda: from_deepspeed([1]), r"from_deepspeed\(\[1\]\): a dict, or the path"),  # type: ignore[arg-type]
-    "deepspeed-number": (lambda: from_deepspeed({"zero_optimization": 3}), r"zero_optimization=3: a dict, with 'stage'"),
+    "deepspeed-number": (
+        lambda: from_deepspeed({"zero_optimization": 3}),
+        r"zero_optimization=3: a dict, with 'stage'",
+    ),
     "deepspeed-both": (
         lambda: from_deepspeed({"bf16": {"enabled": True}, "fp16": {"enabled": True}}),
         "bf16 and fp16 are both enabled",
     ),
     "deepspeed-quoted": (lambda: from_deepspeed({"zero_optimization": {"stage": "3"}}), "write 3 without quotes"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -87,7 +87,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "no-pipeline": (dict(NUM_MICRO_BATCHES=4), {}, {}),
     "sequence": (
-        dict(parallel=dict(tensor=dict(size=4, mode="sequence"))), dict(sequence=dict(size=4, mode="ring")), {},
+        dict(parallel=dict(tensor=dict(size=4, mode="sequence"))),
+        dict(sequence=dict(size=4, mode="ring")),
+        {},
     ),
     "mode-none": (dict(parallel=dict(tensor=dict(size=4, mode=None))), dict(tensor=dict(size=4)), {}),
     "naive": (
@@ -95,12 +97,20 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         dict(precision=dict(name="fp16", initial_scale=2**8), clip_grad_norm=1.0, gradient_accumulation=4),
     ),
-    "torch": (dict(fp16=dict(mode=AMP_TYPE.TORCH, init_scale=2.0**9)), {}, dict(precision=dict(name="fp16", initial_scale=2.0**9))),
+    "torch": (
+        dict(fp16=dict(mode=AMP_TYPE.TORCH, init_scale=2.0**9)),
+        {},
+        dict(precision=dict(name="fp16", initial_scale=2.0**9)),
+    ),
     "off": (dict(fp16=dict(mode=AMP_TYPE.TORCH, enabled=False)), {}, dict(precision="fp32")),
     "no-clipping": (dict(clip_grad_norm=0.0), {}, {}),
     "opt": (
-        dict(zero=dict(model_config=dict(shard_strategy=TensorShardStrategy(), tensor_placement_policy="auto"),
-                       optimizer_config=dict(gpu_margin_mem_ratio=0.0, initial_scale=2**14))),
+        dict(
+            zero=dict(
+                model_config=dict(shard_strategy=TensorShardStrategy(), tensor_placement_policy="auto"),
+                optimizer_config=dict(gpu_margin_mem_ratio=0.0, initial_scale=2**14),
+            )
+        ),
         dict(zero=dict(stage=3, placement="auto")),
         dict(precision=dict(name="fp16", initial_scale=2**14)),
     ),
@@ -114,7 +124,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         dict(data=2, zero=dict(stage=2, placement="cpu")),
         dict(precision="bf16", seed=7, recompute="blocks"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -126,12 +136,16 @@ def test_what_a_config_means(name: str) -> None:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "misspelt": (dict(gradient_acumulation=2), "there is no 'gradient_acumulation'. Did you mean 'gradient_accumulation'?"),
+    "misspelt": (
+        dict(gradient_acumulation=2),
+        "there is no 'gradient_acumulation'. Did you mean 'gradient_accumulation'?",
+    ),
     "own-lower-case": (dict(learning_rate=0.1), "Names of your own are in capitals, LEARNING_RATE"),
     "parallel": (dict(parallel=4), "parallel=4: a dict"),
     "moe": (dict(parallel=dict(moe=dict(size=2))), "there is no expert parallelism"),
     "two-sequences": (
-        dict(parallel=dict(tensor=dict(mode="sequence", size=2), sequence=dict(mode="ring", size=2))), "leave one of them out",
+        dict(parallel=dict(tensor=dict(mode="sequence", size=2), sequence=dict(mode="ring", size=2))),
+        "leave one of them out",
     ),
     "zero": (dict(zero=3), "zero=3: a dict"),
     "two-zeros": (dict(parallel=dict(zero=dict(stage=1)), zero=dict(stage=2)), "zero stands in parallel and beside it"),
@@ -139,7 +153,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "model-config": (dict(zero=dict(model_config=dict(shard_stratgy=1))), "Did you mean 'shard_strategy'?"),
     "fp16": (dict(fp16=True), "fp16=True: a dict"),
     "static-scale": (dict(fp16=dict(mode=AMP_TYPE.APEX, loss_scale=128.0)), "the scale moves: write initial_scale=..."),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -263,7 +277,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "trained-criterion": (lambda: initialize(nn.Linear(1, 1), None, nn.Linear(1, 1)), "has trained parameters"),
     "hooks": (lambda: start(ophooks=[print]), "register hooks of torch"),
     "loader": (lambda: start(train_dataloader=3), "train loader 3: give a DataLoader"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -327,18 +341,14 @@ def test_loaders_are_dealt_over_the_data_axis() -> None:
     assert shuffled != [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     _, mine = served(DataLoader(data, batch_size=4, shuffle=True))
     assert all(set(part) <= set(whole) for part, whole in zip(mine, shuffled, strict=True))  # shuffled alike
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, num_replicas=2, rank=engine.mesh.rank, shuffle=False
-    )
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=engine.mesh.rank, shuffle=False)
     assert served(DataLoader(data, batch_size=2, sampler=sampler))[1][0] == [
         engine.mesh.rank,
         engine.mesh.rank + 2,
     ]
     with pytest.raises(SpecError, match=r"deals rows to 2 ranks.*there are 1 data coordinates"):
         served(DataLoader(data, batch_size=2, sampler=sampler), tensor=2)
-    weighted = torch.utils.data.WeightedRandomSampler(
-        [1.0] * 12, 12, generator=torch.Generator().manual_seed(0)
-    )
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator().manual_seed(0))
     assert [len(batch) for batch in served(DataLoader(data, batch_size=4, sampler=weighted))[1]] == [2, 2, 2]
     pairs = [(numbers[:4], torch.arange(4)), (numbers[4:8], torch.arange(4, 8))]
     assert served(pairs)[1] == [[first, first + 1], [4 + first, 5 + first]]
@@ -347,9 +357,7 @@ def test_loaders_are_dealt_over_the_data_axis() -> None:
         match="the last batch of the train loader has 1 row for 2 data coordinates: write drop_last=True",
     ):
         served(DataLoader(TensorDataset(numbers[:9], torch.arange(9)), batch_size=4))
-    with pytest.raises(
-        SpecError, match="a batch of the train loader has 1 row for 2 data coordinates: use a larger"
-    ):
+    with pytest.raises(SpecError, match="a batch of the train loader has 1 row for 2 data coordinates: use a larger"):
         served(DataLoader(data, batch_size=1))
     launch_from_torch(dict(BATCH_SIZE=3))
     own = get_dataloader(data, batch_size=gpc.config.BATCH_SIZE)
@@ -362,9 +370,7 @@ def test_loaders_are_dealt_over_the_data_axis() -> None:
 def test_gpc_answers_as_there() -> None:
     """Ranks of the groups of 2.5D and 3D are those of Colossal-AI: row, column and depth have strides 1, q and q²."""
     with fake_world(16, rank=5):
-        read = launch_from_torch(
-            dict(parallel=dict(pipeline=2, tensor=dict(mode="2.5d", size=4, depth=1)), EPOCHS=3)
-        )
+        read = launch_from_torch(dict(parallel=dict(pipeline=2, tensor=dict(mode="2.5d", size=4, depth=1)), EPOCHS=3))
         assert gpc.config is read
         assert gpc.config.EPOCHS == 3
         assert (
@@ -439,8 +445,15 @@ def test_every_name_of_theirs_has_a_row_in_the_page() -> None:
 
 DS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero-3-offload": (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-         "bf16": {"enabled": True}, "gradient_clipping": 1.0},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+        },
         dict(parallel=dict(zero=dict(stage=3, placement="cpu")), precision="bf16", clip_grad_norm=1.0),
     ),
     "ratio": (
@@ -452,17 +465,26 @@ DS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         dict(parallel=dict(zero=dict(stage=3, placement="auto", offload_path="/scratch"))),
     ),
     "fp16": (
-        {"fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "loss_scale": 0},
-         "zero_optimization": {"stage": 0}},
+        {
+            "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500, "loss_scale": 0},
+            "zero_optimization": {"stage": 0},
+        },
         dict(parallel={}, precision=dict(name="fp16", initial_scale=4096.0, growth_interval=500)),
     ),
     "optimizer": (
-        {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": "auto"}},
-         "gradient_accumulation_steps": 4, "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2},
-        dict(parallel=dict(tensor=2, sequence=dict(mode="ulysses", size=2)),
-             optimizer=dict(name="adamw", lr=1e-3, betas=(0.9, 0.95)), gradient_accumulation=4),
+        {
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": "auto"}},
+            "gradient_accumulation_steps": 4,
+            "tensor_parallel": {"autotp_size": 2},
+            "sequence_parallel_size": 2,
+        },
+        dict(
+            parallel=dict(tensor=2, sequence=dict(mode="ulysses", size=2)),
+            optimizer=dict(name="adamw", lr=1e-3, betas=(0.9, 0.95)),
+            gradient_accumulation=4,
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DS)

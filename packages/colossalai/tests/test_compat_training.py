@@ -101,9 +101,14 @@ def script(config: dict[str, Any], make: Callable[[nn.Module], Any], accumulatio
     rules = {"last": "head"}  # neither its name nor its shape tells
     settings = dict(precision="fp64", clip_grad_norm=CLIP, gradient_accumulation=accumulation, rules=rules)
     engine, train, test, schedule = initialize(
-        model, optimizer, nn.CrossEntropyLoss(), DataLoader(dataset(), batch_size=ROWS), None, schedule,
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        DataLoader(dataset(), batch_size=ROWS),
+        None,
+        schedule,
         config={**config, **settings},
-    )  # fmt: skip
+    )
     assert test is None
     data = engine.mesh.group("data")
     engine.train()
@@ -134,9 +139,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero": (2, dict(zero=dict(stage=2, placement="cpu"))),
     "model_config": (
         2,
-        dict(
-            zero=dict(model_config=dict(shard_strategy=TensorShardStrategy(), tensor_placement_policy="auto"))
-        ),
+        dict(zero=dict(model_config=dict(shard_strategy=TensorShardStrategy(), tensor_placement_policy="auto"))),
     ),
 }
 
@@ -159,13 +162,22 @@ def test_a_pipeline_through_execute_schedule() -> None:
     optimizer = adamw(model)
     schedule = warm_up(optimizer)
     config = dict(
-        parallel=dict(pipeline=dict(size=2)), NUM_MICRO_BATCHES=4, gradient_accumulation=2, clip_grad_norm=CLIP, precision="fp64",
+        parallel=dict(pipeline=dict(size=2)),
+        NUM_MICRO_BATCHES=4,
+        gradient_accumulation=2,
+        clip_grad_norm=CLIP,
+        precision="fp64",
         example=(torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)),
-    )  # fmt: skip
+    )
     engine, train, test, schedule = initialize(
-        model, optimizer, nn.CrossEntropyLoss(), DataLoader(dataset(), batch_size=ROWS), DataLoader(dataset(), batch_size=ROWS),
-        schedule, config=config,
-    )  # fmt: skip
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        DataLoader(dataset(), batch_size=ROWS),
+        DataLoader(dataset(), batch_size=ROWS),
+        schedule,
+        config=config,
+    )
     assert engine.uses_pipeline
     assert engine.spec.pipeline is not None
     assert engine.spec.pipeline.microbatches == 4
@@ -233,9 +245,14 @@ def test_train_step_steps_by_itself_and_checkpoints_keep_the_schedule(tmp_path: 
         model = net()
         optimizer = adamw(model)
         engine, train, _, schedule = initialize(
-            model, optimizer, nn.CrossEntropyLoss(), DataLoader(dataset(), batch_size=ROWS, shuffle=True), None,
-            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), config=dict(precision="fp64", gradient_accumulation=2),
-        )  # fmt: skip
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            DataLoader(dataset(), batch_size=ROWS, shuffle=True),
+            None,
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+            config=dict(precision="fp64", gradient_accumulation=2),
+        )
         return engine, train, schedule
 
     engine, train, schedule = start()

@@ -74,10 +74,7 @@ class ByHand(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
-        q, k, v = (
-            f(x).view(b, s, self.num_heads, -1).transpose(1, 2)
-            for f in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (f(x).view(b, s, self.num_heads, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
         y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         z: Tensor = self.behind(self.o_proj(y.transpose(1, 2).reshape(b, s, HIDDEN)))
         return x + F.dropout(z, self.dropout, self.training)

@@ -262,9 +262,7 @@ class Named(Model):
 
 
 def nested() -> Model:
-    return Model(
-        nn.Sequential(*[nn.Sequential(nn.Sequential(Block()), nn.Linear(WIDTH, WIDTH)) for _ in range(4)])
-    )
+    return Model(nn.Sequential(*[nn.Sequential(nn.Sequential(Block()), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]))
 
 
 class Stems(Model):
@@ -542,9 +540,7 @@ def check(name: str, parallel: dict[str, Any], *, microbatches: int = 1, **setti
     model = copy.deepcopy(whole)
     seen = []
     optimizer = dict(name="sgd", lr=RATE)
-    with Engine(
-        model, parallel, optimizer=optimizer, precision="fp64", loss_fn=loss_of, **settings
-    ) as engine:
+    with Engine(model, parallel, optimizer=optimizer, precision="fp64", loss_fn=loss_of, **settings) as engine:
         for step in range(2):
             seen.append(engine.train_step(engine.shard_batch(batch_of(step))))
             assert engine.last is not None and engine.last.grad_norm is not None

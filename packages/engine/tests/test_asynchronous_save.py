@@ -155,9 +155,7 @@ WITHIN = {"fp64": 1e-8, "fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.slow)
-        if case in ("eight ranks", "tensor modes", "regimes")
-        else case
+        pytest.param(case, marks=pytest.mark.slow) if case in ("eight ranks", "tensor modes", "regimes") else case
         for case in LEGS
     ],
 )
@@ -253,9 +251,13 @@ def held_up(path: str) -> dict[str, Any]:
         engine.train_step(engine.shard_batch(batches()[2]))
         engine.close()  # behind the second
         return dict(
-            going_on=going_on, in_order=in_order, done=second.done, bytes=second.bytes,
-            held=first.blocked_seconds, seconds=first.seconds,
-        )  # fmt: skip
+            going_on=going_on,
+            in_order=in_order,
+            done=second.done,
+            bytes=second.bytes,
+            held=first.blocked_seconds,
+            seconds=first.seconds,
+        )
     finally:
         TensorWriter.close = original  # type: ignore[method-assign]
 
@@ -362,13 +364,9 @@ def test_what_cannot_begin_is_said_at_once(tmp_path: Path, monkeypatch: pytest.M
 
     with monkeypatch.context() as patched:  # root may write anywhere, so that chmod would not do
         patched.setattr(Path, "mkdir", refuse)
-        with pytest.raises(
-            CheckpointError, match=r"Permission denied: '.*ckpt.writing': let this user write"
-        ):
+        with pytest.raises(CheckpointError, match=r"Permission denied: '.*ckpt.writing': let this user write"):
             engine.save(tmp_path / "ckpt", asynchronous=True)
-        with pytest.raises(
-            CheckpointError, match=r"Permission denied: '.*ckpt.writing': let this user write"
-        ):
+        with pytest.raises(CheckpointError, match=r"Permission denied: '.*ckpt.writing': let this user write"):
             engine.save(tmp_path / "ckpt")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
@@ -416,7 +414,7 @@ def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "is damaged: .* has the checksum .* an earlier checkpoint"),
         (whole[:-8], rf"{shard.name} is cut off or changed: it had {len(whole)} bytes and has {len(whole) - 8}"),
         (None, rf"{shard.name}: No such file or directory. Copy the checkpoint again"),
-    ]:  # fmt: skip
+    ]:
         shard.unlink()
         if damaged is not None:
             shard.write_bytes(damaged)

@@ -87,9 +87,7 @@ def relay(model: str, legs: list[tuple[int, dict[str, Any]]], folder: Path, **se
             found = run_on_ranks(size, train, *arguments, **settings)
             assert all(part == found[0] for part in found)
             losses += found[0]
-        assert sorted(p.name for p in (folder / "runs").iterdir()) == [
-            "ckpt"
-        ]  # nothing half-written, nothing old
+        assert sorted(p.name for p in (folder / "runs").iterdir()) == ["ckpt"]  # nothing half-written, nothing old
     return losses
 
 
@@ -124,9 +122,9 @@ def test_fp16_goes_on_with_its_masters_and_its_loss_scale(tmp_path: Path) -> Non
     assert found == pytest.approx(unbroken, rel=2e-3)
     state = json.loads((tmp_path / "runs" / "ckpt" / "state.json").read_text())
     assert state["scaler"]["scale"] == 2.0**8
-    assert {
-        tensor.dtype for tensor in TensorFile(tmp_path / "runs" / "ckpt" / "model.safetensors").values()
-    } == {torch.float32}
+    assert {tensor.dtype for tensor in TensorFile(tmp_path / "runs" / "ckpt" / "model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 def test_safetensors_reads_what_is_written_and_the_other_way_round(tmp_path: Path) -> None:
@@ -155,9 +153,7 @@ def test_safetensors_reads_what_is_written_and_the_other_way_round(tmp_path: Pat
             assert found[name].shape == tensor.shape
             assert torch.equal(found[name], tensor)
     TensorFile(tmp_path / "ours")["a.weight"].zero_()
-    assert torch.equal(
-        TensorFile(tmp_path / "ours")["a.weight"], tensors["a.weight"]
-    )  # the file is not written to
+    assert torch.equal(TensorFile(tmp_path / "ours")["a.weight"], tensors["a.weight"])  # the file is not written to
 
 
 def test_tensors_that_are_added_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,9 +441,7 @@ def test_data_goes_on_where_the_checkpoint_stopped(tmp_path: Path) -> None:
 
 def served(loader: ShardedLoader, count: int) -> list[int]:
     """The rows of so many batches, or of what is left of the epoch."""
-    return [
-        int(row) for _, batch in zip(range(count), loader, strict=False) for row in batch["input_ids"][:, 0]
-    ]
+    return [int(row) for _, batch in zip(range(count), loader, strict=False) for row in batch["input_ids"][:, 0]]
 
 
 def test_a_position_means_the_same_rows_in_batches_of_another_size() -> None:
@@ -479,9 +473,7 @@ def test_a_position_means_the_same_rows_in_batches_of_another_size() -> None:
 # -- several files ----------------------------------------------------------------------------------------------------
 
 
-def save_in_pieces(
-    parallel: dict[str, Any], path: str, fail_on: int
-) -> tuple[str, dict[str, Tensor], list[str], int]:
+def save_in_pieces(parallel: dict[str, Any], path: str, fail_on: int) -> tuple[str, dict[str, Tensor], list[str], int]:
     """Save with files of any size being worth it; on one rank the disk may be full. What was said, and what was saved."""
     file_set.LEAST_BYTES = 1
     rank = torch.distributed.get_rank()

@@ -62,8 +62,13 @@ def test_old_ones_go_and_what_is_under_way_stays(tmp_path: Path) -> None:
     with hold_lock(tmp_path / ".step-00000025.lock", doing="saving into it"):
         assert prune(tmp_path, 2) == [tmp_path / "step-00000010", tmp_path / "step-00000020"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".step-00000025.writing", ".step-00000060.writing", "mine", "step-00000030", "step-00000040", "step-00000050",
-    ]  # fmt: skip
+        ".step-00000025.writing",
+        ".step-00000060.writing",
+        "mine",
+        "step-00000030",
+        "step-00000040",
+        "step-00000050",
+    ]
     assert prune(tmp_path, 2) == []
     assert prune(tmp_path / "nowhere", 1) == []
     for keep in (0, -1, True, 1.5):
@@ -80,8 +85,9 @@ def test_one_that_stays_and_is_aside_stays(tmp_path: Path) -> None:
     assert all_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in (30, 20, 10)]
     assert prune(tmp_path, 2) == [tmp_path / "step-00000010"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".step-00000020.old", "step-00000030",
-    ]  # fmt: skip
+        ".step-00000020.old",
+        "step-00000030",
+    ]
     checkpoint(tmp_path, 40)
     prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]

@@ -34,9 +34,7 @@ def gpt() -> GPT:
 
 
 def llama() -> nn.Module:
-    return build(
-        "llama-tiny", hidden=32, layers=4, heads=4, kv_heads=2, ffn=64, vocab_size=WORDS, max_positions=LENGTH
-    )
+    return build("llama-tiny", hidden=32, layers=4, heads=4, kv_heads=2, ffn=64, vocab_size=WORDS, max_positions=LENGTH)
 
 
 class Block(nn.Module):
@@ -51,8 +49,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in self.c_attn(self.ln_1(x)).chunk(3, -1)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.c_attn(self.ln_1(x)).chunk(3, -1)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.c_proj(y)
@@ -174,9 +171,16 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 APART = [("gpt", "ulysses")]
 """Its dropout cuts the graph where heads are exchanged: right, and in more graphs."""
 PAIRS = [
-    ("plain", "alone"), ("gpt", "alone, recomputed"), ("plain", "data"), ("llama", "zero 1"), ("plain", "zero 3"),
-    ("gpt", "zero 3, host, recomputed"), ("llama", "tensor"), ("gpt", "1f1b"), ("llama", "ring"),
-]  # fmt: skip
+    ("plain", "alone"),
+    ("gpt", "alone, recomputed"),
+    ("plain", "data"),
+    ("llama", "zero 1"),
+    ("plain", "zero 3"),
+    ("gpt", "zero 3, host, recomputed"),
+    ("llama", "tensor"),
+    ("gpt", "1f1b"),
+    ("llama", "ring"),
+]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +204,7 @@ def test_compiled_blocks_train_as_eager_ones(model: str, spec: str) -> None:
 def test_what_is_compiled_and_given_back() -> None:
     model = Plain()
     own = model.h[0].forward
-    engine = Engine(
-        model, optimizer=dict(name="adamw", lr=1e-2), compile=dict(backend="eager", dynamic=False)
-    )
+    engine = Engine(model, optimizer=dict(name="adamw", lr=1e-2), compile=dict(backend="eager", dynamic=False))
     assert str(engine.compiled_blocks) == "compiled: 4 blocks Block, backend eager, dynamic False"
     assert not any("_orig_mod" in name for name in model.state_dict())
     engine.close()
@@ -227,9 +229,7 @@ def test_a_model_without_blocks_is_compiled_as_a_whole() -> None:
 
 def continued(folder: str, compile: object, load: bool) -> list[float]:
     """Losses of steps after a checkpoint, written or read here."""
-    with Engine(
-        gpt, dict(data=2, zero=ZERO3), optimizer=dict(name="adamw", lr=1e-2), compile=compile
-    ) as engine:
+    with Engine(gpt, dict(data=2, zero=ZERO3), optimizer=dict(name="adamw", lr=1e-2), compile=compile) as engine:
         if load:
             engine.load(folder)
         else:
@@ -248,9 +248,7 @@ def test_checkpoints_do_not_know(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # compiles C++
-@pytest.mark.skipif(
-    shutil.which("g++") is None, reason="Inductor compiles C++ on a CPU, and there is no g++ here"
-)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ on a CPU, and there is no g++ here")
 def test_inductor() -> None:
     wanted, weights, _ = train("plain", dict(zero=ZERO3), False, {})
     found, ours, _ = train("plain", dict(zero=ZERO3), True, {})

@@ -206,9 +206,7 @@ class Counting(nn.Module):
 def test_a_forward_may_change_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lanes: list[LateLane] = []
     monkeypatch.setattr(saving, "copy_queue", late(lanes, []))
-    engine = Engine(
-        Counting(), optimizer=dict(name="sgd", lr=1e-2), loss_fn=lambda output, batch: output.mean()
-    )
+    engine = Engine(Counting(), optimizer=dict(name="sgd", lr=1e-2), loss_fn=lambda output, batch: output.mean())
     for _ in range(3):
         engine.train_step(torch.ones(2, 2))
     save = engine.save(tmp_path / "beside", asynchronous=True)
@@ -360,9 +358,14 @@ def test_a_bus_is_never_filled(monkeypatch: pytest.MonkeyPatch) -> None:
             return lambda: waits.append(number)
 
     sources = [
-        torch.arange(100.0), torch.arange(3.0), torch.arange(4.0), torch.tensor(5.0), torch.zeros(0, 4),
-        torch.arange(60.0).view(6, 10).t(), torch.arange(128).to(torch.uint8),
-    ]  # fmt: skip
+        torch.arange(100.0),
+        torch.arange(3.0),
+        torch.arange(4.0),
+        torch.tensor(5.0),
+        torch.zeros(0, 4),
+        torch.arange(60.0).view(6, 10).t(),
+        torch.arange(128).to(torch.uint8),
+    ]
     pairs = [(torch.full_like(of, 99).contiguous(), of) for of in sources]
     BackgroundCopies(Bus()).run(pairs)
     assert all(torch.equal(to, of) for to, of in pairs)

@@ -58,9 +58,7 @@ def run(
     Returns:
         The step that the run began at, and the losses from there on.
     """
-    engine = Engine(
-        gpt, parallel, optimizer=dict(name="adamw", lr=1e-2), clip_grad_norm=0.5, lr_scheduler=halving
-    )
+    engine = Engine(gpt, parallel, optimizer=dict(name="adamw", lr=1e-2), clip_grad_norm=0.5, lr_scheduler=halving)
     me = torch.distributed.get_rank()
     file_set.LEAST_BYTES = 1  # let all ranks write, however little there is
     if Path(path).exists():
@@ -115,9 +113,7 @@ def in_backward(engine: Engine) -> None:
 
 
 def in_optimizer(engine: Engine) -> None:
-    at_call(
-        1, engine.states, "step", after=True
-    )  # weights have changed, the scheduler and the counters have not
+    at_call(1, engine.states, "step", after=True)  # weights have changed, the scheduler and the counters have not
 
 
 STEP_DEATHS: dict[str, Callable[[Engine], None]] = {

@@ -29,9 +29,13 @@ def train(
     """Losses and weights of two steps, each as large as its gradient."""
     torch.manual_seed(0)
     engine = Engine(
-        MODELS[name]().double(), parallel, optimizer=dict(name="sgd", lr=1.0), precision="fp64", seed=3,
+        MODELS[name]().double(),
+        parallel,
+        optimizer=dict(name="sgd", lr=1.0),
+        precision="fp64",
+        seed=3,
         loss_fn=lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch[1].flatten()),
-    )  # fmt: skip
+    )
     generator, losses = torch.Generator().manual_seed(1), []
     for shape in shapes:
         ids, targets = (torch.randint(0, WORDS, shape, generator=generator) for _ in range(2))
@@ -129,9 +133,7 @@ def test_in_a_loop_of_ones_own_too() -> None:
 def refused(name: str, parallel: dict[str, Any]) -> None:
     with pytest.raises(LayoutError) as raised:
         train(name, parallel)
-    assert "others than one process" in str(raised.value) or "other elements than one process" in str(
-        raised.value
-    )
+    assert "others than one process" in str(raised.value) or "other elements than one process" in str(raised.value)
     assert "set its probability to 0" in str(raised.value)
 
 

@@ -52,9 +52,7 @@ def global_batches(rows: int, count: int, length: int = 8) -> list[dict[str, Ten
 
 @functools.cache
 def initial_weights(model: str) -> dict[str, Tensor]:
-    return Engine(
-        MODELS[model], dict(data=1) if _alone() else _spec_of_everyone(), precision="fp64"
-    ).full_state_dict()
+    return Engine(MODELS[model], dict(data=1) if _alone() else _spec_of_everyone(), precision="fp64").full_state_dict()
 
 
 def _alone() -> bool:
@@ -104,9 +102,7 @@ def compare(
         clip_grad_norm=clip,
     ) as engine:
         for number, batch in enumerate(global_batches(rows, steps * accumulation)):
-            assert engine.train_step(engine.shard_batch(batch)) == pytest.approx(losses[number], rel=1e-10), (
-                parallel
-            )
+            assert engine.train_step(engine.shard_batch(batch)) == pytest.approx(losses[number], rel=1e-10), parallel
             assert engine.last is not None
             assert engine.last.tokens == int((batch["labels"][:, 1:] != -100).sum())
             assert engine.last.stepped == (number % accumulation == accumulation - 1)
@@ -198,9 +194,7 @@ def mean_square(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_layers_that_some_or_all_ranks_leave_out_take_part_as_in_a_single_process() -> None:
     torch.manual_seed(torch.distributed.get_rank())  # ranks disagree: rank 0's weights are used
     model = TwoPaths().double()
-    engine = Engine(
-        model, dict(data=2), optimizer=dict(name="adamw", lr=0.1), precision="fp64", loss_fn=mean_square
-    )
+    engine = Engine(model, dict(data=2), optimizer=dict(name="adamw", lr=0.1), precision="fp64", loss_fn=mean_square)
     torch.manual_seed(0)
     plain = TwoPaths().double()
     x, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
@@ -251,9 +245,12 @@ def test_pairs_weigh_by_their_rows_and_classes() -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     precision = dict(name="fp16", initial_scale=2.0**10, growth_interval=2, growth_factor=4.0)
     engine = Engine(
-        functools.partial(_tiny_linear, 1), dict(data=2), optimizer=dict(name="sgd", lr=0.1), precision=precision,
+        functools.partial(_tiny_linear, 1),
+        dict(data=2),
+        optimizer=dict(name="sgd", lr=0.1),
+        precision=precision,
         loss_fn=mean_square,
-    )  # fmt: skip
+    )
     rank = torch.distributed.get_rank()
     good = (torch.ones(2, 4), torch.zeros(2, 1))
     bad = (torch.full((2, 4), 3e4 if rank == 1 else 1.0), torch.zeros(2, 1))
@@ -323,16 +320,18 @@ def test_the_loss_scale_shrinks_grows_and_has_a_floor() -> None:
 @ranks(2)
 def test_bf16_keeps_float32_masters_that_learn_from_small_updates() -> None:
     engine = Engine(
-        functools.partial(_tiny_linear, 2), dict(data=2), optimizer=dict(name="sgd", lr=1e-4), precision="bf16",
-        loss_fn=mean_square, gradient_accumulation=2,
-    )  # fmt: skip
+        functools.partial(_tiny_linear, 2),
+        dict(data=2),
+        optimizer=dict(name="sgd", lr=1e-4),
+        precision="bf16",
+        loss_fn=mean_square,
+        gradient_accumulation=2,
+    )
     batch = (torch.ones(2, 4), torch.ones(2, 2))
     for _ in range(8):
         engine.train_step(batch)
     # Each step moves a weight by lr · 2 (2 - 1) / 2 = 1e-4, which bfloat16 cannot see beside 0.5.
-    torch.testing.assert_close(
-        engine.full_state_dict()["weight"], torch.full((2, 4), 0.5 - 4e-4), rtol=0, atol=2e-6
-    )
+    torch.testing.assert_close(engine.full_state_dict()["weight"], torch.full((2, 4), 0.5 - 4e-4), rtol=0, atol=2e-6)
     assert torch.equal(engine.model.weight.float(), torch.full((2, 4), 0.5))  # type: ignore[union-attr, operator]
 
 
@@ -356,8 +355,7 @@ def test_bf16_and_fp16_train_under_tensor_parallelism_and_replicas_stay_equal(re
             same = [
                 r
                 for r in range(4)
-                if placement.placement.segments(engine.mesh, 0, r)
-                == placement.placement.segments(engine.mesh, 0)
+                if placement.placement.segments(engine.mesh, 0, r) == placement.placement.segments(engine.mesh, 0)
             ]
             assert all(torch.equal(everywhere[r], norm) for r in same)
             engine.close()
@@ -365,9 +363,7 @@ def test_bf16_and_fp16_train_under_tensor_parallelism_and_replicas_stay_equal(re
 
 def _losses(model: Callable[[], nn.Module], parallel: dict[str, Any], rows: int) -> list[float]:
     with Engine(model, parallel, optimizer=ADAMW, precision="fp64", seed=7) as engine:
-        batches = global_batches(
-            rows, 2
-        )  # so that a step's numbers are seen not to be those of the one before
+        batches = global_batches(rows, 2)  # so that a step's numbers are seen not to be those of the one before
         if rows == 8:
             once, again = (engine.eval_step(engine.shard_batch(batches[0])) for _ in range(2))
             assert once == again
@@ -430,9 +426,15 @@ def _dropping_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4,
-        embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        embd_pdrop=0.1,
+        resid_pdrop=0.1,
+        attn_pdrop=0.1,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -456,9 +458,12 @@ def test_torch_dropout_is_repeatable_where_a_model_cannot_be_sharded() -> None:
 @ranks(2)
 def test_the_scheduler_steps_with_the_optimizer() -> None:
     engine = Engine(
-        gpt, dict(data=2), optimizer=dict(name="sgd", lr=1.0), gradient_accumulation=2,
+        gpt,
+        dict(data=2),
+        optimizer=dict(name="sgd", lr=1.0),
+        gradient_accumulation=2,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
-    )  # fmt: skip
+    )
     seen = []
     for batch in global_batches(4, 6):
         engine.train_step(engine.shard_batch(batch))
@@ -499,9 +504,7 @@ def test_buckets_are_reduced_while_backward_runs_and_only_at_the_last_micro_step
 def test_no_decay_spares_norms_and_biases() -> None:
     engine = Engine(gpt, optimizer=dict(name="adamw", lr=0.1, weight_decay=0.5, no_decay="norms_and_biases"))
     assert engine.optimizer is not None
-    decays = {
-        group["weight_decay"]: {p.dim() for p in group["params"]} for group in engine.optimizer.param_groups
-    }
+    decays = {group["weight_decay"]: {p.dim() for p in group["params"]} for group in engine.optimizer.param_groups}
     assert decays == {0.5: {2}, 0.0: {1}}
 
 

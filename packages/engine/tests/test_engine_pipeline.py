@@ -226,9 +226,7 @@ def test_gradients_are_summed_over_the_data_axis_alone_and_every_rank_has_its_st
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def leg(
-    parallel: dict[str, Any], load: str, save: str, given: list[dict[str, Tensor]], **settings: Any
-) -> Any:
+def leg(parallel: dict[str, Any], load: str, save: str, given: list[dict[str, Tensor]], **settings: Any) -> Any:
     with engine_of(parallel, "dropping", **settings) as engine:
         before = None
         if load:
@@ -287,9 +285,7 @@ def test_what_is_refused() -> None:
                 refused()
         assert engine.train_step(engine.shard_batch(ids)) > 0
     with pytest.raises(SpecError, match=r"pipeline=.*blocks"):
-        engine_of(
-            dict(pipeline=dict(size=2, schedule="interleaved", chunks=4))
-        )  # eight stages of four blocks
+        engine_of(dict(pipeline=dict(size=2, schedule="interleaved", chunks=4)))  # eight stages of four blocks
     with pytest.raises(SpecError, match="other parameter groups"):
         engine_of(dict(pipeline=2), "long", optimizer=grouped)
     with pytest.raises(SpecError, match=r"recompute='auto'.*placement"):
@@ -307,9 +303,7 @@ def grouped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @ranks(2)
 def test_a_step_that_fails_leaves_nothing_behind() -> None:
     given = batches(3)
-    shorter = {
-        name: value[:, :-2] for name, value in given[1].items()
-    }  # of a shape that all ranks look at first
+    shorter = {name: value[:, :-2] for name, value in given[1].items()}  # of a shape that all ranks look at first
 
     def fail(*_: object) -> None:
         raise RuntimeError("in the model")
@@ -333,9 +327,7 @@ def hugging_face(parallel: dict[str, Any], given: list[dict[str, Tensor]]) -> An
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=37, n_embd=16, n_layer=4, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
+    sizes = dict(vocab_size=37, n_embd=16, n_layer=4, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0)
     without = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     model = GPT2LMHeadModel(GPT2Config(**sizes, **without))  # type: ignore[arg-type]
     with Engine(model, parallel, optimizer=ADAMW, precision="fp64", clip_grad_norm=0.3) as engine:

@@ -129,9 +129,7 @@ def test_what_is_recorded_is_one_sum_of_every_gradient() -> None:
                 meta = metadata(parameter)
                 assert meta is not None and meta.sum_axes == outer
                 assert meta.only_at == {"pipe": (0, 1) if meta.tie else (engine.mesh.index("pipe"),)}
-            sums = [
-                e for e in log.entries if e.kind == "all_reduce" and e.block_bytes > 1000 and "seq" in e.axes
-            ]
+            sums = [e for e in log.entries if e.kind == "all_reduce" and e.block_bytes > 1000 and "seq" in e.axes]
             assert {entry.axes for entry in sums} == {tuple(a for a in outer if engine.mesh.size(a) > 1)}
             elements = (
                 sum(entry.block_bytes for entry in sums) / 8
@@ -234,9 +232,7 @@ def hugging_face(parallel: dict[str, Any], given: list[dict[str, Tensor]]) -> An
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=37, hidden_size=16, num_hidden_layers=4, intermediate_size=24, num_attention_heads=4
-    )
+    sizes = dict(vocab_size=37, hidden_size=16, num_hidden_layers=4, intermediate_size=24, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=16))  # type: ignore[arg-type]
     with Engine(model, parallel, optimizer=ADAMW, precision="fp64", clip_grad_norm=0.3) as engine:
         losses = [engine.train_step(engine.shard_batch(batch)) for batch in given]

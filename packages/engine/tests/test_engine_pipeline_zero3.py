@@ -57,9 +57,9 @@ class Rooted(nn.Module):
         x = torch.tanh(self.embed(input_ids) @ self.wide) @ self.narrow
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(
-            self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-        ) / ((labels[:, 1:] != -100).sum().clamp(min=1))
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / (
+            (labels[:, 1:] != -100).sum().clamp(min=1)
+        )
 
 
 def frozen() -> nn.Module:

@@ -38,9 +38,15 @@ def test_anything_may_be_printed_somewhere_else() -> None:
 
 @pytest.mark.parametrize(
     ("written", "name"),
-    [("float16", "fp16"), (torch.bfloat16, "bf16"), ("Half", "fp16"), ("16-mixed", "fp16"),
-     (dict(name="double"), "fp64"), (16, "fp16")],
-)  # fmt: skip
+    [
+        ("float16", "fp16"),
+        (torch.bfloat16, "bf16"),
+        ("Half", "fp16"),
+        ("16-mixed", "fp16"),
+        (dict(name="double"), "fp64"),
+        (16, "fp16"),
+    ],
+)
 def test_another_name_of_a_precision_is_told_ours(written: Any, name: str) -> None:
     with pytest.raises(SpecError, match=f"it is called '{name}' here"):
         Engine(nn.Linear(2, 2), precision=written)
@@ -60,9 +66,7 @@ def test_ids_that_are_too_large_are_told_beside_the_tables() -> None:
 
 @ranks(2)
 def test_a_closed_engine_says_so_on_every_rank() -> None:
-    engine = Engine(
-        nn.Linear(2, 2), dict(data=2), optimizer="sgd", loss_fn=lambda output, batch: output.mean()
-    )
+    engine = Engine(nn.Linear(2, 2), dict(data=2), optimizer="sgd", loss_fn=lambda output, batch: output.mean())
     engine.close()
     with pytest.raises(TrainingError, match="this engine is closed, and trains no more"):
         engine.train_step((torch.ones(2, 2), torch.ones(2)))

@@ -119,6 +119,4 @@ def test_where_one_rank_is_refused_the_others_hear_why() -> None:
     finally:
         close_pools()  # its connections are broken now
     assert refused == "KeyError: 'absent'" and seconds < 60.0
-    assert waited.startswith("CollectiveError: rank 1 failed, so the others end: KeyError: 'absent'\n"), (
-        waited
-    )
+    assert waited.startswith("CollectiveError: rank 1 failed, so the others end: KeyError: 'absent'\n"), waited

@@ -428,9 +428,7 @@ def compare_clipping(kind: str, specs: list[dict[str, Any]]) -> None:
     def serial(model: Callable[[], nn.Module]) -> Net:
         def both(trained: list[Tensor]) -> None:
             norm_type = settings.get("clip_norm_type", 2.0)
-            norms.append(
-                float(nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None], norm_type))
-            )
+            norms.append(float(nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None], norm_type)))
             clip(trained)
 
         return Serial(model, 1, both)
@@ -446,9 +444,7 @@ def compare_clipping(kind: str, specs: list[dict[str, Any]]) -> None:
             last = net.engine.last
             assert last is not None and last.grad_norm == pytest.approx(norm, rel=1e-9), (kind, parallel)
         for name, value in next(loop).items():
-            torch.testing.assert_close(
-                value, weights[name], rtol=1e-9, atol=1e-9, msg=f"{kind} {parallel} {name}"
-            )
+            torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-9, msg=f"{kind} {parallel} {name}")
 
 
 @pytest.mark.parametrize(
@@ -476,9 +472,13 @@ def nan_somewhere() -> None:
     for zero in ({}, dict(zero=dict(stage=2))):
         for bad in (0, 1):
             engine = Engine(
-                nn.Linear(3, 1), dict(data=2, **zero), optimizer="sgd", precision="fp16", clip_grad_norm=1.0,
+                nn.Linear(3, 1),
+                dict(data=2, **zero),
+                optimizer="sgd",
+                precision="fp16",
+                clip_grad_norm=1.0,
                 clip_norm_type=math.inf,
-            )  # fmt: skip
+            )
             x = torch.full((2, 3), math.nan if rank == bad else 1.0)
             engine.backward(engine(x).square().mean())
             assert not engine.step() and engine.last is not None and engine.last.skipped
@@ -558,11 +558,7 @@ def test_no_sync_saves_communication() -> None:
                         engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
                 engine.step()
             sent.append(
-                sum(
-                    e.bytes
-                    for e in log.entries
-                    if e.kind in ("all_reduce", "reduce_scatter") and e.bytes > 64
-                )
+                sum(e.bytes for e in log.entries if e.kind in ("all_reduce", "reduce_scatter") and e.bytes > 64)
             )
         assert sent[1] == 4 * sent[0] > 0, (zero, sent, times)
         engine.close()
@@ -599,9 +595,7 @@ def test_the_halves_of_a_step_refuse_what_makes_no_sense() -> None:
 @ranks(2)
 def test_dropout_of_a_loop_is_that_of_train_step_and_another_in_each_forward() -> None:
     def drops() -> GPT:
-        return GPT(
-            GPTConfig(vocab_size=VOCABULARY, hidden=32, layers=1, heads=4, max_positions=16, dropout=0.5)
-        )
+        return GPT(GPTConfig(vocab_size=VOCABULARY, hidden=32, layers=1, heads=4, max_positions=16, dropout=0.5))
 
     ids = torch.arange(24).view(4, 6)
     found = []

@@ -142,9 +142,7 @@ def test_a_checkpoint_from_before_it_was_kept_is_read(tmp_path: Path) -> None:
     edit_state(tmp_path / "ckpt", without)
     other = engine_of(second := model_of("plain", "tensor"))
     other.train_step(rows())
-    with pytest.warns(
-        UserWarning, match=r"it has no '0._extra_state', '1._extra_state': that of the model stays"
-    ):
+    with pytest.warns(UserWarning, match=r"it has no '0._extra_state', '1._extra_state': that of the model stays"):
         other.load(tmp_path / "ckpt")
     assert seen(second) == [1, 1]
     state = {name: value for name, value in other.full_state_dict().items() if name != "0._extra_state"}
@@ -240,6 +238,9 @@ def test_a_checkpoint_of_an_earlier_version_loads(name: str, tmp_path: Path) -> 
     engine.save(tmp_path / "ckpt")  # over it
     Checkpoint(tmp_path / "ckpt").verify()
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == [
-        "model.safetensors", "optimizer.safetensors", "scheduler.pt", "state.json",
-    ]  # fmt: skip
+        "model.safetensors",
+        "optimizer.safetensors",
+        "scheduler.pt",
+        "state.json",
+    ]
     engine.close()

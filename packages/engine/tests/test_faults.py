@@ -33,9 +33,7 @@ def gpt() -> GPT:
     return GPT(GPTConfig(vocab_size=37, hidden=32, layers=2, heads=4, max_positions=16))
 
 
-def engine_of(
-    folder: str | None, world: int = 1, *, tensor: int = 1, stage: int = 3, **options: Any
-) -> Engine:
+def engine_of(folder: str | None, world: int = 1, *, tensor: int = 1, stage: int = 3, **options: Any) -> Engine:
     zero = {} if folder is None else dict(zero=dict(stage=stage, placement="cpu", offload_path=folder))
     parallel: dict[str, Any] = dict(data=world // tensor, **zero)
     if tensor > 1:
@@ -46,9 +44,7 @@ def engine_of(
 
 
 def batch(engine: Engine, number: int) -> Tensor:
-    ids: Tensor = engine.shard_batch(
-        torch.randint(37, (4, 8), generator=torch.Generator().manual_seed(number))
-    )
+    ids: Tensor = engine.shard_batch(torch.randint(37, (4, 8), generator=torch.Generator().manual_seed(number)))
     return ids
 
 

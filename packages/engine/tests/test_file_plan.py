@@ -56,9 +56,7 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("zero", [None, 1, 3], ids=["plain", "zero 1", "zero 3"])
-def test_later_saves_take_the_plan_of_the_first(
-    zero: int | None, tmp_path: Path, made: list[FilePlan]
-) -> None:
+def test_later_saves_take_the_plan_of_the_first(zero: int | None, tmp_path: Path, made: list[FilePlan]) -> None:
     parallel = {} if zero is None else dict(zero=dict(stage=zero, placement="cpu"))
     batch = torch.randint(37, (2, 6), generator=torch.Generator().manual_seed(0))
     with Engine(gpt, parallel, optimizer="adamw", precision="bf16") as engine:
@@ -87,9 +85,7 @@ def test_a_file_is_written_in_one_call_of_the_system(tmp_path: Path, monkeypatch
     assert tensors == [parameters, 3 * parameters]  # of the model; two moments and a step of each
 
 
-def test_sources_go_when_what_is_kept_of_them_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_go_when_what_is_kept_of_them_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, alive = BackgroundCopies.run, []
 
     def run(self: BackgroundCopies, pairs: Iterable[CopyPair]) -> None:
@@ -118,12 +114,8 @@ class Growing(nn.Module):
         return found
 
 
-@pytest.mark.parametrize(
-    "other", [torch.arange(5.0), torch.arange(2, dtype=torch.int64)], ids=["shape", "dtype"]
-)
-def test_tensors_that_became_others_are_planned_anew(
-    other: Tensor, tmp_path: Path, made: list[FilePlan]
-) -> None:
+@pytest.mark.parametrize("other", [torch.arange(5.0), torch.arange(2, dtype=torch.int64)], ids=["shape", "dtype"])
+def test_tensors_that_became_others_are_planned_anew(other: Tensor, tmp_path: Path, made: list[FilePlan]) -> None:
     model = Growing()
     with Engine(model, optimizer="sgd", loss_fn=lambda output, batch: output.mean()) as engine:
         engine.save(tmp_path / "before", asynchronous=True)

@@ -47,8 +47,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         q, k, v = (
-            p(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
+            p(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out_proj(y)
@@ -78,9 +77,7 @@ class OwnModel(nn.Module):
 
 
 def llama() -> nn.Module:
-    return build(
-        "llama-tiny", hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab_size=WORDS, max_positions=16
-    )
+    return build("llama-tiny", hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab_size=WORDS, max_positions=16)
 
 
 def gpt() -> nn.Module:
@@ -91,10 +88,16 @@ def hugging_face() -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="this test trains a model of transformers")
     return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
         transformers.LlamaConfig(
-            vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0,
+            vocab_size=WORDS,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=16,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 fused_losses: list[str] = []  # the heads that made one
@@ -111,9 +114,12 @@ def trained(
 ) -> tuple[list[float], dict[str, Tensor], str]:
     """Losses and gradient norms of three steps, the weights, and what was fused."""
     engine = Engine(
-        model, parallel, kernels=kernels, clip_grad_norm=0.5,
+        model,
+        parallel,
+        kernels=kernels,
+        clip_grad_norm=0.5,
         **{**dict(precision="fp64", optimizer=dict(name="sgd", lr=0.5, momentum=0.9)), **settings},
-    )  # fmt: skip
+    )
     if engine.fused_kernels is not None and engine.fused_kernels.logits is not None:
         for head in engine.fused_kernels.logits.heads:
             head.__class__ = Counted
@@ -128,19 +134,13 @@ def trained(
     return seen, weights, fused
 
 
-def check(
-    model: Callable[[], nn.Module], parallel: dict[str, Any], rules: tuple[str, ...], **settings: Any
-) -> None:
+def check(model: Callable[[], nn.Module], parallel: dict[str, Any], rules: tuple[str, ...], **settings: Any) -> None:
     want, got = trained(model, parallel, "off", **settings), trained(model, parallel, ALWAYS, **settings)
     assert want[2] == "None"
     lines = got[2].splitlines()
-    assert len(lines) == len(rules) and all(rule in line for rule, line in zip(rules, lines, strict=True)), (
-        got[2]
-    )
+    assert len(lines) == len(rules) and all(rule in line for rule, line in zip(rules, lines, strict=True)), got[2]
     # transformers' RMSNorm computes in float32 whatever it is given.
-    tolerance: dict[str, float] = (
-        dict(rtol=1e-4, atol=1e-5) if model is hugging_face else dict(rtol=1e-9, atol=1e-12)
-    )
+    tolerance: dict[str, float] = dict(rtol=1e-4, atol=1e-5) if model is hugging_face else dict(rtol=1e-9, atol=1e-12)
     for one, other in zip(got[0], want[0], strict=True):
         assert one == pytest.approx(other, rel=tolerance["rtol"])
     for name, value in want[1].items():
@@ -207,15 +207,11 @@ CASES = [
 def test_on_two_ranks(model: str, spec: str) -> None:
     make = MODELS[model][0]
     fused_losses.clear()
-    (want, weights, _), (got, others, fused) = (
-        trained(make, SPLIT[spec], kernels) for kernels in ("off", ALWAYS)
-    )
+    (want, weights, _), (got, others, fused) = (trained(make, SPLIT[spec], kernels) for kernels in ("off", ALWAYS))
     assert "linear + cross entropy" in fused or spec == "pipeline"
     # Under tensor parallelism a model with a loss of its own gets whole logits.
     # Else one a step and one an evaluation, save the first of each, whose operations are looked at where tokens or words are split.
-    assert len(fused_losses) in (
-        (0,) if spec == "pipeline" or (model, spec) == ("own", "tensor") else (2, 3, 4)
-    )
+    assert len(fused_losses) in ((0,) if spec == "pipeline" or (model, spec) == ("own", "tensor") else (2, 3, 4))
     tolerance = 1e-4 if model == "Hugging Face" else 1e-9
     assert got == pytest.approx(want, rel=tolerance)
     for name, value in weights.items():

@@ -29,9 +29,14 @@ def loss(output: Tensor, batch: Any) -> Tensor:
 
 def engine_of(spec: str, optimizer: str = "sgd", seed: int = 0) -> Engine:
     return Engine(
-        lambda: nn.Sequential(nn.Linear(4, 4)), SPECS[spec], optimizer=dict(name=optimizer, lr=0.1), loss_fn=loss,
-        gradient_accumulation=2, precision="fp64", seed=seed,
-    )  # fmt: skip
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        SPECS[spec],
+        optimizer=dict(name=optimizer, lr=0.1),
+        loss_fn=loss,
+        gradient_accumulation=2,
+        precision="fp64",
+        seed=seed,
+    )
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

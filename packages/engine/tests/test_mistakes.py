@@ -46,9 +46,7 @@ def loss(output: Tensor, batch: Any) -> Tensor:
 
 
 def engine_of(model: Any = Net, parallel: Any = None, **settings: Any) -> Engine:
-    return Engine(
-        model, parallel or {}, **{"optimizer": dict(name="adamw", lr=0.05), "loss_fn": loss, **settings}
-    )
+    return Engine(model, parallel or {}, **{"optimizer": dict(name="adamw", lr=0.05), "loss_fn": loss, **settings})
 
 
 def step(engine: Engine) -> Callable[[torch.optim.Optimizer], Any]:
@@ -192,17 +190,13 @@ def test_an_engine_that_is_closed_trains_no_more(place: str) -> None:
 def test_an_engine_that_is_gone_leaves_the_gradients() -> None:
     model = Net()
     engine_of(model).train_step(BATCH)  # nobody has it, nobody closed it
-    losses = [
-        loss_ for engine in [engine_of(model)] for loss_ in (engine.train_step(BATCH) for _ in range(3))
-    ]
+    losses = [loss_ for engine in [engine_of(model)] for loss_ in (engine.train_step(BATCH) for _ in range(3))]
     assert losses[0] > losses[1] > losses[2]
 
 
 def test_an_engine_that_failed_to_stand_takes_nothing() -> None:
     model = Net()
-    with pytest.raises(
-        SpecError, match="lr_scheduler"
-    ) as kept:  # and with it what the frames of the error hold
+    with pytest.raises(SpecError, match="lr_scheduler") as kept:  # and with it what the frames of the error hold
         engine_of(model, dict(zero=dict(stage=3)), lr_scheduler=7)
     with pytest.raises(SpecError, match="lr_scheduler") as also_kept:
         engine_of(model, lr_scheduler=lambda optimizer: None)
@@ -269,9 +263,7 @@ def test_a_criterion_of_output_and_batch_is_a_loss() -> None:
     ids=["no rows", "arrays", "too narrow", "integers", "a name", "labels"],
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_after_a_wrong_batch_training_goes_on(
-    batch: Any, error: type[Exception], words: str, place: str
-) -> None:
+def test_after_a_wrong_batch_training_goes_on(batch: Any, error: type[Exception], words: str, place: str) -> None:
     engine = engine_of(parallel=PLACES[place])
     before = engine.train_step(BATCH)
     with pytest.raises(error, match=words if error is SpecError else None) as raised:
@@ -343,9 +335,7 @@ def test_a_schedule_on_one_side_alone_is_said(tmp_path: Path) -> None:
 
     engine_of().save(tmp_path / "without")
     engine_of(lr_scheduler=schedule).save(tmp_path / "with")
-    with pytest.warns(
-        UserWarning, match="no state of an lr_scheduler: that of this engine begins at its first step"
-    ):
+    with pytest.warns(UserWarning, match="no state of an lr_scheduler: that of this engine begins at its first step"):
         engine_of(lr_scheduler=schedule).load(tmp_path / "without")
     with pytest.warns(UserWarning, match="and this engine has none: the learning rate stays"):
         engine_of().load(tmp_path / "with")
@@ -373,9 +363,7 @@ class Chain(nn.Module):
 @ranks(2)
 def test_blocks_that_nothing_comes_before() -> None:
     with pytest.raises(SpecError, match="no layer runs before block 0"):
-        engine_of(
-            lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), dict(pipeline=2), example=BATCH
-        )
+        engine_of(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), dict(pipeline=2), example=BATCH)
 
 
 @ranks(2)

@@ -39,7 +39,5 @@ def test_what_has_not_moved_is_left_alone() -> None:
 
 
 def test_a_package_that_is_not_installed_is_named() -> None:
-    with pytest.raises(
-        ModuleNotFoundError, match=r"meshfold\.no_such is not installed: pip install meshfold-no-such"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=r"meshfold\.no_such is not installed: pip install meshfold-no-such"):
         integration("meshfold.no_such.module")

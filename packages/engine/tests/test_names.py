@@ -20,8 +20,10 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
 
 ZEROS: list[dict[str, Any]] = [
-    {}, dict(zero=dict(stage=3, placement="cpu")), dict(zero=dict(stage=1, placement="cuda")),
-]  # fmt: skip
+    {},
+    dict(zero=dict(stage=3, placement="cpu")),
+    dict(zero=dict(stage=1, placement="cuda")),
+]
 Change = Callable[[nn.Module], None]
 
 
@@ -107,9 +109,7 @@ def made_here(compiled: bool) -> GPT:
 
 def losses_of_one_made_here(compiled: bool) -> list[float]:
     optimizer = dict(name="adamw", lr=1e-2)
-    with Engine(
-        partial(made_here, compiled), dict(tensor=2), optimizer=optimizer, precision="fp64"
-    ) as engine:
+    with Engine(partial(made_here, compiled), dict(tensor=2), optimizer=optimizer, precision="fp64") as engine:
         return [engine.train_step(dict(input_ids=batch(step), labels=batch(step))) for step in range(3)]
 
 

@@ -61,20 +61,26 @@ def batch_of(seed: int, *, x: float = 0.0, y: float = 0.0) -> tuple[Tensor, Tens
     return inputs, targets
 
 
-def engine_of(
-    middle: type[nn.Module], mode: str | None, *, wrong_loss: bool = False, **options: Any
-) -> Engine:
+def engine_of(middle: type[nn.Module], mode: str | None, *, wrong_loss: bool = False, **options: Any) -> Engine:
     torch.manual_seed(0)
     settings: dict[str, Any] = dict(optimizer=dict(name="adamw", lr=1e-2), gradient_accumulation=2, **options)
     return Engine(Model(middle()), loss_fn=partial(mean_square, wrong=wrong_loss), nonfinite=mode, **settings)
 
 
 FOUND = {
-    "forward": (Divides, dict(x=POISON), r"arose in the forward of middle\.1 \(Divides\): its inputs are finite, its output has "),
-    "backward": (Roots, dict(x=POISON), r"arose in the backward of middle\.1 \(Roots\): the gradient .* has \d+ (nan|inf)"),
+    "forward": (
+        Divides,
+        dict(x=POISON),
+        r"arose in the forward of middle\.1 \(Divides\): its inputs are finite, its output has ",
+    ),
+    "backward": (
+        Roots,
+        dict(x=POISON),
+        r"arose in the backward of middle\.1 \(Roots\): the gradient .* has \d+ (nan|inf)",
+    ),
     "input": (Divides, dict(x=float("inf")), r"was in the batch: 1 inf of 16 elements"),
     "loss": (nn.Identity, dict(y=POISON), r"arose in the loss function: all modules' outputs are finite"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("where", list(FOUND))
@@ -99,9 +105,7 @@ def test_a_parameter_that_was_not_finite_before() -> None:
     with torch.no_grad():
         engine.model.last.weight[0, 1] = torch.nan  # type: ignore[index, union-attr, operator]
     engine.train_step(batch_of(0))
-    with pytest.raises(
-        NonFiniteError, match=r"The parameter last\.weight was not finite before: 1 nan of 4 elements"
-    ):
+    with pytest.raises(NonFiniteError, match=r"The parameter last\.weight was not finite before: 1 nan of 4 elements"):
         engine.train_step(batch_of(1))
 
 
@@ -118,9 +122,7 @@ def test_a_step_that_is_skipped_was_never_made(capfd: pytest.CaptureFixture[str]
     assert (engine.steps, engine.skipped_steps) == (2, 1)
     assert all(torch.equal(without[name], skipped[name]) for name in without)
     said = capfd.readouterr().err
-    assert said.startswith("warning: step 2: the gradient's norm is ") and said.endswith(
-        "The step is left out\n"
-    )
+    assert said.startswith("warning: step 2: the gradient's norm is ") and said.endswith("The step is left out\n")
 
 
 def test_a_report_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:

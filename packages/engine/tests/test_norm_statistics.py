@@ -165,9 +165,7 @@ def test_the_loop_of_a_resnet_script(name: str) -> None:
 
 
 def test_regimes_that_keep_no_float32_are_refused() -> None:
-    with pytest.raises(
-        SpecError, match=r"regime='B' with InstanceNorm2d, which stays in float32 .* regime='A'"
-    ):
+    with pytest.raises(SpecError, match=r"regime='B' with InstanceNorm2d, which stays in float32 .* regime='A'"):
         Engine(
             net(),
             dict(zero=dict(stage=1, regime="B")),

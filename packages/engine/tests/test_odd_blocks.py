@@ -42,9 +42,7 @@ def test_in_two_stages(name: str) -> None:
     check(name, TWO, microbatches=2)
 
 
-@pytest.mark.parametrize(
-    "name", [*IN_FOUR[::4], *(pytest.param(n, marks=pytest.mark.slow) for n in IN_FOUR[2::4])]
-)
+@pytest.mark.parametrize("name", [*IN_FOUR[::4], *(pytest.param(n, marks=pytest.mark.slow) for n in IN_FOUR[2::4])])
 @ranks(4)
 def test_in_four_stages_with_weight_gradients_apart(name: str) -> None:
     check(name, dict(pipeline=dict(size=4, microbatches=4, schedule="zb-h1")), microbatches=4)

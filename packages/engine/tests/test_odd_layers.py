@@ -274,16 +274,12 @@ def notes(make: Callable[[], Model], spec: dict[str, Any]) -> list[str]:
 @ranks(2)
 def test_what_is_of_a_ranks_own_rows_is_said_once() -> None:
     rank = int(torch.distributed.get_rank())
-    batch_norm = [
-        n for n in notes(lambda: Model(lambda: nn.BatchNorm1d(HIDDEN)), dict(data=2)) if "batch norm" in n
-    ]
+    batch_norm = [n for n in notes(lambda: Model(lambda: nn.BatchNorm1d(HIDDEN)), dict(data=2)) if "batch norm" in n]
     balance = [n for n in notes(Balanced, dict(data=2)) if "balance loss" in n]
     if rank:
         assert batch_norm == balance == []
         return
     assert len(batch_norm) == len(balance) == 1
-    assert batch_norm[0].startswith(
-        "norm: a batch norm takes mean and variance of the rows of its own data rank"
-    )
+    assert batch_norm[0].startswith("norm: a batch norm takes mean and variance of the rows of its own data rank")
     assert balance[0].startswith("aux_loss_coef=0.01: a mixture of experts' own balance loss")
     assert not [n for n in notes(Balanced, dict(tensor=2)) if "balance" in n]

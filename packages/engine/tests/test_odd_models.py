@@ -123,7 +123,7 @@ def train(
         norm = torch.stack([p.grad.square().sum() for p in trained if p.grad is not None]).sum().sqrt()
         torch.testing.assert_close(
             torch.tensor(told, dtype=torch.float64), torch.stack([loss_there, norm]).detach(), rtol=1e-9, atol=1e-9
-        )  # fmt: skip
+        )
         with torch.no_grad():
             for p in trained:
                 assert p.grad is not None
@@ -293,8 +293,11 @@ def test_optimizers_that_look_at_what_another_rank_has_are_refused() -> None:
         with pytest.raises(SpecError, match=message):
             Engine(Model, parallel, optimizer=optimizer, **of)
     right: list[tuple[dict[str, Any], Any]] = [
-        (dict(data=2), Together), (dict(pipeline=2), Lars), (dict(tensor=2), Said), (dict(tensor=2), by_place)
-    ]  # fmt: skip
+        (dict(data=2), Together),
+        (dict(pipeline=2), Lars),
+        (dict(tensor=2), Said),
+        (dict(tensor=2), by_place),
+    ]
     for parallel, optimizer in right:
         Engine(Model, parallel, optimizer=optimizer, **of).close()
 
@@ -322,8 +325,10 @@ def _double(parameter: Tensor) -> None:
 
 
 HOOKED: dict[str, dict[str, Any]] = {
-    **SPECS, "2d": dict(tensor=dict(mode="2d", size=4)), "pipeline × tensor": dict(pipeline=2, tensor=2),
-}  # fmt: skip
+    **SPECS,
+    "2d": dict(tensor=dict(mode="2d", size=4)),
+    "pipeline × tensor": dict(pipeline=2, tensor=2),
+}
 
 
 @pytest.mark.parametrize("name", HOOKED)

@@ -44,17 +44,18 @@ def step_in_which_one_fails(parallel: dict[str, Any], victim: int, where: str) -
         return output.logits.float().square().mean() if healthy else wrong_labels(output, batch)
 
     engine = Engine(
-        gpt, parallel, optimizer=dict(name="adamw", lr=1e-3), watchdog=LIMIT_S,
+        gpt,
+        parallel,
+        optimizer=dict(name="adamw", lr=1e-3),
+        watchdog=LIMIT_S,
         loss_fn=loss_fn if where == "loss" else None,
-    )  # fmt: skip
+    )
     batch = torch.zeros(4, 16, dtype=torch.int64)
     engine.train_step(batch)
     if engine.mesh.rank == victim:
         healthy = False
         if where == "block":
-            next(
-                module for name, module in engine.model.named_modules() if name.endswith("mlp")
-            ).forward = wrong_block
+            next(module for name, module in engine.model.named_modules() if name.endswith("mlp")).forward = wrong_block
     began = time.monotonic()
     try:
         engine.train_step(batch)
@@ -75,7 +76,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str, str]] = {
     "block of the first of 4 stages": (4, pipeline(4, "zb-h1"), 0, "block", "the forward of stage 0 on micro-batch 0"),
     "loss of one data rank": (2, dict(data=2), 1, "loss", ""),
     "block under ZeRO stage 3": (2, dict(data=2, zero=dict(stage=3)), 0, "block", ""),
-}  # fmt: skip
+}
 SLOW = {"loss on the last of 2 stages", "block of the first of 4 stages", "loss of one data rank"}
 
 
@@ -97,9 +98,7 @@ def test_all_end_at_once_with_the_cause(name: str) -> None:
         if rank == victim:
             assert text.startswith(f"Trouble: {what} [")
             continue
-        assert text.startswith(
-            f"CollectiveError: rank {victim} failed in step 2, so the others end: Trouble: {what}\n"
-        )
+        assert text.startswith(f"CollectiveError: rank {victim} failed in step 2, so the others end: Trouble: {what}\n")
         assert f"On rank {victim}, at test_one_rank_fails.py:" in text
         assert f'raise Trouble("{what}")' in text
         assert f"(Rank {rank} was in " in text

@@ -74,9 +74,7 @@ def test_while_one_saves_no_other_does(before: bool, tmp_path: Path, monkeypatch
     def late(path: Path) -> None:
         if path == tmp_path:  # it has its name, and is complete
             return real(path)
-        with pytest.raises(
-            CheckpointError, match=r"is in use: process \d+ on .* has been saving into it"
-        ) as caught:
+        with pytest.raises(CheckpointError, match=r"is in use: process \d+ on .* has been saving into it") as caught:
             other.save(tmp_path / "ckpt")
         refused.append(caught.value)
         return real(path)

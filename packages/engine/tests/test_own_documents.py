@@ -253,10 +253,19 @@ def mistral() -> Any:
 
     torch.manual_seed(0)
     config = hf.MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48, sliding_window=WINDOW,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        sliding_window=WINDOW,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return hf.MistralForCausalLM(config).double().eval()
 
 
@@ -305,9 +314,10 @@ def test_a_mistral_is_a_llama_with_a_window() -> None:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, dict(sequence=ring(2)), dict(pipeline=2), dict(tensor=dict(mode="2d", size=4))],
+    "parallel",
+    [{}, dict(sequence=ring(2)), dict(pipeline=2), dict(tensor=dict(mode="2d", size=4))],
     ids=["one", "ring", "pipeline", "2d"],
-)  # fmt: skip
+)
 def test_plans_count_the_mask_that_is_made(parallel: dict[str, Any]) -> None:
     length = 64
 

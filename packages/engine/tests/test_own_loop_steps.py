@@ -49,9 +49,7 @@ def unchanged(before: dict[str, Tensor], engine: Engine) -> bool:
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
 def test_a_step_by_hand_says_what_to_call(spec: str, optimizer: str, precision: str) -> None:
-    engine = Engine(
-        gpt, SPECS[spec], optimizer=OPTIMIZERS[optimizer], precision=precision, gradient_accumulation=2
-    )
+    engine = Engine(gpt, SPECS[spec], optimizer=OPTIMIZERS[optimizer], precision=precision, gradient_accumulation=2)
     before = engine.full_state_dict()
     backward(engine)
     assert engine.optimizer is not None

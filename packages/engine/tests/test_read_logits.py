@@ -33,10 +33,18 @@ def gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     return transformers.GPT2LMHeadModel(  # type: ignore[no-any-return]
         transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0,
-            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=16,
+            bos_token_id=0,
+            eos_token_id=0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 MODELS = {"gpt": gpt, "gpt2": gpt2}
@@ -58,9 +66,7 @@ def stepped(name: str, parallel: Spec) -> tuple[dict[str, Tensor], Tensor]:
     Returns:
         The weights after it; what was predicted before it of all rows, without labels.
     """
-    with Engine(
-        MODELS[name], parallel, optimizer=dict(name="sgd", lr=1.0), precision="fp64", watchdog=60.0
-    ) as engine:
+    with Engine(MODELS[name], parallel, optimizer=dict(name="sgd", lr=1.0), precision="fp64", watchdog=60.0) as engine:
         with torch.no_grad():
             wanted = engine.model.eval()(batch()["input_ids"]).logits.argmax(-1)
         mine = engine.shard_batch(batch())
@@ -189,7 +195,7 @@ def stages_beside_labels() -> None:
         wanted = serial.model.eval()(**given).logits
     with Engine(
         gpt, dict(pipeline=dict(size=2, microbatches=2), tensor=2), optimizer=dict(name="sgd", lr=0.1), precision="fp64"
-    ) as engine:  # fmt: skip
+    ) as engine:
         assert engine.pipeline is not None
         found = engine.pipeline.eval()(given["input_ids"], labels=given["labels"])
         torch.testing.assert_close(found.logits, wanted, rtol=1e-10, atol=1e-10)

@@ -27,9 +27,7 @@ def gpt() -> GPT:
 
 
 def llama() -> nn.Module:
-    return build(
-        "llama-tiny", hidden=32, layers=3, heads=4, kv_heads=2, ffn=64, vocab_size=48, max_positions=16
-    )
+    return build("llama-tiny", hidden=32, layers=3, heads=4, kv_heads=2, ffn=64, vocab_size=48, max_positions=16)
 
 
 def batch(step: int, rows: int = 4) -> Tensor:
@@ -133,9 +131,7 @@ def test_collectives_are_made_once_more() -> None:
         engine = Engine(gpt, dict(tensor=2), optimizer="adamw", recompute=recompute)
         with record() as log:
             engine.train_step(engine.shard_batch(batch(0)))
-        sent[recompute] = sum(
-            entry.kind == "all_reduce" and entry.axes == ("tensor",) for entry in log.entries
-        )
+        sent[recompute] = sum(entry.kind == "all_reduce" and entry.axes == ("tensor",) for entry in log.entries)
         engine.close()
     assert sent["blocks"] > sent[None]
 

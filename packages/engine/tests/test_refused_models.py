@@ -103,9 +103,15 @@ def hugging_face() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=12, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=12,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return made
 

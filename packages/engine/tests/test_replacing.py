@@ -151,9 +151,7 @@ def test_an_index_that_lists_files_of_others_removes_none(tmp_path: Path) -> Non
     (tmp_path / "secret").write_text("mine")
     for path in ("../../secret", str(tmp_path / "secret"), "notes.txt"):
         (tmp_path / "runs" / "step-00000001" / "notes.txt").write_text("mine")
-        edit_state(
-            tmp_path / "runs" / "step-00000001", lambda state, path=path: state["files"].update({path: 4})
-        )
+        edit_state(tmp_path / "runs" / "step-00000001", lambda state, path=path: state["files"].update({path: 4}))
         assert prune(tmp_path / "runs", 1) == []
         with pytest.raises(CheckpointError):
             engine.save(tmp_path / "runs" / "step-00000001")
@@ -175,14 +173,14 @@ def test_prune_leaves_what_is_not_a_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "runs" / "step-00000001" / "notes").mkdir()
     assert [path.name for path in prune(tmp_path / "runs", 1)] == ["step-00000001", "step-00000002"]
     assert [str(path.relative_to(tmp_path / "runs")) for path in sorted((tmp_path / "runs").rglob("*"))][:3] == [
-        "step-00000001", "step-00000001/notes", "step-00000003",
-    ]  # fmt: skip
+        "step-00000001",
+        "step-00000001/notes",
+        "step-00000003",
+    ]
     engine.close()
 
 
-def test_a_removal_that_was_cut_short_is_ended_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_that_was_cut_short_is_ended_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of()
     for step in (1, 2):
         engine.save(tmp_path / f"step-{step:08}")
@@ -203,9 +201,7 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next(
     engine.close()
 
 
-def test_a_folder_that_cannot_be_renamed_is_written_within(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_renamed_is_written_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a mount point, whose parent may not be writable either."""
     engine, mount = engine_of(), tmp_path / "volume"
     mount.mkdir()

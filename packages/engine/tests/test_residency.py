@@ -48,9 +48,7 @@ def engine_of(zero: dict[str, Any], **settings: Any) -> Engine:
     return Engine(gpt, dict(zero=zero), **{**given, **settings})
 
 
-def trained(
-    zero: dict[str, Any], steps: int = STEPS, **settings: Any
-) -> tuple[list[float], dict[str, Tensor], Engine]:
+def trained(zero: dict[str, Any], steps: int = STEPS, **settings: Any) -> tuple[list[float], dict[str, Tensor], Engine]:
     """Losses, whole state in the end, and the engine."""
     engine = engine_of(zero, **settings)
     generator = torch.Generator().manual_seed(0)
@@ -142,9 +140,7 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
         paces: dict[StepKind, StepTiming],
         compute: PhaseSeconds,
     ) -> Plan:
-        told.append(
-            (made, dict(paces), compute, looked(plans, made, peak=peak, paces=paces, compute=compute))
-        )
+        told.append((made, dict(paces), compute, looked(plans, made, peak=peak, paces=paces, compute=compute)))
         return told[-1][-1]
 
     looked = MeasuredPlans.seen
@@ -159,12 +155,8 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
     assert sum(chunk.forward_seconds for chunk in work.chunks) == pytest.approx(compute.forward)
     again = sum(layer.recompute_seconds for layer in work.layers)
     assert sum(chunk.backward_seconds for chunk in work.chunks) + again == pytest.approx(compute.backward)
-    assert after.machine.host_memory == pytest.approx(
-        20 * paces["parameters"].elements / paces["parameters"].seconds
-    )
-    assert after.machine.moments_memory == pytest.approx(
-        22 * paces["moments"].elements / paces["moments"].seconds
-    )
+    assert after.machine.host_memory == pytest.approx(20 * paces["parameters"].elements / paces["parameters"].seconds)
+    assert after.machine.moments_memory == pytest.approx(22 * paces["moments"].elements / paces["moments"].seconds)
     assert (after.chunks, after.strategy, after.gpu_bytes) == (
         before.chunks,
         before.strategy,

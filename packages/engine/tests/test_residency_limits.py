@@ -54,9 +54,7 @@ def plan_of(engine: Engine) -> Plan:
 
 
 def places(engine: Engine) -> set[tuple[str, str]]:
-    return {
-        (placement.parameters, placement.state) for placement in states_of(engine).gemini.placements.values()
-    }
+    return {(placement.parameters, placement.state) for placement in states_of(engine).gemini.placements.values()}
 
 
 def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -141,9 +139,7 @@ class Changing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 96)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in "0123"
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in "0123")
         self.head = nn.Linear(96, 64)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -54,10 +54,14 @@ def planned(parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]]
         state = [(placement.parameters, placement.state) for placement in gemini.placements.values()]
         most = plan.limits.gpu_bytes
         words = dict(
-            pipe=engine.mesh.index("pipe"), placements=state, peak=plan.peak_gpu_bytes, most=most, kept=[
-                layer.name for layer in plan.layers if layer.kept
-            ], accumulation=plan.workload.accumulation, non_model=plan.workload.non_model_bytes,
-        )  # fmt: skip
+            pipe=engine.mesh.index("pipe"),
+            placements=state,
+            peak=plan.peak_gpu_bytes,
+            most=most,
+            kept=[layer.name for layer in plan.layers if layer.kept],
+            accumulation=plan.workload.accumulation,
+            non_model=plan.workload.non_model_bytes,
+        )
         return (seen, engine.full_state_dict()), words
 
 
@@ -91,13 +95,10 @@ def made_up(seed: int) -> Iterator[None]:
             return float(10 ** draw.uniform(-2, 2))
 
         chunks = tuple(
-            replace(chunk, forward_seconds=1e-3 * scale(), backward_seconds=2e-3 * scale())
-            for chunk in workload.chunks
+            replace(chunk, forward_seconds=1e-3 * scale(), backward_seconds=2e-3 * scale()) for chunk in workload.chunks
         )
         rates = {name: 1e7 * scale() for name in ("host_memory", "h2d", "d2h", "pcie_both")}
-        return replace(workload, chunks=chunks), replace(
-            machine, gpu_memory=1e9 * scale(), passage=0.0, **rates
-        )
+        return replace(workload, chunks=chunks), replace(machine, gpu_memory=1e9 * scale(), passage=0.0, **rates)
 
     with mock.patch.object(MeasuredPlans, "problem", problem):
         yield
@@ -127,9 +128,7 @@ def test_activations_of_all_micro_batches_under_way_are_counted() -> None:
     given = batches(3)
     most = {}
     for schedule in ("1f1b", "gpipe"):
-        for _, words in run_on_ranks(
-            4, planned, staged(schedule, gpu_memory_limit="1MiB"), "dropping", given
-        ):
+        for _, words in run_on_ranks(4, planned, staged(schedule, gpu_memory_limit="1MiB"), "dropping", given):
             most[schedule, words["pipe"]] = max(words["non_model"])
     assert most["gpipe", 0] > 1.4 * most["1f1b", 0]
     assert most["gpipe", 1] > 1.8 * most["1f1b", 1]
@@ -166,9 +165,7 @@ def on_disk(parallel: dict[str, Any], folder: str, given: list[dict[str, Tensor]
     with made(parallel, "tied", precision="fp32") as engine:
         losses = train(engine, given)
         files = [path for path in Path(folder).rglob("*") if path.is_file()] if folder else []
-        states = (
-            {placement.state for placement in gemini_of(engine).placements.values()} if parallel else set()
-        )
+        states = {placement.state for placement in gemini_of(engine).placements.values()} if parallel else set()
         return (losses, engine.full_state_dict()), states, len(files)
 
 

@@ -47,9 +47,7 @@ def going_on(folder: str, first: Mapping[str, Any], then: Mapping[str, Any], nam
     for name in names:
         found = []
         for parallel in (first, then):
-            with Engine(
-                Scaled, parallel, optimizer=optimizer(name), precision="fp64", loss_fn=loss
-            ) as engine:
+            with Engine(Scaled, parallel, optimizer=optimizer(name), precision="fp64", loss_fn=loss) as engine:
                 if parallel is then:
                     engine.load(f"{folder}/{name}")
                 for batch in batches[:3] if parallel is first else ():
@@ -73,9 +71,7 @@ def going_on(folder: str, first: Mapping[str, Any], then: Mapping[str, Any], nam
     ],
     ids=["zero to zero", "to zero", "from zero"],
 )
-def test_a_run_goes_on_with_every_optimizer(
-    tmp_path: Path, first: Mapping[str, Any], then: Mapping[str, Any]
-) -> None:
+def test_a_run_goes_on_with_every_optimizer(tmp_path: Path, first: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     run_on_ranks(1, going_on, str(tmp_path), first, then, OPTIMIZERS)
 
 

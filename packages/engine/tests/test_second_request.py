@@ -52,10 +52,7 @@ def test_a_process_that_waits_in_c_ends_at_the_second_request(tmp_path: Path) ->
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 128 + signal.SIGTERM
-        assert (
-            process.communicate()[1]
-            == "asked to stop a second time: ended at once, the last checkpoint stays\n"
-        )
+        assert process.communicate()[1] == "asked to stop a second time: ended at once, the last checkpoint stays\n"
     finally:
         process.kill()
         process.wait()

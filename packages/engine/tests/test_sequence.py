@@ -40,9 +40,7 @@ def llama() -> nn.Module:
     return Llama(LlamaConfig(**SIZES, kv_heads=2, ffn=48))
 
 
-def their_loss(
-    logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Tensor | None = None, **_: Any
-) -> Tensor:
+def their_loss(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Tensor | None = None, **_: Any) -> Tensor:
     """What transformers computes in float32, in the precision of the logits."""
     if shift_labels is None:
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -60,10 +58,15 @@ def hf_llama_as_it_is() -> nn.Module:
 
     return hf.LlamaForCausalLM(
         hf.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
         )
-    )  # fmt: skip
+    )
 
 
 def hf_gpt2_drops_weights() -> nn.Module:
@@ -100,9 +103,7 @@ class WeightsDropLayer(nn.Module):
         self.k_proj, self.v_proj = nn.Linear(16, 8), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (part(x).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p, enable_gqa=True)
         found: Tensor = x + self.out_proj(y.transpose(1, 2).flatten(2))
@@ -114,10 +115,16 @@ def windowed() -> nn.Module:
 
     model = hf.MistralForCausalLM(
         hf.MistralConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48, sliding_window=4,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=48,
+            sliding_window=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
         )
-    )  # fmt: skip
+    )
     model.loss_function = their_loss  # type: ignore[assignment]
     return model
 
@@ -127,10 +134,18 @@ def hf_gpt2() -> nn.Module:
 
     return hf.GPT2LMHeadModel(
         hf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_pdrop=0.0, resid_pdrop=0.2,
-            embd_pdrop=0.2, bos_token_id=0, eos_token_id=0,
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            attn_pdrop=0.0,
+            resid_pdrop=0.2,
+            embd_pdrop=0.2,
+            bos_token_id=0,
+            eos_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 MODELS = {
@@ -163,9 +178,7 @@ def trained(
     """Loss, norm, targets of every micro-step, the loss of an evaluation, and the weights after three steps."""
     seen: list[float] = []
     arguments: dict[str, Any] = dict(optimizer=ADAMW, precision="fp64", clip_grad_norm=CLIP)
-    with Engine(
-        MODELS[model], parallel, gradient_accumulation=accumulation, **{**arguments, **settings}
-    ) as engine:
+    with Engine(MODELS[model], parallel, gradient_accumulation=accumulation, **{**arguments, **settings}) as engine:
         for batch in batches(3 * accumulation, rows, length):
             seen.append(engine.train_step(engine.shard_batch(batch)))
             assert engine.last is not None
@@ -256,10 +269,7 @@ def test_the_serial_engine_is_a_plain_loop() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        pytest.param(model, marks=pytest.mark.slow) if model in ("gpt", "llama") else model
-        for model in list(MODELS)[:6]
-    ],
+    [pytest.param(model, marks=pytest.mark.slow) if model in ("gpt", "llama") else model for model in list(MODELS)[:6]],
 )
 def test_data_and_ring(model: str) -> None:
     """The tests below have the others with dropout and shared heads."""
@@ -282,9 +292,7 @@ def test_data_and_ring(model: str) -> None:
     ],
     ids=named,
 )
-def test_modes_lengths_and_accumulation(
-    model: str, parallel: dict[str, Any], settings: dict[str, Any]
-) -> None:
+def test_modes_lengths_and_accumulation(model: str, parallel: dict[str, Any], settings: dict[str, Any]) -> None:
     compare(4, model, parallel, **settings)
 
 
@@ -297,9 +305,7 @@ def test_modes_lengths_and_accumulation(
         ("hf gpt2", dict(tensor=2, sequence=ring(2))),
         ("dropping gpt", dict(tensor=dict(mode="2d", grid=(2, 1)), sequence=ring(2))),
         ("dropping gpt", dict(tensor=dict(mode="2d", grid=(1, 2)), sequence=ring(2))),
-        pytest.param(
-            "hf llama", dict(tensor=dict(mode="2d", grid=(2, 1)), sequence=ring(2)), marks=pytest.mark.slow
-        ),
+        pytest.param("hf llama", dict(tensor=dict(mode="2d", grid=(2, 1)), sequence=ring(2)), marks=pytest.mark.slow),
         ("dropping gpt", dict(tensor=dict(mode="3d", grid=(2, 1, 1)), sequence=ulysses(2))),
         ("hf llama", dict(tensor=dict(mode="3d", grid=(1, 2, 1)), sequence=ring(2))),
     ],
@@ -334,9 +340,7 @@ def test_eight_ranks(parallel: dict[str, Any]) -> None:
         ("hf llama", dict(sequence=BOTH, zero=dict(stage=2)), {}),
         ("llama", dict(tensor=2, sequence=ring(2), zero=dict(stage=3)), {}),
         ("dropping gpt", dict(sequence=ring(2), data=2, zero=dict(stage=3)), dict(recompute="blocks")),
-        pytest.param(
-            "dropping gpt", dict(sequence=ring(2), data=2), dict(recompute="blocks"), marks=pytest.mark.slow
-        ),
+        pytest.param("dropping gpt", dict(sequence=ring(2), data=2), dict(recompute="blocks"), marks=pytest.mark.slow),
         ("hf gpt2", dict(sequence=ring(2), data=2), dict(recompute="blocks")),
     ],
     ids=named,
@@ -348,15 +352,11 @@ def test_zero_and_recomputation(model: str, parallel: dict[str, Any], settings: 
 # -- gradients as such, and what else a loss may be ------------------------------------------------------------------
 
 
-def stepped(
-    parallel: dict[str, Any], way: str, precision: str = "fp64"
-) -> tuple[list[float], dict[str, Tensor]]:
+def stepped(parallel: dict[str, Any], way: str, precision: str = "fp64") -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of two SGD steps of size 1, without clipping: a factor in a gradient would show as it is."""
     model, seen = MODELS["dropping gpt"], []
     own = shifted_mean if way == "loss_fn" else None
-    with Engine(
-        model, parallel, optimizer=dict(name="sgd", lr=1.0), precision=precision, loss_fn=own
-    ) as engine:
+    with Engine(model, parallel, optimizer=dict(name="sgd", lr=1.0), precision=precision, loss_fn=own) as engine:
         for batch in batches(2, 4, 11):
             mine = engine.shard_batch(batch)
             if way == "train_step":
@@ -441,9 +441,7 @@ class Pattern(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         q = x.unsqueeze(1)
-        dropped: Tensor = self.drop(
-            x + 0.0 * F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1)
-        )
+        dropped: Tensor = self.drop(x + 0.0 * F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1))
         return dropped
 
 
@@ -652,11 +650,7 @@ class Sums(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
         logits: Tensor = self.head((x @ x.mT).softmax(-1) @ x)
-        return (
-            logits
-            if labels is None
-            else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        )
+        return logits if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 class Pooled(Sums):
@@ -731,9 +725,7 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "settings", "message"), REFUSED, ids=[row[-1][:30] for row in REFUSED]
-)
+@pytest.mark.parametrize(("model", "parallel", "settings", "message"), REFUSED, ids=[row[-1][:30] for row in REFUSED])
 def test_what_cannot_be_is_refused_before_anything_starts(
     model: Any, parallel: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
@@ -787,9 +779,7 @@ FORWARDS: list[tuple[Any, Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.filterwarnings("ignore:module forward hook with `always_call=True`")
-@pytest.mark.parametrize(
-    ("model", "loss_fn", "given", "message"), FORWARDS, ids=[row[-1][:30] for row in FORWARDS]
-)
+@pytest.mark.parametrize(("model", "loss_fn", "given", "message"), FORWARDS, ids=[row[-1][:30] for row in FORWARDS])
 def test_forwards_that_would_be_wrong_are_refused(model: Any, loss_fn: Any, given: Any, message: str) -> None:
     with (
         fake_world(2),
@@ -812,7 +802,5 @@ def test_close_leaves_the_model_as_it_was() -> None:
 def test_rows_are_dealt_to_data_ranks_alone() -> None:
     with fake_world(4, rank=3), Engine(gpt, dict(data=2, sequence=ring(2))) as engine:
         assert torch.equal(engine.shard_batch(torch.arange(6).view(6, 1)), torch.tensor([[3], [4], [5]]))
-        loader = engine.dataloader(
-            [{"input_ids": torch.tensor([i])} for i in range(8)], batch_size=4, shuffle=False
-        )
+        loader = engine.dataloader([{"input_ids": torch.tensor([i])} for i in range(8)], batch_size=4, shuffle=False)
         assert next(iter(loader))["input_ids"].flatten().tolist() == [2, 3]

@@ -75,12 +75,13 @@ def train(engine: Engine, ids: Tensor) -> None:
 @ranks(1)
 def test_a_plan_that_does_not_fit_names_the_moment() -> None:
     engine = Engine(
-        Model(runs_out=False), dict(zero=dict(stage=3, gpu_memory_limit="12MiB")), optimizer="sgd", loss_fn=loss_fn,
-    )  # fmt: skip
+        Model(runs_out=False),
+        dict(zero=dict(stage=3, gpu_memory_limit="12MiB")),
+        optimizer="sgd",
+        loss_fn=loss_fn,
+    )
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    with pytest.raises(
-        MemoryPlanError, match=r"take [\d,]+ bytes \([\d.]+ MiB\) in the (for|back)ward of 'head'"
-    ):
+    with pytest.raises(MemoryPlanError, match=r"take [\d,]+ bytes \([\d.]+ MiB\) in the (for|back)ward of 'head'"):
         train(engine, ids)
     engine.close()
 

@@ -53,9 +53,7 @@ def edited(folder: Path, **entries: Any) -> Path:
     return folder
 
 
-def test_code_of_a_folder_is_not_run_and_nobody_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_folder_is_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal transformers asks [y/N], and y runs it."""
     asked: list[object] = []
 
@@ -82,9 +80,7 @@ def test_code_of_a_folder_is_not_run_and_nobody_is_asked(
     from meshfold.data.tokenizers import HuggingFaceTokenizer
     from meshfold.huggingface import open_model
 
-    with pytest.raises(
-        SpecError, match=r"asks for code of the folder's own \(auto_map\), which is never run"
-    ):
+    with pytest.raises(SpecError, match=r"asks for code of the folder's own \(auto_map\), which is never run"):
         pretrained(folder)
     with pytest.raises(SpecError, match="which is never run"):
         open_model(folder)
@@ -138,9 +134,7 @@ def test_pickles_of_a_checkpoint_are_not_run(name: str, tmp_path: Path) -> None:
     engine.train_step(torch.ones(2, 2))
     engine.save(tmp_path / "ckpt")
     torch.save({"x": Bomb(tmp_path / "ran")}, tmp_path / "ckpt" / name)
-    edit_state(
-        tmp_path / "ckpt", lambda state: (state["files"].update({name: 0}), state["sums"].update({name: ""}))
-    )
+    edit_state(tmp_path / "ckpt", lambda state: (state["files"].update({name: 0}), state["sums"].update({name: ""})))
     relist(tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match=f"cannot read .*{name}"):
         engine.load(tmp_path / "ckpt")
@@ -162,9 +156,7 @@ def test_the_pickle_of_a_folder_of_lightning_is_not_run(tmp_path: Path) -> None:
     state = json.loads((tmp_path / "ckpt" / "state.json").read_text())
     state["files"]["lightning.pt"] = (tmp_path / "ckpt" / "lightning.pt").stat().st_size
     (tmp_path / "ckpt" / "state.json").write_text(json.dumps(state))
-    with pytest.raises(
-        CheckpointError, match=r"trust whoever has written it, load it with weights_only=False"
-    ):
+    with pytest.raises(CheckpointError, match=r"trust whoever has written it, load it with weights_only=False"):
         consolidate(tmp_path / "ckpt", tmp_path / "evil.ckpt")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "evil.ckpt").exists()
 
@@ -190,9 +182,7 @@ def test_a_folder_that_lightning_removes_keeps_what_is_not_the_checkpoints(tmp_p
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize(
-    "file", ["../private/w.safetensors", "/etc/passwd", ".", "..", "x\0y", "", 5, ["x"], None]
-)
+@pytest.mark.parametrize("file", ["../private/w.safetensors", "/etc/passwd", ".", "..", "x\0y", "", 5, ["x"], None])
 def test_an_index_names_files_of_its_folder(name: str, file: Any, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / f"{name}.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
@@ -200,9 +190,7 @@ def test_an_index_names_files_of_its_folder(name: str, file: Any, tmp_path: Path
         open_weights(tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    "text", ["[1]", '{"weight_map": null}', '{"weight_map": 5}', "{", "\xff", "[" * 100_000, "{}"]
-)
+@pytest.mark.parametrize("text", ["[1]", '{"weight_map": null}', '{"weight_map": 5}', "{", "\xff", "[" * 100_000, "{}"])
 def test_an_index_that_is_damaged(text: str, tmp_path: Path) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         (tmp_path / f"{name}.index.json").write_bytes(text.encode("latin-1"))
@@ -323,13 +311,20 @@ def test_a_file_of_another_checkpoint_is_not_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"architectures": [5]}, {"architectures": "GPT2LMHeadModel"}, {"architectures": ["os.system"]},
+        {"architectures": [5]},
+        {"architectures": "GPT2LMHeadModel"},
+        {"architectures": ["os.system"]},
         {"architectures": ["pipeline"]},
-        {"architectures": {}}, {"n_embd": "x"}, {"vocab_size": None}, {"attn_implementation": "someone/kernels"},
-        {"model_type": 5}, {"model_type": []}, {"rope_scaling": 7},
+        {"architectures": {}},
+        {"n_embd": "x"},
+        {"vocab_size": None},
+        {"attn_implementation": "someone/kernels"},
+        {"model_type": 5},
+        {"model_type": []},
+        {"rope_scaling": 7},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_odd_configuration(change: dict[str, Any], tmp_path: Path) -> None:
     """What transformers takes all the same is a model of its own; all else is one sentence of ours."""
     folder = edited(gpt2(tmp_path / "model"), **change)
@@ -360,14 +355,27 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     **{
         f"{key} {value!r}": (lambda state, key=key, value=value: state.update({key: value}), f"its {key} is not")
         for key, value in [
-            ("seed", "x"), ("seed", 1.5), ("seed", None), ("step", -1), ("step", True), ("micro_step", 1e400),
+            ("seed", "x"),
+            ("seed", 1.5),
+            ("seed", None),
+            ("step", -1),
+            ("step", True),
+            ("micro_step", 1e400),
             ("skipped_steps", []),
-            ("scaler", {"scale": 1.0}), ("scaler", {"scale": "x", "good_steps": 0, "overflows": 0}), ("ties", []),
+            ("scaler", {"scale": 1.0}),
+            ("scaler", {"scale": "x", "good_steps": 0, "overflows": 0}),
+            ("ties", []),
             ("ties", {"a": 1}),
-            ("data", {"train": 5}), ("data", {"train": {"epoch": "x", "served": 0}}), ("model", 5), ("optimizer", 5),
-            ("optimizer", {"class": "AdamW", "groups": [5], "values": {}}), ("spec", 5), ("precision", []),
+            ("data", {"train": 5}),
+            ("data", {"train": {"epoch": "x", "served": 0}}),
+            ("model", 5),
+            ("optimizer", 5),
+            ("optimizer", {"class": "AdamW", "groups": [5], "values": {}}),
+            ("spec", 5),
+            ("precision", []),
             ("files", {"model.safetensors": "x"}),
-            ("files", {"../model.safetensors": 5}), ("extra_state", 5),
+            ("files", {"../model.safetensors": 5}),
+            ("extra_state", 5),
         ]
     },
     "format": (lambda state: state.update(format=[]), "has format"),
@@ -377,7 +385,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "lr nan": (group(lr=float("nan")), "has lr=nan in group 0"),
     "betas": (group(betas=[0.9]), "has betas="),
     "amsgrad": (group(amsgrad=5), "has amsgrad=5"),
-}  # fmt: skip
+}
 
 
 def test_a_field_of_an_earlier_version_that_is_damaged_is_seen_before_anything_is_loaded(
@@ -410,17 +418,13 @@ def test_a_moment_of_another_shape_is_seen_before_anything_is_loaded(tmp_path: P
     path = tmp_path / "ckpt" / "optimizer.safetensors"
     found = {name: value.clone() for name, value in TensorFile(path).items()}
     found["weight/exp_avg"] = torch.zeros(3, 2)
-    described = {
-        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in found.items()
-    }
+    described = {name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in found.items()}
     with TensorWriter(path, described) as writer:
         for name in writer.order:
             writer.write(name, found[name])
     relist(tmp_path / "ckpt")
     engine.train_step(torch.ones(2, 2))
-    with pytest.raises(
-        CheckpointError, match=r"has exp_avg of shape \(3, 2\) for 'weight', which is \(2, 2\) here"
-    ):
+    with pytest.raises(CheckpointError, match=r"has exp_avg of shape \(3, 2\) for 'weight', which is \(2, 2\) here"):
         engine.load(tmp_path / "ckpt")
     assert engine.steps == 2
     engine.close()

@@ -176,12 +176,15 @@ def test_clipping_sums_what_no_sync_has_kept_apart(spec: str) -> None:
 
 
 GONE: dict[str, tuple[Callable[[list[nn.Parameter]], object], str]] = {
-    "norm": (lambda p: clip_grad_norm_(p, 1.0), r"the norm .* no gradients now: .* Engine\(\.\.\., clip_grad_norm=1\.0\)"),
+    "norm": (
+        lambda p: clip_grad_norm_(p, 1.0),
+        r"the norm .* no gradients now: .* Engine\(\.\.\., clip_grad_norm=1\.0\)",
+    ),
     "value": (lambda p: clip_grad_value_(p, 1.0), "clipping the values .* no gradients now"),
     "total": (lambda p: float(get_total_norm([x.grad for x in p if x.grad is not None])), "no gradients now"),
     "elements": (lambda p: [x.grad.abs() for x in p if x.grad is not None], "abs.* no gradients now"),
     "an optimizer of one's own": (lambda p: torch.optim.SGD(p, lr=0.1).step(), "no gradients now"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", GONE)

@@ -34,9 +34,7 @@ def loss_of(model: Any, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize(
-    "optimizer", [dict(name="adamw", lr=0.1), dict(name="sgd", lr=0.1)], ids=["adamw", "sgd"]
-)
+@pytest.mark.parametrize("optimizer", [dict(name="adamw", lr=0.1), dict(name="sgd", lr=0.1)], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
 def test_its_gradient_counts_as_zero(spec: str, optimizer: dict[str, Any], backwards: int) -> None:

@@ -47,9 +47,7 @@ def batches(count: int, rows: int = 6) -> list[dict[str, Tensor]]:
     return found
 
 
-def engine_of(
-    parallel: dict[str, Any], model: Callable[[], nn.Module] | nn.Module = gpt, **settings: Any
-) -> Engine:
+def engine_of(parallel: dict[str, Any], model: Callable[[], nn.Module] | nn.Module = gpt, **settings: Any) -> Engine:
     arguments: dict[str, Any] = {"optimizer": ADAMW, "precision": "fp64", "clip_grad_norm": CLIP}
     return Engine(model, parallel, **{**arguments, **settings})
 
@@ -196,9 +194,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 6], gamma=0.5)
 
 
-def leg(
-    parallel: dict[str, Any], path: str, first: int, count: int, **settings: Any
-) -> tuple[list[float], float]:
+def leg(parallel: dict[str, Any], path: str, first: int, count: int, **settings: Any) -> tuple[list[float], float]:
     """Losses and norms of some steps from the checkpoint at ``path`` on, to the next one; and the rate in the end."""
     with engine_of(parallel, lr_scheduler=halving, **settings) as engine:
         if first:
@@ -497,9 +493,7 @@ def test_a_scheduler_moves_the_rate_without_warnings() -> None:
                 dict(data=2, zero=dict(stage=3)),
                 precision=precision,
                 optimizer=dict(name=kind, lr=1e-2),
-                lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-                    optimizer, lambda step: 0.5**step
-                ),
+                lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
             ) as engine,
         ):
             warnings.simplefilter("error")
@@ -584,9 +578,7 @@ def test_what_is_gathered_for_a_forward_may_stay_for_its_backward(monkeypatch: p
             with record() as log:
                 engine.train_step(given[2])
             found = [entry for entry in log.entries if entry.kind == "all_gather"]
-            gathers[reshards] = sum(
-                entry.block_bytes > 1000 for entry in found
-            )  # not how many tokens each has
+            gathers[reshards] = sum(entry.block_bytes > 1000 for entry in found)  # not how many tokens each has
             assert isinstance(engine.states, ZeroStates)
             chunks = engine.states.gemini.chunks
             assert not any(chunk.is_gathered for chunk in chunks)
@@ -670,17 +662,23 @@ def hugging_face(parallel: dict[str, Any]) -> None:
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
-        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=16, word_embed_proj_dim=32, dropout=0.1, pad_token_id=1, bos_token_id=2,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        word_embed_proj_dim=32,
+        dropout=0.1,
+        pad_token_id=1,
+        bos_token_id=2,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     runs = []
     for spec in (parallel, {**parallel, "zero": dict(stage=3)}):
         with engine_of(spec, lambda: OPTForCausalLM(config)) as engine:
             seen = train(engine, batches(3))
-            runs.append(
-                ([*seen, engine.eval_step(engine.shard_batch(batches(1)[0]))], engine.full_state_dict())
-            )
+            runs.append(([*seen, engine.eval_step(engine.shard_batch(batches(1)[0]))], engine.full_state_dict()))
     for found, state in runs[1:]:
         assert found == pytest.approx(runs[0][0], rel=1e-9)
         assert_same_state(state, runs[0][1], 1e-8)
@@ -736,8 +734,6 @@ def test_first_values_of_large_parameters_are_made_some_rows_at_a_time(
     monkeypatch.setattr(parameter_values, "_AT_ONCE", 100)
     pieces = []
     by_rows = parameter_values._by_rows
-    monkeypatch.setattr(
-        parameter_values, "_by_rows", lambda *given: pieces.append(given[1]) or by_rows(*given)
-    )
+    monkeypatch.setattr(parameter_values, "_by_rows", lambda *given: pieces.append(given[1]) or by_rows(*given))
     found = engine_of(dict(zero=dict(stage=3))).full_state_dict()
     assert "embed.weight" in pieces and all(torch.equal(found[name], wanted[name]) for name in wanted)

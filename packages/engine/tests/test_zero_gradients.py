@@ -103,9 +103,11 @@ def with_loops_of_ones_own() -> None:
     seen = []
     for clip in (1e9, None):
         with engine_of(
-            zero=dict(stage=3, placement="cpu"), clip_grad_norm=clip, gradient_accumulation=2,
+            zero=dict(stage=3, placement="cpu"),
+            clip_grad_norm=clip,
+            gradient_accumulation=2,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
-        ) as engine:  # fmt: skip
+        ) as engine:
             found = []
             for _ in range(2):
                 found += train(engine, 2)
@@ -155,9 +157,7 @@ def test_the_arena_has_what_the_plan_says() -> None:
 
 
 def half_a_step(folder: str, when: str) -> None:
-    engine = engine_of(
-        zero=dict(stage=3, placement="cpu" if when == "host" else "auto", gpu_memory_limit=64 * MiB)
-    )
+    engine = engine_of(zero=dict(stage=3, placement="cpu" if when == "host" else "auto", gpu_memory_limit=64 * MiB))
     train(engine, 1)
     engine.save(f"{folder}/ckpt")
     wanted = engine.full_state_dict()
@@ -294,9 +294,7 @@ def sums_apart(world: int, zero: dict[str, Any], ends: str) -> None:
                     engine.backward(loss_of(engine, rows))
             # Whole gradients wait where the optimizer's state lives: as many times a share as there are ranks.
             if ends == "step" and step == 0 and zero["placement"] in ("cpu", "cuda"):
-                used = {gemini._chunk_of[name] for name in gemini._facts if "unused" not in name} & {
-                    *gemini._gradients
-                }
+                used = {gemini._chunk_of[name] for name in gemini._facts if "unused" not in name} & {*gemini._gradients}
                 whole = 8 * sum(chunk.spec.size_elems for chunk in used)
                 arena = gemini.memory.host_arena if zero["placement"] == "cpu" else gemini.memory.compute
                 grown = arena.used_bytes - before[zero["placement"] == "cuda"]

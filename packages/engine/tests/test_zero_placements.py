@@ -42,9 +42,7 @@ def test_sizes_are_those_that_are_kept(precision: str, regime: str, held: float)
         used = engine.states.gemini.memory.compute.used_bytes  # type: ignore[attr-defined]
     sizes = sizes_of(precision, regime, elements)
     assert sizes.parameter + sizes.state == pytest.approx(held, rel=1e-3)
-    assert used / elements == pytest.approx(
-        held, rel=0.15 if regime == "C" else 0.03
-    )  # slots of C begin at blocks
+    assert used / elements == pytest.approx(held, rel=0.15 if regime == "C" else 0.03)  # slots of C begin at blocks
     assert sizes.all == sizes.parameter + sizes.state + sizes.gradient
 
 

@@ -21,15 +21,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (
         "OPTForCausalLM",
         dict(
-            **IDS, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=32, word_embed_proj_dim=32, dropout=0.0,
+            **IDS,
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            word_embed_proj_dim=32,
+            dropout=0.0,
         ),
     ),
     "gpt2": (
         "GPT2LMHeadModel",
-        dict(
-            **IDS, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        ),
+        dict(**IDS, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     ),
     "llama": ("LlamaForCausalLM", LLAMA),
     "qwen2": ("Qwen2ForCausalLM", dict(**LLAMA, tie_word_embeddings=True)),
@@ -41,18 +45,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": (
         "ViTForImageClassification",
         dict(
-            **BODY, image_size=16, patch_size=4, num_labels=3, hidden_dropout_prob=0.0,
+            **BODY,
+            image_size=16,
+            patch_size=4,
+            num_labels=3,
+            hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         ),
     ),
     "t5": (
         "T5ForConditionalGeneration",
         dict(
-            vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
             decoder_start_token_id=0,
         ),
     ),
-}  # fmt: skip
+}
 """Class and sizes, by what the tests call them."""
 CAUSAL = ("opt", "gpt2", "llama", "qwen2", "qwen3", "mistral", "mixtral")
 

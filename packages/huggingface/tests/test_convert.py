@@ -27,13 +27,29 @@ from checkpoint_edits import edit_state
 transformers: Any = pytest.importorskip("transformers", reason="needs meshfold[hf]")
 
 LLAMA: dict[str, Any] = dict(
-    vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-)  # fmt: skip
+    vocab_size=37,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=1,
+)
 GPT2: dict[str, Any] = dict(
-    vocab_size=37, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=1,
-    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-)  # fmt: skip
+    vocab_size=37,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_positions=32,
+    bos_token_id=0,
+    eos_token_id=1,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
 
 
 def folder_of(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -77,12 +93,8 @@ SPECS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)], ids=["llama", "gpt2"]
-)
-def test_a_folder_comes_back_as_it_was_under_every_spec(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)], ids=["llama", "gpt2"])
+def test_a_folder_comes_back_as_it_was_under_every_spec(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     source = folder_of(kind, tmp_path / "source", dtype)
     assert len([*source.glob("model-*.safetensors")]) > 1
     for number, (size, parallel) in enumerate(SPECS):
@@ -119,9 +131,7 @@ def train_and_save(folder: str, parallel: dict[str, Any], model: str) -> None:
 
 
 @pytest.mark.parametrize(("model", "axis"), [("gpt-tiny", "tensor"), ("llama-tiny", "pipeline")])
-def test_our_own_models_are_theirs(
-    model: str, axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_our_own_models_are_theirs(model: str, axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_on_ranks(2, train_and_save, str(tmp_path), {axis: 2}, model)
     assert main(["convert", f"{tmp_path}/checkpoint", f"{tmp_path}/converted", "--shard-size", "100KB"]) == 0
     assert "a Hugging Face folder; " in capsys.readouterr().out

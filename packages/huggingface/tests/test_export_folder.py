@@ -41,9 +41,7 @@ def test_two_exports_into_one_folder(inside: bool, tmp_path: Path) -> None:
         target.mkdir()
     one = writer(target)
     one.write("a", torch.ones(4))
-    with pytest.raises(
-        CheckpointError, match=rf"{target} is in use: process {os.getpid()} on .* has been exporting"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{target} is in use: process {os.getpid()} on .* has been exporting"):
         writer(target)
     one.write("b", torch.ones(4))
     one.close()
@@ -90,9 +88,7 @@ def test_a_link_out_of_the_folder_is_not_copied(tmp_path: Path) -> None:
     written(tmp_path / "like")
     (tmp_path / "private.txt").write_text("not yours")
     (tmp_path / "like" / "vocab.txt").symlink_to(tmp_path / "private.txt")
-    with pytest.raises(
-        CheckpointError, match=r"vocab.txt is a link to .*private.txt, which is not in the folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"vocab.txt is a link to .*private.txt, which is not in the folder"):
         written(tmp_path / "one", like=tmp_path / "like")
     with pytest.raises(CheckpointError, match="is a link to"):
         convert_folder(tmp_path / "like", tmp_path / "one", to="hf")

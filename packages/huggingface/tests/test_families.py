@@ -66,9 +66,7 @@ def _no_cache(kind: str) -> dict[str, Any]:
     return {} if kind in ("vit", "bert", "bert-classes") else {"use_cache": False}
 
 
-def parallel(
-    folder: str, kind: str, spec: dict[str, Any]
-) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+def parallel(folder: str, kind: str, spec: dict[str, Any]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """The same of an engine."""
     source = pretrained(folder, dtype=torch.float64, **EXACT.get(kind, {}))
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64")
@@ -106,10 +104,20 @@ def check(kind: str, how: str, root: Path) -> None:
 
 
 QUICK = {
-    ("opt", "2.5d"), ("gpt2", "1d+sequence"), ("qwen2", "zero 3"), ("mistral", "3d"), ("mixtral", "2d"),
-    ("llama", "1d"), ("qwen3", "2d"), ("bert", "1d"), ("bert", "3d"), ("bert-classes", "zero 3"),
-    ("vit", "2d"), ("t5", "2d"), ("t5", "pipeline"),
-}  # fmt: skip
+    ("opt", "2.5d"),
+    ("gpt2", "1d+sequence"),
+    ("qwen2", "zero 3"),
+    ("mistral", "3d"),
+    ("mixtral", "2d"),
+    ("llama", "1d"),
+    ("qwen3", "2d"),
+    ("bert", "1d"),
+    ("bert", "3d"),
+    ("bert-classes", "zero 3"),
+    ("vit", "2d"),
+    ("t5", "2d"),
+    ("t5", "pipeline"),
+}
 """Every family and every spec once or more, in `make test`."""
 
 
@@ -167,17 +175,23 @@ def run_losses(folder: str, kind: str, spec: dict[str, Any]) -> list[float]:
 
 
 TITLES = {
-    "opt": "OPT", "gpt2": "GPT-2", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral",
-    "mixtral": "Mixtral", "bert": "Bert, masked words", "bert-classes": "Bert, classes",
-    "vit": "ViT, classes of images", "t5": "T5",
-}  # fmt: skip
+    "opt": "OPT",
+    "gpt2": "GPT-2",
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "bert": "Bert, masked words",
+    "bert-classes": "Bert, classes",
+    "vit": "ViT, classes of images",
+    "t5": "T5",
+}
 
 
 def test_the_table_in_the_documentation_is_what_these_tests_hold() -> None:
     rows = [["family", *SPECS], ["---"] * (len(SPECS) + 1)]
-    rows += [
-        [TITLES[kind], *("no" if (kind, how) in REFUSED else "yes" for how in SPECS)] for kind in FAMILIES
-    ]
+    rows += [[TITLES[kind], *("no" if (kind, how) in REFUSED else "yes" for how in SPECS)] for kind in FAMILIES]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     page = (Path(__file__).parents[3] / "docs" / "hugging-face.md").read_text()
     wanted = table.replace("| --- | ---", "|---|---").replace(" | ---", "|---").replace("--- |", "---|")
@@ -199,9 +213,7 @@ def labels_of_their_own(kind: str) -> list[dict[str, Tensor]]:
 
 
 def compare_labels(kind: str, spec: dict[str, Any]) -> None:
-    made = model_of(
-        kind, **({} if kind == "t5" else dict(problem_type="multi_label_classification"))
-    ).double()
+    made = model_of(kind, **({} if kind == "t5" else dict(problem_type="multi_label_classification"))).double()
     wanted, batches = copy.deepcopy(made), labels_of_their_own(kind)
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.5), precision="fp64", example=batches[0])
     with InFloat64(), Engine(made, spec, **settings) as engine:

@@ -23,18 +23,28 @@ DATASET = [dict(input_ids=row, labels=row) for row in ROWS]
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-        )
+        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     )
 
 
 def arguments(out: Path, **changes: Any) -> TrainingArguments:
     settings: dict[str, Any] = dict(
-        output_dir=str(out), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
-        lr_scheduler_type="linear", warmup_steps=2, max_grad_norm=0.5, logging_steps=1, save_strategy="no", use_cpu=True,
-        disable_tqdm=True, report_to=[], weight_decay=0.0, seed=3,
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+        weight_decay=0.0,
+        seed=3,
+    )
     return TrainingArguments(**{**settings, **changes})
 
 
@@ -82,9 +92,7 @@ def test_a_resumed_run_has_the_rest_of_the_curve(tmp_path: Path) -> None:
 
 def rows_to_evaluate(count: int) -> list[dict[str, Any]]:
     """Rows of which more and more targets count, from none on."""
-    labels = [
-        torch.where(torch.arange(12) < 2 * number, row, -100) for number, row in enumerate(ROWS[:count])
-    ]
+    labels = [torch.where(torch.arange(12) < 2 * number, row, -100) for number, row in enumerate(ROWS[:count])]
     return [dict(input_ids=row, labels=label) for row, label in zip(ROWS, labels, strict=False)]
 
 
@@ -103,18 +111,14 @@ def evaluated(parallel: dict[str, Any], out: str, count: int, each: int) -> floa
 def test_every_target_is_evaluated_once(
     ranks: int, parallel: dict[str, Any], count: int, each: int, tmp_path: Path
 ) -> None:
-    rows = {
-        name: torch.stack([row[name] for row in rows_to_evaluate(count)]) for name in ("input_ids", "labels")
-    }
+    rows = {name: torch.stack([row[name] for row in rows_to_evaluate(count)]) for name in ("input_ids", "labels")}
     wanted = engine().eval_step(rows)
     found = (
         run_on_ranks(ranks, evaluated, parallel, str(tmp_path), count, each)
         if ranks > 1
         else [evaluated(parallel, str(tmp_path), count, each)]
     )
-    assert found == pytest.approx(
-        [wanted] * ranks, rel=1e-5, nan_ok=count == 1
-    )  # of the first row nothing counts
+    assert found == pytest.approx([wanted] * ranks, rel=1e-5, nan_ok=count == 1)  # of the first row nothing counts
     assert math.isnan(wanted) == (count == 1)
 
 
@@ -137,9 +141,7 @@ def test_two_that_disagree(changes: dict[str, Any], message: str, tmp_path: Path
 
 def test_what_would_be_left_out_is_refused(tmp_path: Path) -> None:
     half = arguments(tmp_path, bf16=True)
-    with pytest.raises(
-        SpecError, match=r"bf16=True\), and the engine computes in fp32: write .*precision='bf16'"
-    ):
+    with pytest.raises(SpecError, match=r"bf16=True\), and the engine computes in fp32: write .*precision='bf16'"):
         EngineTrainer(engine(), args=half, train_dataset=DATASET)
     EngineTrainer(engine(precision="bf16"), args=half, train_dataset=DATASET)
 
@@ -177,7 +179,7 @@ def trained(parallel: dict[str, Any], out: str, count: int, each: int) -> list[t
     with engine(parallel=parallel, gradient_accumulation=1) as made:
         args = arguments(
             Path(out), per_device_train_batch_size=each, gradient_accumulation_steps=1, max_steps=-1, num_train_epochs=2
-        )  # fmt: skip
+        )
         return curve(EngineTrainer(made, args=args, train_dataset=odd_rows(count)))
 
 
@@ -217,10 +219,19 @@ def test_several_datasets_are_evaluated_by_their_names(tmp_path: Path) -> None:
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     args = arguments(
-        tmp_path, max_steps=4, learning_rate=0.3, lr_scheduler_type="constant", warmup_steps=0, eval_strategy="steps",
-        eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        tmp_path,
+        max_steps=4,
+        learning_rate=0.3,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
         greater_is_better=True,
-    )  # fmt: skip
+    )
     trainer = EngineTrainer(engine(), args=args, train_dataset=DATASET, eval_dataset=DATASET[:5])
     trainer.train()
     losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
@@ -264,10 +275,6 @@ def test_data_that_cannot_be_dealt(tmp_path: Path) -> None:
 def test_without_labels_padding_is_not_predicted() -> None:
     seen = (torch.arange(12)[None] < torch.tensor([12, 7, 3])[:, None]).long()
     ids = ROWS[:3] * seen
-    wanted = engine().eval_step(
-        dict(input_ids=ids, attention_mask=seen, labels=ids.masked_fill(seen == 0, -100))
-    )
+    wanted = engine().eval_step(dict(input_ids=ids, attention_mask=seen, labels=ids.masked_fill(seen == 0, -100)))
     assert engine().eval_step(dict(input_ids=ids, attention_mask=seen)) == pytest.approx(wanted, rel=1e-6)
-    assert engine().eval_step(dict(input_ids=ids, attention_mask=seen, labels=ids)) != pytest.approx(
-        wanted, rel=1e-3
-    )
+    assert engine().eval_step(dict(input_ids=ids, attention_mask=seen, labels=ids)) != pytest.approx(wanted, rel=1e-3)

@@ -52,11 +52,22 @@ def model(kind: str) -> Any:
 
 def arguments(out: str, each: int, steps: int) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=out, num_train_epochs=1, per_device_train_batch_size=each, per_device_eval_batch_size=each,
-        gradient_accumulation_steps=steps, learning_rate=1e-2, logging_steps=1, save_strategy="no", use_cpu=True,
-        disable_tqdm=True, report_to=[], seed=3, max_grad_norm=0.1, lr_scheduler_type="linear",
+        output_dir=out,
+        num_train_epochs=1,
+        per_device_train_batch_size=each,
+        per_device_eval_batch_size=each,
+        gradient_accumulation_steps=steps,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+        seed=3,
+        max_grad_norm=0.1,
+        lr_scheduler_type="linear",
         train_sampling_strategy="sequential",
-    )  # fmt: skip
+    )
 
 
 def chosen(logits: Any, labels: Any) -> Tensor:
@@ -95,9 +106,7 @@ METRICS: dict[str, Any] = dict(compute_metrics=accuracy, preprocess_logits_for_m
 
 def ours(kind: str, parallel: dict[str, Any], out: str, each: int, steps: int) -> dict[str, list[float]]:
     optimizer = dict(name="adamw", lr=1e-2, weight_decay=0.0, eps=1e-8)
-    with Engine(
-        model(kind), parallel, optimizer=optimizer, clip_grad_norm=0.1, gradient_accumulation=steps
-    ) as engine:
+    with Engine(model(kind), parallel, optimizer=optimizer, clip_grad_norm=0.1, gradient_accumulation=steps) as engine:
         data = dataset()
         return figures(
             EngineTrainer(
@@ -113,9 +122,7 @@ def ours(kind: str, parallel: dict[str, Any], out: str, each: int, steps: int) -
 def alone(kind: str, out: str, steps: int) -> dict[str, list[float]]:
     data = dataset()
     return figures(
-        Trainer(
-            model(kind), args=arguments(out, 4, steps), train_dataset=data, eval_dataset=data[:12], **METRICS
-        )
+        Trainer(model(kind), args=arguments(out, 4, steps), train_dataset=data, eval_dataset=data[:12], **METRICS)
     )
 
 
@@ -166,10 +173,7 @@ def uneven(parallel: dict[str, Any], out: str) -> tuple[list[Any], list[Any]]:
 
     def collate(rows: list[Any]) -> dict[str, Tensor]:
         longest = max(len(row["labels"]) for row in rows)
-        padded = [
-            torch.nn.functional.pad(row["labels"], (0, longest - len(row["labels"])), value=-100)
-            for row in rows
-        ]
+        padded = [torch.nn.functional.pad(row["labels"], (0, longest - len(row["labels"])), value=-100) for row in rows]
         return dict(labels=torch.stack(padded), input_ids=torch.stack(padded).clamp(min=0))
 
     data = [dict(labels=row[: 4 + number % 4]) for number, row in enumerate(ROWS[:5])]
@@ -177,8 +181,13 @@ def uneven(parallel: dict[str, Any], out: str) -> tuple[list[Any], list[Any]]:
     args.include_for_metrics = ["inputs"]
     with Engine(model("llama"), parallel, optimizer=dict(name="sgd", lr=0.1), clip_grad_norm=0.1) as engine:
         trainer = EngineTrainer(
-            engine, args=args, eval_dataset=data, data_collator=collate, compute_metrics=keep, preprocess_logits_for_metrics=chosen
-        )  # fmt: skip
+            engine,
+            args=args,
+            eval_dataset=data,
+            data_collator=collate,
+            compute_metrics=keep,
+            preprocess_logits_for_metrics=chosen,
+        )
         found = trainer.evaluate()
         assert found["eval_seen"] == 1.0 and found["eval_rows"] == 5
     [(predictions, labels, inputs)] = seen
@@ -197,7 +206,5 @@ def test_metrics_of_each_batch_are_refused(tmp_path: Path) -> None:
     args = arguments(str(tmp_path), 4, 1)
     args.include_for_metrics = ["loss"]
     engine = Engine(model("llama"), optimizer=dict(name="sgd", lr=0.1), clip_grad_norm=0.1)
-    with pytest.raises(
-        SpecError, match=r"include_for_metrics=\['loss'\]: EngineTrainer calls compute_metrics once"
-    ):
+    with pytest.raises(SpecError, match=r"include_for_metrics=\['loss'\]: EngineTrainer calls compute_metrics once"):
         EngineTrainer(engine, args=args, train_dataset=dataset(), compute_metrics=accuracy)

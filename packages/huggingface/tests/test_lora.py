@@ -101,11 +101,18 @@ def compare(kind: str, base: str, adapter: str, spec: dict[str, Any], out: str) 
         ("llama", "2d"),
         ("llama", "1d × zero 2"),
         ("gpt2", "1d"),
-        *(pytest.param(k, how, marks=pytest.mark.slow) for k, how in (
-            ("llama", "1d"), ("llama", "zero 3"), ("llama", "pipeline × 1d"), ("gpt2", "2d"), ("gpt2", "zero 3"),
-        )),
+        *(
+            pytest.param(k, how, marks=pytest.mark.slow)
+            for k, how in (
+                ("llama", "1d"),
+                ("llama", "zero 3"),
+                ("llama", "pipeline × 1d"),
+                ("gpt2", "2d"),
+                ("gpt2", "zero 3"),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_adapters_are_those_of_one_process(kind: str, how: str, tmp_path: Path) -> None:
     base, adapter = folders(kind, tmp_path)
     run_on_ranks(4, compare, kind, base, adapter, SPECS[how], str(tmp_path / "trained"))
@@ -177,9 +184,7 @@ def test_what_is_no_adapter_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"peft's LoraConfig\(\.\.\.\), or the folder"):
         pretrained(base, adapter=4)
     other = str(folder_of("llama", tmp_path / "deeper", num_hidden_layers=3))
-    with pytest.raises(
-        SpecError, match=r"is of another model: 'base_model.*layers\.2.*' is in only one of the two"
-    ):
+    with pytest.raises(SpecError, match=r"is of another model: 'base_model.*layers\.2.*' is in only one of the two"):
         Engine(pretrained(other, adapter=adapter))
     with Engine(pretrained(base)) as engine, pytest.raises(CheckpointError, match="has no adapter"):
         save_adapter(engine, tmp_path / "out")

@@ -26,9 +26,7 @@ if importlib.util.find_spec("transformers") is None:  # ranks import it, this pr
     pytest.skip("transformers is not installed: pip install meshfold[hf]", allow_module_level=True)
 
 
-def state_of(
-    folder: Path | str, parallel: dict[str, Any] | None = None, **settings: Any
-) -> dict[str, Tensor]:
+def state_of(folder: Path | str, parallel: dict[str, Any] | None = None, **settings: Any) -> dict[str, Tensor]:
     """What an engine holds of a folder, as one process's state dict."""
     with Engine(pretrained(folder, **settings), parallel or {}) as engine:
         return engine.full_state_dict()
@@ -68,9 +66,7 @@ def as_torch_files(folder: Path, *, shards: int, old: bool) -> None:
         torch.save(part, folder / file, _use_new_zipfile_serialization=not old)
 
 
-@pytest.mark.parametrize(
-    "kind", ["one file", "safetensors in shards", "bin", "bin in shards", "bin of torch 1.5"]
-)
+@pytest.mark.parametrize("kind", ["one file", "safetensors in shards", "bin", "bin in shards", "bin of torch 1.5"])
 def test_every_kind_of_file(kind: str, tmp_path: Path) -> None:
     model = model_of("llama")
     if kind == "safetensors in shards":
@@ -150,9 +146,7 @@ def test_old_names_of_norms(tmp_path: Path) -> None:
 
     def to_old(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-                "LayerNorm.bias", "LayerNorm.beta"
-            ): value
+            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
             for name, value in tensors.items()
         }
 
@@ -179,9 +173,7 @@ def test_tied_weights_that_differ_in_the_folder_are_refused(tmp_path: Path) -> N
     folder = folder_of("qwen2", tmp_path)
     table = "model.embed_tokens.weight"
     rewrite(folder, lambda tensors: {**tensors, "lm_head.weight": tensors[table] + 1})
-    with pytest.raises(
-        SpecError, match="one tensor by the configuration, but the folder has two that differ"
-    ):
+    with pytest.raises(SpecError, match="one tensor by the configuration, but the folder has two that differ"):
         Engine(pretrained(folder))
     found = state_of(folder, tie_word_embeddings=False)
     assert torch.equal(found["lm_head.weight"], found[table] + 1)
@@ -210,8 +202,11 @@ def test_a_new_head_is_the_same_under_every_spec_and_told(tmp_path: Path) -> Non
         engine = Engine(pretrained(folder, model_class="BertForSequenceClassification", num_labels=5))
     assert engine.loaded is not None
     assert engine.loaded.new == (
-        "bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias",
-    )  # fmt: skip
+        "bert.pooler.dense.weight",
+        "bert.pooler.dense.bias",
+        "classifier.weight",
+        "classifier.bias",
+    )
     assert any(name.startswith("cls.predictions.") for name in engine.loaded.unused)
     assert str(caught[0].message) == str(engine.loaded)
     wanted = engine.full_state_dict()
@@ -224,9 +219,7 @@ def test_a_new_head_is_the_same_under_every_spec_and_told(tmp_path: Path) -> Non
 
 def test_shapes_that_differ_are_refused_or_made_anew(tmp_path: Path) -> None:
     folder = folder_of("bert-classes", tmp_path)
-    with pytest.raises(
-        SpecError, match=r"classifier\.weight is \(3, 32\) in the folder and \(7, 32\) in the model"
-    ):
+    with pytest.raises(SpecError, match=r"classifier\.weight is \(3, 32\) in the folder and \(7, 32\) in the model"):
         Engine(pretrained(folder, num_labels=7))
     with pytest.warns(UserWarning, match="its shape is"):
         engine = Engine(pretrained(folder, num_labels=7, ignore_mismatched_sizes=True))
@@ -247,9 +240,7 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
         pretrained(folder, model_class="LlamaForCasualLM")
     with pytest.raises(SpecError, match="a floating dtype of torch"):
         pretrained(folder, dtype=torch.int8)
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
-    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(SpecError, match=r"none of its 21 tensors is one of GPT2LMHeadModel"):
         Engine(pretrained(folder))
     whole = (folder / "model.safetensors").read_bytes()
@@ -273,9 +264,7 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
     folder, other = folder_of("qwen2", tmp_path), folder_of("qwen2", tmp_path / "other")
     rewrite(
         other,
-        lambda tensors: {
-            name: t[:, :16].contiguous() if "q_proj.weight" in name else t for name, t in tensors.items()
-        },
+        lambda tensors: {name: t[:, :16].contiguous() if "q_proj.weight" in name else t for name, t in tensors.items()},
     )
     for said in run_on_ranks(2, one_reads_another_folder, str(folder), str(other)):
         assert "rank 1: model " in said and "q_proj.weight is (32, 16) in the folder" in said

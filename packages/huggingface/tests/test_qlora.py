@@ -129,7 +129,5 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_of_which_nothing_would_be_packed_is_refused(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path, hidden_size=48, intermediate_size=96)
-    with pytest.raises(
-        SpecError, match=r"would pack nothing of Llama.*multiple of 64 elements; leave quantize out"
-    ):
+    with pytest.raises(SpecError, match=r"would pack nothing of Llama.*multiple of 64 elements; leave quantize out"):
         Engine(source(str(folder)), optimizer=dict(name="sgd", lr=0.1))

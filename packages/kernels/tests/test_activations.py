@@ -22,9 +22,7 @@ def seeded(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Te
     return (2 * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def compare(
-    op: Callable[..., Tensor], exact_op: Callable[..., Tensor], check: Check, *inputs: Tensor
-) -> None:
+def compare(op: Callable[..., Tensor], exact_op: Callable[..., Tensor], check: Check, *inputs: Tensor) -> None:
     leaves = tuple(t.requires_grad_() for t in inputs)
     exact_leaves = tuple(t.detach().double().requires_grad_() for t in inputs)
     y, exact = op(*leaves), exact_op(*exact_leaves)

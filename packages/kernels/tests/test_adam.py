@@ -28,9 +28,7 @@ def test_twenty_steps_agree_with_torch(
     n, kind = 10_007, torch.optim.AdamW if adamw_mode else torch.optim.Adam
     p = torch.nn.Parameter(normal(n, 0))
     optimizer = kind([p], lr=1e-2, betas=betas, eps=1e-8, weight_decay=weight_decay)
-    chosen = K.AdamSettings(
-        lr=1e-2, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, adamw_mode=adamw_mode
-    )
+    chosen = K.AdamSettings(lr=1e-2, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, adamw_mode=adamw_mode)
     with K.use(implementation):
         made = K.SplitState.of(p.detach())
         for step in range(1, 21):
@@ -233,9 +231,7 @@ def test_threads_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("implementation", ["reference", "numba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("l2", [False, True], ids=["decoupled", "l2"])
-def test_a_step_may_be_made_into_another_state(
-    kind: str, implementation: str, dtype: torch.dtype, l2: bool
-) -> None:
+def test_a_step_may_be_made_into_another_state(kind: str, implementation: str, dtype: torch.dtype, l2: bool) -> None:
     n, start = 70_001, 256 * 300
     chosen = K.AdamSettings(lr=1e-2, weight_decay=0.1, adamw_mode=not l2)
     with K.use(implementation):
@@ -243,9 +239,7 @@ def test_a_step_may_be_made_into_another_state(
         kept, wanted = copy.deepcopy(before), copy.deepcopy(before)
         into = state(kind, normal(n, 9))
         for made, was in ((wanted, None), (into, before)):
-            K.adam_step(
-                made, normal(n, 77, dtype), chosen, step=4, grad_scale=0.3, start=start, seed=7, before=was
-            )
+            K.adam_step(made, normal(n, 77, dtype), chosen, step=4, grad_scale=0.3, start=start, seed=7, before=was)
     assert_same(into, wanted)
     assert_same(before, kept, "what was stepped from")
 

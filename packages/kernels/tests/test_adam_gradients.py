@@ -44,9 +44,7 @@ def defined(x: Tensor, norm: float, block: int, start: int) -> list[float]:
 @pytest.mark.parametrize(
     ("n", "block", "start"), [(5000, 2048, 0), (3000, 1024, 777), (1, 65_536, 70_000), (0, 1024, 5)]
 )
-def test_partial_norms_are_the_definition(
-    implementation: str, norm: float, n: int, block: int, start: int
-) -> None:
+def test_partial_norms_are_the_definition(implementation: str, norm: float, n: int, block: int, start: int) -> None:
     x = normal(n, 1)
     with K.use(implementation):
         assert NORMS[norm](x, block, start).tolist() == defined(x, norm, block, start)
@@ -89,9 +87,7 @@ def test_any_sharding_at_blocks_has_the_same_bits(implementation: str) -> None:
 @both
 @pytest.mark.parametrize("out_dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_written_is_what_torch_writes(
-    implementation: str, dtype: torch.dtype, out_dtype: torch.dtype
-) -> None:
+def test_written_is_what_torch_writes(implementation: str, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     x, there = normal(5000, 7, dtype), normal(5000, 8, out_dtype)
     with K.use(implementation):
         K.write_gradient(x, out := there.clone())

@@ -32,9 +32,7 @@ def test_noise_is_uniform_and_both_halves_independent() -> None:
             assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / (n - distance) ** 0.5
     assert abs(float(torch.corrcoef(torch.stack((upper.double(), lower.double())))[0, 1])) < 5 / n**0.5
     other = float_bits.noise(int(stream(1, float_bits.noise_key(3))), 0, n, torch.device("cpu")) >> 16
-    assert (
-        abs(float(torch.corrcoef(torch.stack((noise16(n)[0].double(), other.double())))[0, 1])) < 5 / n**0.5
-    )
+    assert abs(float(torch.corrcoef(torch.stack((noise16(n)[0].double(), other.double())))[0, 1])) < 5 / n**0.5
 
 
 def test_stochastic_rounding_to_bfloat16_has_no_bias() -> None:
@@ -49,18 +47,9 @@ def test_stochastic_rounding_to_bfloat16_has_no_bias() -> None:
 
 def test_rounding_keeps_what_is_not_finite() -> None:
     x = torch.tensor([torch.inf, -torch.inf, torch.nan]).repeat(1000)
-    x[2::3] = (
-        torch.tensor([0x7F800001, 0x7FFFFFFF, -0x7FFFFF])
-        .repeat(334)[:1000]
-        .to(torch.int32)
-        .view(torch.float32)
-    )
+    x[2::3] = torch.tensor([0x7F800001, 0x7FFFFFFF, -0x7FFFFF]).repeat(334)[:1000].to(torch.int32).view(torch.float32)
     rounded = float_bits.stochastic(x, noise16(3000)[0])
-    assert (
-        (rounded[0::3] == torch.inf).all()
-        and (rounded[1::3] == -torch.inf).all()
-        and rounded[2::3].isnan().all()
-    )
+    assert (rounded[0::3] == torch.inf).all() and (rounded[1::3] == -torch.inf).all() and rounded[2::3].isnan().all()
 
 
 @pytest.mark.parametrize("code", [float_bits.SIGNED_CODE, float_bits.UNSIGNED_CODE], ids=["4+3", "4+4"])
@@ -72,9 +61,7 @@ def test_codes_are_exact_on_their_grid_and_unbiased_between(code: float_bits.Min
     torch.testing.assert_close(grid[-1], torch.tensor(3.7))
     # Relative distance of neighbours in the thirteen upper octaves, and the smallest number.
     first = 3 << code.mantissa
-    assert (
-        float(((grid[first + 1 :] - grid[first:-1]) / grid[first + 1 :]).max()) < 8 / 7 * 2.0**-code.mantissa
-    )
+    assert float(((grid[first + 1 :] - grid[first:-1]) / grid[first + 1 :]).max()) < 8 / 7 * 2.0**-code.mantissa
     assert float(grid[1]) < 3.7 * 2.0 ** -(15 + code.mantissa)
     x = torch.rand(40, generator=torch.Generator().manual_seed(0)) ** 3 * 3.7
     many = x.repeat_interleave(1 << 14)
@@ -98,9 +85,7 @@ def test_a_second_moment_follows_gradients_that_shrink(kind: str, within: float)
         for each in (made, exact):
             K.adam_step(each, grad, chosen, step=step)
     if isinstance(made, K.QuantizedState):
-        v = float_bits.decode(
-            made.exp_avg_sq, made.exp_avg_sq_scale.repeat_interleave(256), float_bits.UNSIGNED_CODE
-        )
+        v = float_bits.decode(made.exp_avg_sq, made.exp_avg_sq_scale.repeat_interleave(256), float_bits.UNSIGNED_CODE)
     else:
         v = made.exp_avg_sq.float()
     small = v[1::2].double()

@@ -45,9 +45,7 @@ def test_every_upper_half_with_lower_halves_at_the_edges(implementation: str) ->
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_every_lower_half(implementation: str) -> None:
-    upper = torch.tensor(
-        [0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0xBF80, 0xFF7F, 0xFFFF]
-    )
+    upper = torch.tensor([0x0000, 0x0001, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0xBF80, 0xFF7F, 0xFFFF])
     with K.use(implementation):
         check(floats(((upper.unsqueeze(1) << 16) + torch.arange(1 << 16)).view(-1)))
 

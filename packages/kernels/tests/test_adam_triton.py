@@ -19,9 +19,7 @@ from meshfold import kernels as K
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
-    pytest.skip(
-        "no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True
-    )
+    pytest.skip("no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = pytest.mark.gpu
@@ -47,18 +45,24 @@ def triton(automatic: None) -> Iterator[None]:
     in_memory=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_steps(
-    kind: str, n: int, dtype: torch.dtype, start: int, adamw_mode: bool, in_memory: bool, seed: int
-) -> None:
+def test_steps(kind: str, n: int, dtype: torch.dtype, start: int, adamw_mode: bool, in_memory: bool, seed: int) -> None:
     start = start // 256 * 256 if kind == "C" else start
     scale = torch.tensor(0.3, device=DEVICE) if in_memory else 0.3
     got, wanted = (
         train(
-            kind, name, n, steps=2, dtype=dtype, start=start, seed=seed, device=DEVICE, grad_scale=scale,
+            kind,
+            name,
+            n,
+            steps=2,
+            dtype=dtype,
+            start=start,
+            seed=seed,
+            device=DEVICE,
+            grad_scale=scale,
             adamw_mode=adamw_mode,
         )
         for name in ("triton", "reference")
-    )  # fmt: skip
+    )
     assert_same(got, wanted, kind)
 
 
@@ -118,9 +122,12 @@ def test_gradients(n: int, dtype: torch.dtype, norm: float, block: int, start: i
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    n=st.integers(0, 5000), dtype=st.sampled_from(DTYPES), out_dtype=st.sampled_from(DTYPES), add=st.booleans(),
+    n=st.integers(0, 5000),
+    dtype=st.sampled_from(DTYPES),
+    out_dtype=st.sampled_from(DTYPES),
+    add=st.booleans(),
     bad=st.sampled_from([0.0, math.inf, math.nan]),
-)  # fmt: skip
+)
 def test_written_gradients(n: int, dtype: torch.dtype, out_dtype: torch.dtype, add: bool, bad: float) -> None:
     x = normal(n, 4, dtype, DEVICE)
     if n:

@@ -27,9 +27,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4), dtype=st.sampled_from(["float64", "float32"])
-)
+@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4), dtype=st.sampled_from(["float64", "float32"]))
 def test_parts_merge_to_attention_over_all_keys(sizes: list[int], dtype: str) -> None:
     kind: torch.dtype = getattr(torch, dtype)
     q, k, v = (seeded(2, n, 3, 4, seed=i) for i, n in enumerate((5, sum(sizes), sum(sizes))))

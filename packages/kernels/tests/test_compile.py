@@ -140,13 +140,9 @@ IN_A_TENSOR: list[tuple[Any, int]] = [(torch.tensor(-8), 5), (torch.tensor(3), 5
     ],
     ids=["traced", "inductor, in a tensor", "inductor, symbols"],
 )
-def test_dropout_drops_the_same_elements_when_the_seed_changes(
-    backend: str, seeds: list[tuple[Any, int]]
-) -> None:
+def test_dropout_drops_the_same_elements_when_the_seed_changes(backend: str, seeds: list[tuple[Any, int]]) -> None:
     """For seeds that become symbols, and for those in a tensor."""
-    compiled = torch.compile(
-        lambda x, seed, key: K.dropout(x, 0.5, seed, key), fullgraph=True, backend=backend
-    )
+    compiled = torch.compile(lambda x, seed, key: K.dropout(x, 0.5, seed, key), fullgraph=True, backend=backend)
     x = X.detach()
     for seed, key in seeds:
         assert torch.equal(compiled(x, seed, key), K.dropout(x, 0.5, seed, key))

@@ -142,8 +142,7 @@ def functions(module: str) -> dict[str, str]:
     path = Path(dispatch.__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
     found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {
-        node.name: f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns or ast.Constant(None))}"
-        for node in found
+        node.name: f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns or ast.Constant(None))}" for node in found
     }
 
 

@@ -35,9 +35,7 @@ class OffsetNorm(ScaledNorm):
     """RMSNorm as Gemma has it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return (1.0 + self.weight) * (
-            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        )
+        return (1.0 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 class CentredNorm(ScaledNorm):
@@ -112,9 +110,7 @@ def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsquee
 
 def interleaved_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     def turn(x: Tensor) -> Tensor:
-        return x * cos.unsqueeze(1) + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(
-            -2
-        ) * sin.unsqueeze(1)
+        return x * cos.unsqueeze(1) + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin.unsqueeze(1)
 
     return turn(q), turn(k)
 
@@ -225,9 +221,7 @@ def test_compiled_modules_are_left_alone() -> None:
 class LanguageModel(nn.Module):
     """Embedding, a layer, a head; ``finish`` makes of logits and labels what the model returns."""
 
-    def __init__(
-        self, finish: Callable[[Tensor, Tensor], Any], *, bias: bool = False, tied: bool = False
-    ) -> None:
+    def __init__(self, finish: Callable[[Tensor, Tensor], Any], *, bias: bool = False, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.layer = nn.Linear(WIDTH, WIDTH)
@@ -262,9 +256,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "words left out": lambda z, ids: F.cross_entropy(z[..., :40].reshape(-1, 40), ids.view(-1) % 40),
     "words in the middle": lambda z, ids: F.cross_entropy(z.transpose(1, 2), ids),
-    "probabilities": lambda z, ids: F.cross_entropy(
-        z.view(-1, WORDS), F.one_hot(ids.view(-1), WORDS).to(z.dtype)
-    ),
+    "probabilities": lambda z, ids: F.cross_entropy(z.view(-1, WORDS), F.one_hot(ids.view(-1), WORDS).to(z.dtype)),
     "two steps": lambda z, ids: F.nll_loss(F.log_softmax(z, -1).view(-1, WORDS), ids.view(-1)),
     "in place": lambda z, ids: shifted(z.add_(1.0), ids),
     "mean of logits": lambda z, ids: z.float().mean() + shifted(z, ids),
@@ -350,9 +342,7 @@ def test_logits_that_nobody_read_cannot_be_read_later() -> None:
         unread.float()
     assert torch.equal(read.sum(), want) and unread.shape == (2, 3, WORDS)
     for use in (lambda: unread.sum(), lambda: F.cross_entropy(unread.view(-1, WORDS), ids.view(-1))):
-        with pytest.raises(
-            RuntimeError, match=r"logits of head are read after .* kernels=dict\(loss=False\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"logits of head are read after .* kernels=dict\(loss=False\)"):
             use()
 
 

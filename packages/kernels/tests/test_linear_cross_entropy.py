@@ -34,25 +34,17 @@ def operands(
     weight = torch.randn(WORDS, WIDTH, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
     labels = torch.randint(0, WORDS, (rows,), generator=random)
     labels[1::4] = -100
-    made = (
-        torch.randn(WORDS, generator=random, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
-    )
+    made = torch.randn(WORDS, generator=random, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
     return x, weight, labels, made
 
 
-def expected_rows(
-    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, settings: dict[str, Any]
-) -> Tensor:
+def expected_rows(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, settings: dict[str, Any]) -> Tensor:
     """The loss of every row, from whole logits."""
-    wide = [
-        None if t is None else t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, weight, bias)
-    ]
+    wide = [None if t is None else t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, weight, bias)]
     logits = F.linear(wide[0], wide[1], wide[2]) * settings.get("scale", 1.0)  # type: ignore[arg-type]
     if cap := settings.get("softcap", 0.0):
         logits = cap * torch.tanh(logits / cap)
-    rows = F.cross_entropy(
-        logits, labels, reduction="none", label_smoothing=settings.get("label_smoothing", 0.0)
-    )
+    rows = F.cross_entropy(logits, labels, reduction="none", label_smoothing=settings.get("label_smoothing", 0.0))
     return rows + settings.get("z_loss", 0.0) * logits.logsumexp(-1).square() * (labels != -100)
 
 
@@ -77,18 +69,29 @@ def test_equals_the_two_steps(case: str, chunk: int, recompute: bool) -> None:
         rows = expected_rows(x, weight, labels, bias, settings)
         upstream = torch.linspace(0.5, 2.0, ROWS, dtype=torch.float64)
         plain = (
-            (rows * upstream).sum() if reduction == "none" else 3.0 * rows.sum() / (
-                (labels != -100).sum() if reduction == "mean" else 1)
-        )  # fmt: skip
+            (rows * upstream).sum()
+            if reduction == "none"
+            else 3.0 * rows.sum() / ((labels != -100).sum() if reduction == "mean" else 1)
+        )
         want = torch.autograd.grad(plain, leaves)  # type: ignore[arg-type]
         got = linear_cross_entropy(
-            x, weight, labels, bias, chunk=chunk, reduction=reduction, recompute=recompute, **settings  # type: ignore[arg-type]
-        )  # fmt: skip
+            x,
+            weight,
+            labels,
+            bias,
+            chunk=chunk,
+            reduction=reduction,
+            recompute=recompute,
+            **settings,  # type: ignore[arg-type]
+        )
         loss = (got * upstream).sum() if reduction == "none" else 3.0 * got
         assert torch.allclose(loss, plain, rtol=1e-13)
         for name, one, other in zip(
-            ("x", "weight", "bias"), torch.autograd.grad(loss, leaves), want, strict=True  # type: ignore[arg-type]
-        ):  # fmt: skip
+            ("x", "weight", "bias"),
+            torch.autograd.grad(loss, leaves),
+            want,
+            strict=True,  # type: ignore[arg-type]
+        ):
             assert torch.allclose(one, other, rtol=1e-12, atol=1e-13), f"{reduction}: gradient of {name}"
 
 
@@ -212,9 +215,12 @@ def on_ranks(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: i
         offsets = torch.zeros(padded, dtype=torch.float64)
         offsets[:valid] = bias[start : start + valid].detach()  # type: ignore[index]
         shard = VocabularyShard(
-            start=start, valid=valid, size=WORDS,
-            all_reduce_max=all_reduce(number, lambda t: t.amax(0)), all_reduce_sum=all_reduce(number, lambda t: t.sum(0)),
-        )  # fmt: skip
+            start=start,
+            valid=valid,
+            size=WORDS,
+            all_reduce_max=all_reduce(number, lambda t: t.amax(0)),
+            all_reduce_sum=all_reduce(number, lambda t: t.sum(0)),
+        )
         leaves = (t.detach().clone().requires_grad_() for t in (x, block, offsets))
         # Backward needs no communication, so ranks need not meet in it.
         found[number] = run(shard, *leaves)
@@ -232,9 +238,7 @@ def on_ranks(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: i
 def test_vocabulary_over_ranks(recompute: bool) -> None:
     """Three ranks, one of them all padding: the loss on each, and gradients that are the parts of the whole."""
     x, weight, labels, bias = operands()
-    settings: dict[str, Any] = dict(
-        label_smoothing=0.1, z_loss=0.01, softcap=2.0, chunk=5, recompute=recompute
-    )
+    settings: dict[str, Any] = dict(label_smoothing=0.1, z_loss=0.01, softcap=2.0, chunk=5, recompute=recompute)
     whole = linear_cross_entropy(x, weight, labels, bias, **settings)
     want = torch.autograd.grad(whole, (x, weight, bias))  # type: ignore[arg-type]
 
@@ -323,13 +327,9 @@ def test_rows_with_weights(reduction: Any) -> None:
     factors[2] = 0.0
     rows = expected_rows(x, weight, labels, bias, {}) * factors
     want = rows.sum() / (labels != -100).sum() if reduction == "mean" else rows.sum()
-    got = linear_cross_entropy(
-        x, weight, labels, bias, row_weights=factors, reduction=reduction, chunk=4
-    ).sum()
+    got = linear_cross_entropy(x, weight, labels, bias, row_weights=factors, reduction=reduction, chunk=4).sum()
     assert torch.allclose(got, want, rtol=1e-13)
-    for one, other in zip(
-        torch.autograd.grad(got, (x, weight)), torch.autograd.grad(want, (x, weight)), strict=True
-    ):
+    for one, other in zip(torch.autograd.grad(got, (x, weight)), torch.autograd.grad(want, (x, weight)), strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
@@ -368,9 +368,7 @@ def test_log_probs_and_entropy(shards: int) -> None:
     else:
 
         def one(shard: VocabularyShard, *block: Tensor) -> Any:
-            got = linear_log_probs(
-                block[0], block[1], labels, block[2], entropy=True, vocabulary=shard, **settings
-            )
+            got = linear_log_probs(block[0], block[1], labels, block[2], entropy=True, vocabulary=shard, **settings)
             return got, torch.autograd.grad(got, block, tuple(towards))
 
         found, parts = zip(*on_ranks(one, x, weight, bias, shards), strict=True)  # type: ignore[assignment]
@@ -384,8 +382,15 @@ def test_log_probs_and_entropy(shards: int) -> None:
 
 def test_rows_of_logits_begin_at_multiples_of_16_elements() -> None:
     x, weight, labels, _ = operands(torch.bfloat16)
-    chunks = LogitChunks(x.detach(), weight.detach(), None, labels, ChunkSettings(
-        terms=Terms(start=0, valid=WORDS, vocab_size=WORDS), kernels=LossKernels.of(x), reduction="sum", chunk=4))  # fmt: skip
+    chunks = LogitChunks(
+        x.detach(),
+        weight.detach(),
+        None,
+        labels,
+        ChunkSettings(
+            terms=Terms(start=0, valid=WORDS, vocab_size=WORDS), kernels=LossKernels.of(x), reduction="sum", chunk=4
+        ),
+    )
     for at in chunks:
         logits = chunks.rows_and_logits()[1]
         assert logits.shape == (at.stop - at.start, WORDS) and logits.stride(0) % 16 == 0
@@ -405,8 +410,9 @@ def test_tensors_without_memory(recompute: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "words", "item_bytes"), [(8192, 128_256, 2), (16384, 128_256, 2), (4096, 50_257, 4), (100, 32_000, 2), (7, 10, 8)]
-)  # fmt: skip
+    ("rows", "words", "item_bytes"),
+    [(8192, 128_256, 2), (16384, 128_256, 2), (4096, 50_257, 4), (100, 32_000, 2), (7, 10, 8)],
+)
 def test_chunks_fit_and_are_even(rows: int, words: int, item_bytes: int) -> None:
     size = chunk_rows(rows, words, item_bytes)
     limit = CHUNK_BYTES if rows * words * item_bytes <= 8 * CHUNK_BYTES else LARGE_CHUNK_BYTES
@@ -431,7 +437,7 @@ def test_chunks_fit_and_are_even(rows: int, words: int, item_bytes: int) -> None
         (dict(labels=torch.tensor(3), x=torch.zeros(WIDTH), shift=True), "labels of sequences"),
         (dict(reduction="average"), "reduction='average': use 'mean' or 'sum'"),
     ],
-)  # fmt: skip
+)
 def test_errors(change: dict[str, Any], message: str) -> None:
     x, weight, labels, bias = operands()
     with pytest.raises(ValueError, match=message):

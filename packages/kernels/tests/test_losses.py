@@ -38,9 +38,7 @@ def exact(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Te
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-2)])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_cross_entropy(
-    dtype: torch.dtype, smoothing: float, z_loss: float, inplace: bool, rounded_once: Check
-) -> None:
+def test_cross_entropy(dtype: torch.dtype, smoothing: float, z_loss: float, inplace: bool, rounded_once: Check) -> None:
     logits, labels = seeded(7, 33, dtype=dtype), words(7, 33)
     leaf = logits.clone().requires_grad_()
     leaf64 = logits.double().requires_grad_()
@@ -144,10 +142,7 @@ def test_logits_that_are_not_contiguous_are_overwritten_in_place() -> None:
     m = K.local_max(columns)
     sums = K.sum_exp_and_target(columns, m, labels, 0)
     wanted = K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6)
-    assert (
-        K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6, inplace=True)
-        is columns
-    )
+    assert K.cross_entropy_backward(columns, m, sums[0], labels, 0, torch.ones(5), 0.0, 0.0, 6, inplace=True) is columns
     assert torch.equal(wide.t(), wanted)
 
 

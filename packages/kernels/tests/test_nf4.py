@@ -23,9 +23,7 @@ def test_every_element_gets_the_nearest_of_sixteen_levels() -> None:
     distance = (blocks.unsqueeze(-1) / scales.unsqueeze(-1) - torch.tensor(LEVELS)).abs()
     wanted = torch.tensor(LEVELS)[distance.argmin(-1)] * scales
     assert torch.equal(found, wanted.flatten(1))
-    assert (
-        float((found.unflatten(1, (-1, NF4_BLOCK)) - blocks).abs().div(scales).max()) <= 0.16
-    )  # half the widest gap
+    assert float((found.unflatten(1, (-1, NF4_BLOCK)) - blocks).abs().div(scales).max()) <= 0.16  # half the widest gap
 
 
 def test_what_is_on_a_level_comes_back_and_zeros_stay() -> None:

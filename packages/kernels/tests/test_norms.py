@@ -52,9 +52,7 @@ def test_rms_norm_and_its_gradients(dtype: torch.dtype, shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5, 16), (7, 33), (4,), (0, 8)], ids=str)
-def test_layer_norm_and_its_gradients(
-    dtype: torch.dtype, shape: tuple[int, ...], rounded_once: Check
-) -> None:
+def test_layer_norm_and_its_gradients(dtype: torch.dtype, shape: tuple[int, ...], rounded_once: Check) -> None:
     x = seeded(*shape, dtype=dtype)
     w, b = seeded(shape[-1], dtype=dtype, seed=1), seeded(shape[-1], dtype=dtype, seed=3)
     leaves = tuple(t.requires_grad_() for t in (x, w, b))
@@ -163,9 +161,7 @@ def split_layer(
     parts = list(zip(dys, xs, ws, strict=True))
     sums = torch.stack([K.layer_norm_backward_stats(*part, mean, rstd) for part in parts]).sum(0)
     back = [K.layer_norm_backward_apply(*part, mean, rstd, sums, hidden) for part in parts]
-    dx, dw, db = (
-        torch.cat([piece for piece in kind if piece is not None], -1) for kind in zip(*back, strict=True)
-    )
+    dx, dw, db = (torch.cat([piece for piece in kind if piece is not None], -1) for kind in zip(*back, strict=True))
     return y, dx, dw, db
 
 

@@ -47,9 +47,7 @@ def test_a_seed_in_a_tensor_is_the_same_seed() -> None:
 def test_bits_are_uniform_and_streams_independent() -> None:
     n = 1 << 16
     index = torch.arange(n)
-    streams = [
-        top24(K.random_bits(seed, key, index)).double() / 2**24 for seed, key in ((0, 0), (0, 1), (1, 2))
-    ]
+    streams = [top24(K.random_bits(seed, key, index)).double() / 2**24 for seed, key in ((0, 0), (0, 1), (1, 2))]
     for u in streams:
         assert abs(float(u.mean()) - 0.5) < 5 * (1 / 12 / n) ** 0.5
         assert abs(float(u.var()) - 1 / 12) < 0.002
@@ -71,10 +69,7 @@ def test_dropout_keeps_what_the_bits_say(implementation: str, dtype: torch.dtype
         y = K.dropout(x, p, seed, key, row, col, wide)
         (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     keep = torch.tensor(
-        [
-            [(exact_bits(seed, key, (row + r) * wide + col + c) >> 40) / 2**24 >= p for c in range(4)]
-            for r in range(3)
-        ]
+        [[(exact_bits(seed, key, (row + r) * wide + col + c) >> 40) / 2**24 >= p for c in range(4)] for r in range(3)]
     )
     assert keep.any() and not keep.all()
     compute = torch.float64 if dtype is torch.float64 else torch.float32
@@ -122,9 +117,7 @@ def test_every_layout_drops_the_same_elements(implementation: str) -> None:
         # Rows in an order of their own, as in sequence parallelism: every third.
         flat = x.view(12, 8)
         for first in range(3):
-            assert torch.equal(
-                tile(torch.arange(first, 12, 3), flat[first::3], 0), whole.view(12, 8)[first::3]
-            )
+            assert torch.equal(tile(torch.arange(first, 12, 3), flat[first::3], 0), whole.view(12, 8)[first::3])
 
 
 def test_dropout_ends_of_the_scale_and_expectation() -> None:

@@ -35,9 +35,7 @@ def exact(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def tables(s: int, r: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    angles = torch.arange(s, dtype=torch.float64)[:, None] * 10.0 ** -torch.linspace(
-        0, 3, r // 2, dtype=torch.float64
-    )
+    angles = torch.arange(s, dtype=torch.float64)[:, None] * 10.0 ** -torch.linspace(0, 3, r // 2, dtype=torch.float64)
     doubled = torch.cat((angles, angles), -1)
     return doubled.cos().to(dtype), doubled.sin().to(dtype)
 

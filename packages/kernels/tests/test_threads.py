@@ -32,9 +32,12 @@ def train(found=None):
 def run(program: str, **environment: str) -> str:
     """What a fresh process prints; it has to end well."""
     done = subprocess.run(
-        [sys.executable, "-c", STEP + program], env={**os.environ, **environment}, capture_output=True, text=True,
+        [sys.executable, "-c", STEP + program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
         timeout=200,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -21,9 +21,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
 
 POINTERS = {
-    torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.int64: "*i64", torch.int16: "*i16", torch.uint8: "*u8",
-}  # fmt: skip
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+}
 
 
 class Compiler:
@@ -32,9 +37,7 @@ class Compiler:
     def __init__(self) -> None:
         self.compiled: set[str] = set()
 
-    def launch(
-        self, kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **settings: Any
-    ) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, ...], on: Tensor, *arguments: Any, **settings: Any) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
@@ -43,9 +46,7 @@ class Compiler:
         signature, constants = {}, {}
         for parameter in kernel.params:
             value = given[parameter.name]
-            if parameter.is_constexpr or (
-                isinstance(value, int) and value == 1 and not parameter.do_not_specialize
-            ):
+            if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
             elif isinstance(value, Tensor):
                 signature[parameter.name] = POINTERS[value.dtype]
@@ -58,15 +59,9 @@ class Compiler:
         )
         assert made.asm["cubin"]
         if not options.get("enable_fp_fusion", True):
-            assert (
-                "fma.rn.f32" not in made.asm["ptx"]
-            )  # what must give the bits of a CPU rounds every product
-            assert (
-                not re.search(r"(div|sqrt)\.(approx|full)", made.asm["ptx"]) and ".ftz" not in made.asm["ptx"]
-            )
-        self.compiled.add(
-            f"{kernel.fn.__module__.split('.')[2].removesuffix('_triton')}.{kernel.fn.__name__}"
-        )
+            assert "fma.rn.f32" not in made.asm["ptx"]  # what must give the bits of a CPU rounds every product
+            assert not re.search(r"(div|sqrt)\.(approx|full)", made.asm["ptx"]) and ".ftz" not in made.asm["ptx"]
+        self.compiled.add(f"{kernel.fn.__module__.split('.')[2].removesuffix('_triton')}.{kernel.fn.__name__}")
 
 
 @pytest.fixture
@@ -97,9 +92,7 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.bias_gelu(x, b, approximate).sum().backward()
     K.cross_entropy(x, labels, label_smoothing=0.1).sum().backward()
     for recompute in (False, True):
-        K.linear_cross_entropy(
-            x, x.detach(), labels, softcap=30.0, label_smoothing=0.1, recompute=recompute
-        ).backward()
+        K.linear_cross_entropy(x, x.detach(), labels, softcap=30.0, label_smoothing=0.1, recompute=recompute).backward()
     K.linear_log_probs(x, x.detach(), labels, entropy=True)[0].sum().backward()
     K.dropout(x, 0.5, 3, 4).sum().backward()
     K.dropout(x, 0.5, torch.tensor(3), 4, torch.arange(8)).sum().backward()
@@ -136,10 +129,25 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.write_gradient(grad.to(dtype), torch.zeros(h), add=True)
         K.write_gradient(p.to(torch.bfloat16), torch.zeros(h, dtype=dtype))
     assert compiler.compiled == {
-        "norms._normalise", "norms._row_sums", "norms._gradient_sums", "norms._gradients",
-        "activations._gated", "activations._gated_gradients", "activations._gelu", "activations._gelu_gradients",
-        "rotary._rotate", "merge_attention._merge", "cross_entropy._sums", "cross_entropy._gradient",
-        "cross_entropy._losses_and_gradient", "cross_entropy._multiply", "dropout._dropout",
-        "adam._elementwise", "adam._quantized", "float_bits._split", "float_bits._join", "grad_pass._pass",
+        "norms._normalise",
+        "norms._row_sums",
+        "norms._gradient_sums",
+        "norms._gradients",
+        "activations._gated",
+        "activations._gated_gradients",
+        "activations._gelu",
+        "activations._gelu_gradients",
+        "rotary._rotate",
+        "merge_attention._merge",
+        "cross_entropy._sums",
+        "cross_entropy._gradient",
+        "cross_entropy._losses_and_gradient",
+        "cross_entropy._multiply",
+        "dropout._dropout",
+        "adam._elementwise",
+        "adam._quantized",
+        "float_bits._split",
+        "float_bits._join",
+        "grad_pass._pass",
         "grad_pass._write",
-    }  # fmt: skip
+    }

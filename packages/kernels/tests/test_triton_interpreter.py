@@ -14,9 +14,7 @@ import torch
 FILES = ("test_triton_twins.py", "test_adam_triton.py")
 
 
-@pytest.mark.parametrize(
-    "chosen", ["not torch.float16", pytest.param("torch.float16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("chosen", ["not torch.float16", pytest.param("torch.float16", marks=pytest.mark.slow)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the file runs on it by itself")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_agree_with_the_reference_in_the_interpreter(chosen: str, tmp_path: Path) -> None:

@@ -20,9 +20,7 @@ from meshfold import kernels as K
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
-    pytest.skip(
-        "no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True
-    )
+    pytest.skip("no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +50,7 @@ def near(got: Tensor, exact: Tensor, what: str, scale: float = 1.0) -> None:
     if INTERPRETED and got.dtype is torch.bfloat16:
         rounding *= 2
     scale = max(scale, float(exact.detach().abs().max()) if exact.numel() else 0.0)
-    excess = (
-        (got.detach().double() - exact.detach()).abs() - 1.01 * rounding * exact.detach().abs() - 5e-6 * scale
-    )
+    excess = (got.detach().double() - exact.detach()).abs() - 1.01 * rounding * exact.detach().abs() - 5e-6 * scale
     assert not got.isnan().any() and (excess.numel() == 0 or float(excess.max()) <= 0), (
         f"{what}: off by {float(excess.max()):.3g} more than allowed, largest element {scale:.3g}"
     )
@@ -262,9 +258,7 @@ def test_cross_entropy(shape: tuple[int, ...], dtype: torch.dtype, smoothing: fl
     extra=st.integers(0, 3),
     inplace=st.booleans(),
 )
-def test_cross_entropy_pieces(
-    dtype: torch.dtype, rows: int, cuts: list[int], extra: int, inplace: bool
-) -> None:
+def test_cross_entropy_pieces(dtype: torch.dtype, rows: int, cuts: list[int], extra: int, inplace: bool) -> None:
     """Shards with padding columns full of rubbish, empty shards among them."""
     smoothing, z_loss, vocabulary = 0.1, 1e-2, sum(cuts)
     logits = seeded(rows, vocabulary, dtype=dtype, scale=3)
@@ -297,8 +291,12 @@ def test_cross_entropy_pieces(
     near(torch.cat([d[:, :valid] for d, (_, valid, _) in zip(got, parts, strict=True)], -1), back, "dlogits")
 
 
-HEADS: list[dict[str, object]] = [{}, dict(softcap=2.0, scale=0.7, label_smoothing=0.1, z_loss=1e-2), dict(recompute=True),
-                                  dict(softcap=2.0, recompute=True)]  # fmt: skip
+HEADS: list[dict[str, object]] = [
+    {},
+    dict(softcap=2.0, scale=0.7, label_smoothing=0.1, z_loss=1e-2),
+    dict(recompute=True),
+    dict(softcap=2.0, recompute=True),
+]
 
 
 @pytest.mark.parametrize("given_", HEADS, ids=str)
@@ -334,8 +332,10 @@ def test_linear_log_probs(words: int, softcap: float) -> None:
         lambda x, weight: tuple(  # type: ignore[arg-type]
             K.linear_log_probs(x, weight, labels, chunk=3, softcap=softcap, scale=0.9, entropy=True)
         ),
-        x, weight, scale=10.0,
-    )  # fmt: skip
+        x,
+        weight,
+        scale=10.0,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -352,9 +352,17 @@ def test_linear_log_probs(words: int, softcap: float) -> None:
     strided=st.booleans(),
 )
 def test_dropout_drops_what_the_reference_drops(
-    dtype: torch.dtype, rows: int, columns: int, p: float, seed: int, key: int, row: int, col: int,
-    listed: bool, strided: bool,
-) -> None:  # fmt: skip
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    p: float,
+    seed: int,
+    key: int,
+    row: int,
+    col: int,
+    listed: bool,
+    strided: bool,
+) -> None:
     """Bit for bit, values and gradients."""
     x = seeded(rows, 2 * columns, dtype=dtype)[:, :columns] if strided else seeded(rows, columns, dtype=dtype)
     place: int | Tensor = torch.arange(row, row + 3 * rows, 3, device=DEVICE) if listed else row

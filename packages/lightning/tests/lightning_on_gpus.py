@@ -31,9 +31,7 @@ def under(parallel: dict[str, Any], devices: int, kind: str, **options: Any) -> 
     seed_everything(SEED, verbose=False)
     strategy = MeshfoldStrategy(parallel, rules=RULES if kind == "transformer" else None)
     notes = Notes()
-    trainer = Trainer(
-        devices=devices, strategy=strategy, callbacks=[notes], **{**QUIET, "max_epochs": 2, **options}
-    )
+    trainer = Trainer(devices=devices, strategy=strategy, callbacks=[notes], **{**QUIET, "max_epochs": 2, **options})
     rows = ROWS // (devices // parallel.get("tensor", 1))
     trainer.fit(MODULES[kind](), DataLoader(DATA[kind](), batch_size=rows))
     whole = {name: value.cpu() for name, value in strategy.full_state_dict().items()}

@@ -63,9 +63,7 @@ def fit(
     """Train on the pool, with a checkpoint an epoch if there is a folder, and from one if there is a path."""
     strategy, notes = strategy_of(parallel, rules=RULES, **options), Notes()
     keeping = (
-        [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)]
-        if folder
-        else []
+        [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)] if folder else []
     )
     trainer = trainer_of(strategy, [notes, *keeping], max_epochs=epochs, enable_checkpointing=bool(folder))
     module = Kept("net")
@@ -109,9 +107,7 @@ def alone(folder: Path, *, ckpt_path: str, before: list[float]) -> tuple[list[fl
     be_quiet()
     module, notes = Kept(), Notes()
     settings = {**QUIET, "max_epochs": 2}
-    trainer = Trainer(
-        devices=1, strategy="auto", callbacks=[notes], use_distributed_sampler=False, **settings
-    )
+    trainer = Trainer(devices=1, strategy="auto", callbacks=[notes], use_distributed_sampler=False, **settings)
     trainer.fit(module, loader("transformer"), ckpt_path=ckpt_path, weights_only=False)
     return [*before, *notes.losses], module.state_dict()
 
@@ -119,13 +115,9 @@ def alone(folder: Path, *, ckpt_path: str, before: list[float]) -> tuple[list[fl
 def serial_checkpoint(folder: Path) -> str:
     be_quiet()
     seed_everything(SEED, verbose=False)
-    keeping = ModelCheckpoint(
-        folder / "theirs", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True
-    )
+    keeping = ModelCheckpoint(folder / "theirs", filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     settings = {**QUIET, "max_epochs": 2, "enable_checkpointing": True}
-    trainer = Trainer(
-        devices=1, strategy="auto", callbacks=[keeping], use_distributed_sampler=False, **settings
-    )
+    trainer = Trainer(devices=1, strategy="auto", callbacks=[keeping], use_distributed_sampler=False, **settings)
     trainer.fit(Kept(), loader("transformer"))
     return str(folder / "theirs" / "epoch=0.ckpt")
 

@@ -157,9 +157,7 @@ class Grows(Callback):
 
 @ranks(2)
 def test_an_accumulation_that_grows_unannounced_is_refused_under_zero() -> None:
-    with pytest.raises(
-        SpecError, match=r"accumulate_grad_batches grew from 1 to 2 .*GradientAccumulationScheduler"
-    ):
+    with pytest.raises(SpecError, match=r"accumulate_grad_batches grew from 1 to 2 .*GradientAccumulationScheduler"):
         parallel_run("boring", ZERO, callbacks=[Grows()])
 
 

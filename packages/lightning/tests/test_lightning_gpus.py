@@ -19,11 +19,7 @@ SPECS: dict[int, list[dict[str, Any]]] = {
     2: [{"data": 2}, {"tensor": 2}, {"zero": {"stage": 3, "placement": "cuda"}}],
     4: [{"data": 2, "tensor": 2}, {"data": 2, "tensor": 2, "zero": {"stage": 2, "placement": "cuda"}}],
 }
-CASES = [
-    pytest.param(count, spec, id=f"{count} {json.dumps(spec)}")
-    for count, all_ in SPECS.items()
-    for spec in all_
-]
+CASES = [pytest.param(count, spec, id=f"{count} {json.dumps(spec)}") for count, all_ in SPECS.items() for spec in all_]
 Runs = dict[tuple[str, str], tuple[list[float], dict[str, torch.Tensor]]]
 
 

@@ -90,9 +90,7 @@ def test_importing_the_engine_does_not_import_lightning() -> None:
 def test_both_names_are_known_to_the_trainer_with_the_old_arguments_and_methods() -> None:
     assert {"meshfold", "colossalai"} <= set(StrategyRegistry.available_strategies())
     be_quiet()
-    trainer = Trainer(
-        strategy="colossalai", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
-    )
+    trainer = Trainer(strategy="colossalai", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert type(trainer.strategy) is ColossalAIStrategy
     assert isinstance(trainer.strategy, DDPStrategy)
     found = inspect.signature(ColossalAIStrategy).parameters
@@ -106,9 +104,7 @@ def test_the_old_arguments_do_what_they_said() -> None:
         return ColossalAIStrategy(**options)._parallel
 
     assert spec() == {"zero": {"stage": 3, "placement": "auto"}}
-    assert spec(placement_policy="cpu", enable_distributed_storage=False) == {
-        "zero": {"stage": 2, "placement": "cpu"}
-    }
+    assert spec(placement_policy="cpu", enable_distributed_storage=False) == {"zero": {"stage": 2, "placement": "cpu"}}
     assert spec(use_chunk=False) == {}
     plugin = ColossalAIStrategy(initial_scale=8, min_scale=2, precision_plugin=MeshfoldPrecision("32-true"))
     plugin.precision_plugin = _mixed()
@@ -344,14 +340,17 @@ def test_a_later_trainer_finds_processes_that_it_has_not_started() -> None:
 
     here = running_world()
     assert here is not None
-    place = Environment(
-        rank=here.rank, world_size=2, local_rank=here.rank, local_world_size=2, source="torchrun"
-    )
+    place = Environment(rank=here.rank, world_size=2, local_rank=here.rank, local_world_size=2, source="torchrun")
     with pytest.MonkeyPatch.context() as changed:
         strategy = MeshfoldStrategy(cluster_environment=LightningEnvironment())
         started = dict(
-            RANK=here.rank, LOCAL_RANK=here.rank, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR="localhost", MASTER_PORT=29500
-        )  # fmt: skip
+            RANK=here.rank,
+            LOCAL_RANK=here.rank,
+            WORLD_SIZE=2,
+            LOCAL_WORLD_SIZE=2,
+            MASTER_ADDR="localhost",
+            MASTER_PORT=29500,
+        )
         for name, value in started.items():
             changed.setenv(name, str(value))
         strategy.teardown()

@@ -69,9 +69,7 @@ class Pair(LightningModule):
             self.untoggle_optimizer(first)
         else:
             second.zero_grad()  # what the first loss has left there
-        judged = (self.judge(self.maker(batch).detach()) - 1).square().mean() + self.judge(
-            batch
-        ).square().mean()
+        judged = (self.judge(self.maker(batch).detach()) - 1).square().mean() + self.judge(batch).square().mean()
         self.manual_backward(judged)
         self.clip_gradients(second, gradient_clip_val=0.01, gradient_clip_algorithm="value")
         second.step()
@@ -123,10 +121,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def with_options(parallel: dict[str, Any]) -> dict[str, Any]:
     rules = {"rules": RULES}
-    return {
-        name: parallel_run("transformer", parallel, strategy=rules, **options)
-        for name, options in OPTIONS.items()
-    }
+    return {name: parallel_run("transformer", parallel, strategy=rules, **options) for name, options in OPTIONS.items()}
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -268,9 +263,7 @@ def test_dropout_drops_the_same_under_every_spec() -> None:
     class Drops(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = GPT(
-                GPTConfig(vocab_size=32, hidden=16, layers=1, heads=4, max_positions=8, dropout=0.3)
-            )
+            self.model = GPT(GPTConfig(vocab_size=32, hidden=16, layers=1, heads=4, max_positions=8, dropout=0.3))
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             return self.model(batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
@@ -378,9 +371,7 @@ def test_early_stopping_stops_all_ranks_at_once() -> None:
     trainer = trainer_of(strategy, [notes, stop], max_epochs=5)
     from lightning_cases import Characters
 
-    trainer.fit(
-        Characterwise(), DataLoader(Characters(), batch_size=4), DataLoader(Characters(), batch_size=4)
-    )
+    trainer.fit(Characterwise(), DataLoader(Characters(), batch_size=4), DataLoader(Characters(), batch_size=4))
     assert trainer.current_epoch == 2
     assert len(notes.losses) == 6
     strategy.close()

@@ -139,9 +139,7 @@ def test_sums_have_the_same_bits_on_every_rank() -> None:
     group = group_of(("t",))
     mine = torch.randn(1000, generator=torch.Generator().manual_seed(group.index))
     total = all_reduce(mine, group)
-    assert torch.equal(
-        *all_reduce(torch.stack([total, -total]), group, "max").mul(torch.tensor([[1.0], [-1.0]]))
-    )
+    assert torch.equal(*all_reduce(torch.stack([total, -total]), group, "max").mul(torch.tensor([[1.0], [-1.0]])))
 
 
 @ranks(4)
@@ -200,11 +198,7 @@ def test_no_collective_on_the_cpu_is_one_that_gloo_has_a_long_name_for() -> None
 def test_a_dim_that_the_ranks_do_not_divide_is_refused() -> None:
     with fake_world(4):
         group = Mesh({"t": 4}).group("t")
-        with pytest.raises(
-            CollectiveError, match=r"reduce_scatter of \(4, 6\) along dim 1: 4 ranks do not divide 6"
-        ):
+        with pytest.raises(CollectiveError, match=r"reduce_scatter of \(4, 6\) along dim 1: 4 ranks do not divide 6"):
             reduce_scatter(torch.ones(4, 6), group, -1)
-        with pytest.raises(
-            CollectiveError, match=r"all_to_all of \(6, 4\) along dim 0: 4 ranks do not divide 6"
-        ):
+        with pytest.raises(CollectiveError, match=r"all_to_all of \(6, 4\) along dim 0: 4 ranks do not divide 6"):
             all_to_all(torch.ones(6, 4), group, 0, 1)

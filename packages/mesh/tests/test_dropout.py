@@ -46,9 +46,7 @@ def test_streams_nest_and_end() -> None:
         before = next_dropout_draw().key
         with dropout_stream(4, 1):
             assert current_dropout_stream().seed == 4
-            assert (
-                next_dropout_draw().key == before
-            )  # the seed is another, the key is that of the first call again
+            assert next_dropout_draw().key == before  # the seed is another, the key is that of the first call again
         assert next_dropout_draw().key != before
     with pytest.raises(MeshfoldError, match=r"with dropout_stream\(seed, step\)"):
         next_dropout_draw()

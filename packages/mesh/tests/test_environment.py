@@ -84,9 +84,7 @@ def test_slurm_repeats_counts_of_tasks() -> None:
     [
         {},
         {"HOME": "/somewhere"},
-        {
-            k: v for k, v in SLURM.items() if k not in ("SLURM_PROCID", "SLURM_STEP_ID")
-        },  # an allocation, no step
+        {k: v for k, v in SLURM.items() if k not in ("SLURM_PROCID", "SLURM_STEP_ID")},  # an allocation, no step
         SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},  # a shell on a node of the cluster
     ],
 )
@@ -153,9 +151,7 @@ def test_node_lists(text: str, hosts: list[str]) -> None:
     assert expand_nodes(text) == hosts
 
 
-@pytest.mark.parametrize(
-    "text", ["", "node[", "node]", "node[1-", "node[5-3]", "node[a]", "a,,b", "node[1]]"]
-)
+@pytest.mark.parametrize("text", ["", "node[", "node]", "node[1-", "node[5-3]", "node[a]", "a,,b", "node[1]]"])
 def test_node_lists_that_are_none_are_quoted(text: str) -> None:
     with pytest.raises(LaunchError) as caught:
         expand_nodes(text)

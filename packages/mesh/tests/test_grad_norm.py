@@ -27,9 +27,7 @@ PLACEMENTS = {
     "padded": Placement(shape=(7, 3), axes=(("b", "a"), ())),
     "one dim": Placement(shape=(4, 6), axes=((), ("b",))),
     "replicated": Placement(shape=(5,), axes=((),)),
-    "repeated parts": Placement(
-        shape=(12, 2), axes=(("a", "b"), ()), parts={0: (Part(8), Part(2, 2), Part(2, 2))}
-    ),
+    "repeated parts": Placement(shape=(12, 2), axes=(("a", "b"), ()), parts={0: (Part(8), Part(2, 2), Part(2, 2))}),
     "parts": Placement(shape=(6, 8), axes=((), ("a",)), parts={1: (Part(2), Part(6))}),
     "two fused dims": Placement(
         shape=(6, 4), axes=(("a",), ("b",)), parts={0: (Part(4), Part(2)), 1: (Part(1, 2), Part(3, 2))}
@@ -94,9 +92,7 @@ def clip_on_rank(dtype: torch.dtype, norm_type: float, max_norm: float) -> tuple
 def test_norm_and_clipping_are_those_of_torch_on_the_whole_model(
     norm_type: float, dtype: torch.dtype, tolerance: float, max_norm: float
 ) -> None:
-    expected = nn.utils.get_total_norm(
-        [p.grad for p in whole(dtype) if p.grad is not None], norm_type
-    ).double()
+    expected = nn.utils.get_total_norm([p.grad for p in whole(dtype) if p.grad is not None], norm_type).double()
     results = run_on_ranks(4, clip_on_rank, dtype, norm_type, max_norm)
     for norm, clipped, off in results:
         assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=tolerance)
@@ -141,9 +137,7 @@ def test_kernels_and_collectives_do_not_grow_with_the_parameters() -> None:
         parameter.grad = torch.ones(3)
     with fake_world(4), record() as log:
         gradient_norm(parameters, Mesh(dict(a=2, b=2)))
-    assert [(entry.kind, entry.axes, entry.block_bytes) for entry in log.entries] == [
-        ("all_reduce", ("a", "b"), 8)
-    ]
+    assert [(entry.kind, entry.axes, entry.block_bytes) for entry in log.entries] == [("all_reduce", ("a", "b"), 8)]
     with torch.profiler.profile() as profile:
         gradient_norm(parameters, Mesh({}))
     called = [event.key for event in profile.key_averages()]

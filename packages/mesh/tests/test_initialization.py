@@ -30,9 +30,7 @@ def old_truncated_normal_(tensor: Tensor, std: float) -> None:
     """As torch before 2.12 and timm do it: by the inverse error function, in place."""
     with torch.no_grad():
         edge = math.erf(2 / math.sqrt(2))
-        tensor.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2.0)).add_(0.0).clamp_(
-            min=-2 * std, max=2 * std
-        )
+        tensor.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2.0)).add_(0.0).clamp_(min=-2 * std, max=2 * std)
 
 
 class Zoo(nn.Module):
@@ -76,9 +74,7 @@ class Zoo(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(0.5))
         self.noise = nn.Parameter(torch.randn(()))
         self.register_buffer("frequencies", 1.0 / (10000.0 ** (torch.arange(0, 16, 2).float() / 16)))
-        self.register_buffer(
-            "mask", torch.tril(torch.ones(9, 9, dtype=torch.bool)).view(1, 1, 9, 9), persistent=False
-        )
+        self.register_buffer("mask", torch.tril(torch.ones(9, 9, dtype=torch.bool)).view(1, 1, 9, 9), persistent=False)
         self.register_buffer("positions", torch.arange(9).expand((1, -1)))
         self.batch_norm = nn.BatchNorm1d(4)
         self.table = torch.outer(torch.arange(4), torch.ones(3))  # an ordinary attribute
@@ -105,10 +101,27 @@ def zoo() -> tuple[nn.Module, InitTrace, nn.Module]:
 
 
 RANDOM = [
-    "embedding.weight", "linear.weight", "linear.bias", "attention.in_proj_weight", "attention.out_proj.weight",
-    "convolution.weight", "convolution.bias", "token", "truncated", "old_truncated", "transposed", "thirds", "flat",
-    "every_other", "scaled", "copied", "halved", "doubled", "orthogonal", "noise",
-]  # fmt: skip
+    "embedding.weight",
+    "linear.weight",
+    "linear.bias",
+    "attention.in_proj_weight",
+    "attention.out_proj.weight",
+    "convolution.weight",
+    "convolution.bias",
+    "token",
+    "truncated",
+    "old_truncated",
+    "transposed",
+    "thirds",
+    "flat",
+    "every_other",
+    "scaled",
+    "copied",
+    "halved",
+    "doubled",
+    "orthogonal",
+    "noise",
+]
 
 
 def test_nothing_is_allocated_while_a_model_is_built(zoo: tuple[nn.Module, InitTrace, nn.Module]) -> None:
@@ -126,9 +139,7 @@ def test_what_is_not_random_is_equal_bit_for_bit(zoo: tuple[nn.Module, InitTrace
     assert list(ours) == list(theirs)
     for name in ours:
         assert ours[name].dtype == theirs[name].dtype and ours[name].shape == theirs[name].shape
-        assert (
-            type(ours[name]) is type(theirs[name]) and ours[name].requires_grad == theirs[name].requires_grad
-        )
+        assert type(ours[name]) is type(theirs[name]) and ours[name].requires_grad == theirs[name].requires_grad
         if name not in RANDOM:
             assert torch.equal(ours[name], theirs[name]), name
     assert torch.equal(model.table, plain.table)
@@ -180,9 +191,7 @@ def test_weights_do_not_depend_on_the_order_of_construction_and_differ_by_name_a
     assert not torch.equal(a, models["ab", 1]["a"].weight)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, value in values_of(build_on_meta(Zoo)[0]).items() if value.is_meta]
-)
+@pytest.mark.parametrize("name", [name for name, value in values_of(build_on_meta(Zoo)[0]).items() if value.is_meta])
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_any_split_replays_to_the_values_of_the_whole(
@@ -199,9 +208,7 @@ def test_any_split_replays_to_the_values_of_the_whole(
     local = torch.empty([len(p) for p in points], dtype=value.dtype)
     trace.materialize(value, local, points, seed=3)
     for dim, p in enumerate(points):
-        full = torch.cat(
-            [full, full.new_zeros(*full.shape[:dim], 2, *full.shape[dim + 1 :])], dim
-        ).index_select(dim, p)
+        full = torch.cat([full, full.new_zeros(*full.shape[:dim], 2, *full.shape[dim + 1 :])], dim).index_select(dim, p)
     assert torch.equal(local, full)
 
 
@@ -209,9 +216,7 @@ def test_any_split_replays_to_the_values_of_the_whole(
 def test_blocks_of_every_rank_make_up_the_serial_model(axes: dict[str, int]) -> None:
     serial, trace = build_on_meta(Zoo)
     materialize(serial, trace, seed=1, device="cpu")
-    placement = Placement(
-        shape=(48, 16), axes=(("row",), ("col",)), parts={0: (Part(24), Part(12), Part(12))}
-    )
+    placement = Placement(shape=(48, 16), axes=(("row",), ("col",)), parts={0: (Part(24), Part(12), Part(12))})
     uneven = Placement(shape=(60, 16), axes=(("col", "row"), ()))
     for name, where in (("thirds", placement), ("embedding.weight", uneven)):
         for rank in range(math.prod(axes.values())):
@@ -230,23 +235,36 @@ def config_of(family: str) -> object:
     transformers = pytest.importorskip("transformers", reason="checks Hugging Face models")
     sizes = {"vocab_size": 96, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
     llama = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
     if family == "gpt2":
         return transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, **sizes)
     if family == "opt":
         return transformers.OPTConfig(
-            hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64,
-            max_position_embeddings=64, **sizes,
-        )  # fmt: skip
+            hidden_size=64,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            word_embed_proj_dim=64,
+            max_position_embeddings=64,
+            **sizes,
+        )
     if family == "llama":
         return transformers.LlamaConfig(**llama, **sizes)
     if family == "llama3-rope":
         rope = {
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        }  # fmt: skip
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
         return transformers.LlamaConfig(**llama, **sizes, rope_parameters=rope)
     return transformers.Qwen2Config(**llama, **sizes, tie_word_embeddings=True)
 
@@ -324,15 +342,11 @@ def test_the_direct_class_and_a_wrapper_that_initialises_after_hugging_face() ->
 
 def test_retracing_plain_modules() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(
-            nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 9), nn.LayerNorm(4), nn.BatchNorm1d(4)
-        )
+        model = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 9), nn.LayerNorm(4), nn.BatchNorm1d(4))
         model[1].weight = model[0].weight
     materialize(model, retrace_initialization(model), seed=0, device="cpu")
     assert model[1].weight is model[0].weight
-    assert (
-        not model[0].weight[0].any() and model[0].weight.abs().max() > 1
-    )  # normal, not the uniform of a Linear
+    assert not model[0].weight[0].any() and model[0].weight.abs().max() > 1  # normal, not the uniform of a Linear
     assert (model[2].weight == 1).all() and (model[3].running_var == 1).all()
 
 
@@ -518,9 +532,7 @@ def test_a_block_of_a_large_tensor_is_not_computed_whole(monkeypatch: pytest.Mon
     monkeypatch.setattr(replay, "_WHOLE_LIMIT", 100)
     monkeypatch.setattr(replay, "_SMALL", 10)
     _, trace = build_on_meta(Zoo)
-    with pytest.raises(
-        MeshfoldError, match=r"'orthogonal', with 144 elements, is initialised by .*on a block"
-    ):
+    with pytest.raises(MeshfoldError, match=r"'orthogonal', with 144 elements, is initialised by .*on a block"):
         trace.materialize("orthogonal", torch.empty(6, 12), [torch.arange(6), torch.arange(12)], seed=0)
     trace.materialize("orthogonal", torch.empty(12, 12), seed=0)
     with pytest.raises(MeshfoldError, match="one coordinate a position"):

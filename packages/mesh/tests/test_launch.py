@@ -311,9 +311,7 @@ signal.signal(signal.SIGTERM, stop)
 
 
 @pytest.mark.parametrize("launcher", [(HEEDS, ", stop_s=300, stopped_code=75")], indirect=True)
-def test_ctrl_c_lets_ranks_stop_by_themselves_where_they_may(
-    launcher: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_ctrl_c_lets_ranks_stop_by_themselves_where_they_may(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(timeout=SECONDS) == 130
     assert len(list(tmp_path.glob("kept?"))) == 4
@@ -322,9 +320,7 @@ def test_ctrl_c_lets_ranks_stop_by_themselves_where_they_may(
 
 
 @pytest.mark.parametrize("launcher", [("", ", stop_s=300, stopped_code=75")], indirect=True)
-def test_ctrl_c_before_ranks_heed_it_is_no_failure_of_theirs(
-    launcher: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_ctrl_c_before_ranks_heed_it_is_no_failure_of_theirs(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
     pids = noted(tmp_path)
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(timeout=SECONDS) == 130
@@ -355,9 +351,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(launcher: subprocess.Popen[
     [("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n", ", stop_s=300, stopped_code=75")],
     indirect=True,
 )
-def test_a_second_sigterm_ends_ranks_that_do_not_stop(
-    launcher: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_a_second_sigterm_ends_ranks_that_do_not_stop(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
     pids = noted(tmp_path)
     for _ in range(2):
         time.sleep(0.5)
@@ -410,12 +404,8 @@ def test_what_meshfold_refuses_is_a_sentence_with_the_programs_line(
     assert "Traceback" in (tmp_path / "logs" / "rank0.err").read_text()  # for whoever looks for more
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="only Linux can tie a process's life to its parent's"
-)
-def test_a_launcher_that_is_killed_takes_its_ranks_along(
-    launcher: subprocess.Popen[str], tmp_path: Path
-) -> None:
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can tie a process's life to its parent's")
+def test_a_launcher_that_is_killed_takes_its_ranks_along(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
     ranks = [int((tmp_path / f"rank{i}.pid").read_text()) for i in range(4)]
     launcher.kill()
     launcher.wait(timeout=SECONDS)

@@ -202,22 +202,25 @@ def test_what_was_read_first_without_gradients_can_be_trained_on() -> None:
 def pieces_of_pieces() -> None:
     """Of rows over one axis, each of whose pieces is one of columns over another."""
     mesh = Mesh(dict(rows=2, tensor=2))
-    x, y = (
-        torch.randn(4, COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        for _ in range(2)
-    )
+    x, y = (torch.randn(4, COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) for _ in range(2))
     x.requires_grad_()
     y.requires_grad_()
     inner = ShardedOutput(
-        what="inner", mesh=mesh, axes=("tensor",), shape=(2, COLUMNS),
+        what="inner",
+        mesh=mesh,
+        axes=("tensor",),
+        shape=(2, COLUMNS),
         whole=partial(gather_blocks, mesh=mesh, dim=1, axes=("tensor",)),
         piece=partial(take_block, mesh=mesh, dim=1, axes=("tensor",)),
-    )  # fmt: skip
+    )
     outer = ShardedOutput(
-        what="outer", mesh=mesh, axes=("rows",), shape=(4, COLUMNS),
+        what="outer",
+        mesh=mesh,
+        axes=("rows",),
+        shape=(4, COLUMNS),
         whole=partial(gather_blocks, mesh=mesh, dim=0, axes=("rows",)),
         piece=partial(take_block, mesh=mesh, dim=0, axes=("rows",)),
-    )  # fmt: skip
+    )
     mine = take_block(take_block(x, mesh, 0, ("rows",)), mesh, 1, ("tensor",))
     found = lazy_gather(lazy_gather(mine, inner), outer)
     assert local_shard(found).shape == (2, COLUMNS // 2)

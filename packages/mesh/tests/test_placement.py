@@ -32,9 +32,7 @@ def placements(draw: st.DrawFn) -> tuple[Placement, Mesh]:
         shape.append(draw(st.integers(1, 9)))
         if kind == "parts":
             repeats = [r for r in range(1, blocks + 1) if blocks % r == 0]
-            chosen = draw(
-                st.lists(st.tuples(st.integers(1, 2), st.sampled_from(repeats)), min_size=1, max_size=3)
-            )
+            chosen = draw(st.lists(st.tuples(st.integers(1, 2), st.sampled_from(repeats)), min_size=1, max_size=3))
             parts[dim] = tuple(Part(times * blocks // repeat, repeat) for times, repeat in chosen)
             shape[dim] = sum(part.size for part in parts[dim])
         elif kind == "multiple":
@@ -125,8 +123,11 @@ def test_key_value_heads_are_repeated_on_neighbours() -> None:
     parts = {0: (Part(8), Part(2, repeat=2), Part(2, repeat=2))}
     placement, mesh = Placement(shape=(12,), axes=(("tensor",),), parts=parts), Mesh({"tensor": 4})
     assert [placement.coordinates(mesh, 0, rank).tolist() for rank in range(4)] == [
-        [0, 1, 8, 10], [2, 3, 8, 10], [4, 5, 9, 11], [6, 7, 9, 11],
-    ]  # fmt: skip
+        [0, 1, 8, 10],
+        [2, 3, 8, 10],
+        [4, 5, 9, 11],
+        [6, 7, 9, 11],
+    ]
     assert placement.replicas(mesh) == 1
 
 
@@ -162,9 +163,7 @@ def test_what_a_placement_refuses() -> None:
         Placement(shape=(6,), axes=(("tensor",),), parts={0: (Part(6),)}).local_shape(mesh)
     with pytest.raises(LayoutError, match=r"a part of 6 .*repeated 3 times"):
         Placement(shape=(6,), axes=(("tensor",),), parts={0: (Part(6, repeat=3),)}).local_shape(mesh)
-    with pytest.raises(
-        LayoutError, match=r"a tensor of shape \(3,\) where the global shape \(4,\) is wanted"
-    ):
+    with pytest.raises(LayoutError, match=r"a tensor of shape \(3,\) where the global shape \(4,\) is wanted"):
         Placement(shape=(4,), axes=((),)).shard(torch.zeros(3), mesh)
 
 

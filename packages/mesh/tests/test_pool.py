@@ -42,11 +42,7 @@ def grow(shape: Shape, *, by: int) -> Shape:
 
 
 def draw() -> list[float]:
-    assert (
-        torch.get_default_dtype() == torch.float32
-        and torch.is_grad_enabled()
-        and torch.get_num_threads() == 1
-    )
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled() and torch.get_num_threads() == 1
     numbers = torch.rand(2).tolist()
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
@@ -116,9 +112,7 @@ def test_every_rank_runs_and_returns() -> None:
     for x in run_on_ranks(4, total, 1.0):
         assert torch.equal(x, torch.full((3,), 10.0))
     found = run_on_ranks(4, who)
-    assert [(rank, size, local) for rank, size, _, local in found] == [
-        (rank, 4, str(rank)) for rank in range(4)
-    ]
+    assert [(rank, size, local) for rank, size, _, local in found] == [(rank, 4, str(rank)) for rank in range(4)]
 
 
 def test_the_pool_stays_warm() -> None:

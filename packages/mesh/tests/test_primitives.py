@@ -54,13 +54,9 @@ def mesh_for(axes: tuple[str, ...]) -> Mesh:
 def draw(shape: tuple[int, ...], seed: int, mesh: Mesh, axes: tuple[str, ...], alike: bool) -> Tensor:
     """Random numbers of this rank; the same ones along the axes for a replicated tensor."""
     place = (
-        mesh.groups(*axes).index(next(g for g in mesh.groups(*axes) if mesh.rank in g))
-        if alike
-        else 100 + mesh.rank
+        mesh.groups(*axes).index(next(g for g in mesh.groups(*axes) if mesh.rank in g)) if alike else 100 + mesh.rank
     )
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(1000 * seed + place), dtype=torch.float64
-    )
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + place), dtype=torch.float64)
 
 
 def inner(a: Tensor, b: Tensor, mesh: Mesh, axes: tuple[str, ...], alike: bool) -> float:
@@ -111,9 +107,7 @@ def test_blocks_are_numbered_by_the_axes_as_given() -> None:
 @ranks(4)
 def test_a_dim_that_cannot_be_taken_apart_is_refused() -> None:
     mesh = mesh_for(("a",))
-    with pytest.raises(
-        LayoutError, match=r"\(6, 3\) cannot be split over a, b: 4 does not divide 6; .* multiple of 4"
-    ):
+    with pytest.raises(LayoutError, match=r"\(6, 3\) cannot be split over a, b: 4 does not divide 6; .* multiple of 4"):
         primitives.bind_take(mesh, 0, ("a", "b"))(torch.ones(6, 3))
 
 
@@ -122,9 +116,7 @@ def test_one_rank_of_a_chain_is_like_the_whole() -> None:
     """A column-parallel and a row-parallel product between enter and leave: the gradients of the serial chain."""
     mesh = mesh_for(("t",))
     generator = torch.Generator().manual_seed(7)
-    x, v, w = (
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (4, 8), (8, 5))
-    )
+    x, v, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (4, 8), (8, 5)))
     serial = [t.clone().requires_grad_() for t in (x, v, w)]
     (torch.tanh(serial[0] @ serial[1]) @ serial[2]).square().sum().backward()
     local = [x.clone(), shard(v, mesh, (), ("t",)), shard(w, mesh, ("t",), ())]

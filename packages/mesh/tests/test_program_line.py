@@ -84,6 +84,4 @@ def test_an_error_of_torch_is_raised_at_the_users_line() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.nn.Linear(2, 3)(torch.zeros(1, 5))
     line = raised_at(caught.value)
-    assert re.fullmatch(
-        r"test_program_line\.py:\d+ in test_an_error_of_torch_is_raised_at_the_users_line", line
-    )
+    assert re.fullmatch(r"test_program_line\.py:\d+ in test_an_error_of_torch_is_raised_at_the_users_line", line)

@@ -85,21 +85,16 @@ def test_normal_stays_finite_at_the_ends_of_the_uniform_range(monkeypatch: pytes
 @pytest.mark.parametrize("fill", FILLS)
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
-def test_any_split_holds_the_numbers_of_the_whole(
-    fill: object, shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_any_split_holds_the_numbers_of_the_whole(fill: object, shape: tuple[int, ...], data: st.DataObject) -> None:
     full = fill(torch.empty(shape), whole(shape), shape, seed=5, key=9)
     # Any positions in any order and number, padding (beyond the size) among them.
     points = [
-        torch.tensor(data.draw(st.lists(st.integers(0, size + 2), max_size=12)), dtype=torch.int64)
-        for size in shape
+        torch.tensor(data.draw(st.lists(st.integers(0, size + 2), max_size=12)), dtype=torch.int64) for size in shape
     ]
     local = fill(torch.full([len(p) for p in points], math.nan), points, shape, seed=5, key=9)
     expected = full
     for dim, p in enumerate(points):
-        expected = torch.cat(
-            [expected, expected.new_zeros(*expected.shape[:dim], 3, *expected.shape[dim + 1 :])], dim
-        )
+        expected = torch.cat([expected, expected.new_zeros(*expected.shape[:dim], 3, *expected.shape[dim + 1 :])], dim)
         expected = expected.index_select(dim, p)
     assert torch.equal(local, expected)
 
@@ -160,9 +155,7 @@ def distance(sample: Tensor, cdf: Tensor) -> float:
 @pytest.mark.parametrize("key", ["a", "layers.0.mlp.up.weight"])
 def test_distributions(key: str) -> None:
     n = 1 << 18
-    u = fill_uniform_(
-        torch.empty(n, dtype=torch.float64), whole((n,)), (n,), seed=0, key=key_of(key), low=-1, high=3
-    )
+    u = fill_uniform_(torch.empty(n, dtype=torch.float64), whole((n,)), (n,), seed=0, key=key_of(key), low=-1, high=3)
     assert u.min() >= -1 and u.max() < 3
     u = u.sort().values
     assert distance(u, (u + 1) / 4) < 1.95
@@ -209,14 +202,10 @@ def test_keys_are_stable() -> None:
 def test_temporaries_are_bounded() -> None:
     n = 1 << 22
     local = torch.empty(n, dtype=torch.bfloat16)
-    with torch.profiler.profile(
-        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
-    ) as profile:
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         fill_normal_(local, whole((n,)), (n,), seed=0, key=0)
     largest = max(event.cpu_memory_usage for event in profile.events())
-    assert (
-        largest <= 2 * 8 * n
-    )  # the coordinate vector and its copy, never a tensor of several float64 a element
+    assert largest <= 2 * 8 * n  # the coordinate vector and its copy, never a tensor of several float64 a element
 
 
 @pytest.mark.parametrize(

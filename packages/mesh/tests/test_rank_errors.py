@@ -105,9 +105,7 @@ def check(how: str) -> None:
         close_pools()  # its connections are broken now
     for rank, (text, seconds) in enumerate(found[:3]):
         assert text.startswith(f"CollectiveError: rank 3 failed, so the others end: Trouble: {WRONG}\n"), text
-        assert (
-            f"(Rank {rank} was in {'receive' if how == 'messages' else 'all_reduce'} of (2,) float32" in text
-        )
+        assert f"(Rank {rank} was in {'receive' if how == 'messages' else 'all_reduce'} of (2,) float32" in text
         assert seconds < 20.0
         if how != "at the end of its program":
             assert "raise Trouble(WRONG)" in text and "test_rank_errors.py:" in text
@@ -134,9 +132,7 @@ def test_errors_of_ones_own_make_nobody_deaf(how: str) -> None:
 def test_an_error_that_all_have_and_catch_ends_nobody() -> None:
     with watched() as group:
         for late in (0, 3):  # the first is the one that serves the store
-            if (
-                group.index != late
-            ):  # its error is the one that stands, and those that wait for it have had their own
+            if group.index != late:  # its error is the one that stands, and those that wait for it have had their own
                 heard_of(late)
             caught(fails=True)
             if group.index == late:
@@ -146,9 +142,7 @@ def test_an_error_that_all_have_and_catch_ends_nobody() -> None:
 
 @ranks(4)
 def test_an_error_after_which_a_rank_goes_on_is_taken_back() -> None:
-    with watched(
-        SLOW_BEAT_S
-    ) as group:  # the others give it two beats, in which a busy machine must let it come
+    with watched(SLOW_BEAT_S) as group:  # the others give it two beats, in which a busy machine must let it come
         caught(fails=group.index == 1)
         barrier(group)
         failures = monitor._running[1]._failures  # type: ignore[index]

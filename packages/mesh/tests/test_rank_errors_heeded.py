@@ -209,9 +209,7 @@ def test_who_goes_on_takes_its_error_back(three: Three) -> None:
     assert one.hears() == []
 
 
-def test_how_long_an_error_stands_is_counted_from_its_beginning(
-    three: Three, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_long_an_error_stands_is_counted_from_its_beginning(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshfold.mesh.watchdog import rank_errors as module
 
     now = [100.0]

@@ -37,10 +37,7 @@ def gone() -> Address:
 
 def test_all_that_come_know_each_other() -> None:
     store, known = HashStore(), [{} for _ in range(3)]  # type: ignore[var-annotated]
-    comers = [
-        threading.Thread(target=meet, args=(store, "a", rank, range(3), LONG, known[rank]))
-        for rank in range(3)
-    ]
+    comers = [threading.Thread(target=meet, args=(store, "a", rank, range(3), LONG, known[rank])) for rank in range(3)]
     for comer in comers:
         comer.start()
     for comer in comers:
@@ -64,9 +61,7 @@ def test_a_rank_whose_process_is_gone_is_not_waited_for() -> None:
 
 def test_nor_one_that_came_and_ended() -> None:
     store, away = HashStore(), gone()
-    store.set(
-        "meshfold meeting/a/1", f'{{"host": "{away.host}", "space": "{away.space}", "pid": {away.pid}}}'
-    )
+    store.set("meshfold meeting/a/1", f'{{"host": "{away.host}", "space": "{away.space}", "pid": {away.pid}}}')
     with pytest.raises(RuntimeError, match=r"^rank 1 ended before all had met$"):
         meet(store, "a", 0, range(2), LONG, {})
 
@@ -128,9 +123,7 @@ def free_port() -> int:
         return port
 
 
-def without_a_launcher(
-    python: str, folder: Path, program: str, ranks: int, absent: int = -1
-) -> list[tuple[int, str]]:
+def without_a_launcher(python: str, folder: Path, program: str, ranks: int, absent: int = -1) -> list[tuple[int, str]]:
     """Start ranks as srun and mpirun do: nobody looks after them. Their exit codes and what they wrote to standard error."""
     file = folder / "program.py"
     file.write_text(program)
@@ -199,7 +192,4 @@ def test_without_a_watchdog_a_group_with_a_rank_that_is_gone_is_an_error(tmp_pat
     )
     found = without_a_launcher(sys.executable, tmp_path, program, 4)
     assert [code for code, _ in found] == [0, 1, 0, 5]
-    assert (
-        f"{LaunchError.__name__}: the making of a process group of ranks 1, 3 failed: rank 3 ended"
-        in found[1][1]
-    )
+    assert f"{LaunchError.__name__}: the making of a process group of ranks 1, 3 failed: rank 3 ended" in found[1][1]

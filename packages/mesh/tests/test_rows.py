@@ -42,9 +42,7 @@ MOVES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize(("code", "place"), MOVES.values(), ids=MOVES)
-def test_rows_are_found_where_an_operation_has_moved_them(
-    code: Callable[[Tensor], Tensor], place: int
-) -> None:
+def test_rows_are_found_where_an_operation_has_moved_them(code: Callable[[Tensor], Tensor], place: int) -> None:
     tracker, _, y = followed(code)
     assert [at for at, dim in enumerate(tracker.rows.dims(y)) if is_split(dim)] == [place]
 

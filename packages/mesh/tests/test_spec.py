@@ -160,9 +160,7 @@ def test_own_mode_and_own_schedule_are_kept_as_they_are() -> None:
         (dict(schedule="auto", chunks=2), 2, None),
     ],
 )
-def test_chunks_and_waves_of_each_schedule(
-    entry: dict[str, Any], chunks: int | None, waves: int | None
-) -> None:
+def test_chunks_and_waves_of_each_schedule(entry: dict[str, Any], chunks: int | None, waves: int | None) -> None:
     pipeline = PipelineSpec.parse(dict(size=2, **entry))
     assert (pipeline.chunks, pipeline.waves) == (chunks, waves)
     assert PipelineSpec.parse(pipeline.to_dict()) == pipeline
@@ -171,9 +169,7 @@ def test_chunks_and_waves_of_each_schedule(
 @pytest.mark.parametrize("overlap", [None, "auto", "gather", "ring", "stream"])
 @pytest.mark.parametrize("mode", ["1d", "2d", "2.5d", "3d"])
 def test_overlap_is_kept_wherever_the_mode_has_it(mode: str, overlap: str | None) -> None:
-    entry: dict[str, Any] = dict(
-        mode=mode, size=64, overlap=overlap, **({"depth": 1} if mode == "2.5d" else {})
-    )
+    entry: dict[str, Any] = dict(mode=mode, size=64, overlap=overlap, **({"depth": 1} if mode == "2.5d" else {}))
     if overlap == "stream" and mode in ("1d", "3d"):
         with pytest.raises(SpecError, match="overlap='ring'"):
             TensorSpec.parse(entry)
@@ -272,9 +268,9 @@ def pipelines() -> st.SearchStrategy[Any]:
     count = st.integers(1, 9)
     microbatches = st.builds(lambda n: {} if n == 9 else {"microbatches": n}, count)
     schedule = st.one_of(
-        st.sampled_from(
-            ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "dualpipe-v", "auto"]
-        ).map(lambda name: {"schedule": name}),
+        st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "hanayo", "dualpipe-v", "auto"]).map(
+            lambda name: {"schedule": name}
+        ),
         st.builds(lambda n: dict(schedule="interleaved", chunks=n), count),
         st.builds(lambda n: dict(schedule="hanayo", waves=n), count),
         st.just({"schedule": own_schedule}),
@@ -352,9 +348,7 @@ def test_every_spec_round_trips_and_its_axes_are_in_order(parallel: dict[str, An
 
 
 def test_a_spec_of_names_goes_through_json() -> None:
-    parallel = dict(
-        data=2, pipeline=4, tensor=dict(mode="2d", grid=(2, 4)), zero=dict(gpu_memory_limit="1GiB")
-    )
+    parallel = dict(data=2, pipeline=4, tensor=dict(mode="2d", grid=(2, 4)), zero=dict(gpu_memory_limit="1GiB"))
     spec = ParallelSpec.parse(parallel)
     assert ParallelSpec.parse(json.loads(json.dumps(spec.to_dict()))) == spec
 
@@ -462,9 +456,7 @@ def test_the_spec_imports_nothing_but_the_standard_library_and_the_errors() -> N
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
-                own = name in ("meshfold.mesh.errors", "meshfold.mesh.spec") or name.startswith(
-                    "meshfold.mesh.spec."
-                )
+                own = name in ("meshfold.mesh.errors", "meshfold.mesh.spec") or name.startswith("meshfold.mesh.spec.")
                 assert own or name.split(".")[0] in allowed, f"{file.name} imports {name}"
 
 
@@ -486,9 +478,7 @@ def test_factors_against_counting() -> None:
         for parts in (1, 2, 3, 4):
             split = balanced(number, parts)
             assert math.prod(split) == number and len(split) == parts
-        pairs = [
-            (a, b) for a, b in itertools.product(range(1, number + 1), repeat=2) if a * b == number and a <= b
-        ]
+        pairs = [(a, b) for a, b in itertools.product(range(1, number + 1), repeat=2) if a * b == number and a <= b]
         assert balanced(number, 2) == min(pairs, key=lambda pair: pair[1] - pair[0])
     assert powers_near(6, 2) == (4, 9) and powers_near(2, 3) == (1, 8)
     assert balanced(12, 3) == (2, 2, 3)

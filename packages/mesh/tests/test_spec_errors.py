@@ -337,9 +337,7 @@ WRONG_WORLDS: list[tuple[dict[str, Any], Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("parallel", "world_size", "fragments"), WRONG_WORLDS)
-def test_a_product_that_misses_the_world_size(
-    parallel: dict[str, Any], world_size: Any, fragments: list[str]
-) -> None:
+def test_a_product_that_misses_the_world_size(parallel: dict[str, Any], world_size: Any, fragments: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
         ParallelSpec.parse(parallel, world_size=world_size)
     with pytest.raises(SpecError) as caught_later:

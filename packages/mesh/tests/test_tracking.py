@@ -89,7 +89,9 @@ OPERATIONS: dict[str, Code] = {
     "written into": lambda x: written_into(x),
     "fft": lambda x: torch.fft.fft(x, dim=-1).real,
     "cdist": lambda x: torch.cdist(x, x),
-    "cross entropy": lambda x: F.cross_entropy(x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], dtype=torch.int64)),
+    "cross entropy": lambda x: F.cross_entropy(
+        x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], dtype=torch.int64)
+    ),
     "median": lambda x: x.median(1).values,
     "where": lambda x: torch.where(x > 0, x, x.mean(-1, keepdim=True)),
     "group norm": lambda x: F.group_norm(x, 2),
@@ -103,7 +105,7 @@ OPERATIONS: dict[str, Code] = {
     "pixel": lambda x: F.pixel_shuffle(x.unsqueeze(0), 2),
     "fold": lambda x: F.unfold(x.unsqueeze(0), 2),
     "logsumexp": lambda x: x.logsumexp(0),
-}  # fmt: skip
+}
 
 
 def written_into(x: Tensor) -> Tensor:
@@ -142,9 +144,7 @@ def test_what_passes_on_pieces_is_the_pieces_of_the_whole(number: int, split: Sp
         try:
             for piece in pieces:
                 tracker = Tracker()
-                tracker.mark(
-                    piece, tuple((Factor(n, split if i == number else None),) for i, n in enumerate(SHAPE))
-                )
+                tracker.mark(piece, tuple((Factor(n, split if i == number else None),) for i, n in enumerate(SHAPE)))
                 with activated(tracker):
                     results.append(code(piece))
                 lies.append(tracker.dims(results[-1]))
@@ -163,9 +163,19 @@ def test_what_passes_on_pieces_is_the_pieces_of_the_whole(number: int, split: Sp
 
 
 RIGHT: dict[str, tuple[int, ...]] = {
-    "x.tanh()": (0, 1, 2), "softmax -1": (0, 1), "layer norm": (0, 1), "gram": (0,), "attention": (0,), "fft": (0, 1),
-    "transposed": (0, 1, 2), "stack": (0, 1, 2), "einsum": (0, 1), "written into": (0, 1, 2), "conv": (0,), "cdist": (0,),
-}  # fmt: skip
+    "x.tanh()": (0, 1, 2),
+    "softmax -1": (0, 1),
+    "layer norm": (0, 1),
+    "gram": (0,),
+    "attention": (0,),
+    "fft": (0, 1),
+    "transposed": (0, 1, 2),
+    "stack": (0, 1, 2),
+    "einsum": (0, 1),
+    "written into": (0, 1, 2),
+    "conv": (0,),
+    "cdist": (0,),
+}
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -223,9 +233,7 @@ def test_what_is_trained_and_the_same_on_every_rank_meets_no_pieces() -> None:
             lambda: weight.exp().expand(4, 3) + x,
             lambda: table + weight,
         ):
-            with pytest.raises(
-                LayoutError, match="differs along p: each rank would have a part of its gradient"
-            ):
+            with pytest.raises(LayoutError, match="differs along p: each rank would have a part of its gradient"):
                 code()
         x * weight.detach() + table.exp()
         with torch.no_grad():

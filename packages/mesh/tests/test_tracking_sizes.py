@@ -49,7 +49,7 @@ SIZES: dict[str, Code] = {
     "expanded": lambda x: x + torch.full((1, 1, 1), 2.0, dtype=x.dtype).expand(x.shape).sum(1, keepdim=True),
     "mask": lambda x: torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril() @ x,
     "count of a mask": lambda x: x * torch.ones(x.shape[0], x.shape[0], dtype=x.dtype).tril().sum(),
-}  # fmt: skip
+}
 
 VIEWS: dict[str, Code] = {
     "rows": lambda x: x.reshape(-1, x.shape[-1]).tanh(),
@@ -69,7 +69,7 @@ VIEWS: dict[str, Code] = {
     "sum of rows": lambda x: x.flatten(0, 1).sum(0),
     "sum of columns": lambda x: x.flatten(1).sum(1),
     "sum after a turn": lambda x: x.transpose(0, 1).reshape(x.shape[1], -1).sum(1),
-}  # fmt: skip
+}
 
 PRODUCTS: dict[str, Code] = {
     "linear": lambda x: F.linear(x, weight(x.shape[-1])),
@@ -92,7 +92,7 @@ PRODUCTS: dict[str, Code] = {
     "attention in three": lambda x: F.scaled_dot_product_attention(x, x, x),
     "attention masked": lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(6, 6, dtype=torch.bool).tril()),
     "heads of one": lambda x: F.scaled_dot_product_attention(*[x.transpose(1, 2).unsqueeze(-1)] * 3),
-}  # fmt: skip
+}
 
 SLICES: dict[str, Code] = {
     "first": lambda x: x + x[:1],
@@ -112,7 +112,7 @@ SLICES: dict[str, Code] = {
     "split": lambda x: x.split(3, 1)[0],
     "squeezed": lambda x: x.squeeze(0).sum(-1),
     "none": lambda x: x[:, None, :6].sum(1),
-}  # fmt: skip
+}
 
 ROWS, TOKENS, FEATURES = (torch.arange(1.0, 1 + n, dtype=torch.float64) for n in (4, 6, 8))
 POSITIONS = TOKENS.view(1, 6, 1)
@@ -132,7 +132,7 @@ CUTS: dict[str, Code] = {
     "squeezed": lambda x: x + POSITIONS[:, : x.shape[1]].squeeze(0),
     "places": lambda x: x + POSITIONS[0, torch.arange(x.shape[1])],
     "all but one": lambda x: x + POSITIONS[:, : x.shape[1] - 1].sum(1, keepdim=True),
-}  # fmt: skip
+}
 """Whole tensors cut to as many elements as a piece has."""
 
 
@@ -183,9 +183,7 @@ def test_what_passes_is_a_piece_of_the_whole(table: dict[str, Code], number: int
         at = split_at(dims)
         found = assembled(dims, [piece for piece, _ in results], at)
         if at is None:
-            assert all(torch.allclose(piece, wanted) for piece, _ in results), (
-                f"{name} along {number}: {dims}"
-            )
+            assert all(torch.allclose(piece, wanted) for piece, _ in results), f"{name} along {number}: {dims}"
         assert found.shape == wanted.shape, f"{name} along {number}: {dims}"
         assert torch.allclose(found, wanted), f"{name} along {number}: {dims}"
         passed += 1
@@ -194,9 +192,7 @@ def test_what_passes_is_a_piece_of_the_whole(table: dict[str, Code], number: int
 
 
 RIGHT: dict[str, tuple[Code, tuple[int, ...]]] = {
-    **{
-        name: (VIEWS[name], (0, 1, 2)) for name in ("rows", "rows named", "columns", "flatten 0", "flatten 1")
-    },
+    **{name: (VIEWS[name], (0, 1, 2)) for name in ("rows", "rows named", "columns", "flatten 0", "flatten 1")},
     "there and back": (VIEWS["there and back"], (0, 1, 2)),
     "columns and back": (VIEWS["columns and back"], (0, 1, 2)),
     "heads": (VIEWS["heads"], (0, 1)),

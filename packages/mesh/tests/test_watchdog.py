@@ -91,21 +91,14 @@ def test_calls_are_counted_and_watched_only_while_somebody_watches() -> None:
     assert flight_recorder.active is None
     first, second = watch(30.0), watch(20.0)
     active = flight_recorder.active
-    assert (
-        active is not None
-        and flight_recorder.limit is not None
-        and flight_recorder.limit.total_seconds() == 20
-    )
+    assert active is not None and flight_recorder.limit is not None and flight_recorder.limit.total_seconds() == 20
     before = active.counts.get(group.name, 0)
     pending = all_gather(torch.ones(2), group, async_op=True)
     assert active.counts[group.name] == before + 1 and not active.waiting
     pending.wait()
     some_steps(here)
     assert active.counts[group.name] == before + 4
-    assert (
-        str(active.last[-1])
-        == f"all_reduce of (3,) float32 over data (ranks {here.rank % 2}, {here.rank % 2 + 2})"
-    )
+    assert str(active.last[-1]) == f"all_reduce of (3,) float32 over data (ranks {here.rank % 2}, {here.rank % 2 + 2})"
     second.close()
     second.close()
     assert flight_recorder.active is active
@@ -148,7 +141,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Group], None], str, str]] = {
     "op": (other_op, "op max", "op sum"),
     "async": (other_shape_later, "of (4,) float64", "of (4,) float32"),
     "message": (other_message, "(2, 2)", "(4,)"),
-}  # fmt: skip
+}
 
 
 def differ(name: str) -> str:

@@ -118,14 +118,26 @@ def _not_installed(name: str) -> str:
         ([*TRAIN, "--device", "gpu"], "It is called 'cuda' here."),
         ([*TRAIN, "--learning-rate", "3"], "unrecognized arguments: --learning-rate 3. It is called '--lr' here."),
         (["run", "--ranks", "2", "-m"], "nothing to run: give a script"),
-        (["run", "--ranks", "2", "-m", "nowhere.module"], "there is no module 'nowhere.module' to run: no 'nowhere' is installed"),
+        (
+            ["run", "--ranks", "2", "-m", "nowhere.module"],
+            "there is no module 'nowhere.module' to run: no 'nowhere' is installed",
+        ),
         (["run", "--ranks", "2", "t"], "'t' is a folder without a __main__.py: give a script, such as t/train.py"),
         ([*TRAIN, "--precision", "float16"], "It is called 'fp16' here. See meshfold train --help"),
         ([*TRAIN, "--parallel", "data:2"], "--parallel 'data:2' is not a spec: write"),
         ([*TRAIN, "--parallel", "dict(data=2,"], "is not a spec: its brackets do not match; write"),
-        ([*TRAIN, "--parallel", "dict(tensor=dict(mode=2d, size=4))"], "names within brackets need quotes, as in mode='2d'"),
-        ([*TRAIN, "--paralel", "tensor=2"], "unrecognized arguments: --paralel tensor=2. Did you mean '--parallel'? See"),
-        ([*TRAIN, "--parallel", "mode=2d", "size=4"], "'mode' goes into tensor or sequence, as tensor=dict(mode='2d', ...)"),
+        (
+            [*TRAIN, "--parallel", "dict(tensor=dict(mode=2d, size=4))"],
+            "names within brackets need quotes, as in mode='2d'",
+        ),
+        (
+            [*TRAIN, "--paralel", "tensor=2"],
+            "unrecognized arguments: --paralel tensor=2. Did you mean '--parallel'? See",
+        ),
+        (
+            [*TRAIN, "--parallel", "mode=2d", "size=4"],
+            "'mode' goes into tensor or sequence, as tensor=dict(mode='2d', ...)",
+        ),
         ([*TRAIN, "--parallel", "gone.py"], "--parallel 'gone.py': there is no such file"),
         ([*TRAIN, "--parallel", "bad.py"], "running it raised ZeroDivisionError"),
         ([*TRAIN, "--parallel", "none.py"], "the file must say parallel = dict(...)"),
@@ -137,24 +149,33 @@ def _not_installed(name: str) -> str:
         ),
         ([*TRAIN, "--parallel", "data=3", "--ranks", "4"], "the world size is 4"),
         (["plan", "--parallel", "pipeline=2", "--model", "gpt-tiny", "--set", "layers=1"], "cannot be cut into stages"),
-        ([*TRAIN, "--parallel", "sequence.mode=ulysses", "sequence.size=3"], "4 query heads cannot be split over 3 ranks"),
+        (
+            [*TRAIN, "--parallel", "sequence.mode=ulysses", "sequence.size=3"],
+            "4 query heads cannot be split over 3 ranks",
+        ),
         ([*TRAIN, "--parallel", "tensor=3"], "heads"),
         ([*TRAIN, "--model", "gpt-tny"], "no model 'gpt-tny'. Did you mean 'gpt-tiny'?"),
         ([*TRAIN, "--set", "layer=2"], "no setting 'layer'. Did you mean 'layers'?"),
         ([*TRAIN, "--set", "layers"], "--set 'layers': write key=value"),
         ([*TRAIN, "--set", "heads=3"], "3 heads do not divide 64"),
-        ([*TRAIN, "--set", "max_positions=8"],
-         "sequences of 128 tokens are longer than the 8 positions of model 'gpt-tiny'"),
+        (
+            [*TRAIN, "--set", "max_positions=8"],
+            "sequences of 128 tokens are longer than the 8 positions of model 'gpt-tiny'",
+        ),
         ([*TRAIN, "--set", "vocab_size=100"], "the tokenizer has 257 tokens"),
         ([*TRAIN, "--rule", "*.attn"], "--rule '*.attn': write pattern=role, such as --rule '*.self_attn=replicate'"),
         ([*TRAIN, "--rule", "*.attn=replicat"], "'replicat' is not a role. Did you mean 'replicate'? Roles are column"),
         ([*TRAIN, "--rule", "a=row", "--rule", "a=column"], "--rule 'a=column': another rule says that 'a' is 'row'"),
-        ([*TRAIN, "--parallel", "tensor=2", "--rule", "*.atn=replicate"],
-         "parallel=dict(tensor=2): rule '*.atn' matches no submodule. Did you mean '"),
+        (
+            [*TRAIN, "--parallel", "tensor=2", "--rule", "*.atn=replicate"],
+            "parallel=dict(tensor=2): rule '*.atn' matches no submodule. Did you mean '",
+        ),
         ([*TRAIN, "--rule", "*.atn=replicate"], "rule '*.atn' matches no submodule. Did you mean '"),
         (["plan", "--rule", "*.atn=replicate"], "rule '*.atn' matches no submodule. Did you mean '"),
-        (["plan", "--parallel", "tensor=2", "--rule", "*.attn.out=replicate"],
-         "keep all of the attention whole: 'blocks.0.attn': 'replicate'. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'"),
+        (
+            ["plan", "--parallel", "tensor=2", "--rule", "*.attn.out=replicate"],
+            "keep all of the attention whole: 'blocks.0.attn': 'replicate'. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'",
+        ),
         ([*TRAIN, "--hf", "nowhere"], "--hf 'nowhere': there is no such folder"),
         ([*TRAIN, "--hf", "empty"], "--hf 'empty': the folder has no config.json"),
         (["plan", "--hf", "empty"], "--hf 'empty': the folder has no config.json"),
@@ -164,9 +185,14 @@ def _not_installed(name: str) -> str:
         ([*TRAIN, "--accumulate", "3"], "accumulate=3 does not divide batch_size=8"),
         ([*TRAIN, "--batch-size", "800"], "for a batch of 800 windows of 128: it takes 102527 at least"),
         ([*TRAIN, "--device", "cuda", "--parallel", "data=99"], "wants a GPU for each of 99 ranks, and torch sees"),
-        (["train", "--data", "ids.bin", "--out", "x"], "the token id 700, and model 'gpt-tiny' has a vocabulary of 256"),
-        ([*TRAIN, "--warmup", "9", "--steps", "4", "--lr", "1e-3"],
-         "--warmup 9 with --steps 4: the learning rate would never reach --lr 0.001; write a --warmup of 4 at most"),
+        (
+            ["train", "--data", "ids.bin", "--out", "x"],
+            "the token id 700, and model 'gpt-tiny' has a vocabulary of 256",
+        ),
+        (
+            [*TRAIN, "--warmup", "9", "--steps", "4", "--lr", "1e-3"],
+            "--warmup 9 with --steps 4: the learning rate would never reach --lr 0.001; write a --warmup of 4 at most",
+        ),
         ([*TRAIN, "--resume"], "--resume: there is no checkpoint in 'x' to go on from; leave --resume out"),
         (["train", "--data", "t", "--out", "done"], "is there already: go on from it with --resume"),
         (["train", "--data", "t", "--out", "damaged", "--resume"], "cannot read"),
@@ -182,22 +208,31 @@ def _not_installed(name: str) -> str:
         (["run", "--ranks", "2", "python", "gone.py"], "python is started for you: leave it out"),
         (["run", "--ranks", "two", "gone.py"], "argument --ranks: 'two' is not a whole number"),
         (["run", "--ranks", "0", "t/0.txt"], "cannot start 0 ranks"),
-        (["run", "--ranks", "1", "--log-dir", "t/0.txt/x", "t/0.txt"], "log_dir='t/0.txt/x' cannot be made (Not a directory)"),
+        (
+            ["run", "--ranks", "1", "--log-dir", "t/0.txt/x", "t/0.txt"],
+            "log_dir='t/0.txt/x' cannot be made (Not a directory)",
+        ),
         (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: gpipe, hanayo, "),
-        (["reproduce", "gpipe", "--render", "--output", "empty"],
-         "meshfold reproduce gpipe: empty/simulated.json is not there: run it once without --render, which makes it"),
+        (
+            ["reproduce", "gpipe", "--render", "--output", "empty"],
+            "meshfold reproduce gpipe: empty/simulated.json is not there: run it once without --render, which makes it",
+        ),
         (["reproduce", "gpipe", "--output", "t/0.txt"], "meshfold reproduce gpipe: t/0.txt: File exists"),
-        (["plan", "--model", "gpt-tiny", "--parallel", "pipeline=3"],
-         "meshfold plan: pipeline=dict(size=3, schedule='1f1b', chunks=1): 2 blocks cannot be cut into 3 stages"),
-        (["plan", "--model", "gpt-tiny", "--parallel", "pipeline=2", "--timeline", "plan.txt"],
-         "'plan.txt': a picture's name ends in one of ."),
+        (
+            ["plan", "--model", "gpt-tiny", "--parallel", "pipeline=3"],
+            "meshfold plan: pipeline=dict(size=3, schedule='1f1b', chunks=1): 2 blocks cannot be cut into 3 stages",
+        ),
+        (
+            ["plan", "--model", "gpt-tiny", "--parallel", "pipeline=2", "--timeline", "plan.txt"],
+            "'plan.txt': a picture's name ends in one of .",
+        ),
         (["convert", "t/0.txt", "x"], "it is a file; give the folder of a checkpoint or of a Hugging Face model"),
         (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
         (["bench"], "say which one; there are: attention, cpu-adam, hugging-face, linear-loss, longest-sequence, "),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_sentence(
     words: list[str],
     message: str,
@@ -241,14 +276,16 @@ def test_a_mistake_is_one_sentence(
         (["{'data': 2, 'tensor': {'mode': '2d', 'grid': (2, 3)}}"], dict(data=2, tensor=dict(mode="2d", grid=(2, 3)))),
         (["data=2,", "tensor=dict(mode='2d',", "size=4)"], dict(data=2, tensor=dict(mode="2d", size=4))),
         (["data=2,tensor=4"], dict(data=2, tensor=4)),
-        (["data=2", "tensor.mode=2.5d", "tensor.size=8", "tensor.depth=2"],
-         dict(data=2, tensor=dict(mode="2.5d", size=8, depth=2))),
+        (
+            ["data=2", "tensor.mode=2.5d", "tensor.size=8", "tensor.depth=2"],
+            dict(data=2, tensor=dict(mode="2.5d", size=8, depth=2)),
+        ),
         (["tensor.mode=2d,tensor.grid=2x3"], dict(tensor=dict(mode="2d", grid=(2, 3)))),
         (["tensor.mode=1d+sequence", "tensor.size=2"], dict(tensor=dict(mode="1d+sequence", size=2))),
         (["sequence.mode=megatron", "tensor=2"], dict(sequence=dict(mode="megatron"), tensor=2)),
         (["data=true"], dict(data=True)),
     ],
-)  # fmt: skip
+)
 def test_parallel_as_it_is_typed(words: list[str], parallel: dict[str, Any]) -> None:
     assert read_parallel(words) == parallel
 
@@ -326,9 +363,7 @@ def test_run_under_torchrun_just_runs(
     meshfold: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hello.py").write_text("import os\nprint('rank', os.environ['RANK'])\n1 / 0\n")
-    place = dict(
-        RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1"
-    )
+    place = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="h", MASTER_PORT="1")
     found = meshfold("run", "hello.py", **place)
     assert (found.returncode, found.stdout) == (1, "rank 3\n")
     assert "ZeroDivisionError" in found.stderr
@@ -431,7 +466,7 @@ def test_a_resumed_run_follows_the_schedule_of_its_settings(
         (["--seq-len", "8"], "--seq-len 8: the run in 'run' has --seq-len 16,"),
         (["--optimizer", "sgd"], "--optimizer sgd: run/checkpoint holds the state of adamw; type --optimizer adamw"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_change_where_a_run_goes_on_is_said(
     words: list[str],
     message: str,
@@ -484,9 +519,7 @@ def test_train_under_torchrun(text: Path, tmp_path: Path) -> None:
     assert found.stdout.count("a rank holds") == 1 and "step 2/2" in found.stdout
 
 
-def test_token_ids_and_a_spec_in_a_file(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_token_ids_and_a_spec_in_a_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import numpy as np
 
     np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(40, size=2000))
@@ -523,9 +556,7 @@ if os.environ.get("RANK") == "1":
 def test_a_rank_that_fails_in_the_middle_ends_the_job(meshfold: Run, text: Path, tmp_path: Path) -> None:
     (tmp_path / "spec.py").write_text(SABOTAGE)
     begin = time.monotonic()
-    found = meshfold(
-        "train", "--data", text, *TINY, "--steps", 10**6, "--out", "out", "--parallel", "spec.py"
-    )
+    found = meshfold("train", "--data", text, *TINY, "--steps", 10**6, "--out", "out", "--parallel", "spec.py")
     assert time.monotonic() - begin < 100
     assert found.returncode == 1
     assert "rank 1 of 2 raised" in found.stderr

@@ -32,14 +32,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (
         "OPTConfig",
         dict(
-            hidden_size=32, num_hidden_layers=2, ffn_dim=64, num_attention_heads=4, max_position_embeddings=32,
-            word_embed_proj_dim=32, dropout=0.1,
+            hidden_size=32,
+            num_hidden_layers=2,
+            ffn_dim=64,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            word_embed_proj_dim=32,
+            dropout=0.1,
         ),
     ),
     "gpt2": ("GPT2Config", dict(n_embd=32, n_layer=2, n_head=4, n_positions=32)),
     "llama": ("LlamaConfig", LLAMA_LIKE),
     "qwen2": ("Qwen2Config", LLAMA_LIKE),
-}  # fmt: skip
+}
 NEEDS_A_RULE: dict[str, tuple[str, dict[str, Any]]] = {"phi3": ("Phi3Config", LLAMA_LIKE)}
 
 
@@ -124,9 +129,7 @@ def test_train_a_folder_with_its_own_tokenizer(tmp_path: Path) -> None:
     assert (out / "sample.txt").read_text().startswith("one two")
 
 
-def test_a_folder_without_a_tokenizer_is_trained_on_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_tokenizer_is_trained_on_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from meshfold.cli import main
 
     folder = folder_of("qwen2", tmp_path, weights=False)
@@ -142,9 +145,7 @@ def test_a_folder_without_a_tokenizer_is_trained_on_bytes(
     assert "the folder has no tokenizer files (tokenizer.json" in capsys.readouterr().err
 
     # A configuration alone names a tokenizer and brings no vocabulary.
-    (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}'
-    )
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}')
     assert main([*train, "--out", str(tmp_path / "three")]) == 0
     assert f"{folder} has a tokenizer without a vocabulary: tokens are bytes" in capsys.readouterr().out
     assert main([*train, "--out", str(tmp_path / "four"), "--tokenizer", str(folder)]) == 1
@@ -164,9 +165,7 @@ def test_a_rule_keeps_whole_what_cannot_be_split(tmp_path: Path, capfd: pytest.C
     split = [*train, "--out", str(tmp_path / "split"), "--parallel", "tensor.mode=2d", "tensor.size=4"]
     assert main(split) == 1
     said = capfd.readouterr().err
-    assert (
-        "with the rule '*.self_attn': 'replicate'; MLPs and tables are split all the same. Rules are" in said
-    )
+    assert "with the rule '*.self_attn': 'replicate'; MLPs and tables are split all the same. Rules are" in said
     assert main([*split, "--rule", "*.self_attn=replicate"]) == 0
     alone, whole = (
         [row["loss"] for row in read_metrics(tmp_path / out / "metrics.jsonl") if "loss" in row]

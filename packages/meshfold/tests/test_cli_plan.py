@@ -43,9 +43,7 @@ def planned(name: str, precision: str, accumulate: int = 1) -> Estimate:
     )
 
 
-def real(
-    name: str, precision: str, accumulate: int
-) -> tuple[dict[tuple[Any, ...], tuple[int, float]], int, int]:
+def real(name: str, precision: str, accumulate: int) -> tuple[dict[tuple[Any, ...], tuple[int, float]], int, int]:
     """Collectives that a real step hands over: (kind, axes) to (calls, bytes); bytes of parameters and master weights."""
     engine = Engine(
         lambda: build("llama-tiny", **SIZES, kv_heads=2, ffn=64),
@@ -64,9 +62,7 @@ def real(
         found[entry.kind, entry.axes] = calls + 1, sent + float(entry.bytes)
     held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
     assert engine.optimizer is not None
-    state = sum(
-        t.numel() * t.element_size() for s in engine.optimizer.state.values() for t in s.values() if t.dim()
-    )
+    state = sum(t.numel() * t.element_size() for s in engine.optimizer.state.values() for t in s.values() if t.dim())
     return found, held, state
 
 
@@ -79,9 +75,7 @@ def test_a_real_step_moves_and_holds_what_was_planned(name: str, precision: str,
     for entry in plan.traffic:
         calls, sent = expected.get((entry.kind, entry.axes), (0, 0.0))
         expected[entry.kind, entry.axes] = calls + entry.calls, sent + entry.bytes
-    assert {key: calls for key, (calls, _) in found.items()} == {
-        key: calls for key, (calls, _) in expected.items()
-    }
+    assert {key: calls for key, (calls, _) in found.items()} == {key: calls for key, (calls, _) in expected.items()}
     for key, (_, sent) in found.items():
         assert expected[key][1] == pytest.approx(sent, abs=8), key  # each line of a plan is rounded to bytes
     assert (plan.memory.parameters, plan.memory.optimizer) == (held, state)
@@ -93,9 +87,7 @@ def test_flops_are_those_of_the_model_shared_out() -> None:
     serial = estimate(lambda: build(config), ParallelSpec.parse({}, 1), batch_size=4, seq_len=256)
     counted = config.flops_per_token(256) * serial.tokens
     assert counted < serial.flops < 1.1 * counted  # flash attention computes the scores again in backward
-    split = estimate(
-        lambda: build(config), ParallelSpec.parse(dict(data=2, tensor=4)), batch_size=4, seq_len=256
-    )
+    split = estimate(lambda: build(config), ParallelSpec.parse(dict(data=2, tensor=4)), batch_size=4, seq_len=256)
     assert split.flops * 8 == serial.flops
     assert split.memory.total < serial.memory.total / 3
 
@@ -188,8 +180,15 @@ def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    for part in ("gpt-tiny, 8 sequences of 128 tokens, bf16", "row 1   2 3    row 1   6 7", "blocks.0.attn.qkv  column",
-                 "optimizer state", "gradients  all_reduce      data", "tensor traffic", "it fits"):  # fmt: skip
+    for part in (
+        "gpt-tiny, 8 sequences of 128 tokens, bf16",
+        "row 1   2 3    row 1   6 7",
+        "blocks.0.attn.qkv  column",
+        "optimizer state",
+        "gradients  all_reduce      data",
+        "tensor traffic",
+        "it fits",
+    ):
         assert part in shown
     assert main([*words, "--json", "--machine", "a100x8"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -210,9 +209,7 @@ def test_one_rank_needs_no_picture_and_one_number_no_range(capsys: pytest.Captur
 
 def test_a_spec_for_more_ranks_than_there_are_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     parallel = "dict(data=8, tensor=dict(mode='3d', grid=(4, 4, 4)))"
-    assert (
-        main(["plan", "--model", "llama-small", "--parallel", parallel, "--batch-size", "256", "--json"]) == 0
-    )
+    assert main(["plan", "--model", "llama-small", "--parallel", parallel, "--batch-size", "256", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["world_size"] == 512
     assert answer["local_parameters"] < answer["parameters"] / 30
@@ -252,9 +249,7 @@ def test_recompute_is_told_where_it_helps_and_was_not_asked_for(capsys: pytest.C
     said = refused(capsys, "--batch-size", "16", "--gpu-memory", "8MiB", "--recompute", "blocks")
     assert "recompute" not in said and "Split it over more ranks, take fewer tokens at once" in said
     assert "zero=dict(stage=3) would not do" in said
-    said = refused(
-        capsys, "--batch-size", "16", "--parallel", "zero.gpu_memory_limit=5MB", "--recompute", "blocks"
-    )
+    said = refused(capsys, "--batch-size", "16", "--parallel", "zero.gpu_memory_limit=5MB", "--recompute", "blocks")
     assert "recompute" not in said
 
 

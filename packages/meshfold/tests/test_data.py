@@ -188,16 +188,12 @@ def test_validation_is_what_was_set_aside() -> None:
 
 
 def test_too_few_tokens_are_refused() -> None:
-    with pytest.raises(
-        SpecError, match=r"100 tokens are too few to train on, .* 8 windows of 16: it takes 143 at"
-    ):
+    with pytest.raises(SpecError, match=r"100 tokens are too few to train on, .* 8 windows of 16: it takes 143 at"):
         Batches(corpus_of(100), batch_size=8, seq_len=16)
     with pytest.raises(SpecError, match="142 tokens are too few"):
         Batches(corpus_of(142), batch_size=8, seq_len=16)
     assert Batches(corpus_of(143), batch_size=8, seq_len=16).batch(0).shape == (8, 16)
-    with pytest.raises(
-        SpecError, match="1 token is too few to train on, for a batch of 1 window of 4: it takes 7"
-    ):
+    with pytest.raises(SpecError, match="1 token is too few to train on, for a batch of 1 window of 4: it takes 7"):
         Batches(corpus_of(1), batch_size=1, seq_len=4)
 
 

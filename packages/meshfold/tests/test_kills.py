@@ -40,9 +40,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(
-    parallel: dict[str, Any], path: str, victim: int = -1, seconds: float = 0.0
-) -> tuple[int, list[float], float]:
+def run(parallel: dict[str, Any], path: str, victim: int = -1, seconds: float = 0.0) -> tuple[int, list[float], float]:
     """Train to the last step from the last checkpoint, saving after every step, unless a rank is killed on the way.
 
     Returns:

@@ -67,9 +67,7 @@ def started(folder: Path, *words: object, log: str = "log.txt") -> subprocess.Po
 def wait_for_steps(out: Path, steps: int, *jobs: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while len(losses(out)) < steps:
-        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs), (
-            "it did not come so far"
-        )
+        assert time.monotonic() < deadline and all(job.poll() is None for job in jobs), "it did not come so far"
         time.sleep(0.02)
 
 
@@ -109,15 +107,11 @@ def test_sigterm_ends_with_a_checkpoint_that_fewer_ranks_go_on_from(
     said = capfd.readouterr().out
     assert "the world size is 1 now: data=1 in place of 2; the global batch stays as it is" in said
     assert f"going on from step {done} " in said
-    assert (
-        main([*words, *more, "--out", str(tmp_path / "whole"), "--ranks", "2", "--parallel", "dict()"]) == 0
-    )
+    assert main([*words, *more, "--out", str(tmp_path / "whole"), "--ranks", "2", "--parallel", "dict()"]) == 0
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
 
-def test_a_process_alone_stops_too_and_a_second_process_asks_for_a_new_folder(
-    text: Path, tmp_path: Path
-) -> None:
+def test_a_process_alone_stops_too_and_a_second_process_asks_for_a_new_folder(text: Path, tmp_path: Path) -> None:
     words = ["train", "--data", str(text), *SMALL, "--no-plan", "--steps", "5000", "--out", "run"]
     job = started(tmp_path, *words)
     wait_for_steps(tmp_path / "run", 2, job)
@@ -165,9 +159,7 @@ def test_data_follows_the_ranks(parallel: dict[str, Any], ranks: int, data: int)
 def test_a_spec_that_fits_stays_and_one_that_cannot_fit_says_how_many_ranks_can() -> None:
     for parallel in (dict(data=2, tensor=2), dict(tensor=4)):
         assert resize_data_axis(parallel, 4) == (parallel, "")
-    with pytest.raises(
-        SpecError, match=r"on 7 ranks: .* need a multiple of 4 ranks. Start 4, or give another"
-    ):
+    with pytest.raises(SpecError, match=r"on 7 ranks: .* need a multiple of 4 ranks. Start 4, or give another"):
         resize_data_axis(dict(data=4, tensor=4), 7)
 
 
@@ -178,9 +170,24 @@ def test_a_restart_goes_on_with_the_same_losses(text: Path, tmp_path: Path) -> N
     """One node, whose agent starts all ranks anew when one is killed."""
     train = ["train", "--data", str(text), *SMALL, "--no-plan", "--steps", "30"]
     job = started(
-        tmp_path, "run", "--ranks", 2, "--restarts", 1, "-m", "meshfold.cli", *train,
-        "--parallel", "data=2", "--out", "run", "--save-every", 1, "--resume", "auto",
-    )  # fmt: skip
+        tmp_path,
+        "run",
+        "--ranks",
+        2,
+        "--restarts",
+        1,
+        "-m",
+        "meshfold.cli",
+        *train,
+        "--parallel",
+        "data=2",
+        "--out",
+        "run",
+        "--save-every",
+        1,
+        "--resume",
+        "auto",
+    )
     wait_for_steps(tmp_path / "run", 4, job)
     os.kill(ranks_in(tmp_path)[1], signal.SIGKILL)
     assert job.wait(LIMIT_S) == 0, (tmp_path / "log.txt").read_text()[-3000:]
@@ -193,9 +200,28 @@ def test_a_restart_goes_on_with_the_same_losses(text: Path, tmp_path: Path) -> N
 def test_two_nodes_meet_and_meet_again_after_a_kill(text: Path, tmp_path: Path) -> None:
     train = ["train", "--data", str(text), *SMALL, "--no-plan", "--steps", "40"]
     node = [
-        "run", "--ranks", 2, "--nodes", 2, "--rendezvous", "127.0.0.1:29713", "--restarts", 3, "-m", "meshfold.cli",
-        *train, "--parallel", "data=2", "tensor=2", "--out", tmp_path / "run", "--save-every", 1, "--resume", "auto",
-    ]  # fmt: skip
+        "run",
+        "--ranks",
+        2,
+        "--nodes",
+        2,
+        "--rendezvous",
+        "127.0.0.1:29713",
+        "--restarts",
+        3,
+        "-m",
+        "meshfold.cli",
+        *train,
+        "--parallel",
+        "data=2",
+        "tensor=2",
+        "--out",
+        tmp_path / "run",
+        "--save-every",
+        1,
+        "--resume",
+        "auto",
+    ]
     folders = [tmp_path / f"node{number}" for number in range(2)]
     for folder in folders:
         folder.mkdir()
@@ -215,9 +241,7 @@ def test_two_nodes_meet_and_meet_again_after_a_kill(text: Path, tmp_path: Path) 
 
 
 def test_an_agent_shows_the_traceback_and_the_code(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(
-        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('not today')\n"
-    )
+    (tmp_path / "fails.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('not today')\n")
     job = started(tmp_path, "run", "--ranks", 2, "--rendezvous", "localhost:0", "fails.py")
     assert job.wait(LIMIT_S) == 1
     log = (tmp_path / "log.txt").read_text()

@@ -16,9 +16,7 @@ from meshfold.mesh import SpecError
 
 BYTES = ByteTokenizer()
 TEXTS = ["one two", "", "three ü four", "five"]
-needs_datasets = pytest.mark.skipif(
-    importlib.util.find_spec("datasets") is None, reason="needs meshfold[datasets]"
-)
+needs_datasets = pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs meshfold[datasets]")
 
 
 def tokens_of(path: Path, **settings: Any) -> Corpus:
@@ -65,9 +63,9 @@ def test_splits_of_a_saved_dictionary_are_used(tmp_path: Path) -> None:
     import datasets
 
     splits = {"train": ["a", "bb"], "validation": ["ccc"], "test": ["dddd"]}
-    datasets.DatasetDict(
-        {k: datasets.Dataset.from_dict({"text": v}) for k, v in splits.items()}
-    ).save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in splits.items()}).save_to_disk(
+        str(tmp_path / "saved")
+    )
     found = open_corpus(tmp_path / "saved", BYTES, cache=tmp_path / "cache", validation=0.5)
     end = BYTES.end
     assert np.asarray(found.tokens).tolist() == [97, end, 98, 98, end, 99, 99, 99, end]
@@ -104,9 +102,7 @@ def test_the_field_with_the_text(tmp_path: Path) -> None:
     assert_holds(tokens_of(path), ["x"])  # the only one of strings
     path.write_text(json.dumps({"body": "x", "title": "yy"}) + "\n")
     assert_holds(tokens_of(path, text_column="title"), ["yy"])
-    with pytest.raises(
-        SpecError, match="has no field called 'text': its fields of text are body, title; say which"
-    ):
+    with pytest.raises(SpecError, match="has no field called 'text': its fields of text are body, title; say which"):
         tokens_of(path)
     with pytest.raises(SpecError, match=r"line 1: has no text under 'n', but body, title"):
         tokens_of(path, text_column="n")

@@ -15,8 +15,18 @@ from meshfold.train.metrics import read_metrics
 from meshfold.train.run_folder import LOCK, read_settings
 
 TINY = [
-    "--model", "gpt-tiny", "--set", "hidden=16", "layers=1", "heads=2", "--seq-len", "16", "--batch-size", "4", "--no-plan",
-]  # fmt: skip
+    "--model",
+    "gpt-tiny",
+    "--set",
+    "hidden=16",
+    "layers=1",
+    "heads=2",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "4",
+    "--no-plan",
+]
 
 
 @pytest.fixture
@@ -113,14 +123,13 @@ def test_a_folder_that_does_not_say_what_to_read(capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     Path("run/settings.json").unlink()
     assert main(["train", "--resume", "--out", "run"]) == 2
-    assert (
-        "--resume: no settings.json in 'run' says what the run reads: type --data" in capsys.readouterr().err
-    )
+    assert "--resume: no settings.json in 'run' says what the run reads: type --data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(steps="many"), dict(clip=None), dict(parallel=[2]), dict(seed=True), dict(model=3), dict(exclude="x")]
-)  # fmt: skip
+    "wrong",
+    [dict(steps="many"), dict(clip=None), dict(parallel=[2]), dict(seed=True), dict(model=3), dict(exclude="x")],
+)
 def test_kept_settings_of_another_kind_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps(dict(lr=1, hf=None) | wrong))
     with pytest.raises(SpecError, match=f"settings.json has {next(iter(wrong))}="):
@@ -131,9 +140,7 @@ def test_what_is_no_object_of_settings_is_refused(tmp_path: Path) -> None:
     assert read_settings(str(tmp_path)) == {}
     for text in ("[1]", "{", "[" * 100_000, ""):
         (tmp_path / "settings.json").write_text(text)
-        with pytest.raises(
-            SpecError, match=r"cannot read .*settings.json: .*type the options of the run again"
-        ):
+        with pytest.raises(SpecError, match=r"cannot read .*settings.json: .*type the options of the run again"):
             read_settings(str(tmp_path))
     (tmp_path / "settings.json").write_text('{"lr": 1, "checksum": "0"}')
     with pytest.raises(

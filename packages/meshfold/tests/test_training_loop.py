@@ -61,8 +61,15 @@ def settings_in(folder: Path, **changes: Any) -> TrainSettings:
         text.write_text("".join(f"sentence {number} of the text to train on. " for number in range(200)))
     small: dict[str, Any] = dict(hidden=16, layers=1, heads=2)
     settings: dict[str, Any] = dict(
-        data=str(text), out=str(folder / "out"), model="gpt-tiny", changes=small, batch_size=4, seq_len=16, steps=6, device="cpu"
-    )  # fmt: skip
+        data=str(text),
+        out=str(folder / "out"),
+        model="gpt-tiny",
+        changes=small,
+        batch_size=4,
+        seq_len=16,
+        steps=6,
+        device="cpu",
+    )
     return TrainSettings(**{**settings, **changes})
 
 
@@ -132,8 +139,6 @@ def test_what_fails_in_the_loop_on_one_rank_ends_all_and_no_watchdog_stays(tmp_p
     finally:
         close_pools()  # its connections are broken now
     assert first == "Hole: a hole in the data"
-    assert other.startswith(
-        "CollectiveError: rank 0 failed in step 3, so the others end: Hole: a hole in the data\n"
-    )
+    assert other.startswith("CollectiveError: rank 0 failed in step 3, so the others end: Hole: a hole in the data\n")
     assert all(seconds < 60.0 for _, seconds, _ in found)
     assert not any(watched for *_, watched in found)

@@ -19,9 +19,7 @@ from meshfold.models.attention import Attention
 from meshfold.models.generate import SPARE, KeyValueCache
 
 VOCABULARY, LONGEST, WINDOW = 37, 20, 4
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden=32, layers=4, heads=4, max_positions=LONGEST, tie=False
-)
+SIZES: dict[str, Any] = dict(vocab_size=VOCABULARY, hidden=32, layers=4, heads=4, max_positions=LONGEST, tie=False)
 
 
 def varied(model: nn.Module) -> Any:
@@ -105,10 +103,7 @@ def test_rows_that_no_longer_fit_are_computed_anew() -> None:
 def test_rows_end_at_their_own_end_of_sequence() -> None:
     model, ids, new = windowed_llama(), prompt(3, 2), 18
     whole = generate(model, ids, new, temperature=0.0)[:, 2:]
-    firsts = {
-        token: [(row == token).nonzero()[:1].flatten().tolist() for row in whole]
-        for token in range(VOCABULARY)
-    }
+    firsts = {token: [(row == token).nonzero()[:1].flatten().tolist() for row in whole] for token in range(VOCABULARY)}
     token = next(
         t for t, at in firsts.items() if all(at[:2]) and at[0] != at[1] and not at[2]
     )  # two rows end, each in its place

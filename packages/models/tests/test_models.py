@@ -73,11 +73,18 @@ def test_llama_is_transformers_llama() -> None:
         ours = Llama(LlamaConfig(**SMALL, kv_heads=kv_heads, ffn=48, tie=tie, rope_theta=500.0)).double()
         theirs = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
-                vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=kv_heads, max_position_embeddings=16, rms_norm_eps=1e-5, tie_word_embeddings=tie,
+                vocab_size=50,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=kv_heads,
+                max_position_embeddings=16,
+                rms_norm_eps=1e-5,
+                tie_word_embeddings=tie,
                 rope_parameters={"rope_type": "default", "rope_theta": 500.0},
             )
-        ).double()  # fmt: skip
+        ).double()
         with torch.no_grad():
             theirs.model.embed_tokens.weight.copy_(ours.embed.weight)
             theirs.lm_head.weight.copy_(ours.head.weight)
@@ -100,10 +107,17 @@ def test_gpt_is_transformers_gpt2() -> None:
     ours = GPT(GPTConfig(**SMALL)).double()
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, layer_norm_epsilon=1e-5,
+            vocab_size=50,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            layer_norm_epsilon=1e-5,
         )
-    ).double()  # fmt: skip
+    ).double()
     with torch.no_grad():
         for parameter in ours.parameters():
             if parameter.dim() == 1:

@@ -86,9 +86,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def assert_gradients(
-    pipeline: Pipeline, wanted: dict[str, Tensor], what: str, tolerance: float = 1e-9
-) -> None:
+def assert_gradients(pipeline: Pipeline, wanted: dict[str, Tensor], what: str, tolerance: float = 1e-9) -> None:
     """Every gradient of this rank's parameters: to 1e-9 of the largest of the model."""
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, parameter in pipeline.named_parameters():
@@ -97,9 +95,7 @@ def assert_gradients(
             continue
         assert parameter.grad is not None, f"{what}: {name} has no gradient"
         distance = float((parameter.grad - wanted[name]).abs().max())
-        assert distance <= tolerance * largest, (
-            f"{what}: gradient of {name} is off by {distance / largest:.2g}"
-        )
+        assert distance <= tolerance * largest, f"{what}: gradient of {name} is off by {distance / largest:.2g}"
 
 
 def assert_kept_by_someone(pipeline: Pipeline, names: set[str]) -> None:
@@ -132,7 +128,5 @@ def compare(
         many.step()
     trained = dict(serial.named_parameters())
     for name, parameter in pipeline.named_parameters():
-        assert torch.allclose(parameter, trained[name], rtol=1e-7, atol=1e-9), (
-            f"{what}: {name} after training"
-        )
+        assert torch.allclose(parameter, trained[name], rtol=1e-7, atol=1e-9), f"{what}: {name} after training"
     return pipeline

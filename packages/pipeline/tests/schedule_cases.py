@@ -56,12 +56,7 @@ def needs(schedule: Schedule) -> dict[Action, set[Action]]:
 def is_valid(schedule: Schedule) -> bool:
     """Whether every action is there once and a topological order of all exists: the oracle."""
     count = Counter(action for actions in schedule.ranks for action in actions)
-    wanted = {
-        (op, stage, i)
-        for op in "FBW"
-        for stage in range(schedule.stages)
-        for i in range(schedule.microbatches)
-    }
+    wanted = {(op, stage, i) for op in "FBW" for stage in range(schedule.stages) for i in range(schedule.microbatches)}
     seen = Counter((op, a.stage, a.microbatch) for a in count.elements() for op in a.op.value)
     if set(seen) != wanted or set(seen.values()) != {1}:
         return False

@@ -34,9 +34,7 @@ def exact(
     seen = torch.tensor(
         [
             [
-                document[i] == document[j]
-                and (not causal or j <= i)
-                and (window is None or abs(i - j) < window)
+                document[i] == document[j] and (not causal or j <= i) and (window is None or abs(i - j) < window)
                 for j in range(n)
             ]
             for i in range(n)

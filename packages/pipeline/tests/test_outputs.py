@@ -39,10 +39,13 @@ FORMS: dict[str, Any] = {
 WRONG: dict[str, tuple[Any, str]] = {
     "slots": (Odd, "cannot be put together"),
     "complex": (lambda logits: torch.complex(logits, logits), "cannot be put together"),
-    "other lengths": (lambda logits: logits.flatten(1)[:, : 1 + int(logits[0, 0, 0] * 1e6) % 50], "cannot be put together"),
+    "other lengths": (
+        lambda logits: logits.flatten(1)[:, : 1 + int(logits[0, 0, 0] * 1e6) % 50],
+        "cannot be put together",
+    ),
     "nothing": (lambda logits: None, "cannot be put together"),
     "a number": (lambda logits: SimpleNamespace(loss=logits.mean()), "no tensor with rows"),
-}  # fmt: skip
+}
 
 
 class Shaped(Model):

@@ -53,10 +53,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
 def test_equal_blocks_are_dealt_evenly_and_a_dear_head_takes_some() -> None:
     assert sorted(balance_blocks([1.0] * 10, 4)) == [2, 2, 3, 3]
     assert balance_blocks([1.0] * 8, 4) == [2, 2, 2, 2]
-    assert (
-        balance_blocks([1.0] * 9, 4, after=2.0) == [3, 3, 2, 1]
-        or balance_blocks([1.0] * 9, 4, after=2.0)[-1] == 1
-    )
+    assert balance_blocks([1.0] * 9, 4, after=2.0) == [3, 3, 2, 1] or balance_blocks([1.0] * 9, 4, after=2.0)[-1] == 1
     with pytest.raises(
         LayoutError,
         match=r"3 blocks cannot be cut into 4 stages.*or pipeline=3 with chunks=1",
@@ -68,9 +65,7 @@ def test_equal_blocks_are_dealt_evenly_and_a_dear_head_takes_some() -> None:
 
 def test_the_repeated_block_is_found() -> None:
     assert find_blocks(model(3)).name == "layers"
-    mixed = nn.Sequential(
-        nn.Embedding(3, 4), *[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)], nn.Linear(4, 3)
-    )
+    mixed = nn.Sequential(nn.Embedding(3, 4), *[nn.Sequential(nn.Linear(4, 4)) for _ in range(3)], nn.Linear(4, 3))
     assert find_blocks(mixed).keys == ("1", "2", "3") and find_blocks(mixed).name == ""
     inside = nn.ModuleDict({"small": nn.ModuleList(nn.Linear(2, 2) for _ in range(9)), "large": mixed})
     assert find_blocks(inside).name == "large"
@@ -196,10 +191,7 @@ def test_batches_in_parts() -> None:
     assert [part.first_row for part in split(ids, 2, unit=2)] == [0, 4]
     assert [part.given.shape[0] for part in split(ids, 4, unit=2)] == [2, 1, 1, 1]  # too many for pairs
     assert [part.given.shape[0] for part in split(ids, 1, unit=8)] == [5]
-    assert (
-        rows_of({"mask": mask, "labels": labels}) == 5
-        and rows_of(((), {"mask": mask, "input_ids": ids})) == 5
-    )
+    assert rows_of({"mask": mask, "labels": labels}) == 5 and rows_of(((), {"mask": mask, "input_ids": ids})) == 5
     with pytest.raises(SpecError, match="batch of 5 rows cannot be cut into 6"):
         split(ids, 6)
     with pytest.raises(SpecError, match="loss_fn"):

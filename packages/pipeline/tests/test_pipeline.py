@@ -93,9 +93,7 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
         for layer in self.layers[1:]:
             layer[1].weight = self.layers[0][1].weight
         self.head = nn.Linear(WIDTH, VOCAB)
@@ -163,9 +161,7 @@ def skipping() -> Skipping:
 @ranks(4)
 def test_several_tensors_travel_and_the_batch_does_not() -> None:
     for name in ("1f1b", "zb-h1"):
-        pipeline = compare(
-            skipping, [tokens(6, s) for s in range(2)], {"pipe": 4}, name, schedule=name, microbatches=3
-        )
+        pipeline = compare(skipping, [tokens(6, s) for s in range(2)], {"pipe": 4}, name, schedule=name, microbatches=3)
         work = pipeline.split(tokens(6))[0]
         assert [len(slots) for slots in pipeline.plan_of(work).slots.values()] == [1, 2, 2, 2, 2]
         assert ("scale" in dict(pipeline.named_parameters())) == (pipeline.mesh.rank == 0)
@@ -267,9 +263,7 @@ def test_draws_of_other_stages_are_counted() -> None:
 def test_evaluation_and_text() -> None:
     from meshfold.models import LlamaConfig, build, generate
 
-    config = LlamaConfig(
-        vocab_size=64, hidden=16, layers=8, heads=4, kv_heads=2, ffn=24, max_positions=16, dropout=0.2
-    )
+    config = LlamaConfig(vocab_size=64, hidden=16, layers=8, heads=4, kv_heads=2, ffn=24, max_positions=16, dropout=0.2)
     torch.manual_seed(0)
     serial = build(config).double().eval()
     for name in ("1f1b", "interleaved", "zb-v"):
@@ -500,9 +494,7 @@ def test_what_does_not_travel_is_refused_and_travels_as_an_argument() -> None:
     plan = pipeline.plan_of(work)
     if mesh.rank == 1:
         received = [torch.zeros(2, SEQUENCE, WIDTH)]
-        with pytest.raises(
-            LayoutError, match=r"nothing but nan of finite inputs.*between the blocks of blocks"
-        ):
+        with pytest.raises(LayoutError, match=r"nothing but nan of finite inputs.*between the blocks of blocks"):
             pipeline._stages[1].forward(0, work, plan, received)
     assert Pipeline(Residual(again=True), mesh, microbatches=2).step(tokens(4)).isfinite()
 
@@ -543,9 +535,7 @@ def test_tensor_parallel_stages() -> None:
     from meshfold.models import LlamaConfig, build
     from meshfold.tensor_parallel import parallelize
 
-    config = LlamaConfig(
-        vocab_size=64, hidden=32, layers=5, heads=4, kv_heads=1, ffn=48, max_positions=16, tie=True
-    )
+    config = LlamaConfig(vocab_size=64, hidden=32, layers=5, heads=4, kv_heads=1, ffn=48, max_positions=16, tie=True)
     torch.manual_seed(0)
     whole = build(config).double()
     serial = copy.deepcopy(whole)

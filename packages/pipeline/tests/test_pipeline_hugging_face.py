@@ -48,10 +48,16 @@ def plain(kind: str, **settings: Any) -> nn.Module:
     if kind == "opt":
         return t.OPTForCausalLM(
             t.OPTConfig(
-                **common, hidden_size=16, ffn_dim=32, num_hidden_layers=5, num_attention_heads=2,
-                max_position_embeddings=16, dropout=0.0, **settings,
+                **common,
+                hidden_size=16,
+                ffn_dim=32,
+                num_hidden_layers=5,
+                num_attention_heads=2,
+                max_position_embeddings=16,
+                dropout=0.0,
+                **settings,
             )
-        )  # fmt: skip
+        )
     if kind == "gpt2":
         none = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         config = t.GPT2Config(**common, n_embd=16, n_layer=5, n_head=2, n_positions=16, **none, **settings)
@@ -62,10 +68,17 @@ def plain(kind: str, **settings: Any) -> nn.Module:
     }[kind]
     return model_of(
         config_of(
-            **common, hidden_size=16, intermediate_size=32, num_hidden_layers=5, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=kind == "qwen2", **settings,
+            **common,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=5,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            tie_word_embeddings=kind == "qwen2",
+            **settings,
         )
-    )  # fmt: skip
+    )
 
 
 def exact_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
@@ -99,9 +112,7 @@ def check_training(kind: str, settings: dict[str, Any]) -> None:
             axes = {"pipe": 4}
         batches = [batch_of(5, seed) for seed in range(3)]
         what = f"{kind} under {name}"
-        pipeline = compare(
-            partial(exact, kind, **settings), batches, axes, what, schedule=name, microbatches=many
-        )
+        pipeline = compare(partial(exact, kind, **settings), batches, axes, what, schedule=name, microbatches=many)
         names = [name for name, _ in pipeline.named_parameters()]
         assert len(names) == len(set(names))
 

@@ -42,9 +42,7 @@ def check_schedules(count: int, microbatches: tuple[int, ...], steps: int, by_tu
         for many in (microbatches[number % len(microbatches)],) if by_turns else microbatches:
             what = f"{name} {settings} of {many} on {count} ranks"
             batches = [tokens(many + many // 2, seed) for seed in range(steps)]  # rows that do not divide
-            pipeline = compare(
-                make, batches, {"pipe": count}, what, schedule=name, microbatches=many, **settings
-            )
+            pipeline = compare(make, batches, {"pipe": count}, what, schedule=name, microbatches=many, **settings)
             plan = pipeline.program(many).schedule
             rank = pipeline.mesh.index("pipe")
             assert pipeline.peaks.microbatches == simulate(plan).peak_microbatches[rank], what
@@ -53,9 +51,7 @@ def check_schedules(count: int, microbatches: tuple[int, ...], steps: int, by_tu
 
 @pytest.mark.parametrize("by_turns", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize(("count", "microbatches"), [(2, (1, 3, 4)), (4, (2, 8))])
-def test_every_schedule_trains_as_one_process(
-    count: int, microbatches: tuple[int, ...], by_turns: bool
-) -> None:
+def test_every_schedule_trains_as_one_process(count: int, microbatches: tuple[int, ...], by_turns: bool) -> None:
     run_on_ranks(count, check_schedules, count, microbatches, 2 if by_turns else 3, by_turns)
 
 

@@ -52,9 +52,7 @@ def by_twos(*, ranks: int, microbatches: int) -> list[list[Action]]:
     """1F1B with steps of two micro-batches."""
     lists = []
     for rank in range(ranks):
-        turns = [
-            (op, i) for pair in range(0, microbatches, 2) for op in (Op.F, Op.BW) for i in (pair, pair + 1)
-        ]
+        turns = [(op, i) for pair in range(0, microbatches, 2) for op in (Op.F, Op.BW) for i in (pair, pair + 1)]
         lists.append([Action(op, rank, i) for op, i in turns if i < microbatches])
     return lists
 
@@ -65,9 +63,7 @@ def test_functions_of_ones_own() -> None:
     assert max(simulate(made).peak) == 2
 
     def as_text(*, ranks: int, microbatches: int) -> str:
-        return "\n".join(
-            " ".join(map(str, actions)) for actions in by_twos(ranks=ranks, microbatches=microbatches)
-        )
+        return "\n".join(" ".join(map(str, actions)) for actions in by_twos(ranks=ranks, microbatches=microbatches))
 
     def as_lines(*, ranks: int, microbatches: int) -> Sequence[str]:
         return as_text(ranks=ranks, microbatches=microbatches).splitlines()
@@ -97,9 +93,7 @@ def test_functions_that_return_what_cannot_run() -> None:
         schedule(late, ranks=2, microbatches=1)
     with pytest.raises(ScheduleError, match=r"0F1 is missing on rank 0. Add 0F1, 0B1 and 0W1"):
         schedule(lambda ranks, microbatches: ["0F0 0BW0"], ranks=1, microbatches=2)
-    with pytest.raises(
-        ScheduleError, match=r"is called with ranks=2, microbatches=1, chunks=2, .*unexpected keyword"
-    ):
+    with pytest.raises(ScheduleError, match=r"is called with ranks=2, microbatches=1, chunks=2, .*unexpected keyword"):
         schedule(by_twos, ranks=2, microbatches=1, chunks=2)
     with pytest.raises(ScheduleError, match="rank 0 holds activations of 2, and the bound is 1"):
         schedule(by_twos, ranks=2, microbatches=2, memory=1)

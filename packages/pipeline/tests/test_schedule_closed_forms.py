@@ -18,13 +18,9 @@ UNIT = (1.0, 1.0, 1.0)
 each_size = pytest.mark.parametrize("ranks", RANKS)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "every"), [(2, 1), (4, 1), (8, 3), pytest.param(8, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ranks", "every"), [(2, 1), (4, 1), (8, 3), pytest.param(8, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "options"), NAMED)
-def test_every_count_of_micro_batches_works(
-    name: str, options: dict[str, int], ranks: int, every: int
-) -> None:
+def test_every_count_of_micro_batches_works(name: str, options: dict[str, int], ranks: int, every: int) -> None:
     for m in some_counts(ranks)[::every]:
         made = named(name, ranks, m, options)
         assert is_valid(made), m
@@ -74,9 +70,7 @@ def test_zb_h1_and_h2(ranks: int, times: tuple[float, float, float], kept: float
                 assert result.longest_span == pytest.approx(m * (f + b + w) + idle)
             if m >= most:
                 last = (ranks - 1) * f  # when the last rank begins, which then has no gap
-                assert result.makespan == pytest.approx(
-                    m * (f + b + w) + max(idle, last if steps == 2 else 0)
-                )
+                assert result.makespan == pytest.approx(m * (f + b + w) + max(idle, last if steps == 2 else 0))
                 held = [(most - steps * rank) + kept * steps * rank for rank in range(ranks)]
                 assert result.peak == pytest.approx(held)
             assert list(result.peak_microbatches) == [min(m, most)] * ranks
@@ -122,9 +116,7 @@ def test_dualpipe_v(ranks: int) -> None:
         assert result.makespan == result.longest_span == 6 * m + ranks - 1
         assert result.peak_microbatches == (2 * ranks + 1,) * ranks
     ops = {
-        action.op
-        for actions in schedule("dualpipe-v", ranks=ranks, microbatches=2 * ranks).ranks
-        for action in actions
+        action.op for actions in schedule("dualpipe-v", ranks=ranks, microbatches=2 * ranks).ranks for action in actions
     }
     assert ops == set(Op)
 

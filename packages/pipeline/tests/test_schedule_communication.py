@@ -48,9 +48,7 @@ def rendezvous(program: Program, seed: int) -> bool:
             step = now(rank)
             if isinstance(step, Send):
                 other = now(step.peer)
-                if isinstance(other, Receive) and other == Receive(
-                    step.kind, step.stage, step.microbatch, rank
-                ):
+                if isinstance(other, Receive) and other == Receive(step.kind, step.stage, step.microbatch, rank):
                     able.append((rank, step.peer))
             elif step is not None and not isinstance(step, Receive):
                 able.append((rank,))
@@ -104,9 +102,7 @@ def judge(program: Program, seed: int) -> None:
         if isinstance(step, Send | Receive)
     )
     crossings = sum(a != b for a, b in zip(made.home, made.home[1:], strict=False)) * made.microbatches
-    assert all(
-        messages[way, kind] == crossings for way in ("Send", "Receive") for kind in ("activation", "gradient")
-    )
+    assert all(messages[way, kind] == crossings for way in ("Send", "Receive") for kind in ("activation", "gradient"))
     for rank, steps in enumerate(program.ranks):
         there: set[tuple[str, int, int]] = set()
         for step in steps:

@@ -44,9 +44,7 @@ def test_operations_micro_batches_and_stages_are_told_apart() -> None:
     assert len({boxes[f"0F{i}"].fill for i in range(8)}) == 8
     assert boxes["0F0"].y < boxes["3F0"].y
     many = scene(simulate(schedule("gpipe", ranks=2, microbatches=40))).shapes
-    fills = {
-        shape.fill for shape in many if isinstance(shape, Rectangle) and re.fullmatch(r"0F\d+", shape.name)
-    }
+    fills = {shape.fill for shape in many if isinstance(shape, Rectangle) and re.fullmatch(r"0F\d+", shape.name)}
     assert len(fills) == 40
 
 

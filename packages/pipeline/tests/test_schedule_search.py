@@ -46,9 +46,7 @@ def random_case(seed: int) -> Case:
 
 def best_named(case: Case) -> float:
     """The least makespan of the named schedules within the bound, by another way than the search's."""
-    names = {1: ("gpipe", "1f1b", "zb-h1", "zb-h2"), 2: ("interleaved", "zb-v", "hanayo", "dualpipe-v")}[
-        case.chunks
-    ]
+    names = {1: ("gpipe", "1f1b", "zb-h1", "zb-h2"), 2: ("interleaved", "zb-v", "hanayo", "dualpipe-v")}[case.chunks]
     best = float("inf")
     for name in names:
         made = schedule(name, ranks=case.ranks, microbatches=case.microbatches)
@@ -128,9 +126,7 @@ def test_the_cut_is_chosen_too() -> None:
 def test_the_same_costs_give_the_same_schedule_in_every_process() -> None:
     """Every rank searches for itself, and text hashes otherwise in every process."""
     numbers = [0.7, 0.5, 0.5, 0.8, 0.6, 0.5, 0.5, 0.9]
-    here = search(
-        ranks=4, microbatches=6, costs=Costs(forward=numbers, send=0.05), memory=9, effort=0.2
-    ).schedule
+    here = search(ranks=4, microbatches=6, costs=Costs(forward=numbers, send=0.05), memory=9, effort=0.2).schedule
     code = (
         "from meshfold.pipeline import Costs, search; "
         f"c = Costs(forward={numbers}, send=0.05); "
@@ -157,9 +153,7 @@ def test_gradients_are_fused_where_that_costs_nothing() -> None:
 
 def test_it_is_quick_enough_to_be_run_at_the_beginning_of_training() -> None:
     begin = time.process_time()
-    found = search(
-        ranks=4, microbatches=16, costs={1: Costs(send=0.05), 2: Costs(send=0.05).finer(2)}, memory=4
-    )
+    found = search(ranks=4, microbatches=16, costs={1: Costs(send=0.05), 2: Costs(send=0.05).finer(2)}, memory=4)
     assert time.process_time() - begin < 20
     communicate(found.schedule)
     assert found.time <= min(found.named.values())

@@ -87,9 +87,7 @@ def test_both_gradients_in_one_go_may_cost_less() -> None:
 
 
 def test_finer_cuts_keep_the_model() -> None:
-    costs = Costs(
-        forward=[2, 4], backward_input=3, backward_weight=1, send=0.1, activation=[1, 2], kept=[0.5, 1]
-    )
+    costs = Costs(forward=[2, 4], backward_input=3, backward_weight=1, send=0.1, activation=[1, 2], kept=[0.5, 1])
     fine = costs.finer(2)
     assert fine.stages == 4
     assert fine.forward == [1, 1, 2, 2]

@@ -131,9 +131,7 @@ def test_what_the_messages_say() -> None:
     made = schedule("1f1b", ranks=2, microbatches=2)
     assert "stage 1 is on rank 7, and there are 2 ranks" in refusal(replace(made, home=(0, 7)))
     assert "rank 1 lists 1F0 at place 0, and there are stages 0 to 0" in refusal(replace(made, home=(0,)))
-    assert "rank 0 lists 0F1 at place 1, and there are micro-batches 0 to 0" in refusal(
-        replace(made, microbatches=1)
-    )
+    assert "rank 0 lists 0F1 at place 1, and there are micro-batches 0 to 0" in refusal(replace(made, microbatches=1))
     assert "0F2 is missing on rank 0. Add 0F2, 0B2 and 0W2" in refusal(replace(made, microbatches=3))
 
 
@@ -147,16 +145,12 @@ def test_the_memory_bound_is_the_peak(name: str, options: dict[str, int]) -> Non
     for rank in range(4):
         less = list(peaks)
         less[rank] *= 0.99
-        with pytest.raises(
-            ScheduleError, match=rf"rank {rank} holds activations of .*Move it behind gradients"
-        ):
+        with pytest.raises(ScheduleError, match=rf"rank {rank} holds activations of .*Move it behind gradients"):
             check(made, memory=less, costs=costs)
 
 
 def test_the_first_action_over_the_bound_is_named() -> None:
-    with pytest.raises(
-        ScheduleError, match="with 0F3 at place 3 rank 0 holds activations of 4, and the bound is 3"
-    ):
+    with pytest.raises(ScheduleError, match="with 0F3 at place 3 rank 0 holds activations of 4, and the bound is 3"):
         schedule("gpipe", ranks=2, microbatches=8, memory=3)
     with pytest.raises(ScheduleError, match="memory has 3 bounds and there are 2 ranks"):
         schedule("gpipe", ranks=2, microbatches=8, memory=[1, 2, 3])

@@ -53,7 +53,10 @@ TABLE: dict[str, tuple[Code, str]] = {
     "attention by hand": (by_hand, "x @ x.transpose(1, 2)"),
     "weights of places": (averaged, "weights @ x"),
     "einsum": (lambda x: torch.einsum("bsh,bth->bst", x, x) @ x, "torch.einsum("),
-    "batch norm": (lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2), "F.batch_norm("),
+    "batch norm": (
+        lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True).transpose(1, 2),
+        "F.batch_norm(",
+    ),
     "layer norm of all": (lambda x: F.layer_norm(x, x.shape[1:]), "F.layer_norm(x, x.shape[1:])"),
     "windows": (lambda x: x.unfold(1, 2, 2).mean(-1).repeat_interleave(2, 1), "x.unfold(1"),
     "pairs": (lambda x: x.unflatten(1, (-1, 2)).flip(2).flatten(1, 2), "x.unflatten(1"),
@@ -69,7 +72,7 @@ TABLE: dict[str, tuple[Code, str]] = {
     "positions": (lambda x: x * torch.arange(x.shape[1], dtype=x.dtype).sin()[:, None], ""),
     "chosen": (lambda x: x.masked_fill(x > 0, 0.5), ""),
     "router": (lambda x: routed(x), ""),
-}  # fmt: skip
+}
 
 
 def routed(x: Tensor) -> Tensor:

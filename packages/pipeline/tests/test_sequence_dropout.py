@@ -15,9 +15,7 @@ from meshfold.sequence import Mask, WeightDropout, attention, shard_sequence
 from meshfold.sequence.tiling import dense
 
 ROWS, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 3
-DROP = WeightDropout(
-    p=0.4, seed=5, key=7, heads=6, first_row=3, first_head=1
-)  # a part of a batch, and of the heads
+DROP = WeightDropout(p=0.4, seed=5, key=7, heads=6, first_row=3, first_head=1)  # a part of a batch, and of the heads
 
 MODES: list[tuple[str, dict[str, int]]] = [
     ("ring", {"seq": 4}),

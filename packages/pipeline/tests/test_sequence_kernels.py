@@ -26,17 +26,16 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-3, torch.bfloat16: 3e-2}
 # begin in the middle, and a window of 33 in triangles of both kinds.
 CAUSAL = [("lower", 0, 0, 96, 96), ("full", 96, 0, 32, 96), ("lower", 96, 96, 32, 32)]
 WINDOW = [
-    ("lower", 0, 0, 32, 32), *(("upper", 32 * i, 32 * i - 32, 32, 32) for i in (1, 2, 3)),
+    ("lower", 0, 0, 32, 32),
+    *(("upper", 32 * i, 32 * i - 32, 32, 32) for i in (1, 2, 3)),
     *(("lower", 32 * i, 32 * i, 32, 32) for i in (1, 2, 3)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), KERNELS)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 33])
-def test_tiles_make_attention(
-    name: str, device: str, dtype: torch.dtype, kv_heads: int, window: int | None
-) -> None:
+def test_tiles_make_attention(name: str, device: str, dtype: torch.dtype, kv_heads: int, window: int | None) -> None:
     q = seeded(2, 128, 4, 64, seed=1).requires_grad_()
     k, v = (seeded(2, 128, kv_heads, 64, seed=seed).requires_grad_() for seed in (2, 3))
     towards = seeded(2, 128, 4, 64, seed=4)
@@ -58,9 +57,7 @@ def test_tiles_make_attention(
         rows, columns = slice(tile.q, tile.q + tile.rows), slice(tile.k, tile.k + tile.columns)
         for total, share, part in zip(sums, shares, (rows, columns, columns), strict=True):
             total[:, part] += share
-    for what, got, right in zip(
-        ("output", "dQ", "dK", "dV"), (out, *sums), (wanted, *gradients), strict=True
-    ):
+    for what, got, right in zip(("output", "dQ", "dK", "dV"), (out, *sums), (wanted, *gradients), strict=True):
         error = float((got.cpu().double() - right).abs().max() / right.abs().max())
         assert error < TOLERANCE[dtype], f"{what} is off by {error:.2g}"
 

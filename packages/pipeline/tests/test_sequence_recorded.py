@@ -42,9 +42,7 @@ def send(axes: dict[str, int], mode: str, length: int, dtype: torch.dtype, **mas
 
 @pytest.mark.parametrize(("axes", "mode", "masks"), CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_bytes_are_the_formula(
-    axes: dict[str, int], mode: str, masks: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_bytes_are_the_formula(axes: dict[str, int], mode: str, masks: dict[str, Any], dtype: torch.dtype) -> None:
     world = 1
     for size in axes.values():
         world *= size
@@ -69,8 +67,11 @@ def test_one_packed_exchange_each_way() -> None:
     with fake_world(4):
         log, _ = send({"seq": 4}, "ulysses", 64, torch.float32)
         assert [(entry.kind, entry.phase) for entry in log.entries] == [
-            ("all_to_all", "forward"), ("all_to_all", "forward"), ("all_to_all", "backward"), ("all_to_all", "backward"),
-        ]  # fmt: skip
+            ("all_to_all", "forward"),
+            ("all_to_all", "forward"),
+            ("all_to_all", "backward"),
+            ("all_to_all", "backward"),
+        ]
 
 
 def test_the_next_block_is_on_its_way_while_a_tile_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +111,25 @@ def test_the_next_block_is_on_its_way_while_a_tile_is_computed(monkeypatch: pyte
         events.clear()
         out.sum().backward()
         assert events == [
-            "send", "tile", "send",  # the block sets out, its tile is computed, its sums follow
-            "wait", "send", "tile", "wait", "send",
-            "wait", "send", "tile", "wait", "send",
-            "wait", "tile", "wait", "send", "wait",  # home
-        ]  # fmt: skip
+            "send",
+            "tile",
+            "send",  # the block sets out, its tile is computed, its sums follow
+            "wait",
+            "send",
+            "tile",
+            "wait",
+            "send",
+            "wait",
+            "send",
+            "tile",
+            "wait",
+            "send",
+            "wait",
+            "tile",
+            "wait",
+            "send",
+            "wait",  # home
+        ]
 
 
 @ranks(4)

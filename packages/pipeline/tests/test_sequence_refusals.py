@@ -13,9 +13,7 @@ from meshfold.mesh.errors import LayoutError
 from meshfold.sequence import attention, kernels, sequence_parallel, sequence_sharding, traffic
 
 
-def tensors(
-    *, s: int = 4, heads: int = 4, kv_heads: int = 2, d: int = 8, dtype: torch.dtype = torch.float32
-) -> Any:
+def tensors(*, s: int = 4, heads: int = 4, kv_heads: int = 2, d: int = 8, dtype: torch.dtype = torch.float32) -> Any:
     return tuple(torch.zeros(1, s, h, d, dtype=dtype) for h in (heads, kv_heads, kv_heads))
 
 
@@ -67,9 +65,7 @@ def test_shapes(shapes: tuple[tuple[int, ...], ...], what: str) -> None:
 
 def test_dtypes() -> None:
     q, k, v = tensors()
-    with pytest.raises(
-        LayoutError, match=r"one floating dtype, got torch\.float32, torch\.float32 and torch\.float64"
-    ):
+    with pytest.raises(LayoutError, match=r"one floating dtype, got torch\.float32, torch\.float32 and torch\.float64"):
         attention(q, k, v.double(), mesh=Mesh({}))
 
 

@@ -67,17 +67,18 @@ def test_every_token_is_dealt_once_in_equal_shares_and_joins_again(sharding: Seq
 def test_zigzag_is_an_early_and_a_late_piece() -> None:
     sharding = SequenceSharding(length=32, ring=4)
     assert [sharding.pieces(rank) for rank in range(4)] == [
-        ((0, 4), (28, 32)), ((4, 8), (24, 28)), ((8, 12), (20, 24)), ((12, 20),),
-    ]  # fmt: skip
+        ((0, 4), (28, 32)),
+        ((4, 8), (24, 28)),
+        ((8, 12), (20, 24)),
+        ((12, 20),),
+    ]
     assert sharding.indices(1).tolist() == [4, 5, 6, 7, 24, 25, 26, 27]
     assert SequenceSharding(length=32, ring=4, order="contiguous").pieces(1) == ((8, 16),)
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), sharding=shardings)
-def test_tiles_cover_what_is_seen_once_and_nothing_else(
-    data: st.DataObject, sharding: SequenceSharding
-) -> None:
+def test_tiles_cover_what_is_seen_once_and_nothing_else(data: st.DataObject, sharding: SequenceSharding) -> None:
     mask = data.draw(masks(sharding.length))
     for i in range(sharding.ring):
         for j in range(sharding.ring):
@@ -121,16 +122,12 @@ def test_zigzag_balances_causal_work(ranks: int) -> None:
     whole = length * (length + 1) // 2
     balanced = [work(SequenceSharding(length=length, ring=ranks), mask, rank) for rank in range(ranks)]
     uneven = [
-        work(SequenceSharding(length=length, ring=ranks, order="contiguous"), mask, rank)
-        for rank in range(ranks)
+        work(SequenceSharding(length=length, ring=ranks, order="contiguous"), mask, rank) for rank in range(ranks)
     ]
     assert sum(balanced) == sum(uneven) == whole
     assert len(set(balanced)) == 1
     assert max(uneven) * ranks / whole == pytest.approx((2 * ranks - 1) / ranks, rel=0.07)
-    short = [
-        work(SequenceSharding(length=length - 3, ring=ranks), Mask(length=length - 3), r)
-        for r in range(ranks)
-    ]
+    short = [work(SequenceSharding(length=length - 3, ring=ranks), Mask(length=length - 3), r) for r in range(ranks)]
     assert max(short) <= balanced[0] and sum(short) == whole - sum(range(length - 2, length + 1))
 
 
@@ -155,8 +152,14 @@ def test_shards_and_labels() -> None:
 
 @pytest.mark.parametrize(
     ("documents", "what"),
-    [((0, 3), "ends? with|end with"), ((1, 8), "begin with 0"), ((0, 5, 5, 8), "rise"), ((8,), "cumulative"), ((0, 9, 8), "rise")],
-)  # fmt: skip
+    [
+        ((0, 3), "ends? with|end with"),
+        ((1, 8), "begin with 0"),
+        ((0, 5, 5, 8), "rise"),
+        ((8,), "cumulative"),
+        ((0, 9, 8), "rise"),
+    ],
+)
 def test_documents_that_are_none_are_refused(documents: tuple[int, ...], what: str) -> None:
     with pytest.raises(LayoutError, match=what):
         positions(8, Mesh({}), documents=documents)

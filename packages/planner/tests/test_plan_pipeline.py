@@ -92,19 +92,20 @@ def real(parallel: dict[str, Any], precision: str, accumulate: int) -> dict[str,
         held = sum(p.numel() * p.element_size() for p in engine.model.parameters())
         assert engine.optimizer is not None and engine.pipeline is not None
         state = sum(
-            t.numel() * t.element_size()
-            for s in engine.optimizer.state.values()
-            for t in s.values()
-            if t.dim()
+            t.numel() * t.element_size() for s in engine.optimizer.state.values() for t in s.values() if t.dim()
         )
         sent: dict[tuple[Any, ...], list[float]] = {}
         for entry in log.entries:
             line = sent.setdefault((entry.kind, *entry.axes), [0, 0.0])
             line[0], line[1] = line[0] + 1, line[1] + float(entry.bytes)
         return dict(
-            sent=sent, held=held, state=state, pipe=engine.mesh.index("pipe"), data=engine.mesh.index("data"),
+            sent=sent,
+            held=held,
+            state=state,
+            pipe=engine.mesh.index("pipe"),
+            data=engine.mesh.index("data"),
             live=engine.pipeline.peaks.microbatches,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize(("name", "precision", "accumulate"), [("zb-h1", "bf16", 2), ("tensor", "fp32", 1)])
@@ -121,9 +122,7 @@ def test_a_real_step_sends_and_holds_what_was_planned(name: str, precision: str,
         assert rank["live"] == pipeline.simulation.peak_microbatches[rank["pipe"]]
         assert (memory.parameters, memory.optimizer) == (rank["held"], rank["state"])
     found = next(rank for rank in ranks if rank["pipe"] == pipeline.fullest and rank["data"] == 0)["sent"]
-    assert {key: calls for key, (calls, _) in found.items()} == {
-        key: calls for key, (calls, _) in expected.items()
-    }
+    assert {key: calls for key, (calls, _) in found.items()} == {key: calls for key, (calls, _) in expected.items()}
     for key, (_, sent) in found.items():
         assert expected[key][1] == pytest.approx(sent, abs=8), key  # each line of a plan is rounded to bytes
 
@@ -196,8 +195,7 @@ def test_a_step_keeps_the_bytes_that_were_planned(schedule: str) -> None:
 def test_each_rank_keeps_its_schedules_peak() -> None:
     """1F1B's first rank holds as many micro-batches as there are ranks, GPipe's all."""
     one, all_ = (
-        pipeline_of(planned(dict(pipeline=dict(size=4, schedule=name, microbatches=8))))
-        for name in ("1f1b", "gpipe")
+        pipeline_of(planned(dict(pipeline=dict(size=4, schedule=name, microbatches=8)))) for name in ("1f1b", "gpipe")
     )
     assert one.simulation.peak_microbatches == (4, 3, 2, 1)
     assert one.memory[1].activations == 3 * one.stages[1].activation_bytes

@@ -54,9 +54,7 @@ class Recomputed(nn.Module):
 
 def opt(layers: int, hidden: int, heads: int) -> nn.Module:
     """As `benchmarks/zero_placements.py` builds it."""
-    shape = preset(
-        "gpt2", layers=layers, hidden=hidden, heads=heads, vocab_size=50272, max_positions=1024, dropout=0.0
-    )
+    shape = preset("gpt2", layers=layers, hidden=hidden, heads=heads, vocab_size=50272, max_positions=1024, dropout=0.0)
     model = build(shape)
     model.blocks = nn.ModuleList(Recomputed(block) for block in model.blocks)
     return model
@@ -112,9 +110,14 @@ def test_predictions_are_near_what_was_measured(name: str) -> None:
 def test_activation_checkpointing_is_seen() -> None:
     whole = planned(dict(placement="cuda"))
     again = planned(dict(placement="cuda"), model=partial(opt, 2, 128, 4), batch_size=2, seq_len=64)
-    plain = planned(dict(placement="cuda"), model=lambda: build(preset(
-        "gpt2", layers=2, hidden=128, heads=4, vocab_size=50272, max_positions=1024, dropout=0.0
-    )), batch_size=2, seq_len=64)  # fmt: skip
+    plain = planned(
+        dict(placement="cuda"),
+        model=lambda: build(
+            preset("gpt2", layers=2, hidden=128, heads=4, vocab_size=50272, max_positions=1024, dropout=0.0)
+        ),
+        batch_size=2,
+        seq_len=64,
+    )
     assert again.flops > plain.flops and again.memory.activations < plain.memory.activations
     assert whole.plan is not None and whole.plan.policy == "cuda"
 
@@ -274,10 +277,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     seen = capsys.readouterr()
     assert "does not fit" in seen.err and "at least" in seen.err
     assert not json.loads(seen.out)["fits"]
-    assert (
-        main(["plan", "--model", "gpt-small", "--parallel", "dict(zero=dict())", "--gpu-memory", "64MiB"])
-        == 1
-    )
+    assert main(["plan", "--model", "gpt-small", "--parallel", "dict(zero=dict())", "--gpu-memory", "64MiB"]) == 1
     assert "64.00 MiB" in capsys.readouterr().err
     assert main(["plan", "--model", "gpt-tiny", "--parallel", "{}", "--timeline", "x.svg"]) == 2
     assert "no zero" in capsys.readouterr().err

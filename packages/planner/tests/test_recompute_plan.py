@@ -29,9 +29,7 @@ Trained = tuple[list[float], dict[str, Tensor]]
 
 
 def gpt(dropout: float = 0.1, layers: int = LAYERS) -> GPT:
-    return GPT(
-        GPTConfig(vocab_size=128, hidden=64, layers=layers, heads=4, max_positions=64, dropout=dropout)
-    )
+    return GPT(GPTConfig(vocab_size=128, hidden=64, layers=layers, heads=4, max_positions=64, dropout=dropout))
 
 
 def batch(step: int) -> Tensor:
@@ -40,9 +38,13 @@ def batch(step: int) -> Tensor:
 
 def engine_of(recompute: str | None, **zero: Any) -> Engine:
     return Engine(
-        gpt, dict(zero=dict(stage=3, **zero)), optimizer=dict(name="adamw", lr=1e-2), precision="bf16",
-        clip_grad_norm=0.5, recompute=recompute,
-    )  # fmt: skip
+        gpt,
+        dict(zero=dict(stage=3, **zero)),
+        optimizer=dict(name="adamw", lr=1e-2),
+        precision="bf16",
+        clip_grad_norm=0.5,
+        recompute=recompute,
+    )
 
 
 def train(engine: Engine, steps: int = STEPS, first: int = 0) -> list[float]:
@@ -146,9 +148,13 @@ def test_on_two_ranks_with_tensor_parallelism_and_accumulation() -> None:
             ("auto", dict(gpu_memory_limit=25 * MiB // 4)),
         ):
             engine = Engine(
-                gpt, dict(**parallel, zero=dict(stage=3, **zero)), optimizer=dict(name="adamw", lr=1e-2),
-                precision="bf16", gradient_accumulation=2, recompute=recompute,
-            )  # fmt: skip
+                gpt,
+                dict(**parallel, zero=dict(stage=3, **zero)),
+                optimizer=dict(name="adamw", lr=1e-2),
+                precision="bf16",
+                gradient_accumulation=2,
+                recompute=recompute,
+            )
             seen.append([engine.train_step(engine.shard_batch(batch(step))) for step in range(8)])
             if recompute:
                 assert 0 < len(kept(engine)) < LAYERS, (
@@ -175,9 +181,7 @@ def test_a_plan_that_was_too_tight_lets_go_of_activations() -> None:
         before, limit = kept(engine), plan_of(engine).limits.gpu_bytes
         for _ in range(3):  # three times in one step
             block, handles = engine.model.get_submodule("blocks.3"), []
-            handles.append(
-                block.register_forward_pre_hook(lambda *_, h=handles: h.pop().remove() or _raise())
-            )
+            handles.append(block.register_forward_pre_hook(lambda *_, h=handles: h.pop().remove() or _raise()))
         with pytest.warns(UserWarning, match=r"ran out of memory; .* more blocks recompute, from now on"):
             seen += train(engine, 2, first=4)
         assert len(kept(engine)) < len(before)
@@ -203,9 +207,12 @@ def test_of_several_ranks_one_that_is_near_the_end_makes_all_plan_again() -> Non
     seen = {}
     for short in (False, True):
         engine = Engine(
-            gpt, dict(data=2, zero=dict(stage=3, gpu_memory_limit=14 * MiB)), optimizer="adamw", precision="bf16",
+            gpt,
+            dict(data=2, zero=dict(stage=3, gpu_memory_limit=14 * MiB)),
+            optimizer="adamw",
+            precision="bf16",
             recompute="auto",
-        )  # fmt: skip
+        )
         losses, peaks = [], []
         for step in range(8):
             if short and step == 4 and engine.mesh.rank == 1:
@@ -236,14 +243,18 @@ def test_all_ranks_hear_what_one_says() -> None:
 # -- without a device -------------------------------------------------------------------------------------------------
 
 
-def planned(
-    recompute: str | None, model: Any = gpt, parallel: dict[str, Any] | None = None, **zero: Any
-) -> Estimate:
+def planned(recompute: str | None, model: Any = gpt, parallel: dict[str, Any] | None = None, **zero: Any) -> Estimate:
     spec = ParallelSpec.parse({**(parallel or {}), "zero": dict(stage=3, **zero)})
     return estimate(
-        model, spec.with_world_size(spec.world_size), batch_size=16, seq_len=64, precision="bf16",
-        machine=find_machine("h200x8"), recompute=recompute, name="it",
-    )  # fmt: skip
+        model,
+        spec.with_world_size(spec.world_size),
+        batch_size=16,
+        seq_len=64,
+        precision="bf16",
+        machine=find_machine("h200x8"),
+        recompute=recompute,
+        name="it",
+    )
 
 
 def test_kept_as_planned_is_kept_as_never_recomputed() -> None:
@@ -259,9 +270,7 @@ def test_kept_as_planned_is_kept_as_never_recomputed() -> None:
 
 
 def test_collectives_of_what_is_kept_are_made_once() -> None:
-    without, blocks, auto = (
-        planned(recompute, parallel=dict(tensor=2)) for recompute in (None, "blocks", "auto")
-    )
+    without, blocks, auto = (planned(recompute, parallel=dict(tensor=2)) for recompute in (None, "blocks", "auto"))
     assert auto.traffic == without.traffic
     assert blocks.moved > without.moved
 

@@ -91,9 +91,7 @@ def assert_gradients_equal(
         assert got.shape == exact.shape, f"{what} {name}: {tuple(got.shape)} instead of {tuple(exact.shape)}"
         of_all, of_own, share = _TOLERANCE[dtype or got.dtype]
         own, off = float(exact.abs().max()), float((got.double() - exact.double()).abs().max())
-        assert off <= of_all * largest, (
-            f"{what} {name}: off by {off:.3g}, the largest of all is {largest:.3g}"
-        )
+        assert off <= of_all * largest, f"{what} {name}: off by {off:.3g}, the largest of all is {largest:.3g}"
         if own > share * largest:
             assert off <= of_own * own, f"{what} {name}: off by {off:.3g}, its own largest is {own:.3g}"
 

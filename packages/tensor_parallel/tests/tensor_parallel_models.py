@@ -33,9 +33,7 @@ class NextTokenLoss(nn.Module):
         counts = targets != -100
         rows = logits.reshape(-1, logits.shape[-1])
         total = F.cross_entropy(rows, targets, label_smoothing=self.label_smoothing, reduction="sum")
-        return (total + self.z_loss * (rows.logsumexp(-1).square() * counts).sum()) / counts.sum().clamp(
-            min=1
-        )
+        return (total + self.z_loss * (rows.logsumexp(-1).square() * counts).sum()) / counts.sum().clamp(min=1)
 
 
 # -- over a flat stream of tokens -----------------------------------------------------------------------------------
@@ -339,21 +337,32 @@ def hugging_face(kind: str, *, vocab: int = 101, layers: int = 2, **settings: An
     common = dict(vocab_size=vocab, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     if kind == "opt":
         config = t.OPTConfig(
-            **common, hidden_size=32, ffn_dim=64, num_hidden_layers=layers, num_attention_heads=4,
-            max_position_embeddings=32, word_embed_proj_dim=32, **{"dropout": 0.0, **settings},
-        )  # fmt: skip
+            **common,
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            word_embed_proj_dim=32,
+            **{"dropout": 0.0, **settings},
+        )
         return t.OPTForCausalLM(config)
     if kind == "gpt2":
         none = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        config = t.GPT2Config(
-            **common, n_embd=32, n_layer=layers, n_head=4, n_positions=32, **{**none, **settings}
-        )
+        config = t.GPT2Config(**common, n_embd=32, n_layer=layers, n_head=4, n_positions=32, **{**none, **settings})
         return t.GPT2LMHeadModel(config)
     if kind == "neox":
         config = t.GPTNeoXConfig(
-            **common, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-            max_position_embeddings=32, hidden_dropout=0.0, attention_dropout=0.0, **settings,
-        )  # fmt: skip
+            **common,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            **settings,
+        )
         return t.GPTNeoXForCausalLM(config)
     config_of, model_of = {
         "llama": (t.LlamaConfig, t.LlamaForCausalLM),
@@ -361,9 +370,14 @@ def hugging_face(kind: str, *, vocab: int = 101, layers: int = 2, **settings: An
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM),
     }[kind]
     config = config_of(
-        **common, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        max_position_embeddings=32, **{"num_key_value_heads": 2, "tie_word_embeddings": kind == "qwen2", **settings},
-    )  # fmt: skip
+        **common,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        **{"num_key_value_heads": 2, "tie_word_embeddings": kind == "qwen2", **settings},
+    )
     return model_of(config)
 
 

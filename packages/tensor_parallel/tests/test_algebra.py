@@ -14,9 +14,7 @@ def text(p: MatmulPlan, phase: str) -> str:
     """The collectives of a phase in the table's short words."""
     short = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR"}
     moves = [move for move in p.collectives if move.phase == phase]
-    return ", ".join(
-        f"{short[m.kind]} {m.operand}{':' + m.dim if m.dim else ''} {'+'.join(m.axes)}" for m in moves
-    )
+    return ", ".join(f"{short[m.kind]} {m.operand}{':' + m.dim if m.dim else ''} {'+'.join(m.axes)}" for m in moves)
 
 
 # name: x | w | y -> forward | dx | dw
@@ -70,7 +68,7 @@ TABLE = {
         "AG dy:n c, AG w:n r",
         "RS dw:n r",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -236,9 +234,15 @@ def test_an_unknown_mode_is_named_with_the_nearest() -> None:
 
 
 ROW_2D = dict(
-    residual="m:u h:v", column="k:u n:v", hidden="m:u n:v", row="k:u n:v",
-    embedding="v:u h:v", ids="m v:u", head="k:u v:v", logits="m:u v:v",
-)  # fmt: skip
+    residual="m:u h:v",
+    column="k:u n:v",
+    hidden="m:u n:v",
+    row="k:u n:v",
+    embedding="v:u h:v",
+    ids="m v:u",
+    head="k:u v:v",
+    logits="m:u v:v",
+)
 
 
 def test_a_mode_of_ones_own() -> None:

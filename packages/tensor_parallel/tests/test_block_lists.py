@@ -24,9 +24,7 @@ MODE, AXES = "1d+sequence", (("tensor", 2),)
 class Model(nn.Module):
     """Blocks in an order of its own between an embedding and a head."""
 
-    def __init__(
-        self, blocks: Callable[[], nn.Module], order: Callable[[nn.Module], list[nn.Module]]
-    ) -> None:
+    def __init__(self, blocks: Callable[[], nn.Module], order: Callable[[nn.Module], list[nn.Module]]) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Embedding(WORDS, HIDDEN), blocks()
         self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WORDS)

@@ -167,9 +167,7 @@ def compare_with_eager(cases: tuple[Case, ...]) -> None:
             model = copy.deepcopy(serial)
             parallelize(model, mesh, mode)
             if compiles:
-                model.forward = torch.compile(
-                    model.forward, fullgraph=True, backend="aot_eager_decomp_partition"
-                )
+                model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager_decomp_partition")
             losses = [language_model_step(model, step) for step in range(2)]
             found.append((torch.stack(losses).detach(), whole_gradients(model, mesh)))
         (losses, exact), (again, gradients) = found
@@ -195,9 +193,7 @@ def test_a_dealt_token_has_its_own_fate(shape: tuple[int, ...]) -> None:
     flat = shape[0] == 6
     with fake_world(2):
         part = Dropout(0.5, Mesh({"seq": 2, "tensor": 1}), find_mode("1d"), 4, "drop", flat_tokens=flat)
-        whole = Dropout(
-            0.5, Mesh({"seq": 1, "tensor": 1}, rank=0), find_mode("1d"), 4, "drop", flat_tokens=flat
-        )
+        whole = Dropout(0.5, Mesh({"seq": 1, "tensor": 1}, rank=0), find_mode("1d"), 4, "drop", flat_tokens=flat)
         with dropout_stream(0, 0, first_row=1, first_token=5):
             wanted = whole(torch.ones((10, 4) if flat else (2, 5, 4) if len(shape) == 3 else (2, 4)))
         if len(shape) == 3:

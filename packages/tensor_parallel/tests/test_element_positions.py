@@ -40,31 +40,42 @@ def rows(size: int) -> tuple[Factor, ...]:
 CASES: dict[str, Case] = {
     "b s h": (lambda w: w[MINE], (whole(4), whole(S), whole(WIDTH)), (rows(4), whole(S), whole(WIDTH))),
     "s b h": (
-        lambda w: w.transpose(0, 1)[:, MINE], (whole(S), whole(4), whole(WIDTH)), (whole(S), rows(4), whole(WIDTH)),
+        lambda w: w.transpose(0, 1)[:, MINE],
+        (whole(S), whole(4), whole(WIDTH)),
+        (whole(S), rows(4), whole(WIDTH)),
     ),
     "s b h, rows split": (
-        lambda w: w.transpose(0, 1)[:, 6:8], (whole(S), block(2, ROW), whole(WIDTH)),
+        lambda w: w.transpose(0, 1)[:, 6:8],
+        (whole(S), block(2, ROW), whole(WIDTH)),
         (whole(S), rows(2), whole(WIDTH)),
     ),
     "s·b h, a block of both": (
-        lambda w: w.transpose(0, 1)[:, MINE].reshape(-1, WIDTH)[12:], (block(12, ROW), whole(WIDTH)),
+        lambda w: w.transpose(0, 1)[:, MINE].reshape(-1, WIDTH)[12:],
+        (block(12, ROW), whole(WIDTH)),
         ((Factor(12, ROWS_INNERMOST),), whole(WIDTH)),
     ),
     "s·b h": (
-        lambda w: w.transpose(0, 1)[:, MINE].reshape(-1, WIDTH), (whole(24), whole(WIDTH)),
+        lambda w: w.transpose(0, 1)[:, MINE].reshape(-1, WIDTH),
+        (whole(24), whole(WIDTH)),
         ((Factor(S), Factor(4, ROWS)), whole(WIDTH)),
     ),
     "b·s h, tokens dealt": (
-        lambda w: w[MINE][:, TOKENS].reshape(-1, WIDTH), ((Factor(4), Factor(3, SEQ)), whole(WIDTH)),
+        lambda w: w[MINE][:, TOKENS].reshape(-1, WIDTH),
+        ((Factor(4), Factor(3, SEQ)), whole(WIDTH)),
         (rows(12), whole(WIDTH)),
     ),
     "s b h, tokens dealt": (
-        lambda w: w.transpose(0, 1)[TOKENS, MINE], ((Factor(3, SEQ),), whole(4), whole(WIDTH)),
+        lambda w: w.transpose(0, 1)[TOKENS, MINE],
+        ((Factor(3, SEQ),), whole(4), whole(WIDTH)),
         (whole(3), rows(4), whole(WIDTH)),
     ),
-    "h s b": (lambda w: w.permute(2, 1, 0)[..., MINE], (whole(WIDTH), whole(S), whole(4)), (whole(WIDTH), whole(S), rows(4))),
+    "h s b": (
+        lambda w: w.permute(2, 1, 0)[..., MINE],
+        (whole(WIDTH), whole(S), whole(4)),
+        (whole(WIDTH), whole(S), rows(4)),
+    ),
     "no rows": (lambda w: w[0], (whole(S), whole(WIDTH)), (whole(S), whole(WIDTH))),
-}  # fmt: skip
+}
 
 
 def batch_of(first: int = FIRST) -> GlobalBatch:
@@ -96,9 +107,7 @@ def test_heads_split_behind_the_rows_in_one_dim() -> None:
     wanted = torch.arange(ALL * 4).view(ALL, 4)[MINE, 2:].flatten()
     x = torch.empty(8, 1)
     real = ((Factor(4), Factor(2, Split(COLUMN))), whole(1))
-    place = followed_positions(
-        x, real, ((Factor(8, ROWS),), whole(1)), ((Run(),),) * 2, batch_of(), MESH, (), "drop"
-    )
+    place = followed_positions(x, real, ((Factor(8, ROWS),), whole(1)), ((Run(),),) * 2, batch_of(), MESH, (), "drop")
     assert place is not None
     assert torch.equal(numbers_of(place, batch_of(), MESH, torch.device("cpu")), wanted)
 
@@ -110,17 +119,13 @@ def test_another_batch_has_other_sizes_in_the_same_dims() -> None:
     assert found is not None
     assert [run.size for run in found[0]] == [7, 5]
     assert fitted_positions(place, (36, 3), more, MESH) is None
-    windows = fitted_positions(
-        ((Run((), "rows", single=True, size=4),),), (10,), more, MESH
-    )  # there was one a row
+    windows = fitted_positions(((Run((), "rows", single=True, size=4),),), (10,), more, MESH)  # there was one a row
     assert windows == ((Run((), "rows", single=False, size=10),),)
 
 
 def test_rows_behind_tokens_want_to_know_how_many_there_are() -> None:
     with fake_world(2):
-        drop = Dropout(
-            0.5, Mesh(dict(tensor=2)), find_mode("1d"), 4, batch=BatchShape(rows=3, given=3, length=5)
-        )
+        drop = Dropout(0.5, Mesh(dict(tensor=2)), find_mode("1d"), 4, batch=BatchShape(rows=3, given=3, length=5))
         with (
             pytest.raises(MeshfoldError, match=r"dropout_stream\(seed, step, first_row=..., rows=...\)"),
             dropout_stream(0, 0, first_row=3),

@@ -32,9 +32,7 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.tensor_parallel import Report, parallelize
 
 if importlib.util.find_spec("transformers") is None:  # ranks import it, this process need not
-    pytest.skip(
-        "transformers is not installed: pip install meshfold-tensor-parallel[hf]", allow_module_level=True
-    )
+    pytest.skip("transformers is not installed: pip install meshfold-tensor-parallel[hf]", allow_module_level=True)
 
 VOCAB, SEQUENCE = 101, 8
 KINDS = ("opt", "gpt2", "llama", "qwen2")
@@ -134,20 +132,31 @@ def unsplittable(kind: str, heads: int = 4) -> nn.Module:
     common = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     if kind == "phi3":
         config = t.Phi3Config(
-            **common, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads,
-            num_key_value_heads=2, max_position_embeddings=32,
-        )  # fmt: skip
+            **common,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=heads,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+        )
         return t.Phi3ForCausalLM(config)
     if kind == "bloom":
         return t.BloomForCausalLM(t.BloomConfig(**common, hidden_size=32, n_layer=2, n_head=heads))
     if kind == "mpt":
-        return t.MptForCausalLM(
-            t.MptConfig(vocab_size=VOCAB, d_model=32, n_heads=heads, n_layers=2, max_seq_len=32)
-        )
+        return t.MptForCausalLM(t.MptConfig(vocab_size=VOCAB, d_model=32, n_heads=heads, n_layers=2, max_seq_len=32))
     config = t.CodeGenConfig(
-        **common, n_embd=64, n_layer=2, n_head=heads, n_positions=32, n_ctx=32, rotary_dim=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        **common,
+        n_embd=64,
+        n_layer=2,
+        n_head=heads,
+        n_positions=32,
+        n_ctx=32,
+        rotary_dim=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return t.CodeGenForCausalLM(config)
 
 
@@ -282,17 +291,13 @@ def call_with_masks() -> None:
         model = copy.deepcopy(serial)
         parallelize(model, mesh_of(CASES[4][4][1]), "3d")
         for _ in range(2):
-            with pytest.raises(
-                LayoutError, match=r"differs by row cannot be used in mode '3d'.*pad on the right"
-            ):
+            with pytest.raises(LayoutError, match=r"differs by row cannot be used in mode '3d'.*pad on the right"):
                 model(input_ids=ids, labels=labels, **given)
         everything = dict.fromkeys(given, torch.ones_like(ids)) if kind == "opt" else {}
         model(input_ids=ids, labels=labels, use_cache=False, **everything)
         with torch.no_grad():  # a mask given by position is no labels: logits come out whole
             logits = model(ids, torch.ones_like(ids), use_cache=False).logits
-            assert_gradients_equal(
-                {"logits": logits}, {"logits": serial(ids, torch.ones_like(ids)).logits}, kind
-            )
+            assert_gradients_equal({"logits": logits}, {"logits": serial(ids, torch.ones_like(ids)).logits}, kind)
 
 
 def test_masks_and_positions() -> None:

@@ -158,10 +158,9 @@ class SequenceFirst(nn.Module):
 def test_sequences_as_long_as_the_batch_where_a_module_takes_them_first() -> None:
     for layout in (ROWS, COLUMNS, case("3d", a=2, b=1, c=1)):
         for shapes in (((4, 2), (4, 4)), ((4, 6), (4, 2), (4, 4), (2, 2)), ((4, 4),)):
-            assert (
-                verdict(lambda: Model(SequenceFirst()), layout, {"inner.inner": "replicate"}, shapes)
-                == "exact"
-            ), f"{layout} {shapes}"
+            assert verdict(lambda: Model(SequenceFirst()), layout, {"inner.inner": "replicate"}, shapes) == "exact", (
+                f"{layout} {shapes}"
+            )
 
 
 class Twice(SequenceFirst):

@@ -58,9 +58,7 @@ class At:
 
     def draw(self, *shape: int, seed: int = 3) -> Tensor:
         """The same numbers on every rank."""
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
-            self.dtype
-        )
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(self.dtype)
 
     def compare(
         self,
@@ -137,9 +135,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weight_at: Placement, mesh: Mesh) -> Tensor:
         width = weight_at.shape[0]
-        ctx.at = Placement(
-            shape=(y.shape[0], width), axes=((), weight_at.axes[0]), parts={1: weight_at.parts[0]}
-        )
+        ctx.at = Placement(shape=(y.shape[0], width), axes=((), weight_at.axes[0]), parts={1: weight_at.parts[0]})
         ctx.mesh = mesh
         return ctx.at.gather(y, mesh)
 
@@ -170,9 +166,7 @@ def try_column_without_bias(at: At) -> None:
 def try_column_by_stream_and_ring(at: At) -> None:
     for lowering in ("stream", "ring"):
         try:
-            compare_linear(
-                at, "column", seeded(lambda: nn.Linear(HIDDEN, INNER), at.dtype), lowering=lowering
-            )
+            compare_linear(at, "column", seeded(lambda: nn.Linear(HIDDEN, INNER), at.dtype), lowering=lowering)
         except LayoutError as refused:
             assert "does not apply" in str(refused)  # noqa: PT017  a lowering may not apply to a plan
 
@@ -182,9 +176,7 @@ def try_row(at: At) -> None:
 
 
 def try_gate_and_up(at: At) -> None:
-    compare_linear(
-        at, "column", seeded(lambda: nn.Linear(HIDDEN, 2 * INNER), at.dtype), (Part(INNER), Part(INNER))
-    )
+    compare_linear(at, "column", seeded(lambda: nn.Linear(HIDDEN, 2 * INNER), at.dtype), (Part(INNER), Part(INNER)))
 
 
 def try_fused_qkv(at: At) -> None:
@@ -251,9 +243,7 @@ def try_embedding_of_sequences(at: At) -> None:
     residual = at.mode.layout("residual")
     serial = seeded(lambda: nn.Embedding(VOCAB, HIDDEN), at.dtype)
     ids = ids_of(at, VOCAB).view(BATCH, SEQUENCE)
-    at.compare(
-        Embedding.convert(serial, at.mesh, at.mode), serial, ids, ((), ()), (residual["m"], (), residual["h"])
-    )
+    at.compare(Embedding.convert(serial, at.mesh, at.mode), serial, ids, ((), ()), (residual["m"], (), residual["h"]))
 
 
 class _Shifted(nn.Embedding):
@@ -318,9 +308,7 @@ def try_norms(at: At) -> None:
 # -- loss -----------------------------------------------------------------------------------------------------------
 
 
-def serial_loss(
-    logits: Tensor, labels: Tensor, smoothing: float, z: float, reduction: str, ignored: int
-) -> Tensor:
+def serial_loss(logits: Tensor, labels: Tensor, smoothing: float, z: float, reduction: str, ignored: int) -> Tensor:
     loss = F.cross_entropy(logits, labels, ignore_index=ignored, label_smoothing=smoothing, reduction="sum")
     loss = loss + z * (logits.logsumexp(-1).square() * (labels != ignored)).sum()
     return loss if reduction == "sum" else loss / (labels != ignored).sum()
@@ -347,9 +335,16 @@ def try_cross_entropy(at: At) -> None:
         local[:, place.coordinates(at.mesh, 1) >= VOCAB] = 50.0  # what lies in the padding must not matter
         local.requires_grad_()
         loss = cross_entropy(
-            local, labels, mesh=at.mesh, mode=at.mode, vocab_size=VOCAB, ignore_index=ignored, label_smoothing=smoothing,
-            z_loss=z, reduction=reduction,
-        )  # fmt: skip
+            local,
+            labels,
+            mesh=at.mesh,
+            mode=at.mode,
+            vocab_size=VOCAB,
+            ignore_index=ignored,
+            label_smoothing=smoothing,
+            z_loss=z,
+            reduction=reduction,
+        )
         loss.backward()
         assert_gradients_equal({"loss": loss}, {"loss": wanted}, what, at.dtype)
         assert_gradients_equal({"dx": place.gather(local.grad, at.mesh)}, {"dx": whole.grad}, what, at.dtype)
@@ -421,14 +416,10 @@ def try_attention(at: At) -> None:
                 0.5: torch.full((s, s), 0.5, dtype=at.dtype).triu(1),
             }
             settings = dict(mask=masks[mask], causal=causal, p=p)
-            local = [
-                place.shard(t.detach(), mesh).requires_grad_() for place, t in zip(places, whole, strict=True)
-            ]
+            local = [place.shard(t.detach(), mesh).requires_grad_() for place, t in zip(places, whole, strict=True)]
             dy = at.draw(*shapes[0], seed=9)
             with dropout_stream(1, 2):
-                wanted = attention(
-                    *whole, **settings, dropout=Dropout(p, alone(), find_mode("1d"), HIDDEN, "a")
-                )
+                wanted = attention(*whole, **settings, dropout=Dropout(p, alone(), find_mode("1d"), HIDDEN, "a"))
             with dropout_stream(1, 2):
                 found = attention(*local, **settings, dropout=Dropout(p, mesh, at.mode, HIDDEN, "a"))
             wanted_grads = torch.autograd.grad(wanted, whole, dy)
@@ -529,9 +520,7 @@ def test_a_query_that_sees_nothing_has_no_gradient(added: bool) -> None:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))
     found, wanted = (
         [
-            torch.randn(
-                2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i)
-            ).requires_grad_()
+            torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(i)).requires_grad_()
             for i in range(3)
         ]
         for _ in range(2)

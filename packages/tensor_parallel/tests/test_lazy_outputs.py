@@ -118,9 +118,7 @@ def compare(name: str, cases: tuple[Case, ...], beside: bool) -> None:
             model.zero_grad()
             with record() as log:
                 found = model(**given)
-                assert isinstance(found.logits, LazyTensor) and found.logits.shape == wanted.logits.shape, (
-                    what
-                )
+                assert isinstance(found.logits, LazyTensor) and found.logits.shape == wanted.logits.shape, what
                 gathered = [entry for entry in log.entries if entry.kind == "all_gather"]
                 assert mode != "1d" or not gathered
             loss = own_loss(found.logits, given["labels"]) + (found.loss if beside else 0.0)
@@ -240,9 +238,7 @@ def others() -> None:
                 assert type(found["stream"]) is Tensor
                 torch.testing.assert_close(found["stream"], wanted["stream"])
             else:
-                with pytest.raises(
-                    LayoutError, match=r"output\.stream, .* is split over col and cannot be read"
-                ):
+                with pytest.raises(LayoutError, match=r"output\.stream, .* is split over col and cannot be read"):
                     found["stream"].sum()
             with pytest.raises(LayoutError, match=r"output\.turned, .* only logits, .* are gathered"):
                 found["turned"].sum()

@@ -101,9 +101,7 @@ def placements(p: MatmulPlan, sizes: tuple[int, int, int] = SIZES) -> tuple[Plac
     )
 
 
-def serial(
-    dtype: torch.dtype, integers: bool = False, sizes: tuple[int, int, int] = SIZES
-) -> tuple[Tensor, ...]:
+def serial(dtype: torch.dtype, integers: bool = False, sizes: tuple[int, int, int] = SIZES) -> tuple[Tensor, ...]:
     """x, w, dy and from them y, dx, dw, computed in float64."""
     m, k, n = sizes
     generator = torch.Generator().manual_seed(5)
@@ -173,10 +171,7 @@ def check_cases(
 def assert_close(results: list[dict[str, float]], tolerance: float, least: int) -> None:
     assert all(len(result) >= least for result in results)
     off = {
-        f"rank {r}: {what}": d
-        for r, result in enumerate(results)
-        for what, d in result.items()
-        if not d <= tolerance
+        f"rank {r}: {what}": d for r, result in enumerate(results) for what, d in result.items() if not d <= tolerance
     }
     assert not off, "\n".join(f"{what}: off by {d:.2e}" for what, d in off.items())
 
@@ -195,9 +190,15 @@ def test_equals_serial_in_float32(world: int, keeps: tuple[frozenset[str], ...],
 
 # One of each kind: what a wrong factor, a rank counted twice or a rounded sum would do shows in every bit.
 SOME = (
-    "1d+sequence column", "1d+sequence row", "2d column", "2d tied_head", "3d column",
-    "fsdp × 1d row + sequence", "weight in both", "y in both",
-)  # fmt: skip
+    "1d+sequence column",
+    "1d+sequence row",
+    "2d column",
+    "2d tied_head",
+    "3d column",
+    "fsdp × 1d row + sequence",
+    "weight in both",
+    "y in both",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -298,9 +299,7 @@ def entered_input() -> dict[str, float]:
             whole = bind_enter_operand(p, mesh, "x")(x)
             y = matmul(whole, w, p.enter(), mesh, lowering=lowering) + matmul(whole, w, p.enter(), mesh)
             (y / 2).backward(dy)
-            off[f"{case.name} {dict(case.axes)} {lowering}"] = distance(
-                case, tensors, (y.detach() / 2, x.grad, w.grad)
-            )
+            off[f"{case.name} {dict(case.axes)} {lowering}"] = distance(case, tensors, (y.detach() / 2, x.grad, w.grad))
     return off
 
 
@@ -330,9 +329,7 @@ def gathered_back(shape: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
     return tuple(y.shape), (whole - y_serial).abs().max().item()
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"), [((3, 2), (12, 2, 6)), ((1, 6), (4, 6, 6)), ((6,), (24, 6))], ids=str
-)
+@pytest.mark.parametrize(("shape", "expected"), [((3, 2), (12, 2, 6)), ((1, 6), (4, 6, 6)), ((6,), (24, 6))], ids=str)
 def test_the_dims_before_the_last_are_tokens(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     for found, off in run_on_ranks(4, gathered_back, shape):
         assert found == expected and off < 1e-12
@@ -361,9 +358,7 @@ def test_tokens_that_are_not_whole_sequences_are_refused() -> None:
         ("rings", ("m k", "k n", "m n"), "Did you mean 'ring'?"),
     ],
 )
-def test_a_lowering_that_does_not_apply_says_why(
-    lowering: str, layouts: tuple[str, str, str], fragment: str
-) -> None:
+def test_a_lowering_that_does_not_apply_says_why(lowering: str, layouts: tuple[str, str, str], fragment: str) -> None:
     with pytest.raises(LayoutError, match="lowering") as caught:
         matmul(torch.ones(4, 4), torch.ones(4, 4), plan(*layouts), Mesh({"t": 1}), lowering=lowering)
     assert fragment in str(caught.value)
@@ -392,9 +387,7 @@ def compiled_against_eager() -> dict[str, float]:
                 x.requires_grad_()
                 w.requires_grad_()
                 torch.compiler.reset()
-                compiled = torch.compile(
-                    bind_matmul(p, mesh, lowering=lowering), fullgraph=True, backend="aot_eager"
-                )
+                compiled = torch.compile(bind_matmul(p, mesh, lowering=lowering), fullgraph=True, backend="aot_eager")
                 y = compiled(x, w)
                 y.backward(dy)
                 found[lowering] = distance(case, tensors, (y.detach(), x.grad, w.grad))

@@ -33,8 +33,7 @@ MESHES: dict[str, tuple[dict[str, int], ...]] = {
         {"data": 2, "row": 16, "col": 16},
     ),
     "2.5d": tuple(
-        {"depth": depth, "row": row, "col": col}
-        for depth, row, col in ((1, 2, 2), (2, 2, 2), (2, 2, 4), (8, 8, 8))
+        {"depth": depth, "row": row, "col": col} for depth, row, col in ((1, 2, 2), (2, 2, 2), (2, 2, 4), (8, 8, 8))
     ),
     "3d": (CUBE, {"a": 2, "b": 3, "c": 4}, {"a": 8, "b": 8, "c": 8}),
 }
@@ -86,12 +85,8 @@ def run_recorded(
         y = matmul(x, w, p, mesh, lowering=lowering, keep=keep)
         log.phase = "backward"
         y.backward(torch.ones_like(y))
-    backward: tuple[Phase, ...] = tuple(
-        phase for phase, wanted in zip(("dx", "dw"), wants, strict=True) if wanted
-    )  # type: ignore[misc]
-    cost = matmul_cost(
-        p, sizes, mesh, itemsize=4, lowering=lowering, keep=keep, phases=("forward", *backward)
-    )
+    backward: tuple[Phase, ...] = tuple(phase for phase, wanted in zip(("dx", "dw"), wants, strict=True) if wanted)  # type: ignore[misc]
+    cost = matmul_cost(p, sizes, mesh, itemsize=4, lowering=lowering, keep=keep, phases=("forward", *backward))
     seen = Counter({("forward", *key): n for key, n in log.count("forward").items()})
     seen += Counter({("backward", *key): n for key, n in log.count("backward").items()})
     planned = Counter({("forward", *key): n for key, n in cost.count("forward").items()})
@@ -115,9 +110,7 @@ def test_recorded_is_planned(world: int) -> None:
                 if not way.refuses(p):
                     for keep in KEEPS:
                         difference = run_recorded(p, mesh, lowering, keep)
-                        assert difference == (Counter(), Counter()), (
-                            f"{name} {mesh} {lowering} keep={sorted(keep)}"
-                        )
+                        assert difference == (Counter(), Counter()), f"{name} {mesh} {lowering} keep={sorted(keep)}"
                         done += 1
     assert done >= 8
 

@@ -201,9 +201,7 @@ def compare_vision_and_encoder(cases: tuple[Case, ...], inputs: tuple[int, ...] 
             if make is ViT:
                 x = x.clone()
                 y, wanted = model(x), serial(x)
-                dy = torch.randn(
-                    wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8)
-                )
+                dy = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
                 y.backward(dy), wanted.backward(dy)
                 assert_gradients_equal({"y": y}, {"y": wanted}, f"{mode} {axes}")
                 assert_gradients_equal(
@@ -305,12 +303,8 @@ def assert_replicas_equal(model: nn.Module, mesh: Mesh, what: str) -> None:
         for rank, other in enumerate(everyone):
             if rank != mesh.rank and place.rectangles(mesh, rank) == mine:
                 compared += 1
-                assert torch.equal(other, parameter), (
-                    f"{what}: {name} of rank {mesh.rank} is not that of rank {rank}"
-                )
-    assert compared or all(
-        mesh.size(*metadata(p).placement.split_axes) == mesh.world_size for p in model.parameters()
-    )
+                assert torch.equal(other, parameter), f"{what}: {name} of rank {mesh.rank} is not that of rank {rank}"
+    assert compared or all(mesh.size(*metadata(p).placement.split_axes) == mesh.world_size for p in model.parameters())
 
 
 def train_own(flat: tuple[Case, ...], classic: tuple[Case, ...]) -> None:
@@ -401,44 +395,78 @@ def test_recomputed_blocks_drop_the_same_elements(cases: tuple[Case, ...]) -> No
 # -- a mode of one's own --------------------------------------------------------------------------------------------
 
 GRID = dict(
-    residual="m:u h:v", column="k:u n:v", hidden="m:u n:v", row="k:u n:v", embedding="v:u h:v", ids="m v:u",
-    head="k:u v:v", logits="m:u v:v",
-)  # fmt: skip
+    residual="m:u h:v",
+    column="k:u n:v",
+    hidden="m:u n:v",
+    row="k:u n:v",
+    embedding="v:u h:v",
+    ids="m v:u",
+    head="k:u v:v",
+    logits="m:u v:v",
+)
 OWN = (
     (Mode(name="mine", axes=("u", "v"), **GRID), (("u", 2), ("v", 2))),
     (
         Mode(
-            name="weights over depth too", axes=("d", "r", "c"),
-            residual="m:d,r h:c", column="k:r,d n:c", hidden="m:d,r n:c", row="k:r,d n:c",
-            embedding="v:r,d h:c", ids="m:d v:r", head="k:r,d v:c", logits="m:d,r v:c",
+            name="weights over depth too",
+            axes=("d", "r", "c"),
+            residual="m:d,r h:c",
+            column="k:r,d n:c",
+            hidden="m:d,r n:c",
+            row="k:r,d n:c",
+            embedding="v:r,d h:c",
+            ids="m:d v:r",
+            head="k:r,d v:c",
+            logits="m:d,r v:c",
         ),
         (("d", 2), ("r", 2), ("c", 1)),
     ),
     (
         Mode(
-            name="fsdp", axes=("t",),
-            residual="m:t h", column="k:t n", hidden="m:t n", row="k n:t", embedding="v:t h", ids="m:t v", head="k v:t",
+            name="fsdp",
+            axes=("t",),
+            residual="m:t h",
+            column="k:t n",
+            hidden="m:t n",
+            row="k n:t",
+            embedding="v:t h",
+            ids="m:t v",
+            head="k v:t",
             logits="m:t v",
         ),
         (("t", 4),),
     ),
     (
         Mode(
-            name="heads over two axes", axes=("u", "v"),
-            residual="m h", column="k n:u,v", hidden="m n:u,v", row="k:u,v n", embedding="v:v,u h", ids="m v:v,u",
-            head="k v:v,u", logits="m v:v,u",
+            name="heads over two axes",
+            axes=("u", "v"),
+            residual="m h",
+            column="k n:u,v",
+            hidden="m n:u,v",
+            row="k:u,v n",
+            embedding="v:v,u h",
+            ids="m v:v,u",
+            head="k v:v,u",
+            logits="m v:v,u",
         ),
         (("u", 2), ("v", 2)),
     ),
     (
         Mode(
-            name="fsdp × 1d + sequence", axes=("f", "t"),
-            residual="m:f,t h", column="k:f n:t", hidden="m:f n:t", row="k:t,f n", embedding="v:t,f h", ids="m:f v:t",
-            head="k:f v:t", logits="m:f v:t",
+            name="fsdp × 1d + sequence",
+            axes=("f", "t"),
+            residual="m:f,t h",
+            column="k:f n:t",
+            hidden="m:f n:t",
+            row="k:t,f n",
+            embedding="v:t,f h",
+            ids="m:f v:t",
+            head="k:f v:t",
+            logits="m:f v:t",
         ),
         (("f", 2), ("t", 2)),
     ),
-)  # fmt: skip
+)
 
 
 def own_modes(index: int, names: tuple[str, ...]) -> None:

@@ -35,9 +35,7 @@ Change = Callable[[nn.MultiheadAttention], None]
 class Translator(nn.Module):
     """An encoder and a decoder of torch's, with every mask that they take."""
 
-    def __init__(
-        self, dropout: float = 0.0, bias: bool = True, norm_first: bool = False, tied: bool = False
-    ) -> None:
+    def __init__(self, dropout: float = 0.0, bias: bool = True, norm_first: bool = False, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.transformer = nn.Transformer(
@@ -50,9 +48,7 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor, padding: Tensor, masks: str) -> Tensor:
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        given: dict[str, Any] = dict(
-            tgt_mask=causal, src_key_padding_mask=padding, memory_key_padding_mask=padding
-        )
+        given: dict[str, Any] = dict(tgt_mask=causal, src_key_padding_mask=padding, memory_key_padding_mask=padding)
         if masks == "of heads":  # and added rather than bool
             one = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(causal, float("-inf"))
             scale = torch.arange(ROWS * HEADS, dtype=torch.float64)[:, None, None] / 10
@@ -143,9 +139,7 @@ def test_torchs_own_dropout_is_refused() -> None:
         dict(embed=nn.Embedding(VOCAB, HIDDEN), odd=nn.MultiheadAttention(HIDDEN, HEADS, dropout=0.1, kdim=8))
     )
     for rules in ({}, {"odd": "replicate"}):
-        with pytest.raises(
-            LayoutError, match=r"odd: .*dropout=0.1 would drop different weights.*Set its dropout to 0"
-        ):
+        with pytest.raises(LayoutError, match=r"odd: .*dropout=0.1 would drop different weights.*Set its dropout to 0"):
             parallelize(model, Mesh({"tensor": 2}, rank=0), "1d", rules=rules)
 
 
@@ -205,9 +199,7 @@ def whole_ones(cases: tuple[Case, ...], settings: dict[str, Any], change: Change
     for mode, axes in cases:
         model, mesh = seeded(Odd), mesh_of(axes)
         report = parallelize(model, mesh, mode)
-        assert next(placed.weights for placed in report.placed if placed.name == "attend").startswith(
-            "whole on every"
-        )
+        assert next(placed.weights for placed in report.placed if placed.name == "attend").startswith("whole on every")
         loss_of(model).backward()
         assert_gradients_equal(whole_gradients(model, mesh), gradients(serial), (mode, settings))
 
@@ -247,9 +239,7 @@ def test_blocks_keep_their_place_in_a_copy() -> None:
 
 
 def test_a_hint_without_the_mask_is_refused() -> None:
-    model = nn.ModuleDict(
-        dict(embed=nn.Embedding(VOCAB, HIDDEN), attend=nn.MultiheadAttention(HIDDEN, HEADS))
-    )
+    model = nn.ModuleDict(dict(embed=nn.Embedding(VOCAB, HIDDEN), attend=nn.MultiheadAttention(HIDDEN, HEADS)))
     parallelize(model, Mesh({"tensor": 1}, rank=0), "1d")
     x = torch.randn(LENGTH, ROWS, HIDDEN)
     with pytest.raises(LayoutError, match="give attn_mask"):
@@ -257,9 +247,7 @@ def test_a_hint_without_the_mask_is_refused() -> None:
 
 
 def test_a_mask_of_other_tokens_is_refused() -> None:
-    model = nn.ModuleDict(
-        dict(embed=nn.Embedding(VOCAB, HIDDEN), attend=nn.MultiheadAttention(HIDDEN, HEADS))
-    )
+    model = nn.ModuleDict(dict(embed=nn.Embedding(VOCAB, HIDDEN), attend=nn.MultiheadAttention(HIDDEN, HEADS)))
     parallelize(model, Mesh({"tensor": 1}, rank=0), "1d")
     x, mask = torch.randn(LENGTH, ROWS, HIDDEN), torch.zeros(LENGTH - 1, LENGTH - 1)
     with pytest.raises(LayoutError, match=f"a mask of {LENGTH - 1} × {LENGTH - 1} tokens.*{LENGTH} queries"):

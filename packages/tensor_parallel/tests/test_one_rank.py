@@ -42,9 +42,7 @@ def one_rank(mode: Mode) -> None:
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     assert launches(lambda: ours(x)) == launches(lambda: plain(x))
     assert torch.equal(ours(x), plain(x))
-    found = [
-        torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias]) for layer in (ours, plain)
-    ]
+    found = [torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias]) for layer in (ours, plain)]
     assert all(map(torch.equal, *found))
 
     table = nn.Embedding(11, 4, padding_idx=3, dtype=torch.float64)

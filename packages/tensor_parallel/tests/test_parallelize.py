@@ -130,10 +130,7 @@ def test_printed_modules_show_their_layouts() -> None:
     model = Classic()
     parallelize(model, at({"row": 2, "col": 2}), "2d")
     text = repr(model)
-    assert (
-        "Linear(16, 64, bias=True, mode=2d, role=column, x='m:row k:col', w='k:row n:col', y='m:row n:col')"
-        in text
-    )
+    assert "Linear(16, 64, bias=True, mode=2d, role=column, x='m:row k:col', w='k:row n:col', y='m:row n:col')" in text
     assert "Embedding(37, 16, mode=2d, w='v:row h:col')" in text
     assert "LayerNorm(16, eps=1e-05, mode=2d)" in text
 
@@ -223,9 +220,7 @@ def test_a_copy_is_a_model_of_its_own_on_the_same_mesh() -> None:
 def test_a_sharded_model_is_saved_by_its_state() -> None:
     model = mlp()
     parallelize(model, at({"tensor": 4}), "1d")
-    with pytest.raises(
-        TypeError, match=r"a module that was split over a mesh.*cannot be pickled.*state_dict\(\)"
-    ):
+    with pytest.raises(TypeError, match=r"a module that was split over a mesh.*cannot be pickled.*state_dict\(\)"):
         pickle.dumps(model)
     assert pickle.loads(pickle.dumps(model.state_dict())).keys() == model.state_dict().keys()
 
@@ -278,11 +273,7 @@ def test_a_model_built_on_meta_gets_its_blocks_from_the_seed() -> None:
 
         def coordinates(name: str, tensor: Tensor) -> list[Tensor] | None:
             meta = metadata(tensor)
-            return (
-                None
-                if meta is None
-                else [meta.placement.coordinates(meta.mesh, d) for d in range(tensor.dim())]
-            )
+            return None if meta is None else [meta.placement.coordinates(meta.mesh, d) for d in range(tensor.dim())]
 
         return materialize(model, trace, seed=4, device="cpu", placement_of=coordinates)
 
@@ -292,9 +283,7 @@ def test_a_model_built_on_meta_gets_its_blocks_from_the_seed() -> None:
             build(axes, mode).named_parameters(), whole.named_parameters(), strict=True
         ):
             place: Placement = metadata(block).placement
-            assert torch.equal(
-                block, place.shard(full.detach()[tuple(slice(n) for n in place.shape)], at(axes))
-            ), name
+            assert torch.equal(block, place.shard(full.detach()[tuple(slice(n) for n in place.shape)], at(axes))), name
 
 
 # -- roles ----------------------------------------------------------------------------------------------------------

@@ -129,7 +129,5 @@ def test_a_notebook_shows_a_figure() -> None:
 
 
 def test_matplotlib_is_imported_when_something_is_drawn() -> None:
-    code = (
-        "import sys; from meshfold.tensor_parallel import draw_mesh; assert 'matplotlib' not in sys.modules"
-    )
+    code = "import sys; from meshfold.tensor_parallel import draw_mesh; assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

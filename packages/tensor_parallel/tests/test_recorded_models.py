@@ -54,9 +54,7 @@ class ByHand:
         sizes = {plan.m: TOKENS, plan.k: k, plan.n: n}
         self.cost += matmul_cost(plan, sizes, self.mesh, itemsize=ITEMSIZE, phases=chosen)
 
-    def add(
-        self, phase: str, kind: str, axes: tuple[str, ...], elements: int, itemsize: int = ITEMSIZE
-    ) -> None:
+    def add(self, phase: str, kind: str, axes: tuple[str, ...], elements: int, itemsize: int = ITEMSIZE) -> None:
         entry = CostBuilder(self.mesh, itemsize)
         entry.add(phase, kind, "", axes, elements)  # type: ignore[arg-type]
         self.cost += entry.done()
@@ -199,9 +197,7 @@ def recorded(make: Callable[[], nn.Module], mode: str, mesh: Mesh) -> tuple[Coun
     return log.count("forward"), log.count("backward")
 
 
-def compare(
-    mode: str, axes: dict[str, int], make: Callable[[], nn.Module], derive: Callable[[ByHand], Cost]
-) -> None:
+def compare(mode: str, axes: dict[str, int], make: Callable[[], nn.Module], derive: Callable[[ByHand], Cost]) -> None:
     ranks = math.prod(axes.values())
     for rank in sorted({0, ranks - 1}):
         with fake_world(ranks, rank):
@@ -209,9 +205,7 @@ def compare(
             forward, backward = recorded(make, mode, mesh)
             planned = derive(ByHand(find_mode(mode), mesh))
             what = f"{mode} on {axes}, rank {rank}"
-            assert forward == planned.count("forward"), (
-                f"{what}: {difference(forward, planned.count('forward'))}"
-            )
+            assert forward == planned.count("forward"), f"{what}: {difference(forward, planned.count('forward'))}"
             summed = planned.count("dx", "dw")
             assert backward == summed, f"{what}: {difference(backward, summed)}"
             assert sum(forward.values()) > 0 and sum(backward.values()) > 0
@@ -233,27 +227,27 @@ def short_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpt(mode: str, axes: dict[str, int]) -> None:
     vocab = 1000
     compare(
-        mode, axes,
+        mode,
+        axes,
         lambda: Flat(gated=False, kv_heads=HEADS, vocab=vocab, hidden=HIDDEN, heads=HEADS, layers=LAYERS),
         lambda hand: derive_flat(hand, gated=False, kv_heads=HEADS, vocab=vocab),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("mode", "axes"), MESHES, ids=IDS)
 def test_a_llama_with_four_key_value_heads(mode: str, axes: dict[str, int]) -> None:
     vocab = 777
     compare(
-        mode, axes,
+        mode,
+        axes,
         lambda: Flat(gated=True, kv_heads=4, vocab=vocab, hidden=HIDDEN, heads=HEADS, layers=LAYERS),
         lambda hand: derive_flat(hand, gated=True, kv_heads=4, vocab=vocab),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("mode", "axes"), MESHES, ids=IDS)
 def test_a_decoder_of_sequences(mode: str, axes: dict[str, int]) -> None:
-    compare(
-        mode, axes, lambda: Classic(hidden=HIDDEN, heads=HEADS), lambda hand: derive_classic(hand, vocab=37)
-    )
+    compare(mode, axes, lambda: Classic(hidden=HIDDEN, heads=HEADS), lambda hand: derive_classic(hand, vocab=37))
 
 
 def test_a_mode_of_ones_own_is_costed_as_it_runs() -> None:

@@ -70,8 +70,7 @@ class Alibi(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            p(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
+            p(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         far = torch.arange(x.shape[1])[None, None, :] * (1.0 + torch.arange(self.num_heads))[:, None, None]
         y = (q @ k.transpose(-1, -2) - far).softmax(-1) @ v
@@ -101,9 +100,7 @@ class Headless(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (-1, 4)).transpose(1, 2)
-            if part.numel()
-            else x.new_zeros(len(x), 0, x.shape[1], 4)
+            part.unflatten(-1, (-1, 4)).transpose(1, 2) if part.numel() else x.new_zeros(len(x), 0, x.shape[1], 4)
             for part in (self.qkv(x)[..., i * HIDDEN : (i + 1) * HIDDEN] for i in range(3))
         )
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
@@ -212,13 +209,19 @@ class Refusal:
 REFUSALS: dict[str, Refusal] = {
     # sizes
     "heads": Refusal(lambda: Attention(24, 6), ("6 attention heads", "over tensor (4 blocks)", "4 or 8")),
-    "fewer heads than ranks": Refusal(lambda: Attention(16, 4), ("4 attention heads", "multiple of 8 heads, such as 8"), EIGHT),
-    "heads in 2d": Refusal(lambda: Attention(15, 3), ("3 attention heads", "over col (2 blocks)", "2 or 4"), SQUARE, "2d"),
+    "fewer heads than ranks": Refusal(
+        lambda: Attention(16, 4), ("4 attention heads", "multiple of 8 heads, such as 8"), EIGHT
+    ),
+    "heads in 2d": Refusal(
+        lambda: Attention(15, 3), ("3 attention heads", "over col (2 blocks)", "2 or 4"), SQUARE, "2d"
+    ),
     "key/value heads": Refusal(
         lambda: Model(attn=GroupedAttention(12, 3)), ("attn: 3 key/value heads", "divides 4 or is a multiple of it")
     ),
     "fused heads": Refusal(lambda: Model(attn=Nameless(True)), ("attn: cannot tell the heads", "num_heads", "48")),
-    "unknown heads": Refusal(lambda: Model(attn=Nameless(False)), ("attn: cannot tell its number of heads", "head_dim")),
+    "unknown heads": Refusal(
+        lambda: Model(attn=Nameless(False)), ("attn: cannot tell its number of heads", "head_dim")
+    ),
     "hidden": Refusal(
         lambda: nn.Sequential(nn.Linear(9, 12), nn.GELU(), nn.Linear(12, 9)),
         ("0: in_features=9", "over col (2 blocks)", "8 or 10"),
@@ -226,11 +229,14 @@ REFUSALS: dict[str, Refusal] = {
         "2d",
     ),
     "inner": Refusal(
-        lambda: nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 8)), ("0: out_features=10", "multiple of 4", "8 or 12")
+        lambda: nn.Sequential(nn.Linear(8, 10), nn.GELU(), nn.Linear(10, 8)),
+        ("0: out_features=10", "multiple of 4", "8 or 12"),
     ),
     "hidden of an embedding": Refusal(
         lambda: Model(embed=nn.Embedding(10, 9), up=nn.Linear(9, 16), down=nn.Linear(16, 9)),
-        ("embed: embedding_dim=9", "8 or 10"), SQUARE, "2d",
+        ("embed: embedding_dim=9", "8 or 10"),
+        SQUARE,
+        "2d",
     ),
     "hidden in 3d": Refusal(mlp, (), Mesh({"a": 2, "b": 3, "c": 1}, rank=0), "3d"),
     "halves of gate and up": Refusal(
@@ -239,26 +245,35 @@ REFUSALS: dict[str, Refusal] = {
         settings=dict(rules={"mlp.0": "column", "mlp.1": "row"}),
     ),
     "channels of patches": Refusal(
-        lambda: Model(patch=nn.Conv2d(3, 9, 2, 2), norm=nn.LayerNorm(9)), ("patch: out_channels=9", "8 or 10"), SQUARE, "2d"
+        lambda: Model(patch=nn.Conv2d(3, 9, 2, 2), norm=nn.LayerNorm(9)),
+        ("patch: out_channels=9", "8 or 10"),
+        SQUARE,
+        "2d",
     ),
     # kinds of modules
     "nn.MultiheadAttention of another width": Refusal(
-        lambda: decoder(attn=nn.MultiheadAttention(8, 4)), ("attn: MultiheadAttention is 8 wide, not 16 like the residual stream",)
+        lambda: decoder(attn=nn.MultiheadAttention(8, 4)),
+        ("attn: MultiheadAttention is 8 wide, not 16 like the residual stream",),
     ),
     "a MultiheadAttention of one's own": Refusal(
         lambda: decoder(attn=OwnAttention(HIDDEN, 4)), ("attn: OwnAttention hides its projections", "q_proj")
     ),
-    "unknown module": Refusal(lambda: decoder(mix=nn.Bilinear(4, 4, 4)), ("mix: Bilinear has parameters", "weight", "replicate")),
+    "unknown module": Refusal(
+        lambda: decoder(mix=nn.Bilinear(4, 4, 4)), ("mix: Bilinear has parameters", "weight", "replicate")
+    ),
     "bare parameter": Refusal(Bare, ("(root): Bare has parameters of its own (cls)",)),
     "square layers without names": Refusal(
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), ("0: Linear(8, 8)", "neither its name nor its shape")
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+        ("0: Linear(8, 8)", "neither its name nor its shape"),
     ),
     "nothing": Refusal(lambda: nn.Sequential(nn.ReLU()), ("nothing to split in Sequential",)),
     "a single layer": Refusal(lambda: nn.Linear(8, 8), ("rules=",)),
     "a single layer with a rule": Refusal(
         lambda: nn.Linear(8, 8), ("single layer", "nn.Sequential(layer)"), settings=dict(rules={"": "column"})
     ),
-    "batch norm": Refusal(lambda: decoder(norm=nn.BatchNorm1d(HIDDEN, affine=False)), ("norm: BatchNorm1d has statistics",)),
+    "batch norm": Refusal(
+        lambda: decoder(norm=nn.BatchNorm1d(HIDDEN, affine=False)), ("norm: BatchNorm1d has statistics",)
+    ),
     "group norm": Refusal(lambda: decoder(norm=nn.GroupNorm(2, HIDDEN)), ("norm: GroupNorm has statistics",)),
     "norm over two dims": Refusal(
         lambda: decoder(norm=nn.LayerNorm((4, HIDDEN))), ("norm: LayerNorm normalises over several dims",)
@@ -272,18 +287,22 @@ REFUSALS: dict[str, Refusal] = {
         ("attn.q_norm: normalises 16 elements", "heads of 4", "'attn': 'replicate'"),
     ),
     "whole norm of heads": Refusal(
-        lambda: attention_with(q_norm=nn.RMSNorm(4)), ("attn.q_norm cannot stay whole", "'head_norm'"),
+        lambda: attention_with(q_norm=nn.RMSNorm(4)),
+        ("attn.q_norm cannot stay whole", "'head_norm'"),
         settings=dict(rules={"*.q_norm": "replicate"}),
     ),
     "whole layer on heads": Refusal(
-        lambda: attention_with(mix=nn.Bilinear(4, 4, 4)), ("attn.mix cannot stay whole", "there is none", "'attn': 'replicate'"),
+        lambda: attention_with(mix=nn.Bilinear(4, 4, 4)),
+        ("attn.mix cannot stay whole", "there is none", "'attn': 'replicate'"),
         settings=dict(rules={"*.mix": "replicate"}),
     ),
     "1 + weight": Refusal(lambda: decoder(norm=GemmaRMSNorm(HIDDEN)), ("norm: GemmaRMSNorm", "'norm': 'replicate'")),
     "LayerNorm with a forward of its own": Refusal(
         lambda: decoder(norm=ScaledLayerNorm(HIDDEN)), ("norm: ScaledLayerNorm", "(x - mean) / std")
     ),
-    "Linear with a forward of its own": Refusal(lambda: decoder(up=LowRank(HIDDEN, 32)), ("up: LowRank has a forward of its own",)),
+    "Linear with a forward of its own": Refusal(
+        lambda: decoder(up=LowRank(HIDDEN, 32)), ("up: LowRank has a forward of its own",)
+    ),
     "Embedding with a forward of its own": Refusal(
         lambda: Model(embed=ScaledEmbedding(8, HIDDEN), block=Block()), ("embed: ScaledEmbedding has a forward",)
     ),
@@ -291,7 +310,9 @@ REFUSALS: dict[str, Refusal] = {
         lambda: decoder(up=nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, 32))),
         ("up: ParametrizedLinear computes its weight",),
     ),
-    "dropout of channels": Refusal(lambda: decoder(drop=nn.Dropout1d(0.1)), ("drop: Dropout1d", "use nn.Dropout, or p=0")),
+    "dropout of channels": Refusal(
+        lambda: decoder(drop=nn.Dropout1d(0.1)), ("drop: Dropout1d", "use nn.Dropout, or p=0")
+    ),
     "max_norm": Refusal(
         lambda: Model(embed=nn.Embedding(8, HIDDEN, max_norm=1.0), block=Block()),
         ("embed: nn.Embedding(max_norm=1.0)", "leave max_norm out"),
@@ -312,20 +333,24 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "attention in one module with an MLP": Refusal(
         lambda: Model(embed=nn.Embedding(8, HIDDEN), blocks=nn.ModuleList([FlatBlock()])),
-        ("blocks.0: in mode '1d+sequence'", "blocks.0.q_proj", "module of their own"), mode="1d+sequence",
+        ("blocks.0: in mode '1d+sequence'", "blocks.0.q_proj", "module of their own"),
+        mode="1d+sequence",
     ),
     "the same in 3d": Refusal(
         lambda: Model(embed=nn.Embedding(8, HIDDEN), block=FlatBlock()), ("block: in mode '3d'",), CUBE, "3d"
     ),
     # attention's own code
     "slopes counted from zero on every rank": Refusal(
-        lambda: Model(attn=Alibi()), ("attn: attention that cannot be split by heads", "Alibi's own code computes something else")
+        lambda: Model(attn=Alibi()),
+        ("attn: attention that cannot be split by heads", "Alibi's own code computes something else"),
     ),
     "an odd order of a fused projection": Refusal(
-        lambda: Model(attn=Swapped()), ("Swapped's own code computes something else", "another order", "'attn': 'replicate'")
+        lambda: Model(attn=Swapped()),
+        ("Swapped's own code computes something else", "another order", "'attn': 'replicate'"),
     ),
     "no heads on a rank": Refusal(
-        lambda: Model(attn=Headless()), ("attn: attention that cannot be split by heads", "has no heads", "'attn': 'replicate'")
+        lambda: Model(attn=Headless()),
+        ("attn: attention that cannot be split by heads", "has no heads", "'attn': 'replicate'"),
     ),
     "biases of all heads": Refusal(
         lambda: Model(blocks=nn.ModuleList([Model(attn=Biased())])),
@@ -335,8 +360,11 @@ REFUSALS: dict[str, Refusal] = {
         lambda: Model(attn=Configured()), ("attn: ", "Configured's forward reads config.num_attention_heads")
     ),
     "a second stream for a whole module": Refusal(
-        lambda: decoder(mix=TakesResidual()), ("mix: TakesResidual cannot stay whole in mode '2d'", "residual", "use mode '1d'"),
-        SQUARE, "2d", dict(rules={"mix": "replicate"}),
+        lambda: decoder(mix=TakesResidual()),
+        ("mix: TakesResidual cannot stay whole in mode '2d'", "residual", "use mode '1d'"),
+        SQUARE,
+        "2d",
+        dict(rules={"mix": "replicate"}),
     ),
     # rules that do not go together
     **{
@@ -356,14 +384,18 @@ REFUSALS: dict[str, Refusal] = {
         for leaf, role in (("q_proj", "replicate"), ("v_proj", "row"), ("out_proj", "column"))
     },
     "the output of attention kept whole": Refusal(
-        Block, ("attn.out_proj cannot stay whole inside attention", "is 'row'"), settings=dict(rules={"*.out_proj": "replicate"})
+        Block,
+        ("attn.out_proj cannot stay whole inside attention", "is 'row'"),
+        settings=dict(rules={"*.out_proj": "replicate"}),
     ),
     # what the caller says
     "unknown mode": Refusal(mlp, ("no tensor-parallel mode '2.5'", "Did you mean '2.5d'?", "1d+sequence"), mode="2.5"),
     "mode of another type": Refusal(mlp, ("no tensor-parallel mode 2",), mode=2),
     "missing axes": Refusal(mlp, ("mode '2d' names the axis 'row'", "Its axes are tensor"), mode="2d"),
     "misspelt axis": Refusal(mlp, ("'tensor'", "Did you mean 'tensors'?"), Mesh({"tensors": 4}, rank=0)),
-    "unknown role": Refusal(mlp, ("rule '0': 'colum' is not a role", "'column'", "replicate"), settings=dict(rules={"0": "colum"})),
+    "unknown role": Refusal(
+        mlp, ("rule '0': 'colum' is not a role", "'column'", "replicate"), settings=dict(rules={"0": "colum"})
+    ),
     "rules that are no dict": Refusal(
         mlp, ("rules='*.up' is a str, not a dict of role by pattern", "rules={'"), settings=dict(rules="*.up")
     ),
@@ -376,7 +408,7 @@ REFUSALS: dict[str, Refusal] = {
         settings=dict(rules={"*.ln1": "column"}),
     ),
     "unknown lowering": Refusal(mlp, ("no lowering 'rings'", "'ring'"), settings=dict(lowering="rings")),
-}  # fmt: skip
+}
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -496,9 +528,17 @@ def test_cross_entropy_checks_what_it_is_given(change: dict[str, Any], says: str
 def test_a_mode_that_does_not_fit_outside_of_blocks() -> None:
     """It splits tokens within sequences, and its weights lie only under a stream that is split so."""
     mode = Mode(
-        name="odd", axes=("t",), residual="m:t h", column="k n:t", hidden="m n:t", row="k:t n", embedding="v:t h",
-        ids="m:t v", head="k v:t", logits="m v:t",
-    )  # fmt: skip
+        name="odd",
+        axes=("t",),
+        residual="m:t h",
+        column="k n:t",
+        hidden="m n:t",
+        row="k:t n",
+        embedding="v:t h",
+        ids="m:t v",
+        head="k v:t",
+        logits="m v:t",
+    )
     mesh = Mesh({"t": 4}, rank=0)
     with pytest.raises(LayoutError, match=r"mode 'odd' splits tokens within sequences.*flat_tokens = True"):
         parallelize(Classic(), mesh, mode)
@@ -507,12 +547,18 @@ def test_a_mode_that_does_not_fit_outside_of_blocks() -> None:
 
 def test_parts_that_a_mode_gathers_again() -> None:
     mode = Mode(
-        name="columns", axes=("t",), residual="m:t h", column="k n:t", hidden="m:t n", row="k n:t", embedding="v:t h",
-        ids="m:t v", head="k v:t", logits="m:t v",
-    )  # fmt: skip
-    with pytest.raises(
-        LayoutError, match=r"fused parts \(16, 16, 16\).*let it split k in the mode's column layout"
-    ):
+        name="columns",
+        axes=("t",),
+        residual="m:t h",
+        column="k n:t",
+        hidden="m:t n",
+        row="k n:t",
+        embedding="v:t h",
+        ids="m:t v",
+        head="k v:t",
+        logits="m:t v",
+    )
+    with pytest.raises(LayoutError, match=r"fused parts \(16, 16, 16\).*let it split k in the mode's column layout"):
         parallelize(Flat(gated=False), Mesh({"t": 4}, rank=0), mode)
     parallelize(Classic(), Mesh({"t": 4}, rank=0), mode)
 

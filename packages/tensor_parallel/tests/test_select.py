@@ -47,9 +47,7 @@ def test_a_large_scatter_with_much_to_hide_under_is() -> None:
     """The reduce-scatter of y in forward, that of dx where nothing follows: the gather lowering waits for both."""
     down = {"m": 16384, "k": 14336, "n": 4096}
     for machine in (Machine(), SLOW_LINKS):
-        assert (
-            choose(MODES["1d+sequence"].plans["row"], down, MESHES["1d+sequence"], machine=machine) == "ring"
-        )
+        assert choose(MODES["1d+sequence"].plans["row"], down, MESHES["1d+sequence"], machine=machine) == "ring"
     up = {"m": 16384, "k": 4096, "n": 28672}
     assert choose(MODES["3d"].plans["column"], up, Mesh({"a": 2, "b": 2, "c": 1})) == "ring"
 
@@ -66,9 +64,7 @@ def test_the_estimate_of_gather_by_hand() -> None:
     sizes = {"m": 4096, "k": 8192, "n": 2048}
     moved = 4096 * 2048 * 2 * 3 / 4
     products = 3 * 2 * 4096 * 8192 * 2048 / 4 / machine.flops
-    collectives = sum(
-        machine.latency_s[k] + moved / machine.bandwidth[k] for k in ("all_gather", "reduce_scatter")
-    )
+    collectives = sum(machine.latency_s[k] + moved / machine.bandwidth[k] for k in ("all_gather", "reduce_scatter"))
     assert estimate(p, "gather", sizes, mesh) == pytest.approx(products + collectives)
 
 

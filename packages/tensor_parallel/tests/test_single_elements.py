@@ -38,10 +38,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (
-            p(x).view(b, t, self.num_heads, -1).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (p(x).view(b, t, self.num_heads, -1).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.how == "torch":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         elif self.how == "einsum":

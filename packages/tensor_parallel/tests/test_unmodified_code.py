@@ -43,9 +43,7 @@ class Gated(NanoAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.size()
-        q, k, v = (
-            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2)
-        )
+        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d)
         out: Tensor = self.c_proj(y * x.sigmoid())
         return out
@@ -176,9 +174,7 @@ def test_rules_for_pairs_of_linear_layers_are_offered_and_hold() -> None:
             assert rules == wanted, name
             parallelize(model, mesh, mode, rules=rules)
             model(x).square().sum().backward()
-            assert_gradients_equal(
-                whole_gradients(model, mesh), gradients(serial), f"{name}, {mode} on {axes}"
-            )
+            assert_gradients_equal(whole_gradients(model, mesh), gradients(serial), f"{name}, {mode} on {axes}")
 
 
 def test_no_rules_are_offered_where_none_are_known_to_work() -> None:
@@ -189,8 +185,16 @@ def test_no_rules_are_offered_where_none_are_known_to_work() -> None:
 
 def test_a_mode_of_ones_own_offers_rules_too() -> None:
     mine = Mode(
-        name="mine", axes=("u",), residual="m h", column="k n:u", hidden="m n:u", row="k:u n",
-        embedding="v:u h", ids="m v:u", head="k v:u", logits="m v:u",
-    )  # fmt: skip
+        name="mine",
+        axes=("u",),
+        residual="m h",
+        column="k n:u",
+        hidden="m n:u",
+        row="k:u n",
+        embedding="v:u h",
+        ids="m v:u",
+        head="k v:u",
+        logits="m v:u",
+    )
     with pytest.raises(LayoutError, match=re.escape('rules={"0": "column", "2": "row"}')):
         parallelize(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), Mesh({"u": 2}, rank=0), mine)

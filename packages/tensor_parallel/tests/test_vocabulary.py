@@ -37,14 +37,10 @@ def test_ids_and_labels_out_of_range_are_refused_on_every_rank() -> None:
         model = copy.deepcopy(whole)
         parallelize(model, mesh_of(axes), mode)
         for wrong in (VOCAB, 5000, -1, -7, -100):
-            with pytest.raises(
-                TokenError, match=rf"token id {wrong} is not in the vocabulary of {VOCAB} words"
-            ):
+            with pytest.raises(TokenError, match=rf"token id {wrong} is not in the vocabulary of {VOCAB} words"):
                 model(with_one(wrong), labels=good())
             if wrong != -100:
-                with pytest.raises(
-                    TokenError, match=rf"label {wrong} is not in .* or -100 where none counts"
-                ):
+                with pytest.raises(TokenError, match=rf"label {wrong} is not in .* or -100 where none counts"):
                     model(good(), labels=with_one(wrong))
         for fine in (good(), with_one(0), with_one(VOCAB - 1)):
             assert bool(model(fine, labels=fine).loss.isfinite())

@@ -127,9 +127,7 @@ class Tracker:
         try:
             return self._states[name]
         except KeyError:
-            raise ChunkError(
-                f"{self._chunk} has no parameter {name!r}.{did_you_mean(name, self._states)}"
-            ) from None
+            raise ChunkError(f"{self._chunk} has no parameter {name!r}.{did_you_mean(name, self._states)}") from None
 
     def uses(self, name: str) -> int:
         """How many uses of a parameter are open; 0 unless it is COMPUTE."""

@@ -74,9 +74,16 @@ class Small:
         for spec, placement in zip(layout.chunks, itertools.cycle(placements)):
             shapes = [torch.Size(SHAPES[name]) for name in spec.names]
             chunk = Chunk(
-                spec, layout.shard_slices(spec, group.index), [nn.Parameter(torch.empty(0)) for _ in shapes], shapes,
-                group, dtype=dtype, memory=self.memory, tier=placement.parameters, whole_group=resident,
-            )  # fmt: skip
+                spec,
+                layout.shard_slices(spec, group.index),
+                [nn.Parameter(torch.empty(0)) for _ in shapes],
+                shapes,
+                group,
+                dtype=dtype,
+                memory=self.memory,
+                tier=placement.parameters,
+                whole_group=resident,
+            )
             self.chunks.append(chunk)
             self.stepper.adopt(chunk, placement.state)
             for name, shape in zip(spec.names, shapes, strict=True):
@@ -94,9 +101,7 @@ class Small:
         """With gradients that are the same for all who step as often."""
         self.count += 1
         generator = torch.Generator().manual_seed(self.count)
-        dtype = (
-            torch.float32 if self.count % 2 or not isinstance(self.stepper, AdamStepper) else torch.bfloat16
-        )
+        dtype = torch.float32 if self.count % 2 or not isinstance(self.stepper, AdamStepper) else torch.bfloat16
         gradients = {}
         for chunk in self.chunks:
             gradient = torch.zeros(chunk.spec.shard_elems)
@@ -151,9 +156,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 def adam(regime: str = "A", folder: Path | None = None, **options: Any) -> Callable[[Any], AdamStepper]:
     """Pieces are so small that each chunk has several."""
     disk = (
-        None
-        if folder is None
-        else DiskSettings(folder=folder, **{"rank": 0, "piece_bytes": 3 * PAGE_BYTES, **options})
+        None if folder is None else DiskSettings(folder=folder, **{"rank": 0, "piece_bytes": 3 * PAGE_BYTES, **options})
     )
     return lambda optimizer: AdamStepper(optimizer, regime, 7, disk)
 

@@ -21,9 +21,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int16, torch.float64
 
 def real_bytes(arena):
     """Bytes of the distinct storages of all live blocks."""
-    storages = {
-        block.tensor.untyped_storage().data_ptr(): block.tensor.untyped_storage() for block in arena.blocks
-    }
+    storages = {block.tensor.untyped_storage().data_ptr(): block.tensor.untyped_storage() for block in arena.blocks}
     assert len(storages) == len(arena.blocks)
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -139,9 +137,7 @@ def test_a_device_without_memory_is_out_of_budget_too(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(arena_module.torch, "empty", fail)
-    with pytest.raises(
-        OutOfBudget, match=r"'gpu' has no 512 bytes left \(cpu itself has no more: .*allocate"
-    ):
+    with pytest.raises(OutOfBudget, match=r"'gpu' has no 512 bytes left \(cpu itself has no more: .*allocate"):
         arena.allocate(10, torch.float32)
     assert arena.used_bytes == 0
     assert arena.peak_bytes == 0
@@ -186,9 +182,7 @@ def test_pinned_memory_is_locked_and_unlocked_exactly(monkeypatch):
             return locked.pop(address) and 0
 
     runtime = Runtime()
-    monkeypatch.setattr(
-        arena_module.torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: runtime)
-    )
+    monkeypatch.setattr(arena_module.torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: runtime))
     arena = Arena("host", "cpu", pinned=True)
     small, large = arena.allocate(100, torch.float32), arena.allocate(3 * 2**20 + 1, torch.uint8)
     assert sorted(locked.values()) == [PAGE_BYTES, 3 * 2**20 + PAGE_BYTES]
@@ -197,9 +191,7 @@ def test_pinned_memory_is_locked_and_unlocked_exactly(monkeypatch):
     small.free()
     large.free()
     gc.collect()
-    assert list(locked.values()) == [
-        3 * 2**20 + PAGE_BYTES
-    ]  # a view is still there: unlocking now would be wrong
+    assert list(locked.values()) == [3 * 2**20 + PAGE_BYTES]  # a view is still there: unlocking now would be wrong
     view.fill_(3)
     del view
     gc.collect()
@@ -221,9 +213,7 @@ def test_on_a_gpu_torch_counts_these_bytes():
     blocks = [gpu.allocate(numel, torch.bfloat16) for numel in (1, 1000, 2**20 + 3, 2**24 + 1)]
     assert gpu.used_bytes == real_bytes(gpu)
     more = torch.cuda.memory_allocated() - before - gpu.used_bytes
-    assert (
-        0 <= more <= len(blocks) * 2**20
-    )  # torch leaves up to 1 MiB of a cached segment to the block it cuts
+    assert 0 <= more <= len(blocks) * 2**20  # torch leaves up to 1 MiB of a cached segment to the block it cuts
     source = host.allocate(2**24 + 1, torch.bfloat16)
     assert source.tensor.is_pinned()
     source.tensor.fill_(2)

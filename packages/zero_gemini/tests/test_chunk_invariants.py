@@ -214,9 +214,7 @@ class Watch:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for chunk in self.gemini.chunks:
             trained = chunk in self.gemini._gradients
-            self.trackers[chunk] = Tracker(
-                chunk.spec.names, state=State.HOLD, frozen=not trained, chunk=str(chunk)
-            )
+            self.trackers[chunk] = Tracker(chunk.spec.names, state=State.HOLD, frozen=not trained, chunk=str(chunk))
             self.tier.update(dict.fromkeys(chunk.spec.names, (chunk, self.trackers[chunk])))
         self.behind = False
         for unit in self.gemini._units:
@@ -296,11 +294,15 @@ def carry_out(shape: Shape, placements: list[int], plan: list[tuple[Any, ...]], 
     rank = Mesh({"data": world}).index("data")
     with tempfile.TemporaryDirectory() as folder:
         gemini = in_chunks(
-            model, getattr(torch, shape.dtype),
+            model,
+            getattr(torch, shape.dtype),
             lambda sizes: [PLACEMENTS[placements[i % len(placements)]] for i in range(len(sizes))],
-            stage=shape.stage, world=world, memory=Memory(CPU), chunk_elems=shape.chunk_elems,
+            stage=shape.stage,
+            world=world,
+            memory=Memory(CPU),
+            chunk_elems=shape.chunk_elems,
             disk=DiskSettings(folder=folder, rank=rank, piece_bytes=4096),
-        )  # fmt: skip
+        )
         watch = Watch(gemini, model)
         watch.check()
         for number, operation in enumerate(plan):
@@ -321,9 +323,7 @@ def carry_out(shape: Shape, placements: list[int], plan: list[tuple[Any, ...]], 
 
 def kept(chunk: Chunk) -> list[Block]:
     """What a chunk has of memory while it is not gathered, or for good."""
-    return [
-        block for block in (chunk._block, chunk._own) if block and block.tensor.untyped_storage().nbytes()
-    ]
+    return [block for block in (chunk._block, chunk._own) if block and block.tensor.untyped_storage().nbytes()]
 
 
 @dataclass
@@ -402,9 +402,7 @@ class Doing:
 
     def move(self, placements: list[int]) -> None:
         before = [self.gemini.read(p).clone() for p in self.model.parameters()]
-        self.gemini.move(
-            {c: PLACEMENTS[placements[i % len(placements)]] for i, c in enumerate(self.gemini.chunks)}
-        )
+        self.gemini.move({c: PLACEMENTS[placements[i % len(placements)]] for i, c in enumerate(self.gemini.chunks)})
         after = [self.gemini.read(p) for p in self.model.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -472,16 +470,12 @@ def test_a_block_may_be_called_twice_with_others_between(recomputed: frozenset[i
 
 @settings(max_examples=8, suppress_health_check=quiet)
 @given(shapes, first_placements, plans)
-def test_invariants_hold_on_every_rank(
-    shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]
-) -> None:
+def test_invariants_hold_on_every_rank(shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]) -> None:
     run_on_ranks(2, carry_out, shape, placements, plan, 2, timeout_s=40.0)
 
 
 @pytest.mark.slow
 @settings(max_examples=600, suppress_health_check=quiet)
 @given(shapes, first_placements, st.lists(operations, min_size=5, max_size=40))
-def test_invariants_hold_over_many_operations(
-    shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]
-) -> None:
+def test_invariants_hold_over_many_operations(shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]) -> None:
     carry_out(shape, placements, plan, 1)

@@ -53,17 +53,13 @@ def test_finds_the_least_waste_of_all_layouts(items, shards, low, more, step, un
 
 def test_ties_go_to_the_larger():
     items = [Item(f"p{i}", 64, "x") for i in range(12)]
-    found = search_chunk_size(
-        items, min_elems=64, max_elems=256, step_elems=64, align_elems=64, slot_align_elems=64
-    )
+    found = search_chunk_size(items, min_elems=64, max_elems=256, step_elems=64, align_elems=64, slot_align_elems=64)
     assert (found.chunk_elems, found.waste_elems, found.candidates) == (256, 0, 4)
 
 
 def test_a_size_that_wastes_less_beats_a_larger_one():
     items = [Item(f"p{i}", 300, "x") for i in range(4)]
-    found = search_chunk_size(
-        items, min_elems=300, max_elems=800, step_elems=100, align_elems=1, slot_align_elems=1
-    )
+    found = search_chunk_size(items, min_elems=300, max_elems=800, step_elems=100, align_elems=1, slot_align_elems=1)
     assert (found.chunk_elems, found.waste_elems) == (600, 0)
 
 

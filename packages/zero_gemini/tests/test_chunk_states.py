@@ -55,13 +55,24 @@ class Life(RuleBasedStateMachine):
         (spec,) = layout.chunks
         self.parameters = [nn.Parameter(torch.empty(0)) for _ in SIZES]
         self.chunk = Chunk(
-            spec, layout.shard_slices(spec, 0), self.parameters, [torch.Size([n]) for n in SIZES.values()],
-            Group(axes=("data",), ranks=(0,), index=0, name=""), dtype=torch.float32, memory=Memory(CPU),
-            tier=tier, whole_group=False,  # type: ignore[arg-type]
-        )  # fmt: skip
+            spec,
+            layout.shard_slices(spec, 0),
+            self.parameters,
+            [torch.Size([n]) for n in SIZES.values()],
+            Group(axes=("data",), ranks=(0,), index=0, name=""),
+            dtype=torch.float32,
+            memory=Memory(CPU),
+            tier=tier,
+            whole_group=False,  # type: ignore[arg-type]
+        )
         self.gradient = ChunkGradient(
-            self.chunk, torch.float32, tier, every_time=True, measure=Tensor.sum, wait_for_reader=self.read,  # type: ignore[arg-type]
-        )  # fmt: skip
+            self.chunk,
+            torch.float32,
+            tier,
+            every_time=True,
+            measure=Tensor.sum,
+            wait_for_reader=self.read,  # type: ignore[arg-type]
+        )
         self.reads = self.lent = 0
         self.value, self.step = 0.0, None
         self.sums = [0.0] * len(SIZES)  # of each parameter's gradient, reduced or not
@@ -207,9 +218,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.gradient.state is GradState.ACCUMULATING)
     @rule()
     def finish_before_the_sum(self) -> None:
-        with pytest.raises(
-            ChunkError, match="gradients of a to b: some of them are not summed over the ranks yet"
-        ):
+        with pytest.raises(ChunkError, match="gradients of a to b: some of them are not summed over the ranks yet"):
             self.gradient.finish()
         assert self.gradient.state is GradState.ACCUMULATING
 
@@ -248,9 +257,7 @@ def test_a_chunk_changes_its_state_as_the_table_says(before: ChunkState, after: 
     if after in CHUNK_TRANSITIONS[before]:
         check_transition("chunk", CHUNK_TRANSITIONS, before, after)
     else:
-        with pytest.raises(
-            ChunkError, match=f"chunk: illegal transition from '{before.value}' to '{after.value}'"
-        ):
+        with pytest.raises(ChunkError, match=f"chunk: illegal transition from '{before.value}' to '{after.value}'"):
             check_transition("chunk", CHUNK_TRANSITIONS, before, after)
 
 

@@ -107,9 +107,18 @@ def in_chunks(
         place = Placement(shape=tuple(p.shape), axes=((),) * p.dim())
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, memory=Memory(CPU), placements=placements, dtype=dtype, master_dtype=torch.float32, regime=regime,
-        make_optimizer=partial(make, lr=1e-2, weight_decay=0.1), chunk_elems=chunk_elems, disk=disk,
-    )  # fmt: skip
+        model,
+        mesh,
+        stage=stage,
+        memory=Memory(CPU),
+        placements=placements,
+        dtype=dtype,
+        master_dtype=torch.float32,
+        regime=regime,
+        make_optimizer=partial(make, lr=1e-2, weight_decay=0.1),
+        chunk_elems=chunk_elems,
+        disk=disk,
+    )
     return model, gemini
 
 
@@ -199,9 +208,7 @@ def stepped_on_the_way(world: int) -> None:
         done: list[Chunk] = []
         original = stepper.step_one
 
-        def step_one(
-            chunk: Chunk, *args: Any, original: Any = original, done: Any = done, **more: Any
-        ) -> None:
+        def step_one(chunk: Chunk, *args: Any, original: Any = original, done: Any = done, **more: Any) -> None:
             done.append(chunk)
             original(chunk, *args, **more)
 
@@ -225,8 +232,9 @@ def stepped_on_the_way(world: int) -> None:
             assert len(done) == len(set(done)) and {*done} == {*gemini._gradients}
             gemini.step()
             chunks = [
-                {gemini._chunk_of[name] for name in gemini._facts if name.startswith(f"blocks.{number}.")} for number in range(4)
-            ]  # fmt: skip
+                {gemini._chunk_of[name] for name in gemini._facts if name.startswith(f"blocks.{number}.")}
+                for number in range(4)
+            ]
             assert not before[0] & chunks[2]  # called last, and once before
             assert len(before[1] & (chunks[3] | chunks[2])) >= 3, (recompute, placement)
         gemini.close()
@@ -270,7 +278,7 @@ def chain(kind: type[nn.Module], data: int = 1) -> tuple[nn.Sequential, Gemini]:
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
         model, mesh, stage=3, memory=Memory(CPU), make_optimizer=partial(torch.optim.AdamW, lr=0.1), chunk_elems=256
-    )  # fmt: skip
+    )
     assert len(gemini.chunks) == 4 // data  # slots are aligned: two of them on two ranks
     return model, gemini
 
@@ -346,8 +354,13 @@ def steps_as_one_process(stage: int, kind: Any, inside: str, chunk_elems: int) -
         place = Placement(shape=tuple(p.shape), axes=((),) * p.dim())
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, memory=Memory(CPU), make_optimizer=partial(torch.optim.SGD, lr=0.1), chunk_elems=chunk_elems
-    )  # fmt: skip
+        model,
+        mesh,
+        stage=stage,
+        memory=Memory(CPU),
+        make_optimizer=partial(torch.optim.SGD, lr=0.1),
+        chunk_elems=chunk_elems,
+    )
     gemini.begin(last=True)
     gemini.expect(kind)
     mine = x.detach()[rank * 4 // world : (rank + 1) * 4 // world].requires_grad_()
@@ -436,9 +449,16 @@ def any_order(
         torch.manual_seed(0)
         model = InAnyOrder(recomputed)
         gemini = Gemini(
-            model, Mesh({"data": 1}), stage=stage, memory=Memory(CPU), placements=PLACEMENTS[placement], dtype=torch.bfloat16,
-            master_dtype=torch.float32, make_optimizer=partial(torch.optim.AdamW, lr=1e-2), chunk_elems=chunk_elems,
-        )  # fmt: skip
+            model,
+            Mesh({"data": 1}),
+            stage=stage,
+            memory=Memory(CPU),
+            placements=PLACEMENTS[placement],
+            dtype=torch.bfloat16,
+            master_dtype=torch.float32,
+            make_optimizer=partial(torch.optim.AdamW, lr=1e-2),
+            chunk_elems=chunk_elems,
+        )
         found = []
         for number, order in enumerate(orders):
             x = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH).bfloat16().requires_grad_(number % 2 == 0)
@@ -655,17 +675,23 @@ def trained_beside_copies(placement: str, kind: Any, regime: str) -> list[Tensor
     """Losses, norms and weights of a model whose gradients take longer to copy than their kernels to be queued."""
     torch.manual_seed(0)
     device, wide = torch.device("cuda"), 4096
-    model = nn.Sequential(
-        *(nn.Sequential(nn.LayerNorm(wide), nn.Linear(wide, wide), nn.GELU()) for _ in range(8))
-    )
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(wide), nn.Linear(wide, wide), nn.GELU()) for _ in range(8)))
     mesh = Mesh({"data": 1})
     for p in model.parameters():
         place = Placement(shape=tuple(p.shape), axes=((),) * p.dim())
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=3, memory=Memory(device), placements=PLACEMENTS[placement], dtype=torch.bfloat16, regime=regime,
-        master_dtype=torch.float32, make_optimizer=partial(torch.optim.AdamW, lr=1e-4), chunk_elems=wide * wide,
-    )  # fmt: skip
+        model,
+        mesh,
+        stage=3,
+        memory=Memory(device),
+        placements=PLACEMENTS[placement],
+        dtype=torch.bfloat16,
+        regime=regime,
+        master_dtype=torch.float32,
+        make_optimizer=partial(torch.optim.AdamW, lr=1e-4),
+        chunk_elems=wide * wide,
+    )
     x = torch.randn(64, wide, device=device).bfloat16()
     seen = []
     for _ in range(12):

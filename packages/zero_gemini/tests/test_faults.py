@@ -108,9 +108,13 @@ def disk_breaks(world: int, bad: int, folder: str, cases: list[tuple[str, int, i
         before = time.perf_counter()
         ids, extra = batches(1)[0]
         for again in (
-            gemini.step, gemini.flush, gemini.norm, lambda: gemini.read(next(model.parameters())),  # noqa: B023
-            lambda: gemini.move(dict.fromkeys(gemini.chunks, HOST)), gemini.publish,  # noqa: B023
-        ):  # fmt: skip
+            gemini.step,
+            gemini.flush,
+            gemini.norm,
+            lambda: gemini.read(next(model.parameters())),  # noqa: B023
+            lambda: gemini.move(dict.fromkeys(gemini.chunks, HOST)),  # noqa: B023
+            gemini.publish,
+        ):
             assert str(raised(again)) == words
         gemini.close()
         assert time.perf_counter() - before < 20
@@ -215,9 +219,7 @@ def construction(world: int, bad: int, folder: str) -> None:
     assert isinstance(error, OutOfBudget) and str(error).startswith(f"rank {bad}: arena 'host' has no"), error
     with broken("pwritev", 1 if rank == bad else 10**9):  # while first values are written
         error = raised(lambda: chunks_of(world, good))
-    assert isinstance(error, DiskError) and str(error).startswith(f"rank {bad}: the optimizer state of"), (
-        error
-    )
+    assert isinstance(error, DiskError) and str(error).startswith(f"rank {bad}: the optimizer state of"), error
 
 
 def test_a_model_that_one_rank_has_no_room_for(tmp_path: Path) -> None:

@@ -64,9 +64,7 @@ def test_never_more_than_allowed_and_never_what_comes_later_first(
     gone = evicted(made, chunks, names, place)
     stays = [name for name in names if name not in gone]
     assert sum(chunks[name].gathered_bytes for name in stays) <= most
-    following = {
-        name: [at for at, step in enumerate(steps) if at >= place and name in step] for name in names
-    }
+    following = {name: [at for at, step in enumerate(steps) if at >= place and name in step] for name in names}
     assert all(following[name] for name in stays)
     for name in gone:
         assert all(following[kept][0] <= following[name][0] for kept in stays if following[name])

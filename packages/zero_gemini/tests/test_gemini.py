@@ -147,9 +147,13 @@ def compare(
         place = Placement(shape=shape, axes=((),) * len(shape))
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, memory=Memory(CPU), make_optimizer=make,
+        model,
+        mesh,
+        stage=stage,
+        memory=Memory(CPU),
+        make_optimizer=make,
         chunk_elems=chunk_elems,
-    )  # fmt: skip
+    )
     rank, rows = mesh.index("data"), ROWS // world
     for step, (ids, extra) in enumerate(batches(5 * accumulate)):
         last = step % accumulate == accumulate - 1
@@ -167,9 +171,7 @@ def compare(
         reference.step()
         reference.zero_grad()
         with torch.no_grad():
-            torch.testing.assert_close(
-                loss_of(model, ids, True), loss_of(serial, ids, True), rtol=1e-10, atol=0.0
-            )
+            torch.testing.assert_close(loss_of(model, ids, True), loss_of(serial, ids, True), rtol=1e-10, atol=0.0)
     names = dict(model.named_parameters())
     for key, p in serial.named_parameters():
         torch.testing.assert_close(gemini.read(names[key]), p.detach(), rtol=1e-9, atol=1e-12, msg=key)
@@ -229,10 +231,18 @@ def in_chunks(
         place = Placement(shape=shape, axes=((),) * len(shape))
         annotate(p, ParameterMeta(mesh=mesh, placement=place, sum_axes=("data",)))
     gemini = Gemini(
-        model, mesh, stage=stage, memory=Memory(CPU), placements=placements, dtype=dtype, master_dtype=torch.float32,
-        regime=regime, seed=3,
-        make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1), chunk_elems=1000,
-    )  # fmt: skip
+        model,
+        mesh,
+        stage=stage,
+        memory=Memory(CPU),
+        placements=placements,
+        dtype=dtype,
+        master_dtype=torch.float32,
+        regime=regime,
+        seed=3,
+        make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
+        chunk_elems=1000,
+    )
     return model, gemini
 
 
@@ -277,9 +287,7 @@ def adam_is_torchs() -> None:
     """Float32 within 1e-6 of torch over 20 steps; the parts that are unused or used now and then included."""
     torch.manual_seed(0)
     serial = make_model(False).float()
-    reference = torch.optim.AdamW(
-        [p for p in serial.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1
-    )
+    reference = torch.optim.AdamW([p for p in serial.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     for ids, extra in batches(20):
         loss_of(serial, ids, extra).backward()
         nn.utils.clip_grad_norm_([p for p in serial.parameters() if p.grad is not None], 0.5)
@@ -290,8 +298,7 @@ def adam_is_torchs() -> None:
     for (name, p), mine in zip(serial.named_parameters(), found, strict=True):
         torch.testing.assert_close(mine, p.detach(), rtol=1e-5, atol=1e-6, msg=name)
     steps = {
-        name: int(gemini.read_state(name, "step", entry["step"]))
-        for name, entry in gemini.state_entries().items()
+        name: int(gemini.read_state(name, "step", entry["step"])) for name, entry in gemini.state_entries().items()
     }
     assert steps["sometimes.weight"] == 7 and steps["norm.weight"] == 20
     assert not any(name.startswith(("never", "blocks.1")) for name in steps)

@@ -115,9 +115,11 @@ def test_moments_stay_where_only_parameters_are_written(regime: str) -> None:
     planes = planes_of(torch.bfloat16, regime)
     tensors = {plane.name: torch.zeros(plane.numel(2**14), dtype=plane.dtype) for plane in planes}
     host = HostState(
-        weights=torch.zeros(2**14, dtype=torch.bfloat16), planes=planes, tensors=tensors,
+        weights=torch.zeros(2**14, dtype=torch.bfloat16),
+        planes=planes,
+        tensors=tensors,
         gradient=torch.zeros(2**14),
-    )  # fmt: skip
+    )
     streaming = GpuStreaming(memory=Memory(torch.device("cpu")), slot_bytes=SLOT_BYTES, slots=1)
 
     def piece(index: int, state: Any, gradient: torch.Tensor, begin: int) -> None:

@@ -158,20 +158,12 @@ def test_steps_on_the_host_are_clocked_by_what_they_do(through: bool) -> None:
 def test_a_plan_takes_the_rates_that_steps_showed() -> None:
     regime, n = REGIMES["A"], ENOUGH_ELEMS
     machine = replace(EMULATED, passage=5e9, beside_passage=6e9)
-    seen = with_observed_rates(
-        machine, regime, {"parameters": StepTiming(n, 1.0), "moments": StepTiming(n, 99.0)}
-    )
+    seen = with_observed_rates(machine, regime, {"parameters": StepTiming(n, 1.0), "moments": StepTiming(n, 99.0)})
     assert seen.host_memory == pytest.approx((18 + 2) * n)  # with the parameters that go up
-    assert seen.beside_passage / machine.beside_passage == pytest.approx(
-        seen.host_memory / machine.host_memory
-    )
-    assert seen.moments_memory == pytest.approx(
-        (18 + 2 + 2) * n / 99.0
-    )  # with the gradients that come down as well
+    assert seen.beside_passage / machine.beside_passage == pytest.approx(seen.host_memory / machine.host_memory)
+    assert seen.moments_memory == pytest.approx((18 + 2 + 2) * n / 99.0)  # with the gradients that come down as well
     assert replace(seen, host_memory=machine.host_memory, beside_passage=6e9, moments_memory=0.0) == machine
-    whole = with_observed_rates(
-        machine, regime, {"whole": StepTiming(3 * n, 2.0), "parameters": StepTiming(n, 1.0)}
-    )
+    whole = with_observed_rates(machine, regime, {"whole": StepTiming(3 * n, 2.0), "parameters": StepTiming(n, 1.0)})
     assert whole.host_memory == pytest.approx((30 * 3 * n + 20 * n) / 3)
     assert whole.moments_memory == 0.0
 

@@ -69,9 +69,7 @@ def test_a_full_disk_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_fills_while_it_is_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_disk_that_fills_while_it_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Quotas and other ranks are not seen in the free space: the reservation itself fails."""
 
     def full(descriptor: int, start: int, length: int) -> None:
@@ -99,9 +97,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         except DiskError as error:
             print(error.errno == errno.EFBIG, error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("True") and "ulimit -f" in done.stdout, done
     assert nothing_in(tmp_path)
 
@@ -137,9 +133,7 @@ def test_no_direct_io_is_a_note_or_an_error(tmp_path: Path, monkeypatch: pytest.
         assert int(out.sum()) == PAGE
 
 
-def test_direct_io_that_fails_only_when_used_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_io_that_fails_only_when_used_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems take the flag and refuse the write."""
     real = os.pwritev
 
@@ -152,9 +146,7 @@ def test_direct_io_that_fails_only_when_used_is_noticed(
         assert not store.direct and len(store.notes) == 1
 
 
-def test_too_many_threads_is_an_error_that_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_threads_is_an_error_that_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, []
 
     def limited(thread: threading.Thread) -> None:
@@ -204,9 +196,7 @@ def test_a_header_that_is_not_whole_is_noticed(tmp_path: Path) -> None:
     with DiskStore(tmp_path, 0, SIZES) as store:
         path, good = store.path, store.path.read_bytes()
     assert nothing_in(tmp_path)
-    damaged = [
-        good[:spot] + bytes([good[spot] ^ 0x10]) + good[spot + 1 :] for spot in (*range(8, 24), 80, 4095)
-    ]
+    damaged = [good[:spot] + bytes([good[spot] ^ 0x10]) + good[spot + 1 :] for spot in (*range(8, 24), 80, 4095)]
     for left in (damaged[0], damaged[-1], good[: PAGE - 1], good[:20]):
         path.write_bytes(left)
         assert sweep(tmp_path) == [] and path.read_bytes() == left
@@ -288,9 +278,7 @@ def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size > 2 << 23
     with DiskStore(tmp_path, 0, SIZES) as store:
-        assert (
-            store.notes[0] == f"{path}: replaced the file of process {process.pid}, which no longer uses it."
-        )
+        assert store.notes[0] == f"{path}: replaced the file of process {process.pid}, which no longer uses it."
         source, out = torch.randint(0, 255, (PAGE,), dtype=torch.uint8), torch.empty(PAGE, dtype=torch.uint8)
         store.write("second", source)
         store.read("second", out).wait()
@@ -303,9 +291,7 @@ def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
 # ---- in mid-run -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/dev/full"), reason="/dev/full, a device that is always full, is of Linux"
-)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full, a device that is always full, is of Linux")
 @pytest.mark.parametrize("direct", ["auto", False])
 def test_a_disk_that_is_full_in_mid_run(tmp_path: Path, direct: Any) -> None:
     """The block of the failed write is refused until it is written again; the source and other blocks are whole."""
@@ -330,9 +316,7 @@ def test_a_disk_that_is_full_in_mid_run(tmp_path: Path, direct: Any) -> None:
             pending.wait()
         assert torch.equal(source, kept)
         out = torch.empty_like(source)
-        with pytest.raises(
-            DiskError, match=r"'first' cannot be read: the last write of it failed: .*No space left"
-        ):
+        with pytest.raises(DiskError, match=r"'first' cannot be read: the last write of it failed: .*No space left"):
             store.read("first", out).wait()
         with pytest.raises(DiskError, match="1 blocks did not reach the disk, the first is 'first'"):
             store.flush()

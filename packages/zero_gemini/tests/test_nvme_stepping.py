@@ -60,9 +60,16 @@ class Model:
         self.chunks = []
         for spec in layout.chunks:
             chunk = Chunk(
-                spec, layout.shard_slices(spec, 0), [nn.Parameter(torch.empty(0))], [torch.Size([ELEMS])],
-                Mesh({}).group(), dtype=torch.bfloat16, memory=self.memory, tier="device", whole_group=False,
-            )  # fmt: skip
+                spec,
+                layout.shard_slices(spec, 0),
+                [nn.Parameter(torch.empty(0))],
+                [torch.Size([ELEMS])],
+                Mesh({}).group(),
+                dtype=torch.bfloat16,
+                memory=self.memory,
+                tier="device",
+                whole_group=False,
+            )
             self.chunks.append(chunk)
             self.stepper.adopt(chunk, placement.state)
             self.stepper.fill(spec.names[0], torch.linspace(-1, 1, ELEMS))
@@ -73,9 +80,7 @@ class Model:
 
     def step(self) -> None:
         self.count += 1
-        gradients = {
-            chunk: torch.full((ELEMS,), 0.1 * self.count - place) for place, chunk in enumerate(self.chunks)
-        }
+        gradients = {chunk: torch.full((ELEMS,), 0.1 * self.count - place) for place, chunk in enumerate(self.chunks)}
         self.stepper.step(gradients, 1.0, {f"p{i}" for i in range(len(self.chunks))})
         for chunk in self.chunks:
             if not chunk.step_is_pending:
@@ -133,14 +138,10 @@ def test_room_is_one_file_of_this_rank_and_goes_in_the_end(tmp_path: Path) -> No
 
 
 def test_no_folder_was_named() -> None:
-    with pytest.raises(
-        MemoryPlanError, match=r"4 chunks is to live on disk, and no folder .*: give offload_path"
-    ):
+    with pytest.raises(MemoryPlanError, match=r"4 chunks is to live on disk, and no folder .*: give offload_path"):
         Model(None)
     with model(None, HOST) as made:
-        with pytest.raises(
-            MemoryPlanError, match=r"p1 to p1.* no folder for it was named: give offload_path"
-        ):
+        with pytest.raises(MemoryPlanError, match=r"p1 to p1.* no folder for it was named: give offload_path"):
             made.stepper.move(made.chunks[1], DISK)
         made.step()
         assert equal(made.bits(), plain_bits(1))
@@ -168,9 +169,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_full_disk_is_told_before_anything_starts_or_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_before_anything_starts_or_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with full_disk(monkeypatch), pytest.raises(DiskError, match="bytes are wanted"):
         Model(tmp_path)
     assert not files(tmp_path)
@@ -294,9 +293,7 @@ def test_what_killed_processes_left_goes_with_a_word_and_nothing_else(tmp_path: 
         made.step()
         assert equal(made.bits(), plain_bits(1))
         alive.write("a", torch.ones(4096, dtype=torch.uint8)).wait()
-    assert files(tmp_path) == sorted(
-        [*others, *(f"meshfold-optimizer-rank000{rank}.blocks" for rank in ("11", "12"))]
-    )
+    assert files(tmp_path) == sorted([*others, *(f"meshfold-optimizer-rank000{rank}.blocks" for rank in ("11", "12"))])
     assert all((tmp_path / name).read_bytes() == text for name, text in others.items())
 
 
@@ -371,9 +368,7 @@ def test_a_disk_that_breaks_stops_the_step_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, after: int
 ) -> None:
     doing = "written to" if call == "pwritev" else "read from"
-    words = (
-        rf"state of chunk of p\d to p\d.* could not be {doing} disk.*broken.* resume from the last checkpoint"
-    )
+    words = rf"state of chunk of p\d to p\d.* could not be {doing} disk.*broken.* resume from the last checkpoint"
     made = Model(tmp_path)
     made.step()
     made.forward()
@@ -538,9 +533,7 @@ def test_kill_in_the_middle_and_start_again(tmp_path: Path) -> None:
     assert not files(tmp_path)
 
 
-def test_a_chunk_that_is_not_adopted_leaves_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_that_is_not_adopted_leaves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with model(tmp_path, HOST) as made:
         used = made.memory.host_arena.used_bytes
         made.memory.host_arena.budget_bytes = used + 4 * PIECE

@@ -44,9 +44,7 @@ def random_bytes(nbytes: int, seed: int = 0, *, offset: int = 0) -> Tensor:
     chunk=st.sampled_from([PAGE, 2 * PAGE, 1 << 20]),
     in_flight=st.integers(1, 4),
 )
-def test_what_is_written_comes_back(
-    tmp_path: Path, direct: Any, blocks: list[Any], chunk: int, in_flight: int
-) -> None:
+def test_what_is_written_comes_back(tmp_path: Path, direct: Any, blocks: list[Any], chunk: int, in_flight: int) -> None:
     sources = {
         f"block {index} é": random_bytes(numel * dtype.itemsize, index, offset=offset).view(dtype)
         if dtype is not torch.bool
@@ -56,11 +54,7 @@ def test_what_is_written_comes_back(
     sizes = {name: source.nbytes for name, source in sources.items()}
     with DiskStore(tmp_path, 1, sizes, in_flight, chunk, direct) as store:
         assert store.blocks == sizes
-        assert (
-            store.path.stat().st_size
-            == store.file_bytes
-            == FileLayout(sizes=sizes, chunk_bytes=chunk).file_bytes
-        )
+        assert store.path.stat().st_size == store.file_bytes == FileLayout(sizes=sizes, chunk_bytes=chunk).file_bytes
         for pending in [store.write(name, source) for name, source in sources.items()]:
             pending.wait()
         for name, source in sources.items():
@@ -174,9 +168,7 @@ def test_short_system_calls_are_continued(
         assert len(calls) > 4
 
 
-def test_memory_that_direct_io_cannot_reach_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_direct_io_cannot_reach_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = random_bytes(3 * PAGE), aligned_empty(3 * PAGE)
     theirs, refused = {source.data_ptr(), out.data_ptr()}, []
     with DiskStore(tmp_path, 0, {"a": source.nbytes}) as store:
@@ -206,9 +198,7 @@ def peak_rss() -> int:
     raise AssertionError("no VmHWM")
 
 
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is told by Linux's /proc only"
-)
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is told by Linux's /proc only")
 def test_memory_is_bounded_by_the_pieces_in_flight(tmp_path: Path) -> None:
     """96 MiB that do not begin on a page pass through two buffers of 1 MiB."""
     source = random_bytes(96 << 20, offset=8)

@@ -157,11 +157,19 @@ def test_torchs_others() -> None:
 @pytest.mark.parametrize(
     ("cls", "kind"),
     [
-        (Custom, "elementwise"), (Lion, "elementwise"), (FromTheStart, "elementwise"), (Declared, "elementwise"),
-        (Lamb, "matrices"), (Rows, "matrices"), (Late, "matrices"), (Listed, "matrices"), (Rare, "matrices"),
-        (MatricesOnly, "matrices"), (DeclaredWhole, "matrices"),
+        (Custom, "elementwise"),
+        (Lion, "elementwise"),
+        (FromTheStart, "elementwise"),
+        (Declared, "elementwise"),
+        (Lamb, "matrices"),
+        (Rows, "matrices"),
+        (Late, "matrices"),
+        (Listed, "matrices"),
+        (Rare, "matrices"),
+        (MatricesOnly, "matrices"),
+        (DeclaredWhole, "matrices"),
     ],
-)  # fmt: skip
+)
 def test_users_own_are_tried(cls: type[Custom], kind: str) -> None:
     made = cls([nn.Parameter(torch.zeros(2, 2))] if cls is FromTheStart else parameters())
     torch.manual_seed(5)

@@ -212,12 +212,8 @@ def test_hooks_see_the_state_as_of_any_optimizer() -> None:
     ours[0].grad = torch.ones_like(ours[0])
     optimizer.step()
     saved, seen = optimizer.state_dict(), []
-    optimizer.register_load_state_dict_pre_hook(
-        lambda _, state: seen.append(state["state"][0]["exp_avg"].dtype)
-    )
-    optimizer.register_load_state_dict_post_hook(
-        lambda made: seen.append(made.state[ours[0]]["exp_avg"].dtype)
-    )
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["state"][0]["exp_avg"].dtype))
+    optimizer.register_load_state_dict_post_hook(lambda made: seen.append(made.state[ours[0]]["exp_avg"].dtype))
     optimizer.load_state_dict(saved)
     assert seen == [torch.float32, torch.float32]
 
@@ -234,9 +230,7 @@ def test_takes_the_state_of_torchs_adamw(regime: str) -> None:
     assert group["adamw_mode"] is True
     for p, q in zip(ours, theirs, strict=True):
         if reference.state[q] and regime != "C":
-            assert torch.equal(
-                optimizer.state[p]["exp_avg_sq"].float(), reference.state[q]["exp_avg_sq"].float()
-            )
+            assert torch.equal(optimizer.state[p]["exp_avg_sq"].float(), reference.state[q]["exp_avg_sq"].float())
     train(optimizer, ours, range(3, 5))
 
 
@@ -429,8 +423,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="steps on 
 def test_the_gpu_has_the_bits_of_the_cpu(dtype: torch.dtype, regime: str) -> None:
     there, here = parameters(dtype, "cuda"), parameters(dtype)
     mixed = [
-        p if i % 2 else q
-        for i, (p, q) in enumerate(zip(parameters(dtype, "cuda"), parameters(dtype), strict=True))
+        p if i % 2 else q for i, (p, q) in enumerate(zip(parameters(dtype, "cuda"), parameters(dtype), strict=True))
     ]
     for found in (there, here, mixed):
         train(HybridAdam(found, lr=1e-2, weight_decay=0.1, regime=regime), found, range(6))

@@ -72,8 +72,12 @@ def record(monkeypatch: pytest.MonkeyPatch, kind: Any, accumulate: int) -> Seen:
     torch.manual_seed(0)
     model = Tower()
     gemini = in_chunks(
-        model, torch.bfloat16, HOST, chunk_elems=WIDTH * WIDTH, gradient_dtype=torch.float32 if accumulate > 1 else torch.bfloat16,
-    )  # fmt: skip
+        model,
+        torch.bfloat16,
+        HOST,
+        chunk_elems=WIDTH * WIDTH,
+        gradient_dtype=torch.float32 if accumulate > 1 else torch.bfloat16,
+    )
     numbers = {chunk: number for number, chunk in enumerate(gemini.chunks)}
     assert len(numbers) == LAYERS
 
@@ -114,9 +118,14 @@ def record(monkeypatch: pytest.MonkeyPatch, kind: Any, accumulate: int) -> Seen:
             seen.events.append(("end", 0))
             gemini.step()
     seen.workload = workload_of(
-        seen.trace, gemini.uses(), name="tower", regime=REGIMES["A"], tokens=8, accumulation=accumulate,
+        seen.trace,
+        gemini.uses(),
+        name="tower",
+        regime=REGIMES["A"],
+        tokens=8,
+        accumulation=accumulate,
         clipping=gemini.holds_gradients,
-    )  # fmt: skip
+    )
     gemini.close()
     return seen
 
@@ -139,9 +148,7 @@ def planned_bytes(workload: Workload) -> dict[str, float]:
     without, _ = seconds_table(replace(workload, regime=regime), EMULATED, strategy)
     for phase in phases:
         row = next(i for i in range(phase.start, phase.stop) if table.names[i] == "host memory")
-        more = (
-            table.chunk[0, HOST_STREAMED, row] - without.chunk[0, HOST_STREAMED, row]
-        ) * EMULATED.host_memory
+        more = (table.chunk[0, HOST_STREAMED, row] - without.chunk[0, HOST_STREAMED, row]) * EMULATED.host_memory
         found[phase.name] = round(more / workload.chunks[0].elems, 6)
     return found
 
@@ -198,8 +205,10 @@ def copies_take_turns(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [held_for_clipping, through_the_ring, held_for_micro_steps, copies_take_turns], ids=lambda body: body.__name__
-)  # fmt: skip
+    "body",
+    [held_for_clipping, through_the_ring, held_for_micro_steps, copies_take_turns],
+    ids=lambda body: body.__name__,
+)
 def test_a_plan_hides_what_the_executor_hides(
     body: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

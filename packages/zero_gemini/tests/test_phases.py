@@ -81,8 +81,6 @@ def test_a_workload_takes_as_long_as_was_seen() -> None:
 
 
 def test_a_phase_without_compute_stays_without() -> None:
-    work = stack(machine=EMULATED, layers=2, layer_elems=1000, tokens=64).taking(
-        forward=0, backward=1, kept=()
-    )
+    work = stack(machine=EMULATED, layers=2, layer_elems=1000, tokens=64).taking(forward=0, backward=1, kept=())
     again = work.taking(forward=2.0, backward=2.0, kept=())
     assert [chunk.forward_seconds for chunk in again.chunks] == [0.0, 0.0]

@@ -36,9 +36,7 @@ E, LAYERS = 100_000, 6
 
 
 def work(**changes: object) -> Workload:
-    given = (
-        dict(machine=MACHINE, layers=LAYERS, layer_elems=E, tokens=1000, regime="A", clipping=False) | changes
-    )
+    given = dict(machine=MACHINE, layers=LAYERS, layer_elems=E, tokens=1000, regime="A", clipping=False) | changes
     return stack(**given)  # type: ignore[arg-type]
 
 
@@ -158,18 +156,14 @@ def test_the_device_leaves_moments_where_the_backward_has_time_for_them() -> Non
     assert "backward: compute" in long.binding
 
     assert cpu(split(replace(MACHINE, flops=1e15)), passing).strategy == "just_in_time_split"
-    narrow = replace(
-        busy, h2d=rate / 2
-    )  # no more goes up than there is room for: 14 bytes of state, 2 of parameters
+    narrow = replace(busy, h2d=rate / 2)  # no more goes up than there is room for: 14 bytes of state, 2 of parameters
     shared = terms(cpu(split(narrow), narrow), "forward")
     assert shared["h2d"] <= 1.001 * max(shared["host memory"], 16 * n / narrow.h2d)
 
 
 def test_nothing_passes_through_where_all_is_on_the_device() -> None:
     passing = replace(MACHINE, passage=1e9, beside_passage=1e9, passage_bytes=MiB)
-    assert (
-        cuda(work(clipping=True), passing).peak_gpu_bytes == cuda(work(clipping=True), MACHINE).peak_gpu_bytes
-    )
+    assert cuda(work(clipping=True), passing).peak_gpu_bytes == cuda(work(clipping=True), MACHINE).peak_gpu_bytes
     with pytest.raises(SpecError, match="says nothing without beside_passage"):
         replace(MACHINE, passage=1e9)
 
@@ -186,9 +180,7 @@ def test_the_whole_step_of_what_is_on_disk_moves_26_bytes_in_the_forward() -> No
 
 
 def test_out_of_place_is_picked_when_clipping_is_rare_and_host_memory_is_there() -> None:
-    slow = replace(
-        MACHINE, host_memory=5e9
-    )  # the step is about as long as compute, and longer than the forward
+    slow = replace(MACHINE, host_memory=5e9)  # the step is about as long as compute, and longer than the forward
     often, rare = work(clipping=True), work(clipping=True, clip_probability=0.01)
     assert cpu(often, slow).strategy == "just_in_time_split"
     made = cpu(rare, slow)
@@ -279,9 +271,7 @@ def test_kept_activations_save_their_recompute_and_hold_their_bytes() -> None:
 
 def test_predictions_for_what_was_measured() -> None:
     """OPT-6.7B, 16 sequences of 1024 with recompute, everything on one H200: 1.43 s measured with plain torch."""
-    workload = stack(
-        machine=H200, layers=34, layer_elems=6_860_000_000 // 34, tokens=16384, working_bytes=4 * GiB
-    )
+    workload = stack(machine=H200, layers=34, layer_elems=6_860_000_000 // 34, tokens=16384, working_bytes=4 * GiB)
     assert cuda(workload, H200).seconds == pytest.approx(1.43, rel=0.05)
 
 

@@ -117,9 +117,7 @@ def check_within(p: Plan) -> None:
 
 @SOME
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(0, 3))
-def test_a_plan_is_as_fast_as_exhaustive_search_and_within_the_limits(
-    r: Random, chunks: int, layers: int
-) -> None:
+def test_a_plan_is_as_fast_as_exhaustive_search_and_within_the_limits(r: Random, chunks: int, layers: int) -> None:
     workload = random_workload(r, chunks, layers)
     limits = random_limits(r, workload, disk=r.random() < 0.5)
     ours, best = made(workload, limits), made(workload, limits, exhaustive)
@@ -209,9 +207,7 @@ def test_more_memory_is_never_slower(r: Random, chunks: int, many: bool) -> None
 @given(st.randoms(use_true_random=False), st.integers(2, 6))
 def test_the_family_for_many_chunks_is_legal_and_no_better_than_the_best(r: Random, chunks: int) -> None:
     workload = random_workload(r, chunks, 2)
-    case = Case(
-        workload=workload, machine=EMULATED, limits=random_limits(r, workload, disk=True).on(EMULATED)
-    )
+    case = Case(workload=workload, machine=EMULATED, limits=random_limits(r, workload, disk=True).on(EMULATED))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search_module, "EXACT_CHUNKS", 0)
         member = search(case)
@@ -288,9 +284,7 @@ def test_bounds_never_hide_the_best() -> None:
     for seed in range(20):
         r = Random(seed)
         workload = random_workload(r, 4, 3)
-        case = Case(
-            workload=workload, machine=EMULATED, limits=random_limits(r, workload, disk=True).on(EMULATED)
-        )
+        case = Case(workload=workload, machine=EMULATED, limits=random_limits(r, workload, disk=True).on(EMULATED))
         for problem in case.problems():
             values = [v.min() for v, _ in search_module.every_choice(problem)]
             found = search_module.branch_and_bound(problem, np.inf)

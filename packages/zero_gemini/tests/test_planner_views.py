@@ -91,8 +91,7 @@ def test_const_never_passes_its_boundary(workload: Workload) -> None:
         chosen = options_of(made).chunks
         kinds = gpu_kinds(workload)
         held = sum(
-            kinds["resident parameters"][i, option] + kinds["gathered"][i, option]
-            for i, option in enumerate(chosen)
+            kinds["resident parameters"][i, option] + kinds["gathered"][i, option] for i, option in enumerate(chosen)
         )
         assert held.max() <= boundary
         if boundary < 3 * 10**9:  # one more would pass it
@@ -103,9 +102,7 @@ def test_const_never_passes_its_boundary(workload: Workload) -> None:
 
 
 def test_a_placement_that_does_not_fit_says_by_how_much(workload: Workload) -> None:
-    with pytest.raises(
-        MemoryPlanError, match=r"placement 'cuda'.*GPU memory.*limit is 8 GiB.*placement 'auto'"
-    ):
+    with pytest.raises(MemoryPlanError, match=r"placement 'cuda'.*GPU memory.*limit is 8 GiB.*placement 'auto'"):
         cuda(workload, H200, Limits(gpu_bytes=8 * GiB))
     with pytest.raises(MemoryPlanError, match=r"placement 'cpu'.*host memory"):
         cpu(workload, H200, Limits(host_bytes=GiB))
@@ -150,9 +147,7 @@ def test_a_plan_can_be_judged_again_for_another_machine(planned: Plan) -> None:
         planned.chunks,
         planned.layers,
     )
-    slower = recost(
-        planned, planned.workload, replace(planned.machine, host_memory=planned.machine.host_memory / 3)
-    )
+    slower = recost(planned, planned.workload, replace(planned.machine, host_memory=planned.machine.host_memory / 3))
     assert (slower.chunks, slower.layers, slower.gpu_bytes) == (
         planned.chunks,
         planned.layers,

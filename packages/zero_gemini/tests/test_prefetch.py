@@ -146,9 +146,7 @@ def test_reductions_of_one_unit_do_not_wait_for_one_another(monkeypatch: pytest.
         ended = [name for what, name in events[mine[0] : mine[-1]] if what == "end"]
         assert not [name for name in ended if f"blocks.{number}." in name], events
         if number < LAYERS - 1:  # and what was begun a unit before is over by then
-            late = [
-                name for what, name in events[mine[-1] :] if what == "end" and f"blocks.{number + 1}." in name
-            ]
+            late = [name for what, name in events[mine[-1] :] if what == "end" and f"blocks.{number + 1}." in name]
             assert not late, events
 
 

@@ -60,8 +60,13 @@ class Model(nn.Module):
         x = self.embed(ids)
         for start in range(0, 4, self.wrap or 1):
             some = self.blocks[start : start + (self.wrap or 1)]
-            x = checkpoint(lambda x, some=some: some[-1](some[0](x)) if len(some) > 1 else some[0](x), x,
-                           use_reentrant=False) if self.wrap else some[0](x)  # fmt: skip
+            x = (
+                checkpoint(
+                    lambda x, some=some: some[-1](some[0](x)) if len(some) > 1 else some[0](x), x, use_reentrant=False
+                )
+                if self.wrap
+                else some[0](x)
+            )
         loss: Tensor = (self.head(x * self.scale)).square().mean()
         return loss
 
@@ -222,17 +227,11 @@ def test_bytes_by_hand() -> None:
 def test_checkpointing_shows() -> None:
     plain, inside = traced(Model), traced(MODELS["checkpoint inside"])
     turn = plain.forward_moments - 1
-    kept = (
-        4 * ROWS * WIDTH * (2 + 2)
-    )  # up's output, gelu's output, each twice as wide: what a block need not keep
-    assert plain.moments[turn].left_bytes - inside.moments[turn].left_bytes == pytest.approx(
-        4 * kept, rel=0.05
-    )
+    kept = 4 * ROWS * WIDTH * (2 + 2)  # up's output, gelu's output, each twice as wide: what a block need not keep
+    assert plain.moments[turn].left_bytes - inside.moments[turn].left_bytes == pytest.approx(4 * kept, rel=0.05)
     forward = [m.seconds for m in plain.moments[1:turn]]
     again = [b.seconds - a.seconds for a, b in zip(plain.moments, inside.moments, strict=True) if a.backward]
-    assert (
-        0.4 * forward[1] < again[2] < forward[1]
-    )  # computed once more, up to the last tensor that backward needs
+    assert 0.4 * forward[1] < again[2] < forward[1]  # computed once more, up to the last tensor that backward needs
 
 
 class Watched(nn.Module):
@@ -292,9 +291,7 @@ def test_seconds_are_those_of_the_operators() -> None:
         model[1](y.view(-1)).view(64, 256)
         end = clock.mark()
     assert clock.seconds(begin, middle) == 2 * 64 * 256 * 256 / 1e12  # more than its bytes take
-    assert clock.seconds(middle, end) == pytest.approx(
-        2 * 4 * 64 * 256 / 1e12
-    )  # reads and writes; views are free
+    assert clock.seconds(middle, end) == pytest.approx(2 * 4 * 64 * 256 / 1e12)  # reads and writes; views are free
     assert clock.flop == 2 * 64 * 256 * 256
     clock.add(flop=10**12, efficiency=0.5)
     assert clock.seconds(end, clock.mark()) == pytest.approx(2.0)

@@ -36,9 +36,7 @@ from planner_cases import EMULATED
 A = REGIMES["A"]
 
 
-def moment(
-    i: int, unit: str, *, backward: bool, until: int | None = None, seconds: float = 1.0
-) -> TracedMoment:
+def moment(i: int, unit: str, *, backward: bool, until: int | None = None, seconds: float = 1.0) -> TracedMoment:
     return TracedMoment(
         unit=unit,
         backward=backward,
@@ -146,9 +144,7 @@ def test_half_a_step_is_refused() -> None:
 
 
 def layer(name: str, kept: int, seconds: float, first: int, last: int, before: int = 0) -> TracedLayer:
-    return TracedLayer(
-        name=name, kept_bytes=kept, seconds=seconds, first=first, last=last, before_bytes=before
-    )
+    return TracedLayer(name=name, kept_bytes=kept, seconds=seconds, first=first, last=last, before_bytes=before)
 
 
 def test_layers_are_recomputed_or_kept() -> None:
@@ -166,9 +162,7 @@ def test_layers_are_recomputed_or_kept() -> None:
     ]
     assert not layer_bytes(found)[:, 0].any()
     roomy, none = cuda(found, EMULATED, kept=["a", "b", "c"]), cuda(found, EMULATED)
-    spent = [
-        {t.phase: t.seconds for t in made.terms if t.name == "compute"}["backward"] for made in (none, roomy)
-    ]
+    spent = [{t.phase: t.seconds for t in made.terms if t.name == "compute"}["backward"] for made in (none, roomy)]
     assert spent == pytest.approx([3, 2])
     assert roomy.gpu_bytes[3] == none.gpu_bytes[3] + 120
     assert on_device(found, EMULATED).layers == roomy.layers
@@ -250,8 +244,7 @@ def test_plans_of_traces_are_the_best(stage: int, accumulation: int, ranks: int,
     sizes = torch.randint(1000, 90000, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
     units = ["a", "b", "c", "d"]
     chunks = [
-        use(unit, elems, ranks, **{unit: elems, units[seed % 4]: 10})
-        for unit, elems in zip(units, sizes, strict=True)
+        use(unit, elems, ranks, **{unit: elems, units[seed % 4]: 10}) for unit, elems in zip(units, sizes, strict=True)
     ]
     found = work(trace(*units), *chunks, stage=stage, accumulation=accumulation, data_ranks=ranks)
     machine = replace(EMULATED, gpu_bytes=int(sum(sizes) * 9 * ranks**0.5))
@@ -266,9 +259,7 @@ def test_chunks_of_a_model() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     model[2].weight = model[0].weight
     model[1].bias.requires_grad_(False)
-    found = {
-        chunk.name: chunk for chunk in chunk_uses(model, Mesh(dict(data=2), rank=0), dtype=torch.bfloat16)
-    }
+    found = {chunk.name: chunk for chunk in chunk_uses(model, Mesh(dict(data=2), rank=0), dtype=torch.bfloat16)}
     assert set(found) == {"0.weight", "1.bias"}
     assert dict(found["0.weight"].units) == {"0": 72, "1": 64, "2": 64}
     assert not found["1.bias"].trainable

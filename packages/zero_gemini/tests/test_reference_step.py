@@ -119,7 +119,7 @@ class Reference:
                 with use("reference"):  # plain torch, neither our numba nor our Triton
                     adam_step(
                         type(self.state)(**planes), self.kept[mine], SETTINGS, step=self.counts[name], grad_scale=factor
-                    )  # fmt: skip
+                    )
 
     def show(self) -> None:
         for name, value in self.weights(self.state.weights).items():
@@ -140,10 +140,7 @@ def shares_of(parameters: dict[str, nn.Parameter], world: int) -> list[list[Shar
     """Slices of parameters that each rank has."""
     items = [Item(name, p.numel(), 0) for name, p in parameters.items()]
     layout = lay_out(items, CHUNK_ELEMS, world, slot_align_elems=64)
-    return [
-        [part for chunk in layout.chunks for part in layout.shard_slices(chunk, rank)]
-        for rank in range(world)
-    ]
+    return [[part for chunk in layout.chunks for part in layout.shard_slices(chunk, rank)] for rank in range(world)]
 
 
 def train_reference(precision: str, world: int, steps: int, *, sum_every_time: bool) -> Seen:
@@ -178,9 +175,7 @@ def train_chunks(
     rank = Mesh({"data": world}).index("data")
     with tempfile.TemporaryDirectory() as folder:
         disk = DiskSettings(folder=folder, rank=rank, piece_bytes=8192)
-        gemini = in_chunks(
-            model, DTYPES[precision], placements, stage=stage, world=world, regime=regime, disk=disk
-        )
+        gemini = in_chunks(model, DTYPES[precision], placements, stage=stage, world=world, regime=regime, disk=disk)
         for number, (ids, extra) in enumerate(batches(steps * ACCUMULATION)):
             step, scale = number // ACCUMULATION, scale_of(number // ACCUMULATION, precision)
             last = number % ACCUMULATION == ACCUMULATION - 1
@@ -200,9 +195,7 @@ def train_chunks(
                 seen.skipped.append(step)
             if moving:
                 gemini.move({c: MOVES[(i + step) % len(MOVES)] for i, c in enumerate(gemini.chunks)})
-        seen.weights = {
-            name: gemini.read(p).clone() for name, p in model.named_parameters() if p.requires_grad
-        }
+        seen.weights = {name: gemini.read(p).clone() for name, p in model.named_parameters() if p.requires_grad}
         gemini.close()
     return seen
 
@@ -265,9 +258,7 @@ def against_reference(precision: str, world: int, steps: int, cases: list[tuple[
         ("bf16", 4, [(3, "cpu", False), (2, "static", True)]),
     ],
 )
-def test_training_is_the_reference_step(
-    precision: str, world: int, cases: list[tuple[int, str, bool]]
-) -> None:
+def test_training_is_the_reference_step(precision: str, world: int, cases: list[tuple[int, str, bool]]) -> None:
     run_on_ranks(world, against_reference, precision, world, FEW_STEPS, cases)
 
 
@@ -321,9 +312,7 @@ def near_torch(world: int, steps: int) -> None:
         torch.testing.assert_close(total, torch.tensor(losses).double(), rtol=1e-6, atol=1e-6)
         for name, value in found.weights.items():
             wanted = serial.get_parameter(name).detach()
-            torch.testing.assert_close(
-                value, wanted, rtol=1e-6, atol=1e-6, msg=partial("{}: {}".format, name)
-            )
+            torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-6, msg=partial("{}: {}".format, name))
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,7 @@ def peak_mib(lazily: bool, stage: int) -> tuple[float, float]:
     return found
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the high-water mark of memory"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the high-water mark of memory")
 def test_no_rank_ever_holds_more_than_its_share_and_a_chunk() -> None:
     for peak, after in run_on_ranks(2, peak_mib, True, 3):
         # 96 MiB of shards, some of it in what the process had free; while they are filled one chunk of 16 MiB and one

@@ -85,9 +85,15 @@ def everything(gemini: Gemini) -> list[Tensor]:
 
 
 def a_step(
-    model: Model, gemini: Gemini, number: int, *, bound: float = 1e3, between: Callable[[], None] | None = None,
-    accumulate: int = 1, factor: float = 1.0,
-) -> list[Tensor]:  # fmt: skip
+    model: Model,
+    gemini: Gemini,
+    number: int,
+    *,
+    bound: float = 1e3,
+    between: Callable[[], None] | None = None,
+    accumulate: int = 1,
+    factor: float = 1.0,
+) -> list[Tensor]:
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     losses = []
     for micro in range(accumulate):
@@ -349,9 +355,7 @@ def bytes_of_copies() -> None:
     for number in range(4):
         a_step(model, gemini, number)
     assert not gemini.step_speculatively(False)
-    held = 4 * sum(
-        chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients
-    )  # float32 gradients
+    held = 4 * sum(chunk.shard.numel() for chunk in gemini.chunks if chunk in gemini._gradients)  # float32 gradients
     assert memory.host_arena.used_bytes == before + held
     memory.host_arena.budget_bytes = before + held + mine - 1
     assert not gemini.step_speculatively(True)  # one byte too few: none of it stays taken

@@ -28,9 +28,7 @@ from meshfold.zero_gemini.optimizer import kernel_runs as runs_module
 from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
 
-def check_bytes(
-    made: Small, placements: Iterable[ChunkPlacement], regime: str, *, resident: bool = False
-) -> None:
+def check_bytes(made: Small, placements: Iterable[ChunkPlacement], regime: str, *, resident: bool = False) -> None:
     """Both arenas have what the planes need, and no byte more."""
     memory, device, host = made.memory, 0, 0
     on_disk = False
@@ -50,9 +48,7 @@ def check_bytes(
         ring = made.stepper.disk.ring
         assert (ring.nbytes > 0) == on_disk and ring.nbytes <= 3 * PAGE_BYTES
         host += on_disk * ring.count * memory.host_arena.nbytes(ring.nbytes + PAGE_BYTES, torch.uint8)
-        assert ring.host_bytes == on_disk * ring.count * memory.host_arena.nbytes(
-            ring.nbytes + PAGE_BYTES, torch.uint8
-        )
+        assert ring.host_bytes == on_disk * ring.count * memory.host_arena.nbytes(ring.nbytes + PAGE_BYTES, torch.uint8)
     assert (memory.compute.used_bytes, memory.host_arena.used_bytes) == (device, host)
 
 
@@ -267,9 +263,7 @@ def test_a_move_that_finds_no_memory_changes_nothing(tmp_path: Path, index: int)
             memory = made.memory
             used = memory.compute.used_bytes, memory.host_arena.used_bytes
             for spare in range(0, 60_000, 8192):
-                memory.compute.budget_bytes, memory.host_arena.budget_bytes = (
-                    bytes_ + spare for bytes_ in used
-                )
+                memory.compute.budget_bytes, memory.host_arena.budget_bytes = (bytes_ + spare for bytes_ in used)
                 try:
                     made.stepper.move(made.chunks[0], placement)
                     break
@@ -306,9 +300,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     wide=st.booleans(),
     start=st.sampled_from(PLACEMENTS[:3]),
 )
-def test_any_optimizer_moves_with_the_same_bits(
-    name: str, do: list[Any], wide: bool, start: ChunkPlacement
-) -> None:
+def test_any_optimizer_moves_with_the_same_bits(name: str, do: list[Any], wide: bool, start: ChunkPlacement) -> None:
     cls, options = OPTIMIZERS[name]
 
     def optimizer(parameters: list[nn.Parameter]) -> Any:
@@ -344,9 +336,7 @@ def check_general_bytes(made: Small, placements: list[ChunkPlacement], master_dt
     bytes_ = {"device": 0, "host": 0}
     for chunk, placement in zip(made.chunks, placements, strict=True):
         arena = memory.arena(placement.state)
-        bytes_[placement.parameters] += memory.arena(placement.parameters).nbytes(
-            chunk.spec.shard_elems, chunk.dtype
-        )
+        bytes_[placement.parameters] += memory.arena(placement.parameters).nbytes(chunk.spec.shard_elems, chunk.dtype)
         if master_dtype != chunk.dtype or placement.parameters != placement.state:
             bytes_[placement.state] += arena.nbytes(chunk.spec.shard_elems, master_dtype)
         for part in chunk.slices:
@@ -365,9 +355,7 @@ def test_the_disk_is_for_adam() -> None:
     def optimizer(parameters: list[nn.Parameter]) -> Any:
         return two_groups(parameters, torch.optim.SGD)
 
-    with pytest.raises(
-        MemoryPlanError, match=r"state of SGD cannot live on disk, which is for adam and adamw"
-    ):
+    with pytest.raises(MemoryPlanError, match=r"state of SGD cannot live on disk, which is for adam and adamw"):
         Small(make, torch.float32, PLACEMENTS[3:4], optimizer=optimizer)
     with small(make, torch.float32, PLACEMENTS[:1], optimizer=optimizer) as made:
         with pytest.raises(MemoryPlanError, match="cannot live on disk"):

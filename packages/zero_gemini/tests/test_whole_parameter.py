@@ -23,9 +23,17 @@ from meshfold.zero_gemini.optimizer.parameter_owners import Owners
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
 
 SHAPES: dict[str, tuple[int, ...]] = {
-    "embed": (50, 24), "up": (40, 24), "up.bias": (40,), "down": (24, 40), "gate": (24,), "conv": (6, 5, 3, 3), "one": (1,),
-    "head": (31, 24), "square": (16, 16), "never": (7, 9),
-}  # fmt: skip
+    "embed": (50, 24),
+    "up": (40, 24),
+    "up.bias": (40,),
+    "down": (24, 40),
+    "gate": (24,),
+    "conv": (6, 5, 3, 3),
+    "one": (1,),
+    "head": (31, 24),
+    "square": (16, 16),
+    "never": (7, 9),
+}
 MATRICES: dict[str, tuple[int, ...]] = {name: shape for name, shape in SHAPES.items() if len(shape) == 2}
 STEPS = 5
 CPU = torch.device("cpu")
@@ -56,11 +64,7 @@ class Gram(torch.optim.Optimizer):
                 for side, gram in enumerate(state["gram"]):
                     if isinstance(gram, Tensor):
                         gram += matrix @ matrix.T if side == 0 else matrix.T @ matrix
-                if (
-                    state["gram"]
-                    and state["count"] % self.every == 1
-                    and isinstance(state["gram"][-1], Tensor)
-                ):
+                if state["gram"] and state["count"] % self.every == 1 and isinstance(state["gram"][-1], Tensor):
                     state["root"] = torch.linalg.inv(state["gram"][-1]).contiguous()
                 update = matrix if state["root"] is None else matrix @ state["root"]
                 p.add_(update.view_as(p), alpha=-group["lr"] * state["rate"])
@@ -75,9 +79,7 @@ MAKERS: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
 
 
 def meta_of(mesh: Mesh, shape: tuple[int, ...]) -> ParameterMeta:
-    return ParameterMeta(
-        mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape)), sum_axes=("data",)
-    )
+    return ParameterMeta(mesh=mesh, placement=Placement(shape=shape, axes=((),) * len(shape)), sum_axes=("data",))
 
 
 class Trained:
@@ -96,27 +98,34 @@ class Trained:
         memory: Memory | None = None,
     ) -> None:
         placement = placement or ChunkPlacement()
-        self.mesh = Mesh(
-            {"data": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1}
-        )
+        self.mesh = Mesh({"data": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1})
         group, self.memory, self.shapes = self.mesh.group("data"), memory or Memory(CPU), shapes
         stand_ins = {name: nn.Parameter(torch.empty(()).expand(shape)) for name, shape in shapes.items()}
         made = make(list(stand_ins.values()))
         with_state = bool(made.state)
         made.state.clear()
         self.stepper = WholeStepper(
-            made, master, metas={name: meta_of(self.mesh, shape) for name, shape in shapes.items()},
-            shapes={name: torch.Size(shape) for name, shape in shapes.items()}, with_state=with_state,
-        )  # fmt: skip
+            made,
+            master,
+            metas={name: meta_of(self.mesh, shape) for name, shape in shapes.items()},
+            shapes={name: torch.Size(shape) for name, shape in shapes.items()},
+            with_state=with_state,
+        )
         items = [Item(name, torch.Size(shape).numel(), "all") for name, shape in shapes.items()]
         layout = lay_out(items, chunk_elems, group.size)
         self.chunks, self.parameters = [], {name: nn.Parameter(torch.empty(0)) for name in shapes}
         for spec in layout.chunks:
             chunk = Chunk(
-                spec, layout.shard_slices(spec, group.index), [self.parameters[name] for name in spec.names],
-                [torch.Size(shapes[name]) for name in spec.names], group, dtype=dtype, memory=self.memory,
-                tier=placement.parameters, whole_group=stage < 3,
-            )  # fmt: skip
+                spec,
+                layout.shard_slices(spec, group.index),
+                [self.parameters[name] for name in spec.names],
+                [torch.Size(shapes[name]) for name in spec.names],
+                group,
+                dtype=dtype,
+                memory=self.memory,
+                tier=placement.parameters,
+                whole_group=stage < 3,
+            )
             self.stepper.adopt(chunk, placement.state)
             self.chunks.append(chunk)
             for name in spec.names:
@@ -156,8 +165,7 @@ class Trained:
         for chunk in self.chunks:
             told: list[Any] = [None] * chunk.group.size
             mine = {
-                name: {k: tuple(e) for k, e in entries.items()}
-                for name, entries in self.stepper.entries(chunk).items()
+                name: {k: tuple(e) for k, e in entries.items()} for name, entries in self.stepper.entries(chunk).items()
             }
             if chunk.group.size > 1:
                 torch.distributed.all_gather_object(told, mine)
@@ -227,9 +235,7 @@ def test_equals_torch_on_whole_tensors(world: int, name: str, dtype: torch.dtype
     """To the bit: the owner steps on what one process would. Adafactor and Gram depend on all of a matrix."""
     host = ChunkPlacement(parameters="host", state="host")
     run_on_ranks(world, compare, name, dtype, 1.0, ChunkPlacement(), 3, 1500)
-    run_on_ranks(
-        world, compare, name, dtype, 0.37, host if name == "gram" else ChunkPlacement(state="host"), 2, 256
-    )
+    run_on_ranks(world, compare, name, dtype, 0.37, host if name == "gram" else ChunkPlacement(state="host"), 2, 256)
 
 
 def mixed(chunk_elems: int) -> None:
@@ -240,9 +246,7 @@ def mixed(chunk_elems: int) -> None:
     trained = Trained(make, shapes, torch.bfloat16, master=torch.float32, chunk_elems=chunk_elems)
     for step in range(STEPS):
         for key, p in whole.items():
-            p.grad = (
-                gradient(key, shapes[key], step).bfloat16().float() if key in used_at(step, shapes) else None
-            )
+            p.grad = gradient(key, shapes[key], step).bfloat16().float() if key in used_at(step, shapes) else None
         reference.step()
         trained.step(step, 1.0, torch.bfloat16)
     shown = trained.shown()
@@ -271,9 +275,7 @@ def resume(name: str) -> None:
         for part in reversed(state.get(key, {})):  # parts of lists in any order
             other.stepper.write(key, part, state[key][part])
     again = other.state()
-    assert {k: list(v) for k, v in again.items()} == {
-        k: sorted(v, key=list(again[k]).index) for k, v in state.items()
-    }
+    assert {k: list(v) for k, v in again.items()} == {k: sorted(v, key=list(again[k]).index) for k, v in state.items()}
     for key, parts in state.items():
         assert all(torch.equal(again[key][part], value) for part, value in parts.items())
     for step in range(3, 6):
@@ -323,9 +325,7 @@ def test_chunks_may_move_between_steps(world: int, stage: int) -> None:
 def test_without_room_everything_stays_where_it_was(start: ChunkPlacement) -> None:
     make, shapes = MAKERS["gram"]
     memory = Memory(CPU)
-    trained, still = (
-        Trained(make, shapes, torch.float64, memory=m, placement=start) for m in (memory, Memory(CPU))
-    )
+    trained, still = (Trained(make, shapes, torch.float64, memory=m, placement=start) for m in (memory, Memory(CPU)))
     target = ChunkPlacement(state="host") if start == ChunkPlacement() else ChunkPlacement()
     refused = 0
     for step in range(2):
@@ -334,9 +334,7 @@ def test_without_room_everything_stays_where_it_was(start: ChunkPlacement) -> No
         for chunk in trained.chunks:
             used = memory.compute.used_bytes, memory.host_arena.used_bytes
             for spare in (0, 4096, 16 * 1024):  # for nothing, for a shard, for weights without state
-                memory.compute.budget_bytes, memory.host_arena.budget_bytes = (
-                    bytes_ + spare for bytes_ in used
-                )
+                memory.compute.budget_bytes, memory.host_arena.budget_bytes = (bytes_ + spare for bytes_ in used)
                 try:
                     trained.stepper.move(chunk, target)
                     trained.stepper.move(chunk, start)
@@ -383,12 +381,18 @@ def chunks_of(sizes: list[int], chunk_elems: int, mesh: Mesh) -> list[Chunk]:
     layout = lay_out([Item(str(i), size, "all") for i, size in enumerate(sizes)], chunk_elems, group.size)
     return [
         Chunk(
-            spec, layout.shard_slices(spec, group.index), [nn.Parameter(torch.empty(0)) for _ in spec.names],
-            [torch.Size([slot.numel]) for slot in spec.slots], group, dtype=torch.float32, memory=Memory(CPU),
-            tier="host", whole_group=False,
+            spec,
+            layout.shard_slices(spec, group.index),
+            [nn.Parameter(torch.empty(0)) for _ in spec.names],
+            [torch.Size([slot.numel]) for slot in spec.slots],
+            group,
+            dtype=torch.float32,
+            memory=Memory(CPU),
+            tier="host",
+            whole_group=False,
         )
         for spec in layout.chunks
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("sizes", [[4096] * 30, [64] * 500, [20000, 64, 64, 9000, 128] * 6, [30000]])
@@ -403,9 +407,7 @@ def test_owners_are_balanced_and_mostly_at_home(sizes: list[int], world: int) ->
             chunks = chunks_of(sizes, 16384, mesh)
             for chunk in chunks:
                 mine = owners.choose(chunk)
-                moved += sum(
-                    sum(chunk.lengths(name)) - chunk.lengths(name)[owner] for name, owner in mine.items()
-                )
+                moved += sum(sum(chunk.lengths(name)) - chunk.lengths(name)[owner] for name, owner in mine.items())
                 found.update(mine)
             mesh.close()
         loads = [sum(sizes[int(name)] for name, owner in found.items() if owner == i) for i in range(world)]
@@ -434,13 +436,9 @@ def test_what_travels() -> None:
 def test_split_and_padded_parameters_are_refused() -> None:
     with fake_world(4):
         mesh = Mesh({"data": 2, "tensor": 2})
-        split = ParameterMeta(
-            mesh=mesh, placement=Placement(shape=(8, 6), axes=(("tensor",), ())), sum_axes=("data",)
-        )
+        split = ParameterMeta(mesh=mesh, placement=Placement(shape=(8, 6), axes=(("tensor",), ())), sum_axes=("data",))
         made = torch.optim.Adafactor([nn.Parameter(torch.zeros(4, 6))])
-        with pytest.raises(
-            MemoryPlanError, match=r"Adafactor looks at whole parameters, and 'w' is split over tensor"
-        ):
+        with pytest.raises(MemoryPlanError, match=r"Adafactor looks at whole parameters, and 'w' is split over tensor"):
             WholeStepper(made, None, metas={"w": split}, shapes={"w": torch.Size((4, 6))})
         whole = meta_of(mesh, (7, 6))
         with pytest.raises(MemoryPlanError, match=r"'w' of shape \(7, 6\) is padded to \(8, 6\)"):

@@ -60,9 +60,7 @@ def make_model() -> Model:
 def batches(count: int) -> list[tuple[Tensor, bool]]:
     """Token ids of all ranks, and whether the part that is used sometimes is used."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        (torch.randint(WORDS, (ROWS, LENGTH), generator=generator), step % 3 == 1) for step in range(count)
-    ]
+    return [(torch.randint(WORDS, (ROWS, LENGTH), generator=generator), step % 3 == 1) for step in range(count)]
 
 
 def loss_of(model: nn.Module, ids: Tensor, extra: bool, *, rank: int = 0, world: int = 1) -> Tensor:
@@ -98,6 +96,12 @@ def in_chunks(
         **settings,
     }
     return Gemini(
-        model, mesh, stage=stage, memory=memory or Memory(CPU), placements=placements, dtype=dtype,
-        master_dtype=torch.float32, **given,
-    )  # fmt: skip
+        model,
+        mesh,
+        stage=stage,
+        memory=memory or Memory(CPU),
+        placements=placements,
+        dtype=dtype,
+        master_dtype=torch.float32,
+        **given,
+    )

@@ -51,9 +51,7 @@ class Translation:
     def under(self, root: str) -> dict[str, Any]:
         """Return the settings whose paths begin so: ``{"placement": "cpu"}`` under ``"zero"``."""
         return {
-            path.removeprefix(f"{root}."): value
-            for path, value in self.settings.items()
-            if path.startswith(f"{root}.")
+            path.removeprefix(f"{root}."): value for path, value in self.settings.items() if path.startswith(f"{root}.")
         }
 
     def add(self, other: Translation) -> None:

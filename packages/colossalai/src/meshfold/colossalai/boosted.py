@@ -44,9 +44,7 @@ class BoostedModel(nn.Module):
         """Return the whole model's state under the names of a single process, on every rank; all ranks must call."""
         return dict(self.engine.full_state_dict())
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take the whole model's state dict, the same on every rank.
 
         Raises:
@@ -117,9 +115,7 @@ class BoostedOptimizer:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **given: Any
     ) -> Tensor:
         """Clip the whole model's gradient before :meth:`step`; the norm before. All ranks must call."""
-        norm: Tensor = clip_grad_norm_(
-            self._parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
+        norm: Tensor = clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         return norm
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **given: Any) -> None:

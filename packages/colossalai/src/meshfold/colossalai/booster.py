@@ -160,9 +160,7 @@ class Booster:
                     "execute_pipeline(...) a criterion of (output, target)"
                 )
         batch = next(data_iter)
-        _, _, loss = engine.execute_schedule(
-            iter([batch]), forward_only=forward_only, return_output_label=False
-        )
+        _, _, loss = engine.execute_schedule(iter([batch]), forward_only=forward_only, return_output_label=False)
         outputs = engine.predict(batch) if return_outputs else None
         return {"loss": loss if return_loss else None, "outputs": outputs}
 
@@ -196,15 +194,11 @@ class Booster:
         """See :func:`meshfold.colossalai.files.load_model`; all ranks must call."""
         files.load_model(model.engine, checkpoint, given)
 
-    def save_optimizer(
-        self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any
-    ) -> None:
+    def save_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any) -> None:
         """See :func:`meshfold.colossalai.files.save_optimizer`; all ranks must call."""
         files.save_optimizer(optimizer.engine, checkpoint, given)
 
-    def load_optimizer(
-        self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any
-    ) -> None:
+    def load_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any) -> None:
         """Go on from a folder of :meth:`save_optimizer`: weights, optimizer, counters, loss scale; all ranks must call."""
         files.load_optimizer(optimizer.engine, checkpoint, given)
 

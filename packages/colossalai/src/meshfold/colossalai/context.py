@@ -149,9 +149,7 @@ class ParallelContext:
 
     def _axes(self, mode: ParallelMode) -> tuple[str, ...]:
         if not isinstance(mode, ParallelMode):
-            raise SpecError(
-                f"mode={mode!r}: one of {', '.join(f'ParallelMode.{one.name}' for one in ParallelMode)}"
-            )
+            raise SpecError(f"mode={mode!r}: one of {', '.join(f'ParallelMode.{one.name}' for one in ParallelMode)}")
         return tuple(axis for axis in AXES[mode] if axis in self.mesh.axes)
 
 
@@ -164,9 +162,7 @@ _NOTHING = dict.fromkeys(
 )
 
 
-def launch(
-    config: object = None, *, seed: int | None = None, backend: str | None = None, **given: Any
-) -> Config:
+def launch(config: object = None, *, seed: int | None = None, backend: str | None = None, **given: Any) -> Config:
     """Meet the other processes and read the config, for ``gpc`` and :func:`meshfold.engine.initialize`.
 
     An engine does so by itself: a script needs this only if it asks ``gpc`` before it has one.
@@ -191,11 +187,7 @@ def launch(
         read.setdefault("seed", seed)
     settings = settings_of(read)
     mesh = join_world(settings.parallel, settings.engine.get("device")).mesh
-    words = [
-        f"{name}={value!r} does nothing: {_NOTHING[name]}"
-        for name, value in given.items()
-        if name in _NOTHING
-    ]
+    words = [f"{name}={value!r} does nothing: {_NOTHING[name]}" for name, value in given.items() if name in _NOTHING]
     Translation(words=words).say("launch", rank=mesh.rank)
     gpc.show(read, mesh)
     return read
@@ -244,9 +236,7 @@ class ProcessGroupMesh:
 
     def get_group_along_axis(self, axis: int | list[int]) -> Any:
         """Return torch's process group along an axis, or several."""
-        return group_of(
-            self._mesh, *(_SHORT_NAMES[one] for one in ([axis] if isinstance(axis, int) else axis))
-        )
+        return group_of(self._mesh, *(_SHORT_NAMES[one] for one in ([axis] if isinstance(axis, int) else axis)))
 
     def get_ranks_in_group(self, group: Any) -> list[int]:
         """Return the global ranks of a group of this mesh.

@@ -45,7 +45,11 @@ TABLE: Table = {
     "zero_optimization.offload_optimizer.ratio": Argument(to="aside.ratio"),
     "zero_optimization.offload_optimizer.nvme_path": Argument(to="aside.path"),
     "zero_optimization.offload_param.device": Argument(default="none", to="aside.param"),
-    **_words("zero_optimization.offload_optimizer.", "pin_memory buffer_count fast_init pipeline_read pipeline_write", _ALWAYS),
+    **_words(
+        "zero_optimization.offload_optimizer.",
+        "pin_memory buffer_count fast_init pipeline_read pipeline_write",
+        _ALWAYS,
+    ),
     **_words("zero_optimization.offload_param.", "pin_memory buffer_count buffer_size max_in_cpu nvme_path", _ALWAYS),
     **_words(
         "zero_optimization.",
@@ -55,9 +59,13 @@ TABLE: Table = {
         "ignore_unused_parameters elastic_checkpoint load_from_fp32_weights",
         _CHUNKS,
     ),
-    "zero_optimization.zero_hpz_partition_size": Argument(default=1, instead="shards go over all data ranks: leave it out"),
+    "zero_optimization.zero_hpz_partition_size": Argument(
+        default=1, instead="shards go over all data ranks: leave it out"
+    ),
     **{
-        f"zero_optimization.{name}": Argument(default=False, instead="weights and gradients travel as they are: leave it out")
+        f"zero_optimization.{name}": Argument(
+            default=False, instead="weights and gradients travel as they are: leave it out"
+        )
         for name in ("zero_quantized_weights", "zero_quantized_gradients")
     },
     "tensor_parallel.autotp_size": Argument(default=1, to="tensor.size"),
@@ -72,15 +80,18 @@ TABLE: Table = {
     "aio": Argument(word="reading and writing of a disk has no settings"),
     "data_types.grad_accum_dtype": Argument(word="gradients are summed in float32"),
     **_words(
-        "", "prescale_gradients gradient_predivide_factor communication_data_type sparse_gradients",
+        "",
+        "prescale_gradients gradient_predivide_factor communication_data_type sparse_gradients",
         "gradients are summed in float32",
     ),
     **_words(
-        "", "steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comms_logger "
-        "flops_profiler", _SAYS,
+        "",
+        "steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comms_logger "
+        "flops_profiler",
+        _SAYS,
     ),
     **_words("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer checkpoint", _ALWAYS),
-}  # fmt: skip
+}
 
 _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
 
@@ -122,9 +133,7 @@ def _read(file: object) -> Mapping[str, Any]:
     try:
         entries = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(
-            f"from_deepspeed({str(file)!r}): cannot be read: {error.strerror or error}"
-        ) from error
+        raise SpecError(f"from_deepspeed({str(file)!r}): cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise SpecError(f"from_deepspeed({str(file)!r}): it is no JSON: {error}") from error
     if not isinstance(entries, dict):
@@ -146,9 +155,7 @@ def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         if path not in TABLE and isinstance(entry, Mapping):
             found.update(_flat(entry, f"{path}."))
         elif path not in TABLE and any(name.startswith(f"{path}.") for name in TABLE):
-            names = [
-                name.removeprefix(f"{path}.").split(".")[0] for name in TABLE if name.startswith(f"{path}.")
-            ]
+            names = [name.removeprefix(f"{path}.").split(".")[0] for name in TABLE if name.startswith(f"{path}.")]
             raise SpecError(f"{_WHAT}: {path}={entry!r}: a dict, with {names[0]!r} for one")
         elif entry != "auto":
             found[path] = entry
@@ -159,9 +166,7 @@ def _placement(aside: Mapping[str, Any]) -> dict[str, Any]:
     """Return the placement of the optimizer's state and parameters."""
     optimizer, parameters = aside.get("optimizer", "none"), aside.get("param", "none")
     if parameters == "nvme":
-        raise SpecError(
-            "offload_param.device='nvme': parameters stay on the device or on the host: write 'cpu'"
-        )
+        raise SpecError("offload_param.device='nvme': parameters stay on the device or on the host: write 'cpu'")
     if optimizer == "nvme":
         if "path" not in aside:
             raise SpecError("offload_optimizer.device='nvme' without nvme_path: write the folder")
@@ -181,9 +186,7 @@ def _optimizer(aside: Mapping[str, Any]) -> dict[str, Any]:
             f"optimizer.type={aside['type']!r}: Adam, AdamW and SGD are known by name; give Engine(..., optimizer=dict(name=cls)) "
             "any class that steps elementwise, and leave it out here"
         )
-    if name == "adam" and settings.pop(
-        "adam_w_mode", True
-    ):  # there Adam decays as AdamW does, unless it is told
+    if name == "adam" and settings.pop("adam_w_mode", True):  # there Adam decays as AdamW does, unless it is told
         name = "adamw"
     settings.pop("torch_adam", None)
     if "betas" in settings:

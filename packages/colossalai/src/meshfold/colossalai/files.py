@@ -118,9 +118,7 @@ def _write(target: Path, whole: Mapping[str, Tensor], safe: bool, ties: Mapping[
             f"{odd[0]!r} is extra state and no tensor, which safetensors files cannot hold: save_model(..., shard=True) can"
         )
     once = {name: value for name, value in whole.items() if name not in ties}
-    announced = {
-        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in once.items()
-    }
+    announced = {name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in once.items()}
     with TensorWriter(target, announced) as writer:
         for name in writer.order:
             writer.write(name, once[name])

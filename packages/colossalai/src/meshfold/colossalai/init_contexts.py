@@ -22,9 +22,7 @@ ZERO: Table = {  # the first three are in every script and mean what happens any
     "shard_strategy": Argument(),
     "shard_param": Argument(),
     "default_dtype": _DTYPE,
-    "model_numel_tensor": Argument(
-        instead="count with sum(p.numel() for p in model.parameters()), and leave it out"
-    ),
+    "model_numel_tensor": Argument(instead="count with sum(p.numel() for p in model.parameters()), and leave it out"),
 }
 
 _SPLIT = Argument(word="parallel=dict(tensor=...) says how parameters are split")

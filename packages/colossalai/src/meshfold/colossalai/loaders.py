@@ -17,9 +17,15 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.spec import signature_mismatch
 
 _OPTIONS = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
     "persistent_workers",
-)  # fmt: skip
+)
 
 
 class ShardedBatches:
@@ -103,11 +109,7 @@ def check_rows(name: str, rows: int, batch: int, coordinates: int, *, drop_last:
         where = "the last batch" if least == last else "a batch"
         raise SpecError(
             f"{where} of the {name} loader has {least} row{'' if least == 1 else 's'} for {coordinates} data coordinates: "
-            + (
-                "write drop_last=True"
-                if least == last and batch >= coordinates
-                else "use a larger batch_size"
-            )
+            + ("write drop_last=True" if least == last and batch >= coordinates else "use a larger batch_size")
         )
 
 

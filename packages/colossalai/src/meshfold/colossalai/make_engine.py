@@ -61,9 +61,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise SpecError(f"model={model!r}: an nn.Module; a function that builds one goes into Engine(...)")
     if ophooks:
-        raise SpecError(
-            f"ophooks={ophooks!r}: register hooks of torch on the model's modules, and leave it out"
-        )
+        raise SpecError(f"ophooks={ophooks!r}: register hooks of torch on the model's modules, and leave it out")
     read = gpc.config if config is None else Config.of(config)
     engine, schedule = make_engine(
         model, optimizer, criterion, lr_scheduler, settings_of(read), "initialize", train_dataloader

@@ -79,8 +79,7 @@ def _freeze(model: nn.Module, group_of: dict[str, int]) -> None:
 def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[str, int]) -> Factory:
     cls, defaults = type(optimizer), _arguments(optimizer)
     settings = [
-        {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
-        for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in optimizer.param_groups
     ]
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -116,9 +115,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         ) from error
     if again.defaults != optimizer.defaults:
         differ = [key for key, value in optimizer.defaults.items() if again.defaults.get(key) != value]
-        raise SpecError(
-            f"optimizer={name}(...): its settings {differ} are not arguments of its class: {advice}"
-        )
+        raise SpecError(f"optimizer={name}(...): its settings {differ} are not arguments of its class: {advice}")
 
 
 def _has_moved(state: object) -> bool:

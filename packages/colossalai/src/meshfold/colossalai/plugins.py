@@ -53,8 +53,7 @@ class Plugin:
         """Let ``help`` and editors see the arguments of the table."""
         kinds = inspect.Parameter
         shown = [
-            kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=argument.default)
-            for name, argument in cls.table.items()
+            kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=argument.default) for name, argument in cls.table.items()
         ]
         cls.__signature__ = inspect.Signature([*shown, kinds("engine", kinds.KEYWORD_ONLY, default=None)])  # type: ignore[attr-defined]
 
@@ -72,11 +71,7 @@ class Plugin:
             mesh = self._world().mesh
             axes = axes_of(mesh, short)
             return (
-                group_of(mesh, short)
-                if what == "group"
-                else mesh.size(*axes)
-                if what == "size"
-                else mesh.index(*axes)
+                group_of(mesh, short) if what == "group" else mesh.size(*axes) if what == "size" else mesh.index(*axes)
             )
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
@@ -225,25 +220,17 @@ class HybridParallelPlugin(Plugin):
         chunks = entry.pop("chunks", 1)
         if entry.get("schedule") == "interleaved":
             if chunks == 1:
-                raise SpecError(
-                    "HybridParallelPlugin: pp_style='interleaved' needs num_model_chunks=2 or more"
-                )
+                raise SpecError("HybridParallelPlugin: pp_style='interleaved' needs num_model_chunks=2 or more")
             entry["chunks"] = chunks
         elif chunks not in (1, 2) or (chunks == 2 and entry.get("schedule") != "zb-v"):
-            raise SpecError(
-                f"HybridParallelPlugin: num_model_chunks={chunks} goes with pp_style='interleaved'"
-            )
+            raise SpecError(f"HybridParallelPlugin: num_model_chunks={chunks} goes with pp_style='interleaved'")
         if microbatch_rows is not None and "microbatches" not in entry and self._rows is not None:
             entry["microbatches"] = max(1, self._rows // microbatch_rows)
         return entry
 
     def _require(self) -> None:
         size = self.translation.under("aside").get("microbatch_rows")
-        if (
-            size is not None
-            and self._rows is None
-            and "microbatches" not in self.translation.under("pipeline")
-        ):
+        if size is not None and self._rows is None and "microbatches" not in self.translation.under("pipeline"):
             raise SpecError(
                 f"HybridParallelPlugin: microbatch_size={size!r}: how many micro-batches these are depends on the batch: make the "
                 "loader with plugin.prepare_dataloader(...), or write num_microbatches=... in its place"

@@ -26,9 +26,7 @@ def get_default_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", help="Python file with the settings")
     for name in ("host", "port", "world_size", "rank", "local_rank", "backend"):
         kind = str if name in ("host", "backend") else int
-        parser.add_argument(
-            f"--{name}", type=kind, help="does nothing: meshfold run, torchrun or Slurm say it"
-        )
+        parser.add_argument(f"--{name}", type=kind, help="does nothing: meshfold run, torchrun or Slurm say it")
     return parser
 
 
@@ -47,9 +45,7 @@ def is_using_ddp() -> bool:
     return gpc.is_initialized(ParallelMode.DATA) and gpc.get_world_size(ParallelMode.DATA) > 1
 
 
-def disable_existing_loggers(
-    include: Collection[str] | None = None, exclude: Collection[str] = ("meshfold",)
-) -> None:
+def disable_existing_loggers(include: Collection[str] | None = None, exclude: Collection[str] = ("meshfold",)) -> None:
     """Loggers that are there say warnings and errors only.
 
     Args:
@@ -129,9 +125,7 @@ def _rank_in(mode: ParallelMode) -> int:
 
 def _checked(level: str) -> str:
     if level not in _LEVELS:
-        raise SpecError(
-            f"level={level!r}: it is one of {', '.join(_LEVELS)}.{did_you_mean(str(level), _LEVELS)}"
-        )
+        raise SpecError(f"level={level!r}: it is one of {', '.join(_LEVELS)}.{did_you_mean(str(level), _LEVELS)}")
     return level
 
 
@@ -278,9 +272,7 @@ class Accelerator:
             AttributeError: on the CPU, and for what torch.cuda does not have: with what to write.
         """
         if name.startswith("_") or self.name == "cpu" or not hasattr(torch.cuda, name):
-            raise AttributeError(
-                f"get_accelerator() has no {name!r} on {self.name}: ask torch, or torch.cuda"
-            )
+            raise AttributeError(f"get_accelerator() has no {name!r} on {self.name}: ask torch, or torch.cuda")
         return getattr(torch.cuda, name)
 
 

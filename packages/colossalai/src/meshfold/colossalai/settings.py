@@ -92,22 +92,16 @@ def _parallel(value: Any) -> dict[str, Any]:
         raise SpecError(f"config: parallel={value!r}: a dict, such as dict(tensor=dict(mode='2d', size=4))")
     parallel = dict(value)
     if "moe" in parallel:
-        raise SpecError(
-            f"config: parallel: moe={parallel['moe']!r}: there is no expert parallelism: leave it out"
-        )
+        raise SpecError(f"config: parallel: moe={parallel['moe']!r}: there is no expert parallelism: leave it out")
     tensor = parallel.get("tensor")
-    if tensor == 1 or (
-        isinstance(tensor, Mapping) and tensor.get("size") == 1
-    ):  # every config there has the entry
+    if tensor == 1 or (isinstance(tensor, Mapping) and tensor.get("size") == 1):  # every config there has the entry
         del parallel["tensor"]
         return parallel
     if isinstance(tensor, Mapping) and tensor.get("mode", "") is None:
         parallel["tensor"] = {key: entry for key, entry in tensor.items() if key != "mode"}
     elif isinstance(tensor, Mapping) and tensor.get("mode") == "sequence":  # a ring over tokens there
         if "sequence" in parallel:
-            raise SpecError(
-                "config: parallel: tensor=dict(mode='sequence') beside sequence: leave one of them out"
-            )
+            raise SpecError("config: parallel: tensor=dict(mode='sequence') beside sequence: leave one of them out")
         del parallel["tensor"]
         parallel["sequence"] = {**tensor, "mode": "ring"}
     return parallel
@@ -121,9 +115,7 @@ def _zero(value: Any, found: Translation) -> dict[str, Any]:
         return dict(value)
     for name in value:
         if name not in tables.ZERO_CONFIGS:
-            raise SpecError(
-                f"config: zero: {name!r} beside model_config: write zero=dict(stage=3, ...) without it"
-            )
+            raise SpecError(f"config: zero: {name!r} beside model_config: write zero=dict(stage=3, ...) without it")
     model, optimizer = (dict(value.get(name) or {}) for name in tables.ZERO_CONFIGS)
     theirs = translate("config: zero: model_config", model, tables.ZERO_MODEL)
     theirs.add(translate("config: zero: optimizer_config", optimizer, tables.ZERO_OPTIMIZER))
@@ -176,9 +168,7 @@ class Config(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(
-                f"the config has no {name!r}; it has {', '.join(self) or 'nothing'}"
-            ) from None
+            raise AttributeError(f"the config has no {name!r}; it has {', '.join(self) or 'nothing'}") from None
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Config:
@@ -191,9 +181,7 @@ class Config(dict[str, Any]):
         """
         file = Path(path)
         if file.suffix != ".py":
-            raise SpecError(
-                f"config={str(path)!r}: a config is a dict or a Python file, whose name ends in .py"
-            )
+            raise SpecError(f"config={str(path)!r}: a config is a dict or a Python file, whose name ends in .py")
         try:
             text = file.read_text(encoding="utf-8")
         except OSError as error:
@@ -202,9 +190,7 @@ class Config(dict[str, Any]):
         try:
             exec(compile(text, str(file), "exec"), namespace)
         except SyntaxError as error:
-            raise SpecError(
-                f"{file}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
-            ) from error
+            raise SpecError(f"{file}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
         except Exception as error:
             raise SpecError(_where(file, text, error)) from error
         return cls(

@@ -15,7 +15,9 @@ _LINKS = "gradients travel in buckets while backward runs"
 _UNUSED = "parameters without a gradient are left alone"
 _NO_FP8 = "there is no fp8 here: leave it out, and write precision='bf16'"
 _NO_LEVELS = "shards go over all data ranks here: leave it out"
-_MASTERS = "master weights in float32 are always kept; fewer bytes take zero=dict(regime='B') or 'C' of Engine, leave it out"
+_MASTERS = (
+    "master weights in float32 are always kept; fewer bytes take zero=dict(regime='B') or 'C' of Engine, leave it out"
+)
 
 PRECISIONS = {name: name for name in ("fp16", "bf16", "fp32", "fp64")}
 
@@ -23,9 +25,14 @@ PRECISIONS = {name: name for name in ("fp16", "bf16", "fp32", "fp64")}
 def _scale(initial: float) -> Table:
     """Return the table of fp16's loss scaling."""
     values: dict[str, float] = dict(
-        initial_scale=initial, min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2,
+        initial_scale=initial,
+        min_scale=1,
+        growth_factor=2,
+        backoff_factor=0.5,
+        growth_interval=1000,
+        hysteresis=2,
         max_scale=2**32,
-    )  # fmt: skip
+    )
     return {
         name: Argument(default=value, to=f"scale.{name}", always=True, by=_whole if name in _WHOLE else float)
         for name, value in values.items()
@@ -48,9 +55,12 @@ def _norm(value: Any) -> Any:
 _OPTIMIZATIONS: Table = {
     name: Argument(default=False, word=_KERNELS)
     for name in (
-        "enable_all_optimization", "enable_fused_normalization", "enable_flash_attention", "enable_jit_fused",
+        "enable_all_optimization",
+        "enable_fused_normalization",
+        "enable_flash_attention",
+        "enable_jit_fused",
     )
-}  # fmt: skip
+}
 
 _SEQUENCE: Table = {
     "enable_sequence_parallelism": Argument(default=False, to="aside.sequence"),
@@ -61,15 +71,15 @@ _SEQUENCE: Table = {
 
 _CLIP: Table = {"max_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless_zero)}
 
-_PRECISION: Table = {
-    "precision": Argument(default="fp16", to="engine.precision", by=one_of(PRECISIONS), always=True)
-}
+_PRECISION: Table = {"precision": Argument(default="fp16", to="engine.precision", by=one_of(PRECISIONS), always=True)}
 
 GEMINI: Table = {
     "chunk_config_dict": Argument(word=_CHUNKS),
     "chunk_init_device": Argument(word="placement says where chunks live"),
     "placement_policy": Argument(
-        default="static", to="zero.placement", always=True,
+        default="static",
+        to="zero.placement",
+        always=True,
         by=one_of({name: name for name in ("static", "auto", "cuda", "cpu", "const")}),
     ),
     "enable_gradient_accumulation": Argument(default=False, word="several backwards before a step always go"),
@@ -101,7 +111,7 @@ GEMINI: Table = {
     "verbose": Argument(default=False, word=_PLAN),
     "fp8_communication": Argument(default=False, instead=_NO_FP8),
     "device": Argument(word="the engine knows the device of this rank"),
-}  # fmt: skip
+}
 
 LOW_LEVEL_ZERO: Table = {
     "stage": Argument(default=1, to="zero.stage", always=True, by=one_of({1: 1, 2: 2, 3: 3})),
@@ -120,7 +130,7 @@ LOW_LEVEL_ZERO: Table = {
     "fp8_communication": Argument(default=False, instead=_NO_FP8),
     "use_fp8": Argument(default=False, instead=_NO_FP8),
     "extra_dp_size": Argument(default=1, instead=_NO_LEVELS),
-}  # fmt: skip
+}
 
 _DDP: Table = {
     "broadcast_buffers": Argument(default=True, word="a checkpoint has those of the first rank"),
@@ -167,7 +177,7 @@ HYBRID: Table = {
     "fp8_communication": Argument(default=False, instead=_NO_FP8),
     "use_fp8": Argument(default=False, instead=_NO_FP8),
     "inner_ring_size": Argument(instead="one ring goes over all ranks of the axis: leave it out"),
-}  # fmt: skip
+}
 
 
 def _dtype_name(value: Any) -> str:
@@ -188,7 +198,8 @@ def _dtype_name(value: Any) -> str:
 TORCH_FSDP: Table = {
     "process_group": Argument(instead="the spec's axes say which ranks share what: leave it out"),
     "sharding_strategy": Argument(
-        to="zero.stage", always=True,
+        to="zero.stage",
+        always=True,
         by=one_of({None: 3, "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": None}),
     ),
     "cpu_offload": Argument(
@@ -201,7 +212,7 @@ TORCH_FSDP: Table = {
     "param_init_fn": Argument(word="give a function that builds the model, or build it under LazyInitContext"),
     "sync_module_states": Argument(default=False, word="the weights of the first rank are always taken"),
     "fp8_communication": Argument(default=False, instead=_NO_FP8),
-}  # fmt: skip
+}
 
 # -- the config of colossalai.initialize ----------------------------------------------------------------------------
 
@@ -227,10 +238,12 @@ CONFIG: Table = {
     "torch_ddp": Argument(word=_LINKS),
     "cudnn_benchmark": Argument(default=True, to="aside.cudnn_benchmark"),
     "cudnn_deterministic": Argument(default=False, to="aside.cudnn_deterministic"),
-    "model": Argument(to="pipeline.chunks", by=lambda value: value.get("num_chunks") if isinstance(value, dict) else None),
+    "model": Argument(
+        to="pipeline.chunks", by=lambda value: value.get("num_chunks") if isinstance(value, dict) else None
+    ),
     "NUM_MICRO_BATCHES": Argument(to="pipeline.microbatches"),
     **{name: Argument(to=f"engine.{name}") for name in _ENGINE},
-}  # fmt: skip
+}
 
 ZERO_CONFIGS = ("model_config", "optimizer_config")
 
@@ -246,7 +259,7 @@ ZERO_MODEL: Table = {
     "reduce_scatter_process_group": Argument(instead="the spec's axes say which ranks share what: leave it out"),
     "use_memory_tracer": Argument(default=False, word="memory is measured in the first steps"),
     "bf16": Argument(default=False, to="engine.precision", by=lambda value: "bf16" if value else None),
-}  # fmt: skip
+}
 
 LOSS_SCALE = (
     "initial_scale",
@@ -273,12 +286,8 @@ FP16: Table = {
     "clip_grad_norm": Argument(default=0.0, to="engine.clip_grad_norm", by=unless_zero),
     "log_num_zeros_in_grad": Argument(default=False, word="engine.last has the norm and the scale"),
     "verbose": Argument(default=False, word="engine.last has the norm and the scale"),
-    "opt_level": Argument(
-        default="O1", word="the model computes in float16 and its master weights are float32"
-    ),
-    "loss_scale": Argument(
-        default="dynamic", instead="the scale moves: write initial_scale=... and leave it out"
-    ),
+    "opt_level": Argument(default="O1", word="the model computes in float16 and its master weights are float32"),
+    "loss_scale": Argument(default="dynamic", instead="the scale moves: write initial_scale=... and leave it out"),
 }
 
 # -- booster.save_model and its like --------------------------------------------------------------------------------

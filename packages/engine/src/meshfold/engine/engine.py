@@ -124,15 +124,34 @@ class Engine:
             SpecError: for every setting that is wrong, and for a name that is none of these, before anything starts.
         """
         asked = Arguments.check(
-            parallel=parallel, optimizer=optimizer, precision=precision, gradient_accumulation=gradient_accumulation,
-            clip_grad_norm=clip_grad_norm, clip_norm_type=clip_norm_type, clip_grad_value=clip_grad_value, seed=seed,
-            loss_fn=loss_fn, lr_scheduler=lr_scheduler, kernels=kernels, nonfinite=nonfinite, watchdog=watchdog,
-            check_collectives=check_collectives, compile=compile,
-        )  # fmt: skip
+            parallel=parallel,
+            optimizer=optimizer,
+            precision=precision,
+            gradient_accumulation=gradient_accumulation,
+            clip_grad_norm=clip_grad_norm,
+            clip_norm_type=clip_norm_type,
+            clip_grad_value=clip_grad_value,
+            seed=seed,
+            loss_fn=loss_fn,
+            lr_scheduler=lr_scheduler,
+            kernels=kernels,
+            nonfinite=nonfinite,
+            watchdog=watchdog,
+            check_collectives=check_collectives,
+            compile=compile,
+        )
         with ExitStack() as self._open:  # what is to be closed, the last first
             built = build(
-                self, model, parallel, asked, self._open, device=device, rules=rules, recompute=recompute, example=example
-            )  # fmt: skip
+                self,
+                model,
+                parallel,
+                asked,
+                self._open,
+                device=device,
+                rules=rules,
+                recompute=recompute,
+                example=example,
+            )
             self.world, part = built.world, built.part
             self.spec, self.mesh, self.device = built.world.spec, built.world.mesh, built.world.device
             self.model, self.report, self.loaded = part.model, part.report, part.loaded

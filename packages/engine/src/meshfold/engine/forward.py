@@ -107,9 +107,7 @@ class Forward:
                 self._states.explain(error)
                 note_in_place(error)
             error.add_note(f"the model was called with {called(work.args, work.kwargs)}")
-            if isinstance(error, IndexError) and (
-                note := rows_of_tables(self._model, work.args, work.kwargs)
-            ):
+            if isinstance(error, IndexError) and (note := rows_of_tables(self._model, work.args, work.kwargs)):
                 error.add_note(note)
             raise
 

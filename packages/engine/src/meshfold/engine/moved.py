@@ -44,9 +44,7 @@ MOVED = {
     "meshfold.engine.nodes": "meshfold.engine.world",
     "meshfold.engine.planning": "meshfold.planner",
     "meshfold.engine.training": "meshfold.train",
-    **{
-        f"meshfold.engine.checkpoints.{old}": f"meshfold.checkpoint.{new}" for old, new in _CHECKPOINT.items()
-    },
+    **{f"meshfold.engine.checkpoints.{old}": f"meshfold.checkpoint.{new}" for old, new in _CHECKPOINT.items()},
 }
 """Old path of a module or package: the path of today."""
 
@@ -85,9 +83,7 @@ def today(name: str) -> str | None:
 def install() -> None:
     """Let imports find the old paths."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.insert(
-            0, _Moved()
-        )  # before the parent's folder is searched: it would make a second module
+        sys.meta_path.insert(0, _Moved())  # before the parent's folder is searched: it would make a second module
 
 
 def integration(module: str) -> ModuleType:
@@ -103,6 +99,4 @@ def integration(module: str) -> ModuleType:
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
             raise  # what is missing is something that the package needs
         distribution = package.replace(".", "-").replace("_", "-")
-        raise ModuleNotFoundError(
-            f"{package} is not installed: pip install {distribution}", name=error.name
-        ) from error
+        raise ModuleNotFoundError(f"{package} is not installed: pip install {distribution}", name=error.name) from error

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
 
 
-def save_checkpoint(
-    engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool
-) -> BackgroundSave | None:
+def save_checkpoint(engine: Engine, path: str | os.PathLike[str], *, asynchronous: bool) -> BackgroundSave | None:
     """See :meth:`Engine.save`."""
     _check_path(path, "save")
     gradients = engine.runner.gradients
@@ -76,9 +74,7 @@ def save_checkpoint(
     return None
 
 
-def load_checkpoint(
-    engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool
-) -> None:
+def load_checkpoint(engine: Engine, path: str | os.PathLike[str], *, weights_only: bool, verify: bool) -> None:
     """See :meth:`Engine.load`."""
     _check_path(path, "load")
     engine.saver.finish()

@@ -181,9 +181,7 @@ class TrainStep:
 
     def random(self, shares: Shares) -> AbstractContextManager[object]:
         """Context manager of a micro-step's dropout: an element of the global batch has one fate under every spec."""
-        return randomness(
-            self.seed, self.micro_step, shares, self._world.device, torch_too=self._torch_dropout
-        )
+        return randomness(self.seed, self.micro_step, shares, self._world.device, torch_too=self._torch_dropout)
 
     # -- the halves of a micro-step, for a loop of the user's own ---------------------------------------------------
 
@@ -223,9 +221,12 @@ class TrainStep:
         self._norm = self.clipping.apply(self._states)
         self._lr = float(optimizer.param_groups[0]["lr"])
         refused = self.guard.refuses(
-            self._norm, step=self.steps + self.skipped_steps + 1, scaled=self.scaler.moves, replay=self.replay,
+            self._norm,
+            step=self.steps + self.skipped_steps + 1,
+            scaled=self.scaler.moves,
+            replay=self.replay,
             forget=self.forget,
-        )  # fmt: skip
+        )
         self._skipped = (self.scaler.moves and self.scaler.update(float(self._norm))) or refused
         if self._skipped:
             self.skipped_steps += 1
@@ -291,12 +292,19 @@ class TrainStep:
 
     def _values_now(self, loss: Tensor | None, tokens: Tensor | None, *, stepped: bool) -> StepValues:
         return StepValues(
-            loss, tokens, self._norm,
+            loss,
+            tokens,
+            self._norm,
             dict(
-                step=self.steps, micro_step=self.micro_step, stepped=stepped, lr=self._lr, loss_scale=self.scaler.scale,
-                skipped=self._skipped, skipped_steps=self.skipped_steps,
+                step=self.steps,
+                micro_step=self.micro_step,
+                stepped=stepped,
+                lr=self._lr,
+                loss_scale=self.scaler.scale,
+                skipped=self._skipped,
+                skipped_steps=self.skipped_steps,
             ),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,23 +64,17 @@ class Adapter:
         if isinstance(asked, PeftConfig):
             return cls(asked, None)
         if not isinstance(asked, str | os.PathLike):
-            raise SpecError(
-                f"adapter={asked!r}: peft's LoraConfig(...), or the folder of an adapter that it wrote"
-            )
+            raise SpecError(f"adapter={asked!r}: peft's LoraConfig(...), or the folder of an adapter that it wrote")
         folder = Path(asked)
         if not (folder / "adapter_config.json").is_file() or not (folder / _FILE).is_file():
-            raise SpecError(
-                f"adapter={str(asked)!r}: no folder with adapter_config.json and {_FILE}, as peft writes"
-            )
+            raise SpecError(f"adapter={str(asked)!r}: no folder with adapter_config.json and {_FILE}, as peft writes")
         try:
             check_inside_folder(folder / "adapter_config.json", folder)
             config = PeftConfig.from_pretrained(str(folder))
             config.inference_mode = False
         except Exception as error:  # of peft, or of what it reads
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise SpecError(
-                f"adapter={str(asked)!r}: its adapter_config.json cannot be read: {reason}"
-            ) from error
+            raise SpecError(f"adapter={str(asked)!r}: its adapter_config.json cannot be read: {reason}") from error
         return cls(config, folder)
 
     def put_on(self, model: nn.Module) -> nn.Module:
@@ -147,9 +141,7 @@ class Adapter:
         for bare, name in wanted.items():
             here, there = tuple(model.state_dict()[name].shape), tuple(files[bare].shape)
             if here != there:
-                raise SpecError(
-                    f"adapter {str(self.folder)!r}: {bare!r} is {there} there and {here} in the model"
-                )
+                raise SpecError(f"adapter {str(self.folder)!r}: {bare!r} is {there} there and {here} in the model")
         return {name: files[bare] for bare, name in wanted.items()}
 
 
@@ -173,9 +165,7 @@ def save_adapter(engine: Engine, path: str | os.PathLike[str]) -> None:
     for name, source in engine.model_state.sources().items():
         if ".lora_" in name:
             value = source.read()
-            whole[name] = (value if source.alike else broadcast(value, world.everyone, 0)).to(
-                "cpu", copy=True
-            )
+            whole[name] = (value if source.alike else broadcast(value, world.everyone, 0)).to("cpu", copy=True)
     error: Exception | None = None
     if world.mesh.rank == 0:
         try:
@@ -188,9 +178,7 @@ def save_adapter(engine: Engine, path: str | os.PathLike[str]) -> None:
 def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     named = {name.replace(f".{_NAME}.", "."): value for name, value in whole.items()}
-    announced = {
-        name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in named.items()
-    }
+    announced = {name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape)) for name, value in named.items()}
 
     def weights(path: Path) -> None:
         with TensorWriter(path, announced) as writer:

@@ -46,9 +46,7 @@ class HuggingFaceModel:
         """Return the model with fresh weights; hand this function to the engine, which never allocates the whole."""
         from transformers import AutoModelForCausalLM
 
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            self.config, dtype=torch.float32, trust_remote_code=False
-        )
+        model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
         return model
 
     def load(self) -> Pretrained:

@@ -154,23 +154,18 @@ def convert_folder(
     return _write_checkpoint(target, given, cast_to(steps, dtype), described, state)
 
 
-def _to_theirs(
-    given: Mapping[str, Tensor], described: Mapping[str, Any] | None
-) -> tuple[list[Step], dict[str, Any]]:
+def _to_theirs(given: Mapping[str, Tensor], described: Mapping[str, Any] | None) -> tuple[list[Step], dict[str, Any]]:
     config = decoder_names.own_config(described or {})
     return decoder_names.leave(given, config), {"kind": "hf", "config": decoder_names.theirs_of(config)}
 
 
-def _to_ours(
-    given: Mapping[str, Tensor], described: Mapping[str, Any] | None
-) -> tuple[list[Step], dict[str, Any]]:
+def _to_ours(given: Mapping[str, Tensor], described: Mapping[str, Any] | None) -> tuple[list[Step], dict[str, Any]]:
     if described is None:
         raise CheckpointError("names of ours need the config.json of the model, and there is none")
     config = decoder_names.ours_of(described["config"])
     full = decoder_names.full_names(given, config)
     steps = [
-        replace(step, sources=tuple(full[name] for name in step.sources))
-        for step in decoder_names.enter(given, config)
+        replace(step, sources=tuple(full[name] for name in step.sources)) for step in decoder_names.enter(given, config)
     ]
     return steps, config.checkpoint_description()
 
@@ -247,7 +242,13 @@ def _value(value: Tensor) -> Tensor:
 def _state(state: dict[str, Any] | None) -> dict[str, Any]:
     """Return the state of a run that has only its model: counters as they were, or of one that begins."""
     fresh: dict[str, Any] = {
-        "spec": "{}", "precision": None, "seed": 0, "step": 0, "micro_step": 0, "skipped_steps": 0,
-        "scaler": {}, "data": {},
-    }  # fmt: skip
+        "spec": "{}",
+        "precision": None,
+        "seed": 0,
+        "step": 0,
+        "micro_step": 0,
+        "skipped_steps": 0,
+        "scaler": {},
+        "data": {},
+    }
     return fresh if state is None else {name: state.get(name, value) for name, value in fresh.items()}

@@ -97,9 +97,10 @@ def _gpt(config: DecoderConfig) -> Iterable[Row]:
         for ours, theirs in {"norm1": "ln_1", "norm2": "ln_2", **linear}.items():
             for kind in ("weight", "bias"):
                 yield Row(
-                    ours=f"blocks.{i}.{ours}.{kind}", theirs=(f"transformer.h.{i}.{theirs}.{kind}",),
+                    ours=f"blocks.{i}.{ours}.{kind}",
+                    theirs=(f"transformer.h.{i}.{theirs}.{kind}",),
                     transposed=ours in linear and kind == "weight",
-                )  # fmt: skip
+                )
     for kind in ("weight", "bias"):
         yield Row(ours=f"norm.{kind}", theirs=(f"transformer.ln_f.{kind}",))
 
@@ -123,11 +124,12 @@ def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
     """Each tensor as it is, under its name."""
     return [
         Step(
-            sources=(name,), results={name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape))},
+            sources=(name,),
+            results={name: TensorInfo(dtype=value.dtype, shape=tuple(value.shape))},
             make=lambda read: read,
         )
         for name, value in given.items()
-    ]  # fmt: skip
+    ]
 
 
 def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
@@ -180,9 +182,7 @@ def _check(wanted: Iterable[str], given: Mapping[str, Tensor], names: set[str]) 
     unknown = sorted(names - set(wanted))
     if missing or unknown:
         what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r} too"
-        raise CheckpointError(
-            f"the model's configuration and its tensors do not go together: the state {what}"
-        )
+        raise CheckpointError(f"the model's configuration and its tensors do not go together: the state {what}")
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -214,12 +214,22 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
                 f"heads={config.heads}, kv_heads={config.n_kv_heads}, head_dim={config.d}, hidden={config.hidden}"
             )
         return {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common,
-            "n_embd": config.hidden, "n_layer": config.layers, "n_head": config.heads, "n_inner": config.inner,
-            "n_positions": config.max_positions, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-            "embd_pdrop": config.dropout, "resid_pdrop": config.dropout, "attn_pdrop": 0.0,
-            "bos_token_id": None, "eos_token_id": None,
-        }  # fmt: skip
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **common,
+            "n_embd": config.hidden,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.inner,
+            "n_positions": config.max_positions,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "embd_pdrop": config.dropout,
+            "resid_pdrop": config.dropout,
+            "attn_pdrop": 0.0,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
     if not isinstance(config, LlamaConfig):
         raise CheckpointError(
             f"a {type(config).__name__} has no config.json of transformers: only {GPTConfig.__name__} and {LlamaConfig.__name__} do"
@@ -240,13 +250,21 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
         }
     return {
         **common,
-        "hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.n_kv_heads, "head_dim": config.d, "intermediate_size": config.inner,
-        "max_position_embeddings": config.max_positions, "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta, "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.d,
+        "intermediate_size": config.inner,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_dropout": 0.0,
-        "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
 
 
 def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
@@ -257,13 +275,24 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
     """
     kind = theirs.get("model_type")
     if kind == "gpt2":
-        _same(theirs, activation_function="gelu_new", layer_norm_epsilon=1e-5, scale_attn_weights=True,
-              scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)  # fmt: skip
+        _same(
+            theirs,
+            activation_function="gelu_new",
+            layer_norm_epsilon=1e-5,
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            add_cross_attention=False,
+        )
         return GPTConfig(
-            vocab_size=theirs["vocab_size"], hidden=theirs["n_embd"], layers=theirs["n_layer"], heads=theirs["n_head"],
-            ffn=theirs.get("n_inner") or 4 * theirs["n_embd"], max_positions=theirs.get("n_positions", 1024),
-            tie=theirs.get("tie_word_embeddings", True), dropout=theirs.get("resid_pdrop", 0.1),
-        )  # fmt: skip
+            vocab_size=theirs["vocab_size"],
+            hidden=theirs["n_embd"],
+            layers=theirs["n_layer"],
+            heads=theirs["n_head"],
+            ffn=theirs.get("n_inner") or 4 * theirs["n_embd"],
+            max_positions=theirs.get("n_positions", 1024),
+            tie=theirs.get("tie_word_embeddings", True),
+            dropout=theirs.get("resid_pdrop", 0.1),
+        )
     if kind in ("llama", "mistral"):
         _same(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False)
         rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
@@ -275,14 +304,19 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
         # What a file leaves out is what transformers takes: Mistral's are those of its 7B model.
         mistral = kind == "mistral"
         return LlamaConfig(
-            vocab_size=theirs["vocab_size"], hidden=theirs["hidden_size"], layers=theirs["num_hidden_layers"],
-            heads=theirs["num_attention_heads"], kv_heads=theirs.get("num_key_value_heads", 8 if mistral else None),
-            head_dim=theirs.get("head_dim"), ffn=theirs["intermediate_size"],
+            vocab_size=theirs["vocab_size"],
+            hidden=theirs["hidden_size"],
+            layers=theirs["num_hidden_layers"],
+            heads=theirs["num_attention_heads"],
+            kv_heads=theirs.get("num_key_value_heads", 8 if mistral else None),
+            head_dim=theirs.get("head_dim"),
+            ffn=theirs["intermediate_size"],
             max_positions=theirs.get("max_position_embeddings", 4096 * 32 if mistral else 2048),
-            window=theirs.get("sliding_window", 4096) if mistral else None, tie=theirs.get("tie_word_embeddings", False),
+            window=theirs.get("sliding_window", 4096) if mistral else None,
+            tie=theirs.get("tie_word_embeddings", False),
             rope_theta=rope.get("rope_theta", theirs.get("rope_theta", 10000.0)),
             norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        )  # fmt: skip
+        )
     raise CheckpointError(
         f"there is no model of ours like {kind!r}, only gpt2, llama and mistral: keep Hugging Face's names"
     )

@@ -51,9 +51,7 @@ def save_hugging_face(
         if not engine.states.all_read and 0 not in world.members:
             break
         try:
-            read = [
-                sources[name].read() for name in step.sources
-            ]  # also after an error: the others are in it
+            read = [sources[name].read() for name in step.sources]  # also after an error: the others are in it
         except Exception as unread:
             error = error or unread
             continue
@@ -101,9 +99,7 @@ def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[S
         steps = [
             replace(
                 step,
-                results={
-                    name: replace(one, dtype=kinds.get(name, one.dtype)) for name, one in step.results.items()
-                },
+                results={name: replace(one, dtype=kinds.get(name, one.dtype)) for name, one in step.results.items()},
             )
             for step in steps
         ]

@@ -135,8 +135,7 @@ class FolderWriter:
         """Raise a CheckpointError if there is something in the target already."""
         target = self._target
         if target.exists() and (
-            not target.is_dir()
-            or any(path.name not in (LOCK_FILE, SAVING_FOLDER) for path in target.iterdir())
+            not target.is_dir() or any(path.name not in (LOCK_FILE, SAVING_FOLDER) for path in target.iterdir())
         ):
             raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
 

@@ -61,9 +61,7 @@ class Pretrained(WeightSource):
     def __call__(self) -> nn.Module:
         """Return the model with fresh weights."""
         if hasattr(self.model_class, "from_config"):
-            model: nn.Module = self.model_class.from_config(
-                self.config, dtype=self._dtype, trust_remote_code=False
-            )
+            model: nn.Module = self.model_class.from_config(self.config, dtype=self._dtype, trust_remote_code=False)
         else:
             model = self.model_class._from_config(self.config, dtype=self._dtype)
         if self.quantize is not None:

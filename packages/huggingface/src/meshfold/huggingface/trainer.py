@@ -64,9 +64,14 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         super().__init__(model=engine.model, optimizers=(_Stepped(engine.optimizer), None), **settings)
         runner = engine.runner
         for name, here, there, option in (
-            ("gradient_accumulation", runner.accumulation, self.args.gradient_accumulation_steps, "gradient_accumulation_steps"),
+            (
+                "gradient_accumulation",
+                runner.accumulation,
+                self.args.gradient_accumulation_steps,
+                "gradient_accumulation_steps",
+            ),
             ("clip_grad_norm", runner.clipping.norm, self.args.max_grad_norm or None, "max_grad_norm"),
-        ):  # fmt: skip
+        ):
             if here != there:
                 raise SpecError(
                     f"Engine(..., {name}={here!r}) and TrainingArguments({option}={there!r}): the engine does this, so give "
@@ -116,9 +121,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     # -- the loop's parts ------------------------------------------------------------------------------------------
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: object = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: object = None) -> Tensor:
         steps = self.current_gradient_accumulation_steps  # fewer in the last step of an epoch
         weight = next(self._weights, None)
         with self.engine.runner.accumulating(steps, weight):
@@ -264,9 +267,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             own = predictions.metrics(self.compute_metrics)
             begin = f"{metric_key_prefix}_"
             metrics.update({name if name.startswith(begin) else begin + name: own[name] for name in own})
-        metrics.update(
-            speed_metrics(metric_key_prefix, start, num_samples=len(loader.dataset), num_steps=len(loader))
-        )
+        metrics.update(speed_metrics(metric_key_prefix, start, num_samples=len(loader.dataset), num_steps=len(loader)))
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -47,9 +47,7 @@ class Predictions:
         """Predict the next batch of the loader; ``inputs``: what of it the metrics are to see too."""
         found = self._output(fields)
         labels = tuple(fields.get(name) for name in self._label_names)
-        given: Any = (
-            None if any(label is None for label in labels) else labels[0] if len(labels) == 1 else labels
-        )
+        given: Any = None if any(label is None for label in labels) else labels[0] if len(labels) == 1 else labels
         if self._preprocess is not None:
             found = self._preprocess(found, given)
         for container, values in ((self._predictions, found), (self._labels, given), (self._inputs, inputs)):

@@ -161,9 +161,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors have the same elements, reading some rows at a time."""
     rows = max(1, 2**22 // max(1, a[:1].numel())) if a.dim() else 1
     parts = range(0, a.shape[0], rows) if a.dim() else (None,)
-    return all(
-        torch.equal(a, b) if at is None else torch.equal(a[at : at + rows], b[at : at + rows]) for at in parts
-    )
+    return all(torch.equal(a, b) if at is None else torch.equal(a[at : at + rows], b[at : at + rows]) for at in parts)
 
 
 def _as_told(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
@@ -194,9 +192,7 @@ def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
         model: one of transformers', real or without values; None: nothing is known.
         given: its tensors; only names, shapes and dtypes are looked at.
     """
-    empty = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in given.items()
-    }
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in given.items()}
     try:
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -212,8 +208,7 @@ def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
 
 def _step(model: Any, name: str, value: Tensor, revert: Any) -> Step:
     results = {
-        part: TensorInfo(dtype=one.dtype, shape=tuple(one.shape))
-        for part, one in revert(model, {name: value}).items()
+        part: TensorInfo(dtype=one.dtype, shape=tuple(one.shape)) for part, one in revert(model, {name: value}).items()
     }
 
     def make(read: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -48,9 +48,7 @@ def one_process_compiles(kernel: Any) -> Any:
 @contextmanager
 def _compiling(kernel: Any) -> Iterator[None]:
     """Hold the kernel's lock among the processes of the machine. It goes with a process that ends."""
-    descriptor = _lock(
-        os.path.join(kernel.stats.cache_path, f"{kernel.__module__}.{kernel.__qualname__}.lock")
-    )
+    descriptor = _lock(os.path.join(kernel.stats.cache_path, f"{kernel.__module__}.{kernel.__qualname__}.lock"))
     try:
         yield
     finally:
@@ -156,9 +154,7 @@ def stream(target: Any, at: int, source: Any, count: int) -> None:
     as to copy hundreds of elements.
     """
     each = LINE // target.itemsize
-    ahead = (
-        -(_address(target) + at * target.itemsize) % LINE
-    ) // target.itemsize  # up to the first whole line
+    ahead = (-(_address(target) + at * target.itemsize) % LINE) // target.itemsize  # up to the first whole line
     begin = min(ahead, count)
     for i in range(begin):
         target[at + i] = source[i]

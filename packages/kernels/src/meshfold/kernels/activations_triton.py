@@ -22,9 +22,7 @@ def _block(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gated(
-    gate, up, y, rows, columns, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _gated(gate, up, y, rows, columns, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row, column, mask = _block(rows, columns, ROWS, COLUMNS)
     g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
@@ -34,9 +32,21 @@ def _gated(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_gradients(
-    dy, gate, up, dgate, dup, rows, columns, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    gate,
+    up,
+    dgate,
+    dup,
+    rows,
+    columns,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row, column, mask = _block(rows, columns, ROWS, COLUMNS)
     d = tl.load(dy + row * dy_stride + column, mask=mask).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
@@ -66,9 +76,17 @@ def _gelu_slope(v, TANH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _gelu(
-    x, bias, y, rows, columns, x_stride,
-    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    y,
+    rows,
+    columns,
+    x_stride,
+    TANH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row, column, mask = _block(rows, columns, ROWS, COLUMNS)
     v = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -78,9 +96,20 @@ def _gelu(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gelu_gradients(
-    dy, x, bias, dx, dbias, rows, columns, dy_stride, x_stride,
-    TANH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    bias,
+    dx,
+    dbias,
+    rows,
+    columns,
+    dy_stride,
+    x_stride,
+    TANH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Each program takes one block of columns and goes down every so many blocks of rows, adding up dbias."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < columns
@@ -109,9 +138,20 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
-        _gated, (triton.cdiv(rows, high), triton.cdiv(columns, wide)), gate,
-        gate, up, y, rows, columns, gate.stride(0), up.stride(0), ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _gated,
+        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        gate,
+        gate,
+        up,
+        y,
+        rows,
+        columns,
+        gate.stride(0),
+        up.stride(0),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
     return y
 
 
@@ -121,11 +161,25 @@ def gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
     rows, columns = gate.shape
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
-        _gated_gradients, (triton.cdiv(rows, high), triton.cdiv(columns, wide)), gate,
-        dy, gate, up, dgate, dup, rows, columns,
-        dy.stride(0), gate.stride(0), up.stride(0), dgate.stride(0), dup.stride(0),
-        ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _gated_gradients,
+        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        gate,
+        dy,
+        gate,
+        up,
+        dgate,
+        dup,
+        rows,
+        columns,
+        dy.stride(0),
+        gate.stride(0),
+        up.stride(0),
+        dgate.stride(0),
+        dup.stride(0),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
 
 
 def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
@@ -133,10 +187,21 @@ def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
-        _gelu, (triton.cdiv(rows, high), triton.cdiv(columns, wide)), x,
-        x, x if bias is None else bias, y, rows, columns, x.stride(0),
-        TANH=tanh, HAS_BIAS=bias is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _gelu,
+        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        x,
+        x,
+        x if bias is None else bias,
+        y,
+        rows,
+        columns,
+        x.stride(0),
+        TANH=tanh,
+        HAS_BIAS=bias is not None,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
     return y
 
 
@@ -150,9 +215,22 @@ def gelu_gradients(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tu
         down = min(down, max(1, programs(down * across, x, 8) // max(across, 1)))
     dbias = None if bias is None else torch.empty((down, columns), dtype=torch.float32, device=x.device)
     launch(
-        _gelu_gradients, (down, across), x,
-        dy, x, x if bias is None else bias, dx, x if dbias is None else dbias,
-        rows, columns, dy.stride(0), x.stride(0),
-        TANH=tanh, HAS_BIAS=bias is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _gelu_gradients,
+        (down, across),
+        x,
+        dy,
+        x,
+        x if bias is None else bias,
+        dx,
+        x if dbias is None else dbias,
+        rows,
+        columns,
+        dy.stride(0),
+        x.stride(0),
+        TANH=tanh,
+        HAS_BIAS=bias is not None,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
     return dx, None if dbias is None else dbias.sum(0)

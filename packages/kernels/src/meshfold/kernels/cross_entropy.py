@@ -111,9 +111,7 @@ def cross_entropy(
         )
     if torch.compiler.is_compiling():
         return _plain_cross_entropy(logits, labels, ignore_index, label_smoothing, z_loss)
-    loss: Tensor = _CrossEntropy.apply(
-        logits, labels, ignore_index, label_smoothing, z_loss, inplace_backward
-    )
+    loss: Tensor = _CrossEntropy.apply(logits, labels, ignore_index, label_smoothing, z_loss, inplace_backward)
     return loss
 
 
@@ -131,9 +129,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.gradient = dispatch.twin(gradient, logits)
         size = logits.shape[-1]
         terms = Terms(start=0, valid=size, vocab_size=size, label_smoothing=label_smoothing, z_loss=z_loss)
-        row_max, sums = dispatch.twin(sum_rows, logits)(
-            as_rows(logits), None, labels.reshape(-1), terms, terms.smooths
-        )
+        row_max, sums = dispatch.twin(sum_rows, logits)(as_rows(logits), None, labels.reshape(-1), terms, terms.smooths)
         loss = loss_per_row(row_max, sums, label_smoothing, z_loss, size).view(labels.shape)
         ignored = labels == ignore_index
         ctx.save_for_backward(logits, labels, row_max, sums[0], ignored)
@@ -156,9 +152,7 @@ def local_max(logits: Tensor, vocab_valid: int | None = None) -> Tensor:
         logits: local columns of the logits.
         vocab_valid: number of columns that are words, the rest being padding; None for all.
     """
-    return dispatch.piece(max_of_rows, logits)(as_rows(logits), _valid(logits, vocab_valid)).reshape(
-        logits.shape[:-1]
-    )
+    return dispatch.piece(max_of_rows, logits)(as_rows(logits), _valid(logits, vocab_valid)).reshape(logits.shape[:-1])
 
 
 def sum_exp_and_target(
@@ -242,9 +236,12 @@ def cross_entropy_backward(
     """
     run = dispatch.piece(gradient, logits, row_max, sum_exp, grad_per_row)
     terms = Terms(
-        start=vocab_start, valid=_valid(logits, vocab_valid), vocab_size=vocab_size, label_smoothing=label_smoothing,
+        start=vocab_start,
+        valid=_valid(logits, vocab_valid),
+        vocab_size=vocab_size,
+        label_smoothing=label_smoothing,
         z_loss=z_loss,
-    )  # fmt: skip
+    )
     return _write_gradient(run, logits, row_max, sum_exp, labels, grad_per_row, terms, inplace)
 
 
@@ -279,9 +276,7 @@ def _valid(logits: Tensor, vocab_valid: int | None) -> int:
     if vocab_valid is None:
         return columns
     if not 0 <= vocab_valid <= columns:
-        raise ValueError(
-            f"vocab_valid is {vocab_valid}, but there are {columns} local columns: it must lie between"
-        )
+        raise ValueError(f"vocab_valid is {vocab_valid}, but there are {columns} local columns: it must lie between")
     return vocab_valid
 
 

@@ -32,10 +32,23 @@ def _z(logit, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["start", "valid", "scale", "softcap"])
 def _sums(
-    logits, row_max, labels, sums, rows, start, valid, stride, scale, softcap,
-    MAX_GIVEN: tl.constexpr, ONLY_MAX: tl.constexpr, LOGIT_SUM: tl.constexpr, ENTROPY: tl.constexpr,
-    CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row_max,
+    labels,
+    sums,
+    rows,
+    start,
+    valid,
+    stride,
+    scale,
+    softcap,
+    MAX_GIVEN: tl.constexpr,
+    ONLY_MAX: tl.constexpr,
+    LOGIT_SUM: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """One row: its maximum, the sums of exponentials about it (rescaled whenever it grows), target, sum of logits."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
@@ -84,9 +97,28 @@ def _sums(
 
 @triton.jit(do_not_specialize=["start", "valid", "smoothing", "spread", "z_loss", "scale", "softcap"])
 def _gradient(
-    logits, row_max, sum_exp, labels, grad, entropy, entropy_grad, out, columns, start, valid, stride, out_stride,
-    smoothing, spread, z_loss, scale, softcap, ENTROPY: tl.constexpr, CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    row_max,
+    sum_exp,
+    labels,
+    grad,
+    entropy,
+    entropy_grad,
+    out,
+    columns,
+    start,
+    valid,
+    stride,
+    out_stride,
+    smoothing,
+    spread,
+    z_loss,
+    scale,
+    softcap,
+    ENTROPY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     word = column < valid
@@ -114,9 +146,23 @@ def _gradient(
 
 @triton.jit(do_not_specialize=["smoothing", "spread", "z_loss", "scale", "softcap"])
 def _losses_and_gradient(
-    logits, labels, share, losses, rows, columns, stride, smoothing, spread, z_loss, scale, softcap,
-    SMOOTHS: tl.constexpr, CAPPED: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+    logits,
+    labels,
+    share,
+    losses,
+    rows,
+    columns,
+    stride,
+    smoothing,
+    spread,
+    z_loss,
+    scale,
+    softcap,
+    SMOOTHS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """Rows of a whole vocabulary: the loss, then the gradient in the place of the logits.
 
     Each lane, a vector of 16 bytes, has a maximum and a sum of its own, so that nothing is waited for along the row. Memory is
@@ -198,9 +244,7 @@ def sum_rows(
     if row_max is None:
         row_max = torch.empty(rows, dtype=torch.float32, device=logits.device)
     out = torch.empty((2 + logit_sum + entropy, rows), dtype=torch.float32, device=logits.device)
-    _run_sums(
-        logits, row_max, labels.contiguous(), out, terms, given=given, logit_sum=logit_sum, entropy=entropy
-    )
+    _run_sums(logits, row_max, labels.contiguous(), out, terms, given=given, logit_sum=logit_sum, entropy=entropy)
     return row_max, out
 
 
@@ -217,11 +261,27 @@ def _run_sums(
 ) -> None:
     wide = min(_WIDEST_BLOCK, max(128, triton.next_power_of_2(logits.shape[1])))
     launch(
-        _sums, (logits.shape[0],), logits,
-        logits, row_max, labels, out, logits.shape[0], terms.start, terms.valid, logits.stride(0), terms.scale, terms.softcap,
-        MAX_GIVEN=given, ONLY_MAX=only_max, LOGIT_SUM=logit_sum, ENTROPY=entropy, CAPPED=terms.softcap != 0.0,
-        COLUMNS=wide, num_warps=8 if wide > 1024 else 4,
-    )  # fmt: skip
+        _sums,
+        (logits.shape[0],),
+        logits,
+        logits,
+        row_max,
+        labels,
+        out,
+        logits.shape[0],
+        terms.start,
+        terms.valid,
+        logits.stride(0),
+        terms.scale,
+        terms.softcap,
+        MAX_GIVEN=given,
+        ONLY_MAX=only_max,
+        LOGIT_SUM=logit_sum,
+        ENTROPY=entropy,
+        CAPPED=terms.softcap != 0.0,
+        COLUMNS=wide,
+        num_warps=8 if wide > 1024 else 4,
+    )
 
 
 def gradient(
@@ -239,13 +299,32 @@ def gradient(
     wide = min(2048, max(128, triton.next_power_of_2(columns)))
     row_max = row_max.contiguous()
     launch(
-        _gradient, (rows, triton.cdiv(columns, wide)), logits,
-        logits, row_max, sum_exp.contiguous(), labels.contiguous(), grad.contiguous(),
-        row_max if entropy is None else entropy.contiguous(), row_max if entropy_grad is None else entropy_grad.contiguous(),
-        out, columns, terms.start, terms.valid, logits.stride(0), out.stride(0), terms.label_smoothing, _spread(terms),
-        terms.z_loss, terms.scale, terms.softcap, ENTROPY=entropy is not None, CAPPED=terms.softcap != 0.0, COLUMNS=wide,
+        _gradient,
+        (rows, triton.cdiv(columns, wide)),
+        logits,
+        logits,
+        row_max,
+        sum_exp.contiguous(),
+        labels.contiguous(),
+        grad.contiguous(),
+        row_max if entropy is None else entropy.contiguous(),
+        row_max if entropy_grad is None else entropy_grad.contiguous(),
+        out,
+        columns,
+        terms.start,
+        terms.valid,
+        logits.stride(0),
+        out.stride(0),
+        terms.label_smoothing,
+        _spread(terms),
+        terms.z_loss,
+        terms.scale,
+        terms.softcap,
+        ENTROPY=entropy is not None,
+        CAPPED=terms.softcap != 0.0,
+        COLUMNS=wide,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def write_losses_and_gradient(logits: Tensor, labels: Tensor, share: Tensor, terms: Terms) -> Tensor:
@@ -254,11 +333,27 @@ def write_losses_and_gradient(logits: Tensor, labels: Tensor, share: Tensor, ter
     vector, row_bytes = 16 // logits.element_size(), columns * logits.element_size()
     lanes = min(2048, max(128, triton.next_power_of_2(triton.cdiv(columns, vector))))
     launch(
-        _losses_and_gradient, (programs(rows, logits, 1 if row_bytes > _LONG_ROW else 2),), logits,
-        logits, labels.contiguous(), share.contiguous(), losses, rows, columns, logits.stride(0), terms.label_smoothing,
-        _spread(terms), terms.z_loss, terms.scale, terms.softcap, SMOOTHS=terms.smooths, CAPPED=terms.softcap != 0.0,
-        LANES=lanes, VECTOR=vector, num_warps=max(4, lanes // 64),
-    )  # fmt: skip
+        _losses_and_gradient,
+        (programs(rows, logits, 1 if row_bytes > _LONG_ROW else 2),),
+        logits,
+        logits,
+        labels.contiguous(),
+        share.contiguous(),
+        losses,
+        rows,
+        columns,
+        logits.stride(0),
+        terms.label_smoothing,
+        _spread(terms),
+        terms.z_loss,
+        terms.scale,
+        terms.softcap,
+        SMOOTHS=terms.smooths,
+        CAPPED=terms.softcap != 0.0,
+        LANES=lanes,
+        VECTOR=vector,
+        num_warps=max(4, lanes // 64),
+    )
     return losses
 
 

@@ -10,13 +10,24 @@ from torch import Tensor
 from meshfold.kernels._triton import bits_at, launch, tile
 
 
-@triton.jit(
-    do_not_specialize=["state", "row_numbers", "count", "threshold", "scale", "col_offset", "global_cols"]
-)
+@triton.jit(do_not_specialize=["state", "row_numbers", "count", "threshold", "scale", "col_offset", "global_cols"])
 def _dropout(
-    x, y, state, row_numbers, count, columns, stride, threshold, scale, col_offset, global_cols,
-    STATE_IN_MEMORY: tl.constexpr, ROWS_IN_MEMORY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    state,
+    row_numbers,
+    count,
+    columns,
+    stride,
+    threshold,
+    scale,
+    col_offset,
+    global_cols,
+    STATE_IN_MEMORY: tl.constexpr,
+    ROWS_IN_MEMORY: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     mask = (row < count)[:, None] & (column < columns)
@@ -50,12 +61,24 @@ def drop(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     high, wide, warps = tile(columns, elements=1024, widest=1024)
     launch(
-        _dropout, (triton.cdiv(count, high), triton.cdiv(columns, wide)), x,
-        x, y,
+        _dropout,
+        (triton.cdiv(count, high), triton.cdiv(columns, wide)),
+        x,
+        x,
+        y,
         state.to(x.device) if isinstance(state, Tensor) else state,
         rows.to(x.device).contiguous() if isinstance(rows, Tensor) else rows,
-        count, columns, x.stride(0), threshold, scale, col_offset, global_cols,
-        STATE_IN_MEMORY=isinstance(state, Tensor), ROWS_IN_MEMORY=isinstance(rows, Tensor),
-        ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        count,
+        columns,
+        x.stride(0),
+        threshold,
+        scale,
+        col_offset,
+        global_cols,
+        STATE_IN_MEMORY=isinstance(state, Tensor),
+        ROWS_IN_MEMORY=isinstance(rows, Tensor),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
     return y

@@ -87,9 +87,7 @@ def scale_of(largest, UNIT: tl.constexpr, SMALLEST: tl.constexpr):
     """(scale, 1 / scale) of blocks."""
     empty = largest < SMALLEST
     scale = tl.where(empty, 0.0, largest * UNIT)
-    return scale, tl.where(
-        empty, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(empty, 1.0, scale))
-    )
+    return scale, tl.where(empty, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(empty, 1.0, scale)))
 
 
 @triton.jit

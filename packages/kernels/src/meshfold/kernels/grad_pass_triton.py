@@ -18,9 +18,18 @@ _ROWS = 4  # that a program loads at a time: with one it waits for the memory at
 
 @triton.jit
 def _pass(
-    source, found, n, start, BLOCK: tl.constexpr, LANES: tl.constexpr, BF16: tl.constexpr,
-    SQUARE: tl.constexpr, LARGEST: tl.constexpr, HALVINGS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+    source,
+    found,
+    n,
+    start,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    BF16: tl.constexpr,
+    SQUARE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], tl.float64)
     top = tl.zeros([LANES], tl.int32)
@@ -48,8 +57,14 @@ def _pass(
 
 @triton.jit
 def _write(
-    source, out, n, BF16: tl.constexpr, OUT: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    source,
+    out,
+    n,
+    BF16: tl.constexpr,
+    OUT: tl.constexpr,
+    ADD: tl.constexpr,
+    TILE: tl.constexpr,
+):
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < n
     x = tl.load(source + place, mask=mask, other=0)
@@ -68,17 +83,39 @@ def _write(
 def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
     found = torch.empty(touched(x.numel(), block, start), dtype=torch.float64, device=x.device)
     launch(
-        _pass, (found.numel(),), x, raw(x), found, x.numel(), start,
-        BLOCK=block, LANES=LANES, BF16=x.dtype is torch.bfloat16, SQUARE=norm == SQUARES, LARGEST=norm == LARGEST,
-        HALVINGS=LANES.bit_length() - 1, AT_ONCE=1 if block % (_ROWS * LANES) else _ROWS, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
+        _pass,
+        (found.numel(),),
+        x,
+        raw(x),
+        found,
+        x.numel(),
+        start,
+        BLOCK=block,
+        LANES=LANES,
+        BF16=x.dtype is torch.bfloat16,
+        SQUARE=norm == SQUARES,
+        LARGEST=norm == LARGEST,
+        HALVINGS=LANES.bit_length() - 1,
+        AT_ONCE=1 if block % (_ROWS * LANES) else _ROWS,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
     return found
 
 
 def write(source: Tensor, out: Tensor, add: bool) -> None:
     n = source.numel()
     launch(
-        _write, (triton.cdiv(n, _TILE),), source,
-        raw(source), raw(out), n, BF16=source.dtype is torch.bfloat16, OUT=_OUT[out.dtype], ADD=add, TILE=_TILE, num_warps=4,
+        _write,
+        (triton.cdiv(n, _TILE),),
+        source,
+        raw(source),
+        raw(out),
+        n,
+        BF16=source.dtype is torch.bfloat16,
+        OUT=_OUT[out.dtype],
+        ADD=add,
+        TILE=_TILE,
+        num_warps=4,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )

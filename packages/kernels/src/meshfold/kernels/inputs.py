@@ -61,9 +61,7 @@ def check_flat(
     """
     if x.dtype not in dtypes:
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(
-            f"{name} is {str(x.dtype).removeprefix('torch.')}, it must be {known}: convert it first"
-        )
+        raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}, it must be {known}: convert it first")
     if x.ndim != 1 or not x.is_contiguous():
         raise ValueError(
             f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it must be flat and contiguous: "

@@ -220,22 +220,16 @@ def _check(
         )
     for name, given in (("labels", labels), ("row_weights", row_weights)):
         if given is not None and given.shape != x.shape[:-1]:
-            raise ValueError(
-                f"{name} must have one number a row, shape {list(x.shape[:-1])}; got {list(given.shape)}"
-            )
+            raise ValueError(f"{name} must have one number a row, shape {list(x.shape[:-1])}; got {list(given.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], one number a word; got {list(bias.shape)}")
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None and given.dtype != x.dtype:
-            raise ValueError(
-                f"x is {x.dtype} and {name} {given.dtype}: give one dtype, as in x.to({name}.dtype)"
-            )
+            raise ValueError(f"x is {x.dtype} and {name} {given.dtype}: give one dtype, as in x.to({name}.dtype)")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64; got {labels.dtype}: use labels.long()")
     if row_weights is not None and row_weights.requires_grad:
-        raise ValueError(
-            "row_weights get no gradient: detach them, or multiply what reduction='none' returns by them"
-        )
+        raise ValueError("row_weights get no gradient: detach them, or multiply what reduction='none' returns by them")
     if vocabulary is not None and not 0 <= vocabulary.valid <= weight.shape[0]:
         raise ValueError(f"vocabulary.valid is {vocabulary.valid}, but the weight has {weight.shape[0]} rows")
     if accumulate is not None and accumulate != torch.promote_types(accumulate, weight.dtype):
@@ -268,9 +262,7 @@ def _terms(
     )
 
 
-def _shares(
-    labels: Tensor, row_weights: Tensor | None, ignore_index: int, words: int, dtype: torch.dtype
-) -> Tensor:
+def _shares(labels: Tensor, row_weights: Tensor | None, ignore_index: int, words: int, dtype: torch.dtype) -> Tensor:
     """Return each row's factor in the sum of losses: 0 for a row that does not count, NaN for a label that is no word.
 
     Raises:

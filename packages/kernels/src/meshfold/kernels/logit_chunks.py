@@ -137,15 +137,20 @@ class LogitChunks:
     def write_gradient(self, statistics: Tensor, share: Tensor, towards: Tensor | None = None) -> None:
         """Overwrite the logits with their gradient, given those of the rows' losses and entropies."""
         self._kernels.gradient(
-            self._logits, statistics[0], statistics[1], self._labels[self._at], share, self._terms, self._logits,
-            None if towards is None else statistics[2], towards,
-        )  # fmt: skip
+            self._logits,
+            statistics[0],
+            statistics[1],
+            self._labels[self._at],
+            share,
+            self._terms,
+            self._logits,
+            None if towards is None else statistics[2],
+            towards,
+        )
 
     def write_losses_and_gradient(self, share: Tensor) -> Tensor:
         """Return the loss of each row, and overwrite the logits with the gradient of ``(share * loss).sum()``."""
-        return self._kernels.write_losses_and_gradient(
-            self._logits, self._labels[self._at], share, self._terms
-        )
+        return self._kernels.write_losses_and_gradient(self._logits, self._labels[self._at], share, self._terms)
 
     def rows_and_logits(self) -> tuple[Tensor, Tensor]:
         """Return this chunk's rows, and its logits or what was written over them."""

@@ -13,11 +13,31 @@ from meshfold.kernels._triton import launch, tile
 
 @triton.jit(do_not_specialize=["length", "rows"])
 def _merge(
-    out, lse, part, part_lse, length, rows, heads, columns,
-    out_b, out_s, out_h, out_d, lse_b, lse_h, lse_s,
-    part_b, part_s, part_h, part_d, plse_b, plse_h, plse_s,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    part,
+    part_lse,
+    length,
+    rows,
+    heads,
+    columns,
+    out_b,
+    out_s,
+    out_h,
+    out_d,
+    lse_b,
+    lse_h,
+    lse_s,
+    part_b,
+    part_s,
+    part_h,
+    part_d,
+    plse_b,
+    plse_h,
+    plse_s,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     head = row % heads
@@ -25,9 +45,7 @@ def _merge(
     batch = row // heads // length
     here = lse + batch * lse_b + head * lse_h + token * lse_s
     a = tl.load(here, mask=real, other=0.0)
-    b = tl.load(part_lse + batch * plse_b + head * plse_h + token * plse_s, mask=real, other=0.0).to(
-        tl.float32
-    )
+    b = tl.load(part_lse + batch * plse_b + head * plse_h + token * plse_s, mask=real, other=0.0).to(tl.float32)
     highest = tl.maximum(a, b)
     # Where neither side has seen a key, the difference of two infinities would be no number; such a row stays zero.
     shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -56,8 +74,22 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     high, wide, warps = tile(d)
     rows = b * s * heads
     launch(
-        _merge, (triton.cdiv(rows, high),), out,
-        out, lse, part, part_lse, s, rows, heads, d,
-        *out.stride(), *lse.stride(), *part.stride(), *part_lse.stride(),
-        ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _merge,
+        (triton.cdiv(rows, high),),
+        out,
+        out,
+        lse,
+        part,
+        part_lse,
+        s,
+        rows,
+        heads,
+        d,
+        *out.stride(),
+        *lse.stride(),
+        *part.stride(),
+        *part_lse.stride(),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )

@@ -79,9 +79,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Residual add and RMSNorm in one pass: ``... h, ... h, h -> (... h, ... h)``.
 
     Args:
@@ -122,9 +120,7 @@ def add_layer_norm(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
         ctx.gradients = dispatch.twin(gradients, x)
         rows = as_rows(x)
         y, _, mean, rstd = dispatch.twin(whole, x)(rows, None, weight, bias, eps, centred)
@@ -151,9 +147,7 @@ class _AddNorm(torch.autograd.Function):
         centred: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.gradients = dispatch.twin(gradients, x)
-        y, summed, mean, rstd = dispatch.twin(whole, x)(
-            as_rows(x), as_rows(residual), weight, bias, eps, centred
-        )
+        y, summed, mean, rstd = dispatch.twin(whole, x)(as_rows(x), as_rows(residual), weight, bias, eps, centred)
         y, summed = y.reshape(x.shape), summed.reshape(x.shape)
         ctx.save_for_backward(summed, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -250,9 +244,7 @@ def layer_norm_centred_sum(x: Tensor, mean: Tensor) -> Tensor:
     return run(as_rows(x), mean.reshape(-1), True).reshape(x.shape[:-1])
 
 
-def layer_norm_apply(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
-) -> Tensor:
+def layer_norm_apply(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:
     """(x - mean) * rstd * weight + bias: ``... h, h, h, ..., ... -> ... h`` in the dtype of ``x``."""
     check_vector("weight", weight, x.shape[-1])
     check_vector("bias", bias, x.shape[-1])
@@ -260,9 +252,7 @@ def layer_norm_apply(
     return run(as_rows(x), weight, bias, mean.reshape(-1), rstd.reshape(-1)).reshape(x.shape)
 
 
-def layer_norm_backward_stats(
-    dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
-) -> Tensor:
+def layer_norm_backward_stats(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:
     """Return the sums of dy * weight and of dy * weight * (x - mean) * rstd: ``... h -> 2 ...``, for one all-reduce."""
     run = dispatch.piece(gradient_sums, x, dy, weight, mean, rstd)
     sums = run(as_rows(dy), as_rows(x), weight, mean.reshape(-1), rstd.reshape(-1))
@@ -355,9 +345,7 @@ def _add(x: Tensor, residual: Tensor) -> Tensor:
     return (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
 
 
-def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> Tensor:
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
     """``m h, h, h, m, m -> m h``: (x - mean) * rstd * weight + bias."""
     return _affine(_centred(x, mean) * rstd.unsqueeze(-1), weight, bias).to(x.dtype)
 

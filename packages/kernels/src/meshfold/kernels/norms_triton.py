@@ -16,9 +16,7 @@ _WIDEST = 65536
 
 @triton.jit
 def _load_rows(base, row, stride, column, mask):
-    return tl.load(base + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(
-        tl.float32
-    )
+    return tl.load(base + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -32,11 +30,28 @@ def _store_rows(base, row, stride, column, mask, value):
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _normalise(
-    x, residual, weight, bias, y, summed, mean, rstd,
-    rows, hidden, eps, x_stride, residual_stride, summed_stride,
-    STATS_GIVEN: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    summed,
+    mean,
+    rstd,
+    rows,
+    hidden,
+    eps,
+    x_stride,
+    residual_stride,
+    summed_stride,
+    STATS_GIVEN: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """y = (v - mean) * rstd * weight + bias with v = x + residual; finds mean and rstd unless they are given."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -72,9 +87,17 @@ def _normalise(
 
 @triton.jit(do_not_specialize=["rows"])
 def _row_sums(
-    x, mean, sums, rows, hidden, x_stride,
-    SQUARE: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    mean,
+    sums,
+    rows,
+    hidden,
+    x_stride,
+    SQUARE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < rows
@@ -89,9 +112,21 @@ def _row_sums(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gradient_sums(
-    dy, x, weight, mean, rstd, sums, rows, hidden, dy_stride, x_stride,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    weight,
+    mean,
+    rstd,
+    sums,
+    rows,
+    hidden,
+    dy_stride,
+    x_stride,
+    CENTRED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < rows
@@ -111,11 +146,30 @@ def _gradient_sums(
 
 @triton.jit(do_not_specialize=["rows", "width"])
 def _gradients(
-    dy, x, weight, mean, rstd, sums, added, dx, dweight, dbias,
-    rows, hidden, width, dy_stride, x_stride, added_stride,
-    SUMS_GIVEN: tl.constexpr, CENTRED: tl.constexpr, HAS_ADDED: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    weight,
+    mean,
+    rstd,
+    sums,
+    added,
+    dx,
+    dweight,
+    dbias,
+    rows,
+    hidden,
+    width,
+    dy_stride,
+    x_stride,
+    added_stride,
+    SUMS_GIVEN: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """dx row by row; every program adds up dweight and dbias over its own rows and stores one partial sum of each.
 
     ``hidden`` is the number of local columns, ``width`` of the columns that the statistics run over.
@@ -174,16 +228,25 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
     sums = torch.empty(rows, dtype=torch.float32, device=x.device)
     high, wide, warps = tile(hidden)
     launch(
-        _row_sums, (triton.cdiv(rows, high),), x,
-        x, sums if mean is None else mean, sums, rows, hidden, x.stride(0),
-        SQUARE=square, CENTRED=mean is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _row_sums,
+        (triton.cdiv(rows, high),),
+        x,
+        x,
+        sums if mean is None else mean,
+        sums,
+        rows,
+        hidden,
+        x.stride(0),
+        SQUARE=square,
+        CENTRED=mean is not None,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
     return sums
 
 
-def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> Tensor:
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
     if x.shape[1] > _WIDEST:
         return plain.normalise(x, weight, bias, mean, rstd)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -221,14 +284,32 @@ def _run_normalise(
     high, wide, warps = tile(hidden)
     # An argument that a kernel does not use still has to be some pointer.
     launch(
-        _normalise, (triton.cdiv(rows, high),), x,
-        x, other, x if weight is None else weight, x if bias is None else bias, y, summed,
-        rstd if mean is None else mean, rstd,
-        rows, hidden, eps, x.stride(0), other.stride(0), summed.stride(0),
-        STATS_GIVEN=given, CENTRED=mean is not None, HAS_RESIDUAL=residual is not None,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _normalise,
+        (triton.cdiv(rows, high),),
+        x,
+        x,
+        other,
+        x if weight is None else weight,
+        x if bias is None else bias,
+        y,
+        summed,
+        rstd if mean is None else mean,
+        rstd,
+        rows,
+        hidden,
+        eps,
+        x.stride(0),
+        other.stride(0),
+        summed.stride(0),
+        STATS_GIVEN=given,
+        CENTRED=mean is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
 
 
 def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
@@ -238,11 +319,25 @@ def gradient_sums(dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | N
     sums = torch.empty((1 if mean is None else 2, rows), dtype=torch.float32, device=x.device)
     high, wide, warps = tile(hidden)
     launch(
-        _gradient_sums, (triton.cdiv(rows, high),), x,
-        dy, x, x if weight is None else weight, rstd if mean is None else mean, rstd, sums,
-        rows, hidden, dy.stride(0), x.stride(0),
-        CENTRED=mean is not None, HAS_WEIGHT=weight is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _gradient_sums,
+        (triton.cdiv(rows, high),),
+        x,
+        dy,
+        x,
+        x if weight is None else weight,
+        rstd if mean is None else mean,
+        rstd,
+        sums,
+        rows,
+        hidden,
+        dy.stride(0),
+        x.stride(0),
+        CENTRED=mean is not None,
+        HAS_WEIGHT=weight is not None,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
     return sums
 
 
@@ -266,12 +361,32 @@ def gradients(
     dweight = None if weight is None else torch.empty((count, columns), dtype=torch.float32, device=x.device)
     dbias = torch.empty((count, columns), dtype=torch.float32, device=x.device) if with_bias else None
     launch(
-        _gradients, (count,), x,
-        dy, x, x if weight is None else weight, rstd if mean is None else mean, rstd,
-        rstd if sums is None else sums, x if added is None else added, dx,
-        rstd if dweight is None else dweight, rstd if dbias is None else dbias,
-        rows, columns, hidden, dy.stride(0), x.stride(0), x.stride(0) if added is None else added.stride(0),
-        SUMS_GIVEN=sums is not None, CENTRED=mean is not None, HAS_ADDED=added is not None,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=with_bias, ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+        _gradients,
+        (count,),
+        x,
+        dy,
+        x,
+        x if weight is None else weight,
+        rstd if mean is None else mean,
+        rstd,
+        rstd if sums is None else sums,
+        x if added is None else added,
+        dx,
+        rstd if dweight is None else dweight,
+        rstd if dbias is None else dbias,
+        rows,
+        columns,
+        hidden,
+        dy.stride(0),
+        x.stride(0),
+        x.stride(0) if added is None else added.stride(0),
+        SUMS_GIVEN=sums is not None,
+        CENTRED=mean is not None,
+        HAS_ADDED=added is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=with_bias,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
     return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)

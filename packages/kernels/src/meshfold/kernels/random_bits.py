@@ -58,9 +58,7 @@ def stream(seed: int | Tensor, key: int | Tensor, device: torch.device | None = 
     """
     if isinstance(seed, int) and isinstance(key, int) and not torch.compiler.is_compiling():
         return signed(splitmix64(splitmix64(seed) ^ splitmix64(key)))
-    return splitmix64_tensor(
-        splitmix64_tensor(_scalar(seed, device)) ^ splitmix64_tensor(_scalar(key, device))
-    )
+    return splitmix64_tensor(splitmix64_tensor(_scalar(seed, device)) ^ splitmix64_tensor(_scalar(key, device)))
 
 
 def _scalar(value: int | Tensor, device: torch.device | None) -> Tensor:

@@ -112,9 +112,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first.to(x.dtype), second.to(x.dtype), rest), -1)
 
 
-def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, inverse: bool
-) -> None:
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, inverse: bool) -> None:
     """Turn q ``b s heads d`` and k ``b s kv_heads d`` by cos, sin ``b s r`` into q_out and k_out; back if ``inverse``.
 
     The outputs may be q and k themselves; any strides anywhere.

@@ -13,9 +13,21 @@ from meshfold.kernels._triton import launch
 
 @triton.jit
 def _turn(
-    x, out, heads, head_stride, feature_stride, out_head_stride, out_feature_stride,
-    half, cos_a, cos_b, sin_a, sin_b, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    heads,
+    head_stride,
+    feature_stride,
+    out_head_stride,
+    out_feature_stride,
+    half,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     feature = tl.arange(0, HALF)[None, :]
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)[:, None]
@@ -31,11 +43,42 @@ def _turn(
 
 @triton.jit(do_not_specialize=["length"])
 def _rotate(
-    q, k, cos, sin, q_out, k_out, length, q_heads, k_heads, half,
-    q_b, q_s, q_h, q_d, k_b, k_s, k_h, k_d, qo_b, qo_s, qo_h, qo_d, ko_b, ko_s, ko_h, ko_d,
-    cos_b, cos_s, cos_d, sin_b, sin_s, sin_d,
-    INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    length,
+    q_heads,
+    k_heads,
+    half,
+    q_b,
+    q_s,
+    q_h,
+    q_d,
+    k_b,
+    k_s,
+    k_h,
+    k_d,
+    qo_b,
+    qo_s,
+    qo_h,
+    qo_d,
+    ko_b,
+    ko_s,
+    ko_h,
+    ko_d,
+    cos_b,
+    cos_s,
+    cos_d,
+    sin_b,
+    sin_s,
+    sin_d,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     batch = token // length
     place = token % length
@@ -52,15 +95,41 @@ def _rotate(
         kept = sin_first
         sin_first = -sin_second
         sin_second = -kept
-    _turn(q + batch * q_b + place * q_s, q_out + batch * qo_b + place * qo_s, q_heads, q_h, q_d, qo_h, qo_d,
-          half, cos_first, cos_second, sin_first, sin_second, HEADS, HALF)  # fmt: skip
-    _turn(k + batch * k_b + place * k_s, k_out + batch * ko_b + place * ko_s, k_heads, k_h, k_d, ko_h, ko_d,
-          half, cos_first, cos_second, sin_first, sin_second, HEADS, HALF)  # fmt: skip
+    _turn(
+        q + batch * q_b + place * q_s,
+        q_out + batch * qo_b + place * qo_s,
+        q_heads,
+        q_h,
+        q_d,
+        qo_h,
+        qo_d,
+        half,
+        cos_first,
+        cos_second,
+        sin_first,
+        sin_second,
+        HEADS,
+        HALF,
+    )
+    _turn(
+        k + batch * k_b + place * k_s,
+        k_out + batch * ko_b + place * ko_s,
+        k_heads,
+        k_h,
+        k_d,
+        ko_h,
+        ko_d,
+        half,
+        cos_first,
+        cos_second,
+        sin_first,
+        sin_second,
+        HEADS,
+        HALF,
+    )
 
 
-def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, inverse: bool
-) -> None:
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out: Tensor, inverse: bool) -> None:
     if torch.float64 in (k.dtype, cos.dtype, sin.dtype):
         return plain.rotate(q, k, cos, sin, q_out, k_out, inverse)
     b, s, heads, _ = q.shape
@@ -70,11 +139,30 @@ def rotate(
         most = max(heads, k.shape[2], 1)
         high = min(1 << (most - 1).bit_length(), max(1, 4096 // wide))
         launch(
-            _rotate, (b * s,), q,
-            q, k, cos, sin, q_out, k_out, s, heads, k.shape[2], half,
-            *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(), *cos.stride(), *sin.stride(),
-            INVERSE=inverse, HEADS=high, HALF=wide, num_warps=4 if high * wide <= 2048 else 8,
-        )  # fmt: skip
+            _rotate,
+            (b * s,),
+            q,
+            q,
+            k,
+            cos,
+            sin,
+            q_out,
+            k_out,
+            s,
+            heads,
+            k.shape[2],
+            half,
+            *q.stride(),
+            *k.stride(),
+            *q_out.stride(),
+            *k_out.stride(),
+            *cos.stride(),
+            *sin.stride(),
+            INVERSE=inverse,
+            HEADS=high,
+            HALF=wide,
+            num_warps=4 if high * wide <= 2048 else 8,
+        )
     for x, out in ((q, q_out), (k, k_out)):
         if out is not x and 2 * half < x.shape[-1]:
             out[..., 2 * half :].copy_(x[..., 2 * half :])

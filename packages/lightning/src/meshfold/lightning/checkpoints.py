@@ -89,9 +89,7 @@ def whole_optimizer_state(session: Session, unit: OptimizerUnit) -> dict[str, An
     """Return an optimizer's state as torch has it on one device, on rank 0; elsewhere without tensors. All ranks must call."""
     assert unit.optimizer is not None  # units of optimizers are asked
     keep = session.world.mesh.rank == 0
-    whole = read_whole(
-        unit.states.optimizer_sources(), session.world, "cannot read the optimizer's state", keep=keep
-    )
+    whole = read_whole(unit.states.optimizer_sources(), session.world, "cannot read the optimizer's state", keep=keep)
     values = unit.states.optimizer_description()["values"]
     numbers, groups = _numbered(unit)
     state: dict[int, dict[str, Any]] = {}
@@ -167,9 +165,7 @@ def _rest(found: Checkpoint, *, runs_code: bool) -> dict[str, Any]:
         except Exception as error:  # of the system, the archive or the pickle
             raise CheckpointError(f"cannot read {found.path / REST}: {error}") from error
     if not isinstance(rest, dict):
-        raise CheckpointError(
-            f"{found.path / REST} holds a {type(rest).__name__}, and Lightning keeps a dict there"
-        )
+        raise CheckpointError(f"{found.path / REST} holds a {type(rest).__name__}, and Lightning keeps a dict there")
     return rest
 
 
@@ -244,9 +240,7 @@ def _from_torch(unit: OptimizerUnit, state: Mapping[str, Any]) -> tuple[dict[str
     return description, tensors
 
 
-def consolidate(
-    folder: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True
-) -> None:
+def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, weights_only: bool = True) -> None:
     """Write a folder as Lightning's own file, for ``LightningModule.load_from_checkpoint`` and other strategies.
 
     Runs in one process, without ranks; the file has whole tensors, so it takes as much memory as they do.
@@ -273,9 +267,7 @@ def _as_torch(state: Mapping[str, Any]) -> dict[str, Any]:
     groups = []
     for group in description["groups"]:
         places = [numbers.setdefault(name, len(numbers)) for name in group["parameters"]]
-        settings = {
-            key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key != "parameters"
-        }
+        settings = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key != "parameters"}
         groups.append({**settings, "params": places})
     entries: dict[int, dict[str, Any]] = {}
     for entry, value in {**description["values"], **{name: tensors[name] for name in tensors}}.items():
@@ -306,9 +298,7 @@ class CheckpointStrategy(ProcessStrategy):
     @property
     def _on_mesh(self) -> Session:
         if self.session is None:
-            raise TrainingError(
-                "the module is not set up yet: the trainer does so when fit, validate or test begins"
-            )
+            raise TrainingError("the module is not set up yet: the trainer does so when fit, validate or test begins")
         return self.session
 
     @property

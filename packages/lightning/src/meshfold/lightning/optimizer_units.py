@@ -158,9 +158,7 @@ class OptimizerUnits:
         """Whether the next backward is the last of an accumulation, as far as one knows."""
         self.only: OptimizerUnit | None = None
         """The unit whose gradients count; None for all."""
-        self._unit_of: dict[Tensor, OptimizerUnit] = {
-            p: unit for unit in self.all for p in unit.parameters.values()
-        }
+        self._unit_of: dict[Tensor, OptimizerUnit] = {p: unit for unit in self.all for p in unit.parameters.values()}
 
     def __iter__(self) -> Iterator[OptimizerUnit]:
         return iter(self.all)

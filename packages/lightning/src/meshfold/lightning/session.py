@@ -158,9 +158,7 @@ class Session:
         self._most_micro_steps = accumulation
         self._replace_units(optimizers, given, accumulation=accumulation)
 
-    def _replace_units(
-        self, optimizers: Optimizers, given: Sequence[list[list[str]]], *, accumulation: int
-    ) -> None:
+    def _replace_units(self, optimizers: Optimizers, given: Sequence[list[list[str]]], *, accumulation: int) -> None:
         made = self._maker.make(optimizers, given, before=self.units.all, accumulation=accumulation)
         self.units = OptimizerUnits(made, self.world)
 

@@ -141,9 +141,7 @@ class MeshfoldStrategy(CheckpointStrategy):
 
             def make() -> Any:
                 self.setup_optimizers(trainer)
-                return [
-                    optimizer for optimizer in self.optimizers if not isinstance(optimizer, _MockOptimizer)
-                ]
+                return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, _MockOptimizer)]
 
             session.train(make, accumulation=_most_micro_steps(trainer))
             self._take_over_calls()

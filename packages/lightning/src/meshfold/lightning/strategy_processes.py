@@ -48,9 +48,7 @@ class ProcessStrategy(DDPStrategy):
             seed = torch.initial_seed() % 2**62 if self._seed is None else self._seed
             self._seed = broadcast_object(seed, self.world, 0)
             if isinstance(self.precision_plugin, MeshfoldPrecision):
-                self.precision_plugin.scaler = LossScaler(
-                    self.precision_plugin.engine.scale, says=self.is_global_zero
-                )
+                self.precision_plugin.scaler = LossScaler(self.precision_plugin.engine.scale, says=self.is_global_zero)
 
     @property
     def _world(self) -> World:

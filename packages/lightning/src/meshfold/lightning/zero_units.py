@@ -45,9 +45,7 @@ class ZeroUnits:
         """
         self._module, self._world, self._precision = module, world, precision
         self._seed, self._values = seed, values
-        self._held_back: set[str] = (
-            set()
-        )  # parameters that no optimizer has, which are frozen for the time being
+        self._held_back: set[str] = set()  # parameters that no optimizer has, which are frozen for the time being
 
     def release(self, units: OptimizerUnits) -> OptimizerUnits:
         """Return the units as they are: they stay until :meth:`make` has taken over their weights."""
@@ -119,12 +117,10 @@ class ZeroUnits:
             make = _factory(around, optimizers[number], groups) if optimizers else self._keeper()
             states = ZeroStates(
                 around, self._world, self._precision, make, accumulation=accumulation, seed=self._seed, values=values
-            )  # fmt: skip
+            )
             mine = dict(around.named_parameters())
             optimizer = optimizers[number] if optimizers else None
-            units.append(
-                OptimizerUnit(optimizer, states, mine, groups, around, mine.values() if optimizer else ())
-            )
+            units.append(OptimizerUnit(optimizer, states, mine, groups, around, mine.values() if optimizer else ()))
         for unit in before:
             unit.close()
         return units
@@ -200,9 +196,7 @@ def _states(unit: OptimizerUnit) -> ZeroStates:
     return unit.states
 
 
-def _factory(
-    around: PartialModule, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]
-) -> Factory:
+def _factory(around: PartialModule, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]]) -> Factory:
     """Return a function that gives the user's own optimizer the parameters that chunks hold."""
     names = [name for name, p in around.named_parameters() if p.requires_grad]
 

@@ -109,9 +109,7 @@ def _parse(text: str) -> Layout:
     for word in text.split():
         name, colon, axes_text = word.partition(":")
         if not _NAME.fullmatch(name):
-            raise LayoutError(
-                f"{name!r} in layout {text!r} is not a name of a dim: use letters, digits and _"
-            )
+            raise LayoutError(f"{name!r} in layout {text!r} is not a name of a dim: use letters, digits and _")
         if name in dims:
             raise LayoutError(f"dim {name!r} appears twice in layout {text!r}: give each dim its own name")
         axes = tuple(axes_text.split(",")) if colon else ()

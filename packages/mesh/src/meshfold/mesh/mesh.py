@@ -44,14 +44,10 @@ class Mesh:
             SpecError: for a size that is not a positive int, or a rank outside the mesh.
         """
         if not isinstance(axes, Mapping):
-            raise SpecError(
-                f"a mesh is made of a mapping from axis name to size, such as dict(data=2), not {axes!r}"
-            )
+            raise SpecError(f"a mesh is made of a mapping from axis name to size, such as dict(data=2), not {axes!r}")
         for name, size in axes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise SpecError(
-                    f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up"
-                )
+                raise SpecError(f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up")
         self.axes: dict[str, int] = dict(axes)
         self._given_rank = rank
         # Answers once found are kept: layers ask in every forward, and torch.compile can trace a look-up.
@@ -136,9 +132,7 @@ class Mesh:
 
     def spanned(self, *axes: str) -> tuple[str, ...]:
         """Return the axes in mesh order, those of size 1 left out: how records and plans name a group."""
-        return tuple(
-            sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a))
-        )
+        return tuple(sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a)))
 
     def group(self, *axes: str) -> Group:
         """Return this process's group along the axes, with its process group (made at the first call, then kept).
@@ -160,9 +154,7 @@ class Mesh:
         group = self.group(*axes)
         if group.size == 1:
             return group
-        handle = self.once(
-            ("channel", purpose, group.ranks), lambda: process_group.create_group(group.ranks, purpose)
-        )
+        handle = self.once(("channel", purpose, group.ranks), lambda: process_group.create_group(group.ranks, purpose))
         return replace(group, name=process_group.group_name(handle))
 
     def numbers(self, *axes: str) -> tuple[int, ...]:
@@ -222,9 +214,7 @@ class Mesh:
         coordinates = self.coordinates()
         here = self._elsewhere(coordinates, spanned)
         ranks = tuple(
-            r
-            for r in self._candidates(coordinates, spanned)
-            if self._elsewhere(self.coordinates(r), spanned) == here
+            r for r in self._candidates(coordinates, spanned) if self._elsewhere(self.coordinates(r), spanned) == here
         )
         if len(ranks) == 1:
             return Group(axes=(), ranks=ranks, index=0, name="")

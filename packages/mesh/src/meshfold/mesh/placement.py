@@ -85,9 +85,7 @@ class Placement:
 
     def coordinates(self, mesh: Mesh, dim: int, rank: int | None = None) -> Tensor:
         """Return the global coordinate of each local position along a dim, int64; at least the dim's size in padding."""
-        return torch.cat(
-            [torch.arange(start, start + n, device="cpu") for start, n in self.segments(mesh, dim, rank)]
-        )
+        return torch.cat([torch.arange(start, start + n, device="cpu") for start, n in self.segments(mesh, dim, rank)])
 
     def rectangles(self, mesh: Mesh, rank: int | None = None) -> list[Rectangle]:
         """Return the rectangles of the global tensor that a rank holds, padding left out."""
@@ -109,9 +107,7 @@ class Placement:
             LayoutError: if the tensor does not have the global shape.
         """
         if tuple(full.shape) != self.shape:
-            raise LayoutError(
-                f"a tensor of shape {tuple(full.shape)} where the global shape {self.shape} is wanted"
-            )
+            raise LayoutError(f"a tensor of shape {tuple(full.shape)} where the global shape {self.shape} is wanted")
         local = full.new_zeros(self.local_shape(mesh, rank))
         for box in self.rectangles(mesh, rank):
             _window(local, box.local_offsets, box.sizes).copy_(_window(full, box.offsets, box.sizes))

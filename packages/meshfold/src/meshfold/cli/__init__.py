@@ -31,11 +31,23 @@ COMMANDS = {
 
 
 _ELSEWHERE = {
-    "--learning-rate": "--lr", "--epochs": "--steps", "--max-steps": "--steps", "--gradient-accumulation-steps": "--accumulate",
-    "--grad-accum": "--accumulate", "--output-dir": "--out", "--output": "--out", "--dtype": "--precision",
-    "--max-length": "--seq-len", "--sequence-length": "--seq-len", "--nproc-per-node": "--ranks", "--np": "--ranks",
-    "--dataset": "--data", "--model-name": "--model", "--model-name-or-path": "--model", "gpu": "cuda",
-}  # fmt: skip
+    "--learning-rate": "--lr",
+    "--epochs": "--steps",
+    "--max-steps": "--steps",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--grad-accum": "--accumulate",
+    "--output-dir": "--out",
+    "--output": "--out",
+    "--dtype": "--precision",
+    "--max-length": "--seq-len",
+    "--sequence-length": "--seq-len",
+    "--nproc-per-node": "--ranks",
+    "--np": "--ranks",
+    "--dataset": "--data",
+    "--model-name": "--model",
+    "--model-name-or-path": "--model",
+    "gpu": "cuda",
+}
 """Names that other programs have for options and choices"""
 
 
@@ -54,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _fail(
             "meshfold",
-            Failure(
-                f"there is no command {name!r}.{_nearest(name, COMMANDS)} Commands: {', '.join(COMMANDS)}"
-            ),
+            Failure(f"there is no command {name!r}.{_nearest(name, COMMANDS)} Commands: {', '.join(COMMANDS)}"),
         )
     try:
         return _run(name, arguments[1:])
@@ -113,7 +123,9 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 def _overview() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' lists the options of a command."
+    return (
+        f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' lists the options of a command."
+    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -42,9 +42,7 @@ def sentence_of(error: Exception) -> Failure | None:
         return Failure(f"{error.filename}: {error.strerror}", 1)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        advice = (
-            "use a smaller --batch-size or --seq-len, --accumulate more, or split the model over more ranks"
-        )
+        advice = "use a smaller --batch-size or --seq-len, --accumulate more, or split the model over more ranks"
         return Failure(f"the GPU's memory is full: {advice}", 1)
     return None
 
@@ -63,13 +61,21 @@ def add_model(parser: argparse._ActionsContainer) -> None:
         help="a local folder of a Hugging Face causal LM: config.json, and weights or none",
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="changes",
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="changes",
         help="change the preset: layers=4 hidden=128 heads=4",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--rule", action="append", default=[], metavar="PATTERN=ROLE", dest="rules",
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=ROLE",
+        dest="rules",
         help="role of matching submodules in tensor parallelism, once for each: '*.self_attn=replicate'",
-    )  # fmt: skip
+    )
 
 
 def read_model(arguments: argparse.Namespace) -> None:
@@ -170,9 +176,7 @@ def _whole_from(least: int) -> Callable[[str], int]:
 natural, positive, several = map(_whole_from, range(3))
 
 
-_WAYS = (
-    'write --parallel "dict(data=2, tensor=4)", --parallel data=2 tensor.mode=2d tensor.size=4, or a .py file'
-)
+_WAYS = 'write --parallel "dict(data=2, tensor=4)", --parallel data=2 tensor.mode=2d tensor.size=4, or a .py file'
 _ITEM = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=([^=]+)")
 
 
@@ -231,9 +235,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     try:
         names = runpy.run_path(str(path))
     except Exception as error:
-        raise Failure(
-            f"--parallel {str(path)!r}: running it raised {type(error).__name__}: {error}"
-        ) from error
+        raise Failure(f"--parallel {str(path)!r}: running it raised {type(error).__name__}: {error}") from error
     if not isinstance(names.get("parallel"), dict):
         raise Failure(f"--parallel {str(path)!r}: the file must say parallel = dict(...)")
     found: dict[str, Any] = names["parallel"]
@@ -244,16 +246,9 @@ def _literal(node: ast.expr) -> Any:
     """Return the value of an expression of literals and ``dict(key=...)``; raise ValueError for any other."""
     if isinstance(node, ast.Dict) and None not in node.keys:
         pairs = [
-            (ast.literal_eval(key), _literal(value))
-            for key, value in zip(node.keys, node.values, strict=True)
-            if key
+            (ast.literal_eval(key), _literal(value)) for key, value in zip(node.keys, node.values, strict=True) if key
         ]
-    elif (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "dict"
-        and not node.args
-    ):
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
         pairs = [(word.arg, _literal(word.value)) for word in node.keywords]
         if None in dict(pairs):
             raise ValueError("dict(**...)")

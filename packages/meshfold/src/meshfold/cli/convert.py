@@ -22,9 +22,7 @@ from meshfold.cli.arguments import Failure, byte_size, read_changes
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold convert``."""
     parser.usage = "meshfold convert SOURCE TARGET [options]"
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a checkpoint, or a Hugging Face folder (safetensors or .bin)"
-    )
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint, or a Hugging Face folder (safetensors or .bin)")
     parser.add_argument("target", metavar="TARGET", help="a new or empty folder")
     parser.add_argument("--to", choices=("hf", "checkpoint"), default="hf", help="format of TARGET (hf)")
     parser.add_argument(
@@ -33,13 +31,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of floating tensors (as they are)",
     )
     parser.add_argument(
-        "--like", metavar="FOLDER",
+        "--like",
+        metavar="FOLDER",
         help="a Hugging Face folder that gives tokenizer files, and config.json if SOURCE does not know it",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--names", choices=("hf", "meshfold"),
+        "--names",
+        choices=("hf", "meshfold"),
         help="with --to checkpoint: Hugging Face's, or those of our own GPT or Llama (as in SOURCE)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -91,9 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(dict(target=str(Path(arguments.target)), **done.__dict__)))
         return 0
-    what = (
-        "a Hugging Face folder" if done.kind == "hf" else "a checkpoint, to be loaded with weights_only=True"
-    )
+    what = "a Hugging Face folder" if done.kind == "hf" else "a checkpoint, to be loaded with weights_only=True"
     files = "one file" if done.files == 1 else f"{done.files} files"
     print(f"{arguments.target}: {what}; {done.tensors} tensors, {format_bytes(done.bytes)} in {files}")
     return 0

@@ -23,9 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--serial-steps", type=positive, default=20, metavar="N", help="of them, again on one process (20)"
     )
-    parser.add_argument(
-        "--sample-tokens", type=positive, default=250, metavar="N", help="bytes of text to write (250)"
-    )
+    parser.add_argument("--sample-tokens", type=positive, default=250, metavar="N", help="bytes of text to write (250)")
 
 
 def run(arguments: argparse.Namespace) -> int:

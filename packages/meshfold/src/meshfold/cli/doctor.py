@@ -68,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             found["collectives"].append(self_test("nccl"))
     problems = [f"{name} is not installed" for name in REQUIRED if found["distributions"][name] is None]
     problems += [
-        f"{test['backend']}: {test['error']}"
-        for test in found.get("collectives", [])
-        if test["error"] is not None
+        f"{test['backend']}: {test['error']}" for test in found.get("collectives", []) if test["error"] is not None
     ]
     found["problems"] = problems
     print(json.dumps(found, indent=1) if arguments.json else _text(found))

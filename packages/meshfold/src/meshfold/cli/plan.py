@@ -40,36 +40,24 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold plan``."""
     add_parallel(parser)
-    parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="world size (default: the product of the spec)"
-    )
+    parser.add_argument("--ranks", type=positive, metavar="N", help="world size (default: the product of the spec)")
     add_model(parser)
-    parser.add_argument(
-        "--batch-size", type=positive, default=8, metavar="N", help="sequences of a global batch (8)"
-    )
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences of a global batch (8)")
     parser.add_argument(
         "--seq-len", type=positive, metavar="N", help="tokens of a sequence (default: the model's longest)"
     )
-    parser.add_argument(
-        "--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)"
-    )
+    parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)")
     parser.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
     parser.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
-    parser.add_argument(
-        "--no-clip", action="store_true", help="gradients are not clipped, and so none is held"
-    )
+    parser.add_argument("--no-clip", action="store_true", help="gradients are not clipped, and so none is held")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
     parser.add_argument(
         "--machine",
         metavar="NAME",
         help="h200, h100, a100, v100 with one GPU, h200x8, h100x8, a100x8, v100x8, laptop (default: h200 or h200x8)",
     )
-    parser.add_argument(
-        "--gpu-memory", type=byte_size, metavar="SIZE", help="of a device, if not the machine's: 24GiB"
-    )
-    parser.add_argument(
-        "--host-memory", type=byte_size, metavar="SIZE", help="of a host, if not the machine's: 125GiB"
-    )
+    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of a device, if not the machine's: 24GiB")
+    parser.add_argument("--host-memory", type=byte_size, metavar="SIZE", help="of a host, if not the machine's: 125GiB")
     parser.add_argument(
         "--timeline",
         metavar="FILE",

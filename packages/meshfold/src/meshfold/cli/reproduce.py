@@ -26,9 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} NAME ... | --list"
     parser.add_argument("--list", action="store_true", help="list the experiments")
     parser.add_argument("--json", action="store_true", help="with --list: names as JSON")
-    parser.add_argument(
-        "name", nargs=argparse.REMAINDER, metavar="NAME ...", help="which one, and its own arguments"
-    )
+    parser.add_argument("name", nargs=argparse.REMAINDER, metavar="NAME ...", help="which one, and its own arguments")
 
 
 def run(arguments: argparse.Namespace, folder: str = FOLDER) -> int:
@@ -68,9 +66,7 @@ def programs(folder: Path) -> dict[str, Path]:
     """Map names, with dashes, to files: ``<name>.py``, or ``run.py`` or ``__init__.py`` of a folder, with a ``main``."""
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
-        candidates = (
-            [entry / "run.py", entry / "__main__.py", entry / "__init__.py"] if entry.is_dir() else [entry]
-        )
+        candidates = [entry / "run.py", entry / "__main__.py", entry / "__init__.py"] if entry.is_dir() else [entry]
         for file in candidates:
             if file.suffix == ".py" and file.is_file() and _has_main(file):
                 found[entry.stem.replace("_", "-")] = file
@@ -88,9 +84,7 @@ def listing(folder: Path) -> str:
     """Return a line for each program."""
     found = programs(folder)
     width = max(map(len, found), default=0)
-    lines = {
-        name: first_line(file).removeprefix(f"meshfold reproduce {name}: ") for name, file in found.items()
-    }
+    lines = {name: first_line(file).removeprefix(f"meshfold reproduce {name}: ") for name, file in found.items()}
     return "\n".join(f"{name:<{width}}  {line[:1].upper()}{line[1:]}" for name, line in lines.items())
 
 

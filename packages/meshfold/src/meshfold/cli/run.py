@@ -28,12 +28,8 @@ from meshfold.cli.arguments import Failure, natural, whole
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold run``."""
     parser.usage = "meshfold run [--ranks N] [options] (script.py | -m MODULE) ..."
-    parser.add_argument(
-        "--ranks", type=whole, metavar="N", help="how many processes (default: one for each GPU)"
-    )
-    parser.add_argument(
-        "--nodes", metavar="N|MIN:MAX", help="how many machines; run the same command on each"
-    )
+    parser.add_argument("--ranks", type=whole, metavar="N", help="how many processes (default: one for each GPU)")
+    parser.add_argument("--nodes", metavar="N|MIN:MAX", help="how many machines; run the same command on each")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="of one of them, where they meet")
     parser.add_argument("--job", default="meshfold", metavar="NAME", help="if several jobs meet at one place")
     parser.add_argument(
@@ -52,12 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="seconds that ranks get to end by themselves after a first SIGTERM, SIGUSR1 or Ctrl-C",
     )
     parser.add_argument("--port", type=whole, help="where the ranks meet (default: any free one)")
-    parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="write each rank's output to a file in DIR"
-    )
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="run a module"
-    )
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="write each rank's output to a file in DIR")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="run a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py ...", help="run a file")
 
 
@@ -66,9 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script[:1] == ["--"]:
         del arguments.script[0]
     if not arguments.module and not arguments.script:
-        raise Failure(
-            "nothing to run: give a script, meshfold run --ranks 2 train.py, or a module, -m my.module"
-        )
+        raise Failure("nothing to run: give a script, meshfold run --ranks 2 train.py, or a module, -m my.module")
     program = ["-m", *arguments.module] if arguments.module is not None else arguments.script
     import torch
 
@@ -78,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     here = Environment.detect()
     if here.source != "single":
         if arguments.ranks not in (None, here.world_size):
-            raise Failure(
-                f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out"
-            )
+            raise Failure(f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out")
         _check_file(program)
         try:
             run_program(program)
@@ -96,9 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_file(program)
     ranks = torch.cuda.device_count() if arguments.ranks is None else arguments.ranks
     if arguments.ranks is None and ranks == 0:
-        raise Failure(
-            "this machine has no GPU to tell how many ranks to start: write --ranks 2 or another number"
-        )
+        raise Failure("this machine has no GPU to tell how many ranks to start: write --ranks 2 or another number")
     if arguments.nodes is not None or arguments.rendezvous is not None or arguments.restarts:
         return _with_others(arguments, program, ranks)
     return launch(
@@ -122,9 +108,7 @@ def _with_others(arguments: argparse.Namespace, program: list[str], ranks: int) 
             )
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", arguments.nodes or "1")
     if match is None:
-        raise Failure(
-            f"--nodes {arguments.nodes!r}: write a number, such as 2, or the least and the most, 2:4"
-        )
+        raise Failure(f"--nodes {arguments.nodes!r}: write a number, such as 2, or the least and the most, 2:4")
     nodes = int(match[1]), int(match[2] or match[1])
     if nodes[1] > 1 and arguments.rendezvous is None:
         raise Failure(

@@ -43,9 +43,7 @@ def main(backend: str, answer: str) -> None:
 def check(group: Group, device: torch.device) -> list[str]:
     """Call each collective on numbers whose result is known; all ranks of the group must call."""
     size, here = group.size, group.index
-    mine = (
-        torch.arange(size, dtype=torch.float32, device=device) + here * size
-    )  # rank r has r·g .. r·g + g − 1
+    mine = torch.arange(size, dtype=torch.float32, device=device) + here * size  # rank r has r·g .. r·g + g − 1
     every = torch.arange(size * size, dtype=torch.float32, device=device).view(size, size)
     wanted: dict[str, tuple[Tensor, Tensor]] = {
         "all_reduce": (all_reduce(mine, group), every.sum(0)),
@@ -57,9 +55,7 @@ def check(group: Group, device: torch.device) -> list[str]:
     }
     for name, (found, right) in wanted.items():
         if not torch.equal(found, right):
-            raise CollectiveError(
-                f"{name} over {size} ranks gave {found.tolist()} instead of {right.tolist()}"
-            )
+            raise CollectiveError(f"{name} over {size} ranks gave {found.tolist()} instead of {right.tolist()}")
     return list(wanted)
 
 

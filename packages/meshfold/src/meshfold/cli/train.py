@@ -57,12 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             report=arguments.report,
         )
     if arguments.ranks not in (None, here.world_size):
-        raise Failure(
-            f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out"
-        )
-    return _as_rank(
-        settings, here, plan=not arguments.no_plan, as_json=arguments.json, report=arguments.report
-    )
+        raise Failure(f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out")
+    return _as_rank(settings, here, plan=not arguments.no_plan, as_json=arguments.json, report=arguments.report)
 
 
 def start(
@@ -167,13 +163,9 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     require_runnable(spec)
     _check_warmup(settings)
     check_folder(settings, progress if plan else Progress())
-    if (
-        plan
-    ):  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
+    if plan:  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
         _show_plan(settings, spec, _open_inputs(settings, spec, progress), progress, show=True, report=report)
-    with join(
-        device=settings.device, meeting=watchdog_limit(settings.watchdog) or DEFAULT_TIMEOUT
-    ) as process:
+    with join(device=settings.device, meeting=watchdog_limit(settings.watchdog) or DEFAULT_TIMEOUT) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
             inputs = open_inputs(settings, progress)  # tokenises, for all ranks of this machine
@@ -237,8 +229,14 @@ def _open_inputs(settings: TrainSettings, spec: ParallelSpec, progress: Progress
         f"{settings.steps * settings.batch_size * settings.seq_len:,} are {settings.steps} steps"
     )
     rows, shares = settings.batch_size // settings.accumulate, spec.data or 1
-    idle = [f"{rows} of {shares} data ranks get a row in a forward, the others one that does not count. Write a --batch-size of "
-            f"{shares * settings.accumulate} at least"] if rows < shares else []  # fmt: skip
+    idle = (
+        [
+            f"{rows} of {shares} data ranks get a row in a forward, the others one that does not count. Write a --batch-size of "
+            f"{shares * settings.accumulate} at least"
+        ]
+        if rows < shares
+        else []
+    )
     for note in (*inputs.notes, *idle):
         progress.say(f"  {note}")
     return inputs
@@ -287,9 +285,7 @@ def _show_plan(
         progress.say("\n" + "\n\n".join(part for part in parts if part) + "\n")
         if found.refusal:
             refusal = found.refusal.removesuffix(".")
-            raise Failure(
-                f"it does not fit: {refusal}. --no-plan trains all the same, until memory runs out", 1
-            )
+            raise Failure(f"it does not fit: {refusal}. --no-plan trains all the same, until memory runs out", 1)
 
 
 def check_folder(settings: TrainSettings, progress: Progress) -> None:
@@ -321,9 +317,7 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
             progress.say(sentence)
     elif there:
         free = next(name for name in (f"{settings.out}{n}" for n in count(2)) if not os.path.exists(name))
-        raise Failure(
-            f"{there[0]} is there already: go on from it with --resume, or start a new run with --out {free}"
-        )
+        raise Failure(f"{there[0]} is there already: go on from it with --resume, or start a new run with --out {free}")
 
 
 def must_go_on(out: str) -> Path:

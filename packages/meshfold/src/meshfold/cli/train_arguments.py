@@ -28,9 +28,7 @@ RECOMPUTE = "activations in backward: of every block, or of those that the plan 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold train``."""
-    parser.usage = (
-        "meshfold train --data PATH --out DIR [options]\n       meshfold train --resume --out DIR [options]"
-    )
+    parser.usage = "meshfold train --data PATH --out DIR [options]\n       meshfold train --resume --out DIR [options]"
     parser.epilog = "With --resume, options that are not given are those of the run so far."
     data = parser.add_argument_group("data")
     data.add_argument(
@@ -83,9 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     steps.add_argument(
         "--stop-after", type=positive, metavar="N", help="stop at step N; the schedule is that of --steps"
     )
-    steps.add_argument(
-        "--batch-size", type=positive, metavar="N", help="sequences of a step, over all ranks (8)"
-    )
+    steps.add_argument("--batch-size", type=positive, metavar="N", help="sequences of a step, over all ranks (8)")
     steps.add_argument("--seq-len", type=several, metavar="N", help="tokens of a sequence (128)")
     steps.add_argument("--accumulate", type=positive, metavar="N", help="micro-steps of a step (1)")
     steps.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), help="(adamw)")
@@ -143,9 +139,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--sample-tokens", type=positive, metavar="N", help="how far (200)")
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
     out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
-    out.add_argument(
-        "--json", action="store_true", help="print a line of JSON a step, all else on standard error"
-    )
+    out.add_argument("--json", action="store_true", help="print a line of JSON a step, all else on standard error")
     # Nothing has a default here: what was not given is the run's own where one goes on, else as in TrainSettings.
     for action in parser._actions:
         if action.dest not in _OF_THE_COMMAND:

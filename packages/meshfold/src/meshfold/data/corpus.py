@@ -96,9 +96,7 @@ def open_corpus(
         tokens, notes = _token_file(source, token_dtype)
         return Corpus(tokens=tokens, train_tokens=len(tokens) - int(validation * len(tokens)), notes=notes)
     if tokenizer is None:
-        raise SpecError(
-            f"{str(path)!r} is text and needs a tokenizer: 'byte', or a folder with a Hugging Face one"
-        )
+        raise SpecError(f"{str(path)!r} is text and needs a tokenizer: 'byte', or a folder with a Hugging Face one")
     if records := find_records(source):
         return _records(records, tokenizer, Path(cache), validation, text_column, max_bytes, say)
     documents, skipped = _documents(source, extensions, exclude)
@@ -110,9 +108,7 @@ def open_corpus(
 def largest_id(corpus: Corpus) -> int:
     """Return the largest token id, looked for in the whole corpus, in pieces."""
     piece = 1 << 24
-    return max(
-        int(corpus.tokens[start : start + piece].max()) for start in range(0, len(corpus.tokens), piece)
-    )
+    return max(int(corpus.tokens[start : start + piece].max()) for start in range(0, len(corpus.tokens), piece))
 
 
 def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
@@ -127,9 +123,7 @@ def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
                 "integers"
             ) from error
         if not isinstance(found, np.ndarray):
-            raise SpecError(
-                f"{str(path)!r} is an archive of arrays (.npz), not one: save the token ids by numpy.save"
-            )
+            raise SpecError(f"{str(path)!r} is an archive of arrays (.npz), not one: save the token ids by numpy.save")
         if not np.issubdtype(found.dtype, np.integer):
             raise SpecError(f"{str(path)!r} holds {found.dtype}, not token ids: save an array of integers")
         tokens: Tokens = found.reshape(-1)
@@ -209,9 +203,7 @@ def _tokenise(
     sizes = {path: path.stat().st_size for path in documents}
     order = sorted(documents, key=lambda path: key_of(str(path.relative_to(source))))
     if max_bytes is not None:
-        order = order[
-            : max(1, sum(1 for total in _sums([sizes[path] for path in order]) if total <= max_bytes))
-        ]
+        order = order[: max(1, sum(1 for total in _sums([sizes[path] for path in order]) if total <= max_bytes))]
     print_of = blake2b(digest_size=8)
     stamps = [(str(path), sizes[path], path.stat().st_mtime_ns) for path in order]
     print_of.update(repr((tokenizer.name, tokenizer.vocab_size, validation, stamps)).encode())
@@ -227,9 +219,7 @@ def _tokenise(
     if skipped:
         notes.append(f"{_files(skipped)} skipped: empty or not UTF-8 text")
     if len(order) < len(documents):
-        notes.append(
-            f"{_files(len(documents) - len(order))} left out to stay within {format_bytes(max_bytes or 0)}"
-        )
+        notes.append(f"{_files(len(documents) - len(order))} left out to stay within {format_bytes(max_bytes or 0)}")
     tokens, numbers = known
     return Corpus(tokens=tokens, train_tokens=numbers["train_tokens"], notes=tuple(notes))
 
@@ -244,24 +234,18 @@ def _records(
     say: Callable[[str], None],
 ) -> Corpus:
     """Return the tokens of records, read from the cache or written to it."""
-    stamps = [
-        (str(f), f.stat().st_size, f.stat().st_mtime_ns, part.aside) for part in parts for f in part.files
-    ]
+    stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns, part.aside) for part in parts for f in part.files]
     told = (tokenizer.name, tokenizer.vocab_size, validation, column, max_bytes, stamps)
     stem = f"tokens-{blake2b(repr(told).encode(), digest_size=8).hexdigest()}"
     file = cache / f"{stem}.npy"
     known = _kept(file)
     if known is None:
-        say(
-            f"tokenising records of {_files(len(stamps))}, {format_bytes(sum(size for _, size, *_ in stamps))}"
-        )
+        say(f"tokenising records of {_files(len(stamps))}, {format_bytes(sum(size for _, size, *_ in stamps))}")
         cache.mkdir(parents=True, exist_ok=True)
         found = [_encode_records(part, tokenizer, column, max_bytes) for part in parts]
         tokens: Tokens = np.concatenate([made for made, _ in found])
         if not len(tokens):
-            raise SpecError(
-                f"no text in {_files(len(stamps))} of records: {stamps[0][0] if stamps else 'none'}"
-            )
+            raise SpecError(f"no text in {_files(len(stamps))} of records: {stamps[0][0] if stamps else 'none'}")
         aside = [len(made) for part, (made, _) in zip(parts, found, strict=True) if part.aside]
         train_tokens = len(tokens) - (sum(aside) if aside else int(validation * len(tokens)))
         numbers = {"train_tokens": train_tokens, "records": sum(count for _, count in found)}
@@ -297,9 +281,7 @@ def _kept(file: Path) -> tuple[Tokens, dict[str, int]] | None:
         return None
 
 
-def _encode_records(
-    part: Part, tokenizer: Tokenizer, column: str | None, max_bytes: int | None
-) -> tuple[Tokens, int]:
+def _encode_records(part: Part, tokenizer: Tokenizer, column: str | None, max_bytes: int | None) -> tuple[Tokens, int]:
     """Return the tokens of some records, and how many these were: an end behind each, save where they are lines of a text."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end: Tokens = np.full(1, tokenizer.end, dtype)

@@ -152,18 +152,12 @@ def _load(path: Path, files: tuple[Path, ...], *, saved: bool) -> Any:
 def _of_table(path: Path, table: Any, column: str | None) -> Iterator[str]:
     if hasattr(table, "iter_batches"):
         schema = table.schema_arrow
-        strings = [
-            field.name for field in schema if str(field.type) in ("string", "large_string", "string_view")
-        ]
+        strings = [field.name for field in schema if str(field.type) in ("string", "large_string", "string_view")]
         name = _column(path, strings, column)
         for batch in table.iter_batches(_AT_ONCE, columns=[name]):
             yield from (value or "" for value in batch.column(0).to_pylist())
         return
-    strings = [
-        key
-        for key, kind in table.features.items()
-        if getattr(kind, "dtype", "") in ("string", "large_string")
-    ]
+    strings = [key for key, kind in table.features.items() if getattr(kind, "dtype", "") in ("string", "large_string")]
     name = _column(path, strings, column)
     for start in range(0, len(table), _AT_ONCE):
         yield from (value or "" for value in table[start : start + _AT_ONCE][name])

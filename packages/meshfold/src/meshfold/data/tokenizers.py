@@ -83,9 +83,7 @@ class HuggingFaceTokenizer:
         """
         path = Path(folder)
         if not path.is_dir():
-            raise SpecError(
-                f"tokenizer {str(folder)!r}: there is no such folder; give one with a tokenizer, or 'byte'"
-            )
+            raise SpecError(f"tokenizer {str(folder)!r}: there is no such folder; give one with a tokenizer, or 'byte'")
         # Without files transformers makes up a tokenizer of nothing but special tokens, and raises nothing.
         if not any(any(path.glob(pattern)) for pattern in _FILES):
             raise NoTokenizerError(
@@ -97,9 +95,7 @@ class HuggingFaceTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError:
-            raise SpecError(
-                f"tokenizer {str(folder)!r} needs transformers: pip install meshfold[hf]"
-            ) from None
+            raise SpecError(f"tokenizer {str(folder)!r} needs transformers: pip install meshfold[hf]") from None
         try:
             for pattern in _FILES:
                 for file in path.glob(pattern):
@@ -135,9 +131,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> Ids:
         """Return the ids of a text."""
-        return np.asarray(
-            self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32
-        )
+        return np.asarray(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""

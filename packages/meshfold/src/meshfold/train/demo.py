@@ -156,9 +156,7 @@ def list_files(out: Path) -> None:
 def foreign_files(out: Path) -> list[Path]:
     """Return the files in a demo's folder that no demo wrote, or that changed since."""
     listed = _listed(out)
-    return [
-        path for path in _there(out) if not _is_folder(path) and listed.get(_name(path, out)) != _seen(path)
-    ]
+    return [path for path in _there(out) if not _is_folder(path) and listed.get(_name(path, out)) != _seen(path)]
 
 
 def remove_files(out: Path) -> None:

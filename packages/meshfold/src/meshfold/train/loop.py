@@ -86,9 +86,7 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
     )
     batches = Batches(corpus, batch_size=settings.batch_size, seq_len=settings.seq_len, seed=settings.seed)
     needed = None if tokenizer is None else tokenizer.vocab_size
-    model = choose_model(
-        settings.model, settings.hf, settings.changes, vocab_size=needed, seq_len=settings.seq_len
-    )
+    model = choose_model(settings.model, settings.hf, settings.changes, vocab_size=needed, seq_len=settings.seq_len)
     if not is_text and (largest := largest_id(corpus)) >= model.vocab_size:
         raise SpecError(
             f"{settings.data!r} holds the token id {largest}, and model {model.name!r} has a vocabulary of "
@@ -141,9 +139,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
 
 
 @report_errors  # inside of the engine: what fails here on one rank is told before its watchdog is closed
-def _train(
-    engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress
-) -> list[dict[str, Any]]:
+def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
     """Run :func:`train` with its engine."""
     if engine.loaded is not None:
         progress.say(str(engine.loaded).partition("\n")[0])
@@ -161,9 +157,7 @@ def _train(
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
     if engine.mesh.rank == 0:
         metrics.trackers = open_trackers(settings.track, Path(settings.out), asdict(settings), first=first)
-    peak = (
-        settings.peak_tflops * 1e12 if settings.peak_tflops else peak_flops(engine.device, settings.precision)
-    )
+    peak = settings.peak_tflops * 1e12 if settings.peak_tflops else peak_flops(engine.device, settings.precision)
     work = flops_of(inputs, settings) if peak else 0.0
 
     saved, stopped, under_way = first, False, None
@@ -213,9 +207,7 @@ def _train(
     if saved > first:
         progress.say(f"checkpoint: {path}")
     else:
-        progress.say(
-            f"nothing to do: the checkpoint is at step {first}, and step {settings.last_step} is the last"
-        )
+        progress.say(f"nothing to do: the checkpoint is at step {first}, and step {settings.last_step} is the last")
     if engine.mesh.rank == 0 and saved > first:
         _draw(settings, inputs, progress)
     if settings.prompt is not None and inputs.tokenizer is not None:

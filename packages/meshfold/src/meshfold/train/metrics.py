@@ -137,9 +137,7 @@ def check_trackers(names: Sequence[str]) -> None:
             raise SpecError(f"--metrics {name}: {module} is not installed: pip install {module}")
 
 
-def open_trackers(
-    names: Sequence[str], out: Path, settings: Mapping[str, Any], *, first: int
-) -> list[Tracker]:
+def open_trackers(names: Sequence[str], out: Path, settings: Mapping[str, Any], *, first: int) -> list[Tracker]:
     """Return the trackers asked for; one rank calls.
 
     Args:
@@ -171,9 +169,7 @@ def flops_per_token(build: Callable[[], nn.Module], seq_len: int) -> float:
     with torch.device("meta"):
         model = build()
     parameters = {id(p): p.numel() for p in model.parameters()}
-    multiplies = {
-        id(m.weight) for m in model.modules() if not isinstance(m, nn.Embedding) and hasattr(m, "weight")
-    }
+    multiplies = {id(m.weight) for m in model.modules() if not isinstance(m, nn.Embedding) and hasattr(m, "weight")}
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module.weight) not in multiplies:
             parameters.pop(id(module.weight), None)

@@ -103,9 +103,7 @@ def _of_folder(folder: str, changes: Mapping[str, Any], vocab_size: int | None, 
     from meshfold.huggingface import open_model
 
     if changes:
-        raise SpecError(
-            f"--set {' '.join(changes)} changes a model of our own: edit {folder}/config.json for this one"
-        )
+        raise SpecError(f"--set {' '.join(changes)} changes a model of our own: edit {folder}/config.json for this one")
     found = open_model(folder)
     _check(folder, found.vocab_size, found.max_positions, vocab_size, seq_len)
     return ModelChoice(
@@ -123,6 +121,4 @@ def _check(name: str, has: int, positions: int | None, vocab_size: int | None, s
             "belongs to it"
         )
     if positions is not None and seq_len > positions:
-        raise SpecError(
-            f"sequences of {seq_len} tokens are longer than the {positions} positions of model {name!r}"
-        )
+        raise SpecError(f"sequences of {seq_len} tokens are longer than the {positions} positions of model {name!r}")

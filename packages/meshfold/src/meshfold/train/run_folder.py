@@ -116,11 +116,7 @@ class KeptCheckpoints:
             Its new path, or None if nothing was in the way.
         """
         place = self.place(step)
-        if (
-            place == self._single
-            or not (place / STATE_FILE).exists()
-            or listed_files(place / STATE_FILE) is not None
-        ):
+        if place == self._single or not (place / STATE_FILE).exists() or listed_files(place / STATE_FILE) is not None:
             return None
         numbered = (place.with_name(f"{place.name}.damaged{number}") for number in ("", *range(2, 1000)))
         return place.rename(next(path for path in numbered if not path.exists()))
@@ -174,9 +170,7 @@ class KeptCheckpoints:
     def _complete(self) -> list[Path]:
         """Return the complete checkpoints, the newest first."""
         found = {path: step_of(path) for path in complete_checkpoints(self._several)}
-        single = next(
-            (path for path in (self._single, set_aside_path(self._single)) if is_complete(path)), None
-        )
+        single = next((path for path in (self._single, set_aside_path(self._single)) if is_complete(path)), None)
         if single is not None:
             state = read_state(single / STATE_FILE)
             found[self._single] = int(state.get("step", 0)) + int(state.get("skipped_steps", 0))
@@ -195,9 +189,17 @@ _PATHS = ("data", "hf", "tokenizer")
 _FIXED = ("batch_size", "seq_len", "seed")
 # The trained model does not depend on these.
 _UNSAID = (
-    "parallel", "prompt", "sample_tokens", "eval_every", "eval_batches", "save_every", "save_asynchronously", "track",
-    "peak_tflops", "watchdog",
-)  # fmt: skip
+    "parallel",
+    "prompt",
+    "sample_tokens",
+    "eval_every",
+    "eval_batches",
+    "save_every",
+    "save_asynchronously",
+    "track",
+    "peak_tflops",
+    "watchdog",
+)
 
 
 def option_of(name: str) -> str:
@@ -237,9 +239,7 @@ def read_settings(out: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise SpecError(
-            f"cannot read {path}: {error}. Remove it, and type the options of the run again"
-        ) from error
+        raise SpecError(f"cannot read {path}: {error}. Remove it, and type the options of the run again") from error
     if CHECKSUM in found and not has_valid_checksum(found):
         raise SpecError(
             f"{path} is damaged or was changed by hand: its checksum does not fit. To keep a change made by hand, remove its entry "

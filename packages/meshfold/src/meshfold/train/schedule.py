@@ -35,14 +35,10 @@ def lr_schedule(schedule: str, *, warmup: int, steps: int) -> Callable[[Optimize
         SpecError: for an unknown name, or a warm-up that is no number of steps.
     """
     if schedule not in SCHEDULES:
-        raise SpecError(
-            f"schedule={schedule!r}: {did_you_mean(schedule, SCHEDULES)} Known: {', '.join(SCHEDULES)}"
-        )
+        raise SpecError(f"schedule={schedule!r}: {did_you_mean(schedule, SCHEDULES)} Known: {', '.join(SCHEDULES)}")
     if warmup < 0 or steps < 1:
         raise SpecError(f"warmup={warmup}, steps={steps}: steps from 1 up, of which 0 or more warm up")
-    return lambda optimizer: LambdaLR(
-        optimizer, lambda step: factor(schedule, step, warmup=warmup, steps=steps)
-    )
+    return lambda optimizer: LambdaLR(optimizer, lambda step: factor(schedule, step, warmup=warmup, steps=steps))
 
 
 def go_on(scheduler: LRScheduler, *, step: int, lr: float) -> None:

@@ -78,9 +78,7 @@ class DecoderConfig:
                 f"{self.heads}, so the heads cannot be shared out evenly"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise SpecError(
-                f"{type(self).__name__}(dropout={self.dropout!r}): a probability, from 0 up and below 1"
-            )
+            raise SpecError(f"{type(self).__name__}(dropout={self.dropout!r}): a probability, from 0 up and below 1")
 
     @property
     def learned_positions(self) -> int | None:
@@ -142,11 +140,7 @@ class GPTConfig(DecoderConfig):
         return self.max_positions
 
     def matmul_parameters(self) -> int:
-        block = (
-            self.hidden * sum(self.qkv_parts)
-            + self.heads * self.d * self.hidden
-            + 2 * self.hidden * self.inner
-        )
+        block = self.hidden * sum(self.qkv_parts) + self.heads * self.d * self.hidden + 2 * self.hidden * self.inner
         return self.layers * block + self.vocab_size * self.hidden
 
     def num_parameters(self) -> int:
@@ -184,11 +178,7 @@ class LlamaConfig(DecoderConfig):
         return -(-8 * self.hidden // 3 // 32) * 32 if self.ffn is None else self.ffn
 
     def matmul_parameters(self) -> int:
-        block = (
-            self.hidden * sum(self.qkv_parts)
-            + self.heads * self.d * self.hidden
-            + 3 * self.hidden * self.inner
-        )
+        block = self.hidden * sum(self.qkv_parts) + self.heads * self.d * self.hidden + 3 * self.hidden * self.inner
         return self.layers * block + self.vocab_size * self.hidden
 
     def num_parameters(self) -> int:

@@ -69,9 +69,7 @@ def generate(
         SpecError: for settings out of range.
     """
     if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
-        raise SpecError(
-            f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give int64 token ids [batch, length ≥ 1]"
-        )
+        raise SpecError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give int64 token ids [batch, length ≥ 1]")
     settings.count("max_new_tokens", max_new_tokens, least=0)
     if not temperature >= 0.0:
         raise SpecError(f"temperature={temperature!r}: a number from 0 up")
@@ -178,9 +176,7 @@ class _Rows:
     def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         new, first = keys.shape[1], self._seen
         if first and new > 1:
-            raise SpecError(
-                f"{new} tokens for a cache that has {first}: after a prompt they come one at a time"
-            )
+            raise SpecError(f"{new} tokens for a cache that has {first}: after a prompt they come one at a time")
         self._seen += new
         filled, place = min(self._seen, self._most), first % self._most
         kept = self._kept = self._room(filled, keys)
@@ -224,9 +220,7 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
     if not _agreed(model, can_keep(whole)):
         yield model
         return
-    window = min(
-        (m.window for m in whole.modules() if isinstance(m, CausalMask) and m.window), default=tokens
-    )
+    window = min((m.window for m in whole.modules() if isinstance(m, CausalMask) and m.window), default=tokens)
     caches, known = [], 0
     for layer in _layers(whole):
         layer.kv_cache = KeyValueCache(min(window, tokens))
@@ -261,9 +255,7 @@ def can_keep(model: nn.Module) -> bool:
     if not getattr(model, "caches_keys", False):
         return False
     blocks: Any = model.blocks
-    here = [
-        block for block in blocks if next(block.children(), None) is not None
-    ]  # not those of other stages
+    here = [block for block in blocks if next(block.children(), None) is not None]  # not those of other stages
     shared = any(not getattr(module, "makes_masks", True) for module in model.modules())
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     return takes_positions and not shared and len(_layers(model)) == len(here)

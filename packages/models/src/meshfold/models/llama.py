@@ -37,9 +37,7 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config.hidden, config.inner)
         self.dropout2 = nn.Dropout(config.dropout)
 
-    def forward(
-        self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         x = x + self.dropout1(self.attn(self.norm1(x), seq_len, rotary, mask))
         y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
         return y

@@ -40,9 +40,7 @@ class CausalLMLoss(nn.Module):
     causal_lm_loss = True
     shifts = True
 
-    def __init__(
-        self, *, ignore_index: int = IGNORE_INDEX, label_smoothing: float = 0.0, z_loss: float = 0.0
-    ) -> None:
+    def __init__(self, *, ignore_index: int = IGNORE_INDEX, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         """Args:
             ignore_index: label of a token that does not count.
             label_smoothing: share of the target spread evenly over the vocabulary, in [0, 1).
@@ -53,9 +51,7 @@ class CausalLMLoss(nn.Module):
         """
         super().__init__()
         if not 0.0 <= label_smoothing < 1.0:
-            raise SpecError(
-                f"label_smoothing={label_smoothing!r}: a share of the target, from 0 up and below 1"
-            )
+            raise SpecError(f"label_smoothing={label_smoothing!r}: a share of the target, from 0 up and below 1")
         if z_loss < 0.0:
             raise SpecError(f"z_loss={z_loss!r}: a weight, from 0 up")
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
@@ -78,6 +74,4 @@ class CausalLMLoss(nn.Module):
         return total / counts.sum().clamp(min=1)
 
     def extra_repr(self) -> str:
-        return (
-            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, z_loss={self.z_loss}"
-        )
+        return f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, z_loss={self.z_loss}"

@@ -22,18 +22,37 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
     "llama-tiny": LlamaConfig(vocab_size=256, hidden=64, layers=2, heads=4, kv_heads=2, ffn=192, max_positions=128),
     "llama-small": LlamaConfig(vocab_size=256, hidden=256, layers=4, heads=8, kv_heads=4, ffn=704, max_positions=256),
     "llama-1b": LlamaConfig(
-        vocab_size=128256, hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, max_positions=8192,
-        rope_theta=500000.0, tie=True,
+        vocab_size=128256,
+        hidden=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        ffn=8192,
+        max_positions=8192,
+        rope_theta=500000.0,
+        tie=True,
     ),
     "llama-8b": LlamaConfig(
-        vocab_size=128256, hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, max_positions=8192,
+        vocab_size=128256,
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        ffn=14336,
+        max_positions=8192,
         rope_theta=500000.0,
     ),
     "llama-70b": LlamaConfig(
-        vocab_size=128256, hidden=8192, layers=80, heads=64, kv_heads=8, ffn=28672, max_positions=8192,
+        vocab_size=128256,
+        hidden=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        ffn=28672,
+        max_positions=8192,
         rope_theta=500000.0,
     ),
-}  # fmt: skip
+}
 """``*-tiny`` and ``*-small`` are for bytes on a laptop; the rest are the published shapes."""
 
 
@@ -44,9 +63,7 @@ def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
         SpecError: for an unknown name or field, or sizes that do not fit together.
     """
     if name not in PRESETS:
-        raise SpecError(
-            f"there is no model {name!r}.{did_you_mean(str(name), PRESETS)} Known: {', '.join(PRESETS)}"
-        )
+        raise SpecError(f"there is no model {name!r}.{did_you_mean(str(name), PRESETS)} Known: {', '.join(PRESETS)}")
     known = PRESETS[name].__dataclass_fields__
     for field in changes:
         if field not in known:

@@ -98,9 +98,7 @@ class Pipeline:
         staged = stage_model(model, mesh, self.home, config, batched_weights=batched_weights, loss_fn=loss_fn)
         self.partition, self.module, self.device = staged.partition, staged.module, staged.device
         self._stages = staged.stages
-        self._batches = Batches(
-            self.module, self._programs, self.device, own_loss=loss_fn is not None, weigh=weigh
-        )
+        self._batches = Batches(self.module, self._programs, self.device, own_loss=loss_fn is not None, weigh=weigh)
         self._plans = TransferPlans(staged, mesh, axis, replicas)
         self._channels = Channels(mesh, axis)
         self._ties = TiedGradients(

@@ -73,9 +73,17 @@ def attention(
     length = q.shape[1] * mesh.size(*found.axes) if length is None else length
     if callable(mode):
         own = mode(
-            q, k, v, mesh=mesh, causal=causal, window=window, documents=documents, scale=scale, length=length,
+            q,
+            k,
+            v,
+            mesh=mesh,
+            causal=causal,
+            window=window,
+            documents=documents,
+            scale=scale,
+            length=length,
             dropout=dropout,
-        )  # fmt: skip
+        )
         return cast(Tensor, own)
     sharding = sequence_sharding(length, mesh, mode, order)
     _check(q, k, v, sharding, window, dropout)
@@ -132,16 +140,8 @@ def _check(
             "the model's attention dropout to 0, or say which weights fall by WeightDropout, as the engine does"
         )
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if (
-        q.dim() != 4
-        or k.dim() != 4
-        or v.dim() != 4
-        or q.shape[:2] != k.shape[:2]
-        or k.shape[:3] != v.shape[:3]
-    ):
-        raise LayoutError(
-            f"q must be [b, s, heads, d], k and v [b, s, kv_heads, d] with b and s alike, got {shapes}"
-        )
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3]:
+        raise LayoutError(f"q must be [b, s, heads, d], k and v [b, s, kv_heads, d] with b and s alike, got {shapes}")
     if q.shape[3] != k.shape[3] or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise LayoutError(
             f"heads of q and k must be equally wide, and the {k.shape[2]} heads of keys divide the {q.shape[2]} of "
@@ -198,15 +198,11 @@ def traffic(
     times = kv_head_repeats(heads, kv_heads, sharding.ulysses)
     packed = batch * sharding.local * (heads + 2 * kv_heads * times) * head_dim * size
     back = batch * sharding.local * heads * head_dim * size
-    exchanges = moved_bytes("all_to_all", packed, sharding.ulysses) + moved_bytes(
-        "all_to_all", back, sharding.ulysses
-    )
+    exchanges = moved_bytes("all_to_all", packed, sharding.ulysses) + moved_bytes("all_to_all", back, sharding.ulysses)
     if documents is not None:
         documents = check_documents(documents, length)
     mask = Mask(length=length, causal=causal, window=window, documents=documents)
     hops = len(steps(sharding, mask, mesh.index(*found.ring))) - 1
-    block = (
-        2 * batch * sharding.local * kv_heads * times * head_dim
-    )  # of a place in the ring: more tokens, fewer heads
+    block = 2 * batch * sharding.local * kv_heads * times * head_dim  # of a place in the ring: more tokens, fewer heads
     home = (hops + 1) * block * wide if hops else 0
     return exchanges + hops * block * size, exchanges + hops * block * size + home

@@ -180,9 +180,15 @@ class AttentionMode(TorchFunctionMode):
                 "scaled_dot_product_attention(..., enable_gqa=True), or repeat the keys and values for each head of queries"
             )
         out = self._settings().attend(
-            query, key, value, masked=attn_mask is not None, causal=is_causal, window=None, scale=scale,
+            query,
+            key,
+            value,
+            masked=attn_mask is not None,
+            causal=is_causal,
+            window=None,
+            scale=scale,
             dropout=dropout_p,
-        )  # fmt: skip
+        )
         return out.transpose(1, 2)
 
     def _count(self, *bounds: Any, **options: Any) -> Tensor | None:

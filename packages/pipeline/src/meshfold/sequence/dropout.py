@@ -94,9 +94,7 @@ class RingDropout:
 
         def factors(tiles: Sequence[Tile]) -> Tensor:
             found = [
-                self.weights.factors(
-                    q, self.sharding.length, queries[t.q : t.q + t.rows], keys[t.k : t.k + t.columns]
-                )
+                self.weights.factors(q, self.sharding.length, queries[t.q : t.q + t.rows], keys[t.k : t.k + t.columns])
                 for t in tiles
             ]
             return torch.cat(found)

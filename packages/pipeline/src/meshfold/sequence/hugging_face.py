@@ -88,9 +88,15 @@ def attend(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     out = settings().attend(
-        query, key, value, masked=attention_mask is not None, causal=is_causal, window=sliding_window,
-        scale=scaling, dropout=dropout,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        masked=attention_mask is not None,
+        causal=is_causal,
+        window=sliding_window,
+        scale=scaling,
+        dropout=dropout,
+    )
     return out, None
 
 

@@ -169,9 +169,18 @@ class FlashCUDA:
         # The random state is read with dropout alone; of it there are two tensors in every version.
         random = torch.empty((2,), dtype=torch.int64, device=x.q.device)
         gradients = _aten._scaled_dot_product_flash_attention_backward(
-            *_turned(dout, x.q, x.k, x.v, out), lse.contiguous(), None, None, x.q.shape[1], x.k.shape[1], 0.0, x.causal,
-            random, random, scale=x.scale,
-        )  # fmt: skip
+            *_turned(dout, x.q, x.k, x.v, out),
+            lse.contiguous(),
+            None,
+            None,
+            x.q.shape[1],
+            x.k.shape[1],
+            0.0,
+            x.causal,
+            random,
+            random,
+            scale=x.scale,
+        )
         return _back(gradients)
 
 
@@ -189,9 +198,19 @@ class CuDNN:
         # and its gradient: they must always be the same. The log-sum-exp has a last dim of one.
         random = torch.empty((1,), dtype=torch.int64, device=x.q.device)
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(
-            *_turned(dout.contiguous(), x.q, x.k, x.v, out.contiguous()), lse.contiguous().unsqueeze(-1), random, random,
-            None, None, None, x.q.shape[1], x.k.shape[1], 0.0, x.causal, scale=x.scale,
-        )  # fmt: skip
+            *_turned(dout.contiguous(), x.q, x.k, x.v, out.contiguous()),
+            lse.contiguous().unsqueeze(-1),
+            random,
+            random,
+            None,
+            None,
+            None,
+            x.q.shape[1],
+            x.k.shape[1],
+            0.0,
+            x.causal,
+            scale=x.scale,
+        )
         return _back(gradients)
 
 
@@ -212,9 +231,17 @@ class Efficient:
         padded = F.pad(lse, (0, -x.q.shape[1] % 32), value=torch.inf).contiguous()
         random = torch.empty((1,), dtype=torch.int64, device=x.q.device)
         *gradients, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            *_turned(dout, x.q, k, v), None, *_turned(out), padded, random, random, 0.0, [True, True, True, False], x.causal,
+            *_turned(dout, x.q, k, v),
+            None,
+            *_turned(out),
+            padded,
+            random,
+            random,
+            0.0,
+            [True, True, True, False],
+            x.causal,
             scale=x.scale,
-        )  # fmt: skip
+        )
         dq, dk, dv = _back(gradients)
         return dq, dk.unflatten(2, heads).sum(3), dv.unflatten(2, heads).sum(3)
 

@@ -33,14 +33,11 @@ class SequenceParallel:
     def __init__(self, model: nn.Module, settings: AttentionSettings) -> None:
         self._settings = settings
         self._local = 0  # tokens of this rank in the last forward, which may be recomputed later
-        self._attended = (
-            False  # in the forward under way; not a count, which a compiled block would be guarded on
-        )
+        self._attended = False  # in the forward under way; not a count, which a compiled block would be guarded on
         self._signature = inspect.signature(model.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
         self._shifts_labels = getattr(model, "loss_type", "") == "ForCausalLM" or any(
-            getattr(module, "causal_lm_loss", False) and getattr(module, "shifts", True)
-            for module in model.modules()
+            getattr(module, "causal_lm_loss", False) and getattr(module, "shifts", True) for module in model.modules()
         )
         self._changes: list[Any] = []
         self._tracked = ShardedSequenceLayout(settings.mesh, sequence_mode(settings.mode, settings.mesh).axes)
@@ -84,9 +81,7 @@ class SequenceParallel:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _begin(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         given = self._signature.bind_partial(*args, **kwargs).arguments
         given = {**given, **given.get("kwargs", {})}
         tokens = next((x for x in given.values() if isinstance(x, Tensor) and x.dim() >= 2), None)
@@ -249,7 +244,14 @@ def sequence_parallel(
     return SequenceParallel(
         model,
         AttentionSettings(
-            mesh=mesh, mode=mode, causal=causal, window=window, documents=documents, length=length, order=order,
-            kernel=kernel, draw=draw,
+            mesh=mesh,
+            mode=mode,
+            causal=causal,
+            window=window,
+            documents=documents,
+            length=length,
+            order=order,
+            kernel=kernel,
+            draw=draw,
         ),
-    )  # fmt: skip
+    )

@@ -79,9 +79,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tenso
     return seen.result()
 
 
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Round
-) -> Gradients:
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Round) -> Gradients:
     dq = tile_attention.PartialSum(q)
     block = _Travelling(job, k, v)
     sums: Pending | None = None  # dK and dV of the block, from the ranks that had it before
@@ -94,9 +92,7 @@ def _backward(
             dk.add(tile.k, shares[1])
             dv.add(tile.k, shares[2])
         if len(job.steps) > 1:
-            total = _total(
-                dk, dv, None if sums is None else sums.wait()
-            )  # they came while tiles were computed
+            total = _total(dk, dv, None if sums is None else sums.wait())  # they came while tiles were computed
             last = step + 1 == len(job.steps)
             hops = job.group.size - step if last else 1  # home, which is as many ranks back as it has come
             sums = collectives.shift(total, job.group, hops, async_op=True)

@@ -65,9 +65,7 @@ class _RingSelf(torch.autograd.Function):
         return *_backward(dout, q, k, v, weights, ctx.job), None
 
 
-def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, job: RingSelfSettings
-) -> Gradients:
+def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, job: RingSelfSettings) -> Gradients:
     wide = accumulating(q.dtype)
     groups = (k.shape[2], -1)
     grouped = dout.to(wide).unflatten(2, groups)
@@ -79,9 +77,7 @@ def _backward(
     dq = torch.zeros((*grouped.shape[:-1], k.shape[-1]), dtype=wide, device=q.device)
     for source, block in _round(k, job.group):
         dq += torch.einsum("bgrij,bjgd->bigrd", _of(dscores, source, block), block.to(wide))
-    dk = collectives.all_reduce(
-        torch.einsum("bgrij,bigrd->bjgd", dscores, q.to(wide).unflatten(2, groups)), job.group
-    )
+    dk = collectives.all_reduce(torch.einsum("bgrij,bigrd->bjgd", dscores, q.to(wide).unflatten(2, groups)), job.group)
     mine = slice(job.group.index * k.shape[1], (job.group.index + 1) * k.shape[1])
     return dq.flatten(2, 3).to(q.dtype), dk[:, mine].to(k.dtype), dv[:, mine].to(v.dtype)
 

@@ -41,9 +41,7 @@ class PartialAttention:
         """Return the output in the dtype of the model and the log-sum-exp; zero and -inf for rows that saw nothing."""
         if self.out is None or self.lse is None:
             b, s, heads, _ = self.shape
-            lse = torch.full(
-                (b, heads, s), -torch.inf, dtype=accumulating(self.like.dtype), device=self.like.device
-            )
+            lse = torch.full((b, heads, s), -torch.inf, dtype=accumulating(self.like.dtype), device=self.like.device)
             return torch.zeros(self.shape, dtype=self.like.dtype, device=self.like.device), lse
         return self.out.to(self.like.dtype).contiguous(), self.lse
 
@@ -125,9 +123,7 @@ class TilePairs:
             kernel, pairs = self._pairs(alike)
             upper = alike[0].shape == "upper"
             lses = _stack([lse[:, :, t.q : t.q + t.rows] for t in alike])
-            gradients = kernel.backward(
-                pairs, _rows(dout, alike), _rows(out, alike), lses.flip(2) if upper else lses
-            )
+            gradients = kernel.backward(pairs, _rows(dout, alike), _rows(out, alike), lses.flip(2) if upper else lses)
             if upper:
                 dq, dk, dv = (gradient.flip(1) for gradient in gradients)
                 gradients = (dq, dk, dv)

@@ -80,9 +80,7 @@ def positions(
     return sequence_sharding(length, mesh, mode, order).positions(rank, documents).to(device)
 
 
-def next_tokens(
-    labels: Tensor, documents: Sequence[int] | None = None, *, ignore_index: int = IGNORE_INDEX
-) -> Tensor:
+def next_tokens(labels: Tensor, documents: Sequence[int] | None = None, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Labels of a whole batch, moved so that each token has the next one's: ``b length -> b length``.
 
     A model shifts labels by one token itself, which a shard of a sequence cannot do: do it before sharding them.

@@ -30,9 +30,7 @@ def kv_head_repeats(heads: int, kv_heads: int, ranks: int) -> int:
     return next(n for n in range(1, group + 1) if group % n == 0 and kv_heads * n % ranks == 0)
 
 
-def to_heads(
-    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, axes: tuple[str, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def to_heads(q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange the split of the sequence for a split of the heads, for queries ``b s heads d`` and twice ``b s kv_heads d``.
 
     Shapes:

@@ -159,14 +159,19 @@ def _host(
     """Return a host: PCIe (up, down, both), memory and disk (read, write) in GB/s."""
     up, down, both = (1e9 * rate for rate in pcie)
     return Host(
-        memory=memory_gib * 2**30, cores=cores, up=up, down=down, both=both, bandwidth=bandwidth * 1e9, disk=disk_tb * 1e12,
-        disk_read=disk[0] * 1e9, disk_write=disk[1] * 1e9,
-    )  # fmt: skip
+        memory=memory_gib * 2**30,
+        cores=cores,
+        up=up,
+        down=down,
+        both=both,
+        bandwidth=bandwidth * 1e9,
+        disk=disk_tb * 1e12,
+        disk_read=disk[0] * 1e9,
+        disk_write=disk[1] * 1e9,
+    )
 
 
-_SHEET = (
-    "data sheet: matmuls at 0.7 of the peak, memory and links at 0.75 to 0.9 of theirs; host and disk rough"
-)
+_SHEET = "data sheet: matmuls at 0.7 of the peak, memory and links at 0.75 to 0.9 of theirs; host and disk rough"
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "H200": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
     "H100": {"bf16": 989, "fp16": 989, "fp32": 67, "fp64": 67},
@@ -178,13 +183,9 @@ _H100, _A100, _V100 = (PEAK_TFLOPS[name] for name in ("H100", "A100", "V100"))
 _H200: dict[str, float] = {"bf16": 787, "fp16": 787, "fp32": 50, "fp64": 50}  # measured
 _HOSTS = {
     # One GPU with 16 cores, measured: copies, triad, direct I/O in blocks of 16 MiB.
-    "h200": _host(
-        memory_gib=125, cores=16, pcie=(55.5, 55.4, 101.6), bandwidth=141, disk_tb=0.064, disk=(3.4, 2.3)
-    ),
+    "h200": _host(memory_gib=125, cores=16, pcie=(55.5, 55.4, 101.6), bandwidth=141, disk_tb=0.064, disk=(3.4, 2.3)),
     # DGX: two sockets of 8 channels DDR5-4800, DDR4-3200 (EPYC) and of 4 channels DDR4-2400, at three quarters.
-    "h200x8": _host(
-        memory_gib=2000, cores=112, pcie=(46.8, 36.5, 80), bandwidth=460, disk_tb=30, disk=(40, 20)
-    ),
+    "h200x8": _host(memory_gib=2000, cores=112, pcie=(46.8, 36.5, 80), bandwidth=460, disk_tb=30, disk=(40, 20)),
     "a100x8": _host(memory_gib=1000, cores=128, pcie=(24, 24, 42), bandwidth=300, disk_tb=15, disk=(20, 10)),
     "v100x8": _host(memory_gib=500, cores=40, pcie=(12, 12, 21), bandwidth=115, disk_tb=7, disk=(5, 3)),
     "laptop": _host(memory_gib=16, cores=8, pcie=(5, 5, 8), bandwidth=20, disk_tb=0.5, disk=(1.5, 1)),
@@ -194,9 +195,7 @@ _HOSTS = {
 def _slice(name: str) -> Host:
     """Return an eighth of a node of eight: what one of its GPUs is rented with."""
     host = _HOSTS[name]
-    eighth = {
-        key: getattr(host, key) / 8 for key in ("memory", "bandwidth", "disk", "disk_read", "disk_write")
-    }
+    eighth = {key: getattr(host, key) / 8 for key in ("memory", "bandwidth", "disk", "disk_read", "disk_write")}
     return replace(host, cores=host.cores // 8, **eighth)
 
 
@@ -204,44 +203,111 @@ MACHINES: dict[str, Machine] = {
     one.name: one
     for one in (
         _gpu(
-            "h200x8", memory_gib=139, memory_tb=4.24, peak=_H200, share=1.0, inside=320, between=40, host=_HOSTS["h200x8"],
+            "h200x8",
+            memory_gib=139,
+            memory_tb=4.24,
+            peak=_H200,
+            share=1.0,
+            inside=320,
+            between=40,
+            host=_HOSTS["h200x8"],
             source="measured: bf16 matmul, memory, NCCL on NVLink; the rest from the data sheet, host and disk rough",
         ),
         _gpu(
-            "h100x8", memory_gib=79, memory_tb=2.9, peak=_H100, share=0.7, inside=337, between=37, host=_HOSTS["h200x8"],
+            "h100x8",
+            memory_gib=79,
+            memory_tb=2.9,
+            peak=_H100,
+            share=0.7,
+            inside=337,
+            between=37,
+            host=_HOSTS["h200x8"],
             source=_SHEET,
         ),
         _gpu(
-            "a100x8", memory_gib=79, memory_tb=1.7, peak=_A100, share=0.7, inside=225, between=19, host=_HOSTS["a100x8"],
+            "a100x8",
+            memory_gib=79,
+            memory_tb=1.7,
+            peak=_A100,
+            share=0.7,
+            inside=225,
+            between=19,
+            host=_HOSTS["a100x8"],
             source=_SHEET,
         ),
         _gpu(
-            "v100x8", memory_gib=31, memory_tb=0.8, peak=_V100, share=0.7, inside=112, between=9, host=_HOSTS["v100x8"],
+            "v100x8",
+            memory_gib=31,
+            memory_tb=0.8,
+            peak=_V100,
+            share=0.7,
+            inside=112,
+            between=9,
+            host=_HOSTS["v100x8"],
             source=_SHEET,
         ),
         _gpu(
-            "h200", devices=1, memory_gib=139, memory_tb=4.24, peak=_H200, share=1.0, inside=320, between=40,
-            host=_HOSTS["h200"], source="measured, with 16 cores of its host",
+            "h200",
+            devices=1,
+            memory_gib=139,
+            memory_tb=4.24,
+            peak=_H200,
+            share=1.0,
+            inside=320,
+            between=40,
+            host=_HOSTS["h200"],
+            source="measured, with 16 cores of its host",
         ),
         _gpu(
-            "h100", devices=1, memory_gib=79, memory_tb=2.9, peak=_H100, share=0.7, inside=337, between=37,
-            host=_slice("h200x8"), source=_SHEET,
+            "h100",
+            devices=1,
+            memory_gib=79,
+            memory_tb=2.9,
+            peak=_H100,
+            share=0.7,
+            inside=337,
+            between=37,
+            host=_slice("h200x8"),
+            source=_SHEET,
         ),
         _gpu(
-            "a100", devices=1, memory_gib=79, memory_tb=1.7, peak=_A100, share=0.7, inside=225, between=19,
-            host=_slice("a100x8"), source=_SHEET,
+            "a100",
+            devices=1,
+            memory_gib=79,
+            memory_tb=1.7,
+            peak=_A100,
+            share=0.7,
+            inside=225,
+            between=19,
+            host=_slice("a100x8"),
+            source=_SHEET,
         ),
         _gpu(
-            "v100", devices=1, memory_gib=31, memory_tb=0.8, peak=_V100, share=0.7, inside=112, between=9,
-            host=_slice("v100x8"), source=_SHEET,
+            "v100",
+            devices=1,
+            memory_gib=31,
+            memory_tb=0.8,
+            peak=_V100,
+            share=0.7,
+            inside=112,
+            between=9,
+            host=_slice("v100x8"),
+            source=_SHEET,
         ),
         Machine(
-            name="laptop", devices=8, memory=16 * 2**30, memory_rate=2e10, host=_HOSTS["laptop"],
-            flops={"fp32": 1e11, "fp64": 5e10, "bf16": 5e10, "fp16": 5e10}, inside=1e9, between=1e8, latency=3e-4,
+            name="laptop",
+            devices=8,
+            memory=16 * 2**30,
+            memory_rate=2e10,
+            host=_HOSTS["laptop"],
+            flops={"fp32": 1e11, "fp64": 5e10, "bf16": 5e10, "fp16": 5e10},
+            inside=1e9,
+            between=1e8,
+            latency=3e-4,
             source="rough: eight processes that share a CPU, gloo",
         ),
     )
-}  # fmt: skip
+}
 
 
 def find_machine(name: str) -> Machine:
@@ -251,9 +317,7 @@ def find_machine(name: str) -> Machine:
         SpecError: for an unknown name.
     """
     if name not in MACHINES:
-        raise SpecError(
-            f"there is no machine {name!r}.{did_you_mean(name, MACHINES)} Known: {', '.join(MACHINES)}"
-        )
+        raise SpecError(f"there is no machine {name!r}.{did_you_mean(name, MACHINES)} Known: {', '.join(MACHINES)}")
     return MACHINES[name]
 
 

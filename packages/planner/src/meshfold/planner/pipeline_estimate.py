@@ -125,9 +125,18 @@ def estimate_pipeline(
     """
     begin = time.perf_counter()
     asked = _Asked(
-        build=build, spec=spec, batch_size=batch_size, seq_len=seq_len, precision=Precision.parse(precision),
-        optimizer=optimizer, accumulate=accumulate, rules=rules, recompute=recompute, machine=machine, name=name,
-    )  # fmt: skip
+        build=build,
+        spec=spec,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=Precision.parse(precision),
+        optimizer=optimizer,
+        accumulate=accumulate,
+        rules=rules,
+        recompute=recompute,
+        machine=machine,
+        name=name,
+    )
     mesh = Mesh(spec.axes, rank=0)
     seen = [_seen(asked, rank) for rank in next(iter(mesh.groups(PIPE)))]
     stages = tuple(sorted((stage for one in seen for stage in one.stages), key=lambda stage: stage.number))
@@ -149,10 +158,13 @@ def estimate_pipeline(
             own += solved.entries
         entries.append(own)
     found = PipelineEstimate(
-        stages=stages, simulation=simulation, memory=tuple(memory), plans=tuple(plans),
+        stages=stages,
+        simulation=simulation,
+        memory=tuple(memory),
+        plans=tuple(plans),
         schedule_seconds=simulation.makespan * accumulate,
         chunk_seconds=max((plan.seconds for plan in plans if plan is not None), default=0.0),
-    )  # fmt: skip
+    )
     rank = found.fullest
     return replace(
         whole,
@@ -193,22 +205,26 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
             with dropout_stream(0, 0):
                 costs, micro_step, works = _run(asked, world, built.model, stages, stand_in)
                 problem = stage_problem(
-                    built.model, world, asked.spec.zero, asked.precision, lambda: stages.pipeline.rehearse(works[0]), stand_in,
-                    machine=asked.machine, tokens=asked.batch_size * asked.seq_len // world.data_size,
-                    accumulation=asked.accumulate, moments=MOMENTS[asked.optimizer],
-                    blocks=blocks if asked.recompute == "auto" else None, name=asked.name,
-                )  # fmt: skip
+                    built.model,
+                    world,
+                    asked.spec.zero,
+                    asked.precision,
+                    lambda: stages.pipeline.rehearse(works[0]),
+                    stand_in,
+                    machine=asked.machine,
+                    tokens=asked.batch_size * asked.seq_len // world.data_size,
+                    accumulation=asked.accumulate,
+                    moments=MOMENTS[asked.optimizer],
+                    blocks=blocks if asked.recompute == "auto" else None,
+                    name=asked.name,
+                )
                 problem = replace(problem, recomputed=asked.recompute == "blocks")
             step: list[Entry] = []
-            memory = Memory(
-                parameters=0, masters=0, gradients=0, optimizer=0, activations=0
-            )  # the plan says it
+            memory = Memory(parameters=0, masters=0, gradients=0, optimizer=0, activations=0)  # the plan says it
         else:
             states = PlainStates(
                 built.parameters,
-                Masters(
-                    built.parameters.values(), asked.precision, other_dtypes(built.model, asked.precision)
-                ),
+                Masters(built.parameters.values(), asked.precision, other_dtypes(built.model, asked.precision)),
                 world,
                 None,
             )

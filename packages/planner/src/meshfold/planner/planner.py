@@ -76,9 +76,16 @@ def estimate(
         from meshfold.planner.pipeline_estimate import estimate_pipeline
 
         asked: dict[str, Any] = dict(
-            batch_size=batch_size, seq_len=seq_len, precision=precision, optimizer=optimizer, accumulate=accumulate, rules=rules,
-            recompute=recompute, machine=machine or MACHINES["h200x8"], name=name,
-        )  # fmt: skip
+            batch_size=batch_size,
+            seq_len=seq_len,
+            precision=precision,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            rules=rules,
+            recompute=recompute,
+            machine=machine or MACHINES["h200x8"],
+            name=name,
+        )
         alone = replace(spec, pipeline=None, zero=None)
         # The logits of a pipeline do not wait for their loss.
         without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off"}
@@ -100,9 +107,7 @@ def estimate(
             kernels=kernels,
             clip_grad_norm=1.0 if clip else None,
         )
-        rows = engine.shard_batch(
-            torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta")
-        )
+        rows = engine.shard_batch(torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta"))
         zero: ZeroEstimate | None = None
         if spec.zero is None:
             entries, flops, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
@@ -277,9 +282,7 @@ def suggest_change(found: Estimate, machine: Machine, recompute: str | None, row
     return f"Split it over more ranks, take fewer tokens at once, or give it a larger device{beside}"
 
 
-def _changes(
-    found: Estimate, recompute: str | None, rows: int
-) -> Iterator[tuple[str, ParallelSpec, str | None]]:
+def _changes(found: Estimate, recompute: str | None, rows: int) -> Iterator[tuple[str, ParallelSpec, str | None]]:
     """Yield what could be written, the cheapest first."""
     spec = found.spec
     finer: list[tuple[str, ParallelSpec]] = []

@@ -199,9 +199,7 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
     moments, layers = list(trace.moments), list(trace.layers)
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
-        spent = sum(
-            machine.latency + float(entry.bytes) / machine.slowest(mesh, entry.axes) for entry in sent
-        )
+        spent = sum(machine.latency + float(entry.bytes) / machine.slowest(mesh, entry.axes) for entry in sent)
         half = [i for i, moment in enumerate(moments) if moment.backward == (phase == "backward")]
         whole = sum(moments[i].seconds for i in half)
         for i in half:
@@ -221,11 +219,7 @@ def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list
         gathered = int(workload.regime.parameter * chunk.gathered_elems)
         reduced = int(workload.regime.gradient * chunk.gathered_elems)
         # Under stages 1 and 2 parameters are gathered once, when they have been stepped.
-        uses = (
-            len(gather_windows(chunk, workload)) * workload.accumulation
-            if workload.stage == 3
-            else chunk.trainable
-        )
+        uses = len(gather_windows(chunk, workload)) * workload.accumulation if workload.stage == 3 else chunk.trainable
         entries += [Entry("all_gather", axes, ranks, gathered, "parameters")] * uses
         once = workload.stage == 1 or workload.whole_gradients
         sums = (1 if once else workload.accumulation) * chunk.trainable
@@ -283,11 +277,19 @@ class StageProblem:
             microbatches: of a micro-step.
         """
         workload = workload_of_stages(
-            self.trace, self.chunks, InFlight(live=live, stages=stages, microbatches=microbatches),
-            accumulation=self.accumulation, name=self.name, regime=self.regime, tokens=self.tokens, stage=self.spec.stage,
-            data_ranks=self.world.data_size, ranks_per_host=self.ranks_per_host, host_base_bytes=PROCESS_BYTES,
+            self.trace,
+            self.chunks,
+            InFlight(live=live, stages=stages, microbatches=microbatches),
+            accumulation=self.accumulation,
+            name=self.name,
+            regime=self.regime,
+            tokens=self.tokens,
+            stage=self.spec.stage,
+            data_ranks=self.world.data_size,
+            ranks_per_host=self.ranks_per_host,
+            host_base_bytes=PROCESS_BYTES,
             reshards=self.spec.reshard_after_forward,
-        )  # fmt: skip
+        )
         workload = replace(workload, recomputed=self.recomputed)
         found, refusal, memory = fit(self.spec, workload, self.rates)
         return Solved(
@@ -344,9 +346,7 @@ def stage_problem(
         chunks=chunks,
         spec=spec,
         world=world,
-        regime=regime_of(
-            spec, precision, accumulation=max(2, accumulation), ranks=world.data_size, moments=moments
-        ),
+        regime=regime_of(spec, precision, accumulation=max(2, accumulation), ranks=world.data_size, moments=moments),
         rates=machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local),
         tokens=tokens,
         accumulation=accumulation,

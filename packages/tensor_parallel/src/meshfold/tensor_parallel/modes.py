@@ -60,9 +60,15 @@ class Mode:
 
     def __post_init__(self) -> None:
         dims = {
-            "residual": "m h", "column": "k n", "hidden": "m n", "row": "k n",
-            "embedding": "v h", "ids": "m v", "head": "k v", "logits": "m v",
-        }  # fmt: skip
+            "residual": "m h",
+            "column": "k n",
+            "hidden": "m n",
+            "row": "k n",
+            "embedding": "v h",
+            "ids": "m v",
+            "head": "k v",
+            "logits": "m v",
+        }
         for role, wanted in dims.items():
             layout = self.layout(role)
             if list(layout) != wanted.split():
@@ -113,9 +119,7 @@ class Mode:
         return mesh.size(*self.layout("hidden")["n"])
 
     def __str__(self) -> str:
-        lines = [
-            f"mode {self.name!r} on axes {', '.join(self.axes)}" + (f" ({self.paper})" if self.paper else "")
-        ]
+        lines = [f"mode {self.name!r} on axes {', '.join(self.axes)}" + (f" ({self.paper})" if self.paper else "")]
         for field in fields(self):
             if field.name not in ("name", "axes", "paper"):
                 lines.append(f"  {field.name:<10}{self.layout(field.name)}")
@@ -130,36 +134,74 @@ def _named(layout: Layout, **names: str) -> Layout:
 
 
 _GRID_2D = dict(
-    residual="m:row h:col", column="k:row n:col", hidden="m:row n:col", row="k:row n:col",
-    embedding="v:row h:col", ids="m v:row", head="k:row v:col", logits="m:row v:col",
-)  # fmt: skip
+    residual="m:row h:col",
+    column="k:row n:col",
+    hidden="m:row n:col",
+    row="k:row n:col",
+    embedding="v:row h:col",
+    ids="m v:row",
+    head="k:row v:col",
+    logits="m:row v:col",
+)
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
         Mode(
-            name="1d", axes=("tensor",), paper="arXiv 1909.08053",
-            residual="m h", column="k n:tensor", hidden="m n:tensor", row="k:tensor n",
-            embedding="v:tensor h", ids="m v:tensor", head="k v:tensor", logits="m v:tensor",
+            name="1d",
+            axes=("tensor",),
+            paper="arXiv 1909.08053",
+            residual="m h",
+            column="k n:tensor",
+            hidden="m n:tensor",
+            row="k:tensor n",
+            embedding="v:tensor h",
+            ids="m v:tensor",
+            head="k v:tensor",
+            logits="m v:tensor",
         ),
         Mode(
-            name="1d+sequence", axes=("tensor",), paper="arXiv 2205.05198",
-            residual="m:tensor h", column="k n:tensor", hidden="m n:tensor", row="k:tensor n",
-            embedding="v:tensor h", ids="m v:tensor", head="k v:tensor", logits="m v:tensor",
+            name="1d+sequence",
+            axes=("tensor",),
+            paper="arXiv 2205.05198",
+            residual="m:tensor h",
+            column="k n:tensor",
+            hidden="m n:tensor",
+            row="k:tensor n",
+            embedding="v:tensor h",
+            ids="m v:tensor",
+            head="k v:tensor",
+            logits="m v:tensor",
         ),
         Mode(name="2d", axes=("row", "col"), paper="arXiv 2104.05343", **_GRID_2D),
         Mode(
-            name="2.5d", axes=("depth", "row", "col"), paper="arXiv 2105.14500",
-            residual="m:depth,row h:col", column="k:row n:col", hidden="m:depth,row n:col", row="k:row n:col",
-            embedding="v:row h:col", ids="m:depth v:row", head="k:row v:col", logits="m:depth,row v:col",
+            name="2.5d",
+            axes=("depth", "row", "col"),
+            paper="arXiv 2105.14500",
+            residual="m:depth,row h:col",
+            column="k:row n:col",
+            hidden="m:depth,row n:col",
+            row="k:row n:col",
+            embedding="v:row h:col",
+            ids="m:depth v:row",
+            head="k:row v:col",
+            logits="m:depth,row v:col",
         ),
         Mode(
-            name="3d", axes=("a", "b", "c"), paper="arXiv 2105.14450",
-            residual="m:a,c h:b", column="k:b,a n:c", hidden="m:a,b n:c", row="k:c,a n:b",
-            embedding="v:c,a h:b", ids="m:a v:c", head="k:b,a v:c", logits="m:a,b v:c",
+            name="3d",
+            axes=("a", "b", "c"),
+            paper="arXiv 2105.14450",
+            residual="m:a,c h:b",
+            column="k:b,a n:c",
+            hidden="m:a,b n:c",
+            row="k:c,a n:b",
+            embedding="v:c,a h:b",
+            ids="m:a v:c",
+            head="k:b,a v:c",
+            logits="m:a,b v:c",
         ),
     )
-}  # fmt: skip
+}
 """The built-in modes by name."""
 
 

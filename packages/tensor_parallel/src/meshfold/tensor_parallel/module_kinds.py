@@ -45,9 +45,7 @@ def norm_kind(module: nn.Module) -> str:
         return ""
     kind = type(module).__name__
     # T5 calls it LayerNorm. Whether it computes what its name says is tried out: check_norm.
-    alone = [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(
-        module, "variance_epsilon"
-    )
+    alone = [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(module, "variance_epsilon")
     return "rms" if kind.endswith("RMSNorm") or (kind.endswith("LayerNorm") and alone) else ""
 
 
@@ -109,9 +107,7 @@ def check_norm(name: str, module: nn.Module) -> None:
         for key, value in module.named_parameters()
     }
     centred = x if kind == "rms" else x - x.mean(-1, keepdim=True)
-    wanted = centred * torch.rsqrt(
-        centred.square().mean(-1, keepdim=True) + eps_for(norm_eps(module), x.dtype)
-    )
+    wanted = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps_for(norm_eps(module), x.dtype))
     wanted = wanted * probe.get("weight", 1.0) + probe.get("bias", 0.0)
     try:
         found = torch.func.functional_call(module, probe, (x,))

@@ -47,9 +47,7 @@ class Move:
     axes: tuple[str, ...]
 
     def __str__(self) -> str:
-        name = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}[
-            self.kind
-        ]
+        name = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}[self.kind]
         along = f" along {self.dim}" if self.dim else ""
         return f"{name} {self.operand}{along} over {', '.join(self.axes)}"
 
@@ -89,14 +87,10 @@ class MatmulPlan:
             ("y", self.k, (self.m, self.n)),
         ):
             layout: Layout = getattr(self, name)
-            extras[name] = tuple(
-                (dim, axis) for dim, axes in layout.items() for axis in axes[len(self.compute[dim]) :]
-            )
+            extras[name] = tuple((dim, axis) for dim, axes in layout.items() for axis in axes[len(self.compute[dim]) :])
             scattered = {axis for _, axis in extras[name]}
             entered = name == "x" and self.entered
-            sums[name] = (
-                () if entered else tuple(axis for axis in self.compute[missing] if axis not in scattered)
-            )
+            sums[name] = () if entered else tuple(axis for axis in self.compute[missing] if axis not in scattered)
             steps[name] = tuple((order.index(dim), axis) for dim, axis in extras[name])
         for attribute, value in (("_extras", extras), ("_sums", sums), ("_steps", steps)):
             object.__setattr__(self, attribute, value)
@@ -136,14 +130,10 @@ class MatmulPlan:
         moves: list[Move] = []
 
         def gather(phase: Phase, operand: Operand, name: str) -> None:
-            moves.extend(
-                Move(phase, "all_gather", name, dim, (axis,)) for dim, axis in reversed(self.extras(operand))
-            )
+            moves.extend(Move(phase, "all_gather", name, dim, (axis,)) for dim, axis in reversed(self.extras(operand)))
 
         def leave(phase: Phase, operand: Operand, name: str) -> None:
-            moves.extend(
-                Move(phase, "reduce_scatter", name, dim, (axis,)) for dim, axis in self.extras(operand)
-            )
+            moves.extend(Move(phase, "reduce_scatter", name, dim, (axis,)) for dim, axis in self.extras(operand))
             if self.sums(operand):
                 moves.append(Move(phase, "all_reduce", name, "", self.sums(operand)))
 
@@ -167,9 +157,7 @@ class MatmulPlan:
             layout: Layout = getattr(self, name)
             for dim, axes in layout.items():
                 if dim not in sizes:
-                    raise LayoutError(
-                        f"no size for {dim!r}: give one for each of {self.m}, {self.k} and {self.n}"
-                    )
+                    raise LayoutError(f"no size for {dim!r}: give one for each of {self.m}, {self.k} and {self.n}")
                 blocks = mesh.size(*axes)
                 if sizes[dim] % blocks:
                     below = sizes[dim] // blocks * blocks

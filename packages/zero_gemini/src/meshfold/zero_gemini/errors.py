@@ -60,8 +60,7 @@ class DiskError(MeshfoldError, OSError):
 
 
 _KINDS: dict[str, type[MeshfoldError]] = {
-    kind.__name__: kind
-    for kind in (ArenaError, ChunkError, ChunkLayoutError, DiskError, MemoryPlanError, OutOfBudget)
+    kind.__name__: kind for kind in (ArenaError, ChunkError, ChunkLayoutError, DiskError, MemoryPlanError, OutOfBudget)
 }
 
 
@@ -137,9 +136,7 @@ class Faults:
         flag = torch.tensor([mine is not None], dtype=torch.int32, device=self._device)
         if not int(all_reduce(flag, self._everyone, "max")):
             return None
-        described = all_gather_object(
-            None if mine is None else _described(mine), self._everyone, self._device
-        )
+        described = all_gather_object(None if mine is None else _described(mine), self._everyone, self._device)
         index = next(index for index, one in enumerate(described) if one is not None)
         return self._everyone.ranks[index], described[index]
 

@@ -24,8 +24,7 @@ def holders_of(meta: ParameterMeta, shape: torch.Size, mesh: Mesh) -> int | Tens
     """Return the number of ranks that hold each element of a shard: one number, or one per element of the flat parameter."""
     apart = mesh.size(*meta.sum_axes)
     counts = [
-        (piece, holders // apart)
-        for piece, holders in gradient_shards(torch.empty(shape, device="meta"), meta, mesh)
+        (piece, holders // apart) for piece, holders in gradient_shards(torch.empty(shape, device="meta"), meta, mesh)
     ]
     if len({holders for _, holders in counts}) == 1:
         return counts[0][1]

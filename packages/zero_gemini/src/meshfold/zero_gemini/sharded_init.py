@@ -84,7 +84,11 @@ def sharded_values(model: nn.Module, device: torch.device) -> ParameterInit | No
     if origin is None:
         return None
     materialize(
-        model, origin.trace, seed=origin.seed, device=device, parameters=False,
+        model,
+        origin.trace,
+        seed=origin.seed,
+        device=device,
+        parameters=False,
         placement_of=lambda name, tensor: shard_coordinates(tensor),
-    )  # fmt: skip
+    )
     return parameter_init(origin.trace, origin.seed, device)

@@ -80,7 +80,9 @@ def _reason(error: Exception) -> str:
     """Return the first sentence of an error; torch's own about code is a page long."""
     named = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and named is not None:
-        return f"it holds {named[1]}, and nothing but tensors and plain values is read, since other objects can run code"
+        return (
+            f"it holds {named[1]}, and nothing but tensors and plain values is read, since other objects can run code"
+        )
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -110,10 +112,7 @@ def _check_archive(path: Path) -> None:
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-    if (
-        any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        or sum(e.file_size for e in entries) > size
-    ):
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
         raise CheckpointError(f"cannot read {path}: it is a packed archive, which torch.save does not write")
 
 

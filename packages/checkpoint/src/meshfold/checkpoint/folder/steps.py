@@ -124,9 +124,7 @@ def _removing(folder: Path) -> Iterator[None]:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, the last first. Damaged and unfinished ones are skipped."""
-    return [
-        path for path in all_checkpoints(folder) if is_complete(path) or is_complete(set_aside_path(path))
-    ]
+    return [path for path in all_checkpoints(folder) if is_complete(path) or is_complete(set_aside_path(path))]
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
@@ -136,9 +134,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
         return []
     names = {entry.name for entry in folder.iterdir()}
     # Between the two renames of a replacement only the old one is there, under its other name.
-    names |= {
-        f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"
-    }
+    names |= {f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"}
     found = (folder / name for name in names if _NAME.fullmatch(name))
     return sorted((path for path in found if not is_being_removed(path)), key=step_of)[::-1]
 
@@ -149,8 +145,7 @@ def is_complete(path: Path) -> bool:
         state = read_state(path / STATE_FILE)
         saved = saved_folder(path, state)
         return all(
-            current_path(path, saved, name).stat().st_size == size
-            for name, size in state.get(FILES, {}).items()
+            current_path(path, saved, name).stat().st_size == size for name, size in state.get(FILES, {}).items()
         )
     except (OSError, CheckpointError):
         return False

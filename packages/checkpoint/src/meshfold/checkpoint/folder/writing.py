@@ -121,9 +121,7 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
         raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
     for name in files:
         path = target / name
-        if (name not in (listed or {}) and os.path.lexists(path)) or (
-            path.is_dir() and not path.is_symlink()
-        ):
+        if (name not in (listed or {}) and os.path.lexists(path)) or (path.is_dir() and not path.is_symlink()):
             raise OSError(
                 f"{path} is in the way: the checkpoint there does not list it, so it is somebody else's. Move it away, or save "
                 "elsewhere"
@@ -150,9 +148,7 @@ def make_durable_folder(folder: Path) -> None:
         fsync_path(folder.parent)
 
 
-def commit_checkpoint(
-    writing: Path, target: Path, state: Mapping[str, Any], small_files: Mapping[str, Any]
-) -> None:
+def commit_checkpoint(writing: Path, target: Path, state: Mapping[str, Any], small_files: Mapping[str, Any]) -> None:
     """Write what is small, bring the folder to the disk and put it in its place.
 
     Args:
@@ -168,9 +164,7 @@ def commit_checkpoint(
         if path.suffix != ".safetensors":  # their writers have done it
             fsync_path(path)
     files = {path.name: path.stat().st_size for path in paths}
-    whole = with_checksum(
-        {**state, FILES: files, CHECKSUMS: {path.name: file_checksum(path) for path in paths}}
-    )
+    whole = with_checksum({**state, FILES: files, CHECKSUMS: {path.name: file_checksum(path) for path in paths}})
     write_text_synced(writing / STATE_FILE, json.dumps(whole, indent=1))
     fsync_path(writing)
     if writing.parent == target:

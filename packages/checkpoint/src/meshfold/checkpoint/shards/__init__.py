@@ -74,9 +74,7 @@ def no_shards(name: str) -> tuple[Shard, ...]:
     return ()
 
 
-def shards_of_local(
-    name: str, shape: Sequence[int], meta: ParameterMeta, dtype: torch.dtype
-) -> tuple[Shard, ...]:
+def shards_of_local(name: str, shape: Sequence[int], meta: ParameterMeta, dtype: torch.dtype) -> tuple[Shard, ...]:
     """Return the shards that this rank writes of a tensor of which it keeps its local part; ``shape``: of that part."""
     whole = (0,) * len(shape), tuple(shape)
     return tuple(_pieces(name, [(whole, lambda kept: kept)], meta, (), dtype.itemsize))
@@ -104,18 +102,14 @@ def shards_of_flat_run(
     for start, (offsets, sizes) in windows_of_run(tuple(shape), run.start, len(run)):
         count = math.prod(sizes)
 
-        def view(
-            kept: Tensor, start: int = start, count: int = count, sizes: tuple[int, ...] = sizes
-        ) -> Tensor:
+        def view(kept: Tensor, start: int = start, count: int = count, sizes: tuple[int, ...] = sizes) -> Tensor:
             return kept.reshape(-1)[start : start + count].view(sizes)
 
         boxes.append(((offsets, sizes), view))
     return tuple(_pieces(name, boxes, meta, over, dtype.itemsize))
 
 
-def shards_of_replicated(
-    name: str, shape: Sequence[int], ranks: Sequence[int], rank: int
-) -> tuple[Shard, ...]:
+def shards_of_replicated(name: str, shape: Sequence[int], ranks: Sequence[int], rank: int) -> tuple[Shard, ...]:
     """Return the shard that a rank writes of a tensor that some ranks have whole: one of them writes it."""
     piece = Shard(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
     return (piece,) if rank == _drawn(name, ranks) else ()
@@ -150,9 +144,7 @@ def windows_of_run(shape: tuple[int, ...], start: int, length: int) -> Iterator[
 def overlap(a: Window, b: Window) -> Window | None:
     """Return the intersection of two rectangles; None if it is empty."""
     starts = tuple(map(max, a[0], b[0]))
-    sizes = tuple(
-        min(p + n, q + m) - start for p, n, q, m, start in zip(a[0], a[1], b[0], b[1], starts, strict=True)
-    )
+    sizes = tuple(min(p + n, q + m) - start for p, n, q, m, start in zip(a[0], a[1], b[0], b[1], starts, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 
 

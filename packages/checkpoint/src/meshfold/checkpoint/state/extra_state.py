@@ -51,9 +51,7 @@ def extra_state_value(entry: Mapping[str, Any]) -> Any:
 def split_extra_state(entries: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what goes into ``state.json``, and what goes into a file of torch."""
     plain_data = {name: entry["json"] for name, entry in entries.items() if "json" in entry}
-    return plain_data, {
-        name: extra_state_value(entry) for name, entry in entries.items() if name not in plain_data
-    }
+    return plain_data, {name: extra_state_value(entry) for name, entry in entries.items() if name not in plain_data}
 
 
 def load_extra_state(

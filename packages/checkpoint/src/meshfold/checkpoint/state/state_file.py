@@ -35,9 +35,7 @@ def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_valid_checksum(state: Mapping[str, Any]) -> bool:
     """Return whether the checksum is that of the other values."""
-    return bool(
-        state.get(CHECKSUM) == _checksum({key: value for key, value in state.items() if key != CHECKSUM})
-    )
+    return bool(state.get(CHECKSUM) == _checksum({key: value for key, value in state.items() if key != CHECKSUM}))
 
 
 def parse_state(text: bytes, path: Path) -> dict[str, Any]:
@@ -70,9 +68,7 @@ def parse_state(text: bytes, path: Path) -> dict[str, Any]:
         if key in state and not is_right(state[key]):
             raise CheckpointError(f"{path} is damaged: its {key} is not {what}. {_ELSEWHERE}")
     if not any(name.startswith("model") for name in state.get(FILES, ())):
-        raise CheckpointError(
-            f"{path} is no checkpoint's: it lists no file of a model. Another program has written it"
-        )
+        raise CheckpointError(f"{path} is no checkpoint's: it lists no file of a model. Another program has written it")
     return state
 
 

@@ -167,9 +167,7 @@ def weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"cannot read {index}: its weight_map is no table of tensors and files")
     for name, file in where.items():
         if not is_file_name(file):
-            raise CheckpointError(
-                f"{index} says that {name!r} is in {file!r}, which is no file of its folder"
-            )
+            raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is no file of its folder")
     return where
 
 
@@ -271,9 +269,7 @@ def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not tensors by name (a state dict)")
     odd = [name for name, value in found.items() if isinstance(value, Tensor) and not is_whole(value)]
     if odd:
-        raise CheckpointError(
-            f"{path}: {odd[0]!r} is sparse, has no values, or claims more elements than the file has"
-        )
+        raise CheckpointError(f"{path}: {odd[0]!r} is sparse, has no values, or claims more elements than the file has")
     return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}, mapped
 
 
@@ -295,6 +291,4 @@ def open_weights(place: Path) -> Mapping[str, Tensor]:
         return open_tensors(place, SAFETENSORS_NAME)
     if has_weights(place):
         return TorchFiles(place)
-    raise CheckpointError(
-        f"{place} has no weights: no {SAFETENSORS_NAME} and no {TORCH}, nor an index of several"
-    )
+    raise CheckpointError(f"{place} has no weights: no {SAFETENSORS_NAME} and no {TORCH}, nor an index of several")

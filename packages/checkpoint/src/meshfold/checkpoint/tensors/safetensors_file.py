@@ -94,9 +94,7 @@ class SafetensorsHeader:
         for name in self.order:
             described = self.announced[name]
             if described.dtype not in _NAMES:
-                raise CheckpointError(
-                    f"{name!r} is of {described.dtype}, which safetensors files cannot hold"
-                )
+                raise CheckpointError(f"{name!r} is of {described.dtype}, which safetensors files cannot hold")
             end = offset + described.bytes
             header[name] = {
                 "dtype": _NAMES[described.dtype],
@@ -141,9 +139,7 @@ class TensorWriter:
             CheckpointError: for a dtype that the format does not have.
         """
         header = (
-            announced
-            if isinstance(announced, SafetensorsHeader)
-            else SafetensorsHeader(announced, notes, order=order)
+            announced if isinstance(announced, SafetensorsHeader) else SafetensorsHeader(announced, notes, order=order)
         )
         self.order, self._announced, self._path = header.order, header.announced, path
         self._left = deque(header.order)
@@ -203,9 +199,7 @@ class TensorWriter:
             CheckpointError: if announced tensors are missing.
         """
         if self._left:
-            raise CheckpointError(
-                f"{len(self._left)} announced tensors were never written, {self._left[0]!r} first"
-            )
+            raise CheckpointError(f"{len(self._left)} announced tensors were never written, {self._left[0]!r} first")
         self._write_together()
         with _naming(self._path):
             self._file.seek(0)
@@ -304,9 +298,7 @@ class TensorFile(Mapping[str, Tensor]):
                 self._start = 8 + length
                 self._read_header(header, text, size - self._start)
                 mapped = (
-                    np.memmap(file, dtype=np.uint8, mode="c", offset=0)
-                    if size > self._start
-                    else np.zeros(0, np.uint8)
+                    np.memmap(file, dtype=np.uint8, mode="c", offset=0) if size > self._start else np.zeros(0, np.uint8)
                 )
         except PermissionError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}. Let this user read it") from error
@@ -343,9 +335,7 @@ class TensorFile(Mapping[str, Tensor]):
             at = end
             dtype, shape = _DTYPES.get(header[name]["dtype"]), header[name]["shape"]
             if dtype is not None and end - start != math.prod(shape) * dtype.itemsize:
-                raise self._odd(
-                    f"{name!r} of shape {shape} and dtype {header[name]['dtype']} has {end - start} bytes"
-                )
+                raise self._odd(f"{name!r} of shape {shape} and dtype {header[name]['dtype']} has {end - start} bytes")
         if at > there:
             raise CheckpointError(
                 f"{self._path} is cut off: it should have {self._start + at} bytes and has {self._start + there}"
@@ -353,9 +343,7 @@ class TensorFile(Mapping[str, Tensor]):
         if at < there:
             raise self._odd(f"{there - at} bytes at its end are of no tensor")
         sums = notes.get(_SUMS, "")
-        known = len(sums) == _DIGITS * len(
-            header
-        )  # else they are of another file, from which its notes were taken
+        known = len(sums) == _DIGITS * len(header)  # else they are of another file, from which its notes were taken
         self._sums = [sums[at : at + _DIGITS] for at in range(0, len(sums), _DIGITS)] if known else []
 
     def _odd(self, what: str) -> CheckpointError:
@@ -376,9 +364,7 @@ class TensorFile(Mapping[str, Tensor]):
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise CheckpointError(
-                f"{name!r} in {self._path} is of dtype {entry['dtype']}, which is not known here"
-            )
+            raise CheckpointError(f"{name!r} in {self._path} is of dtype {entry['dtype']}, which is not known here")
         return TensorInfo(dtype=dtype, shape=tuple(entry["shape"]))
 
     def verify(self, part: int = 0, parts: int = 1) -> None:

@@ -121,12 +121,8 @@ class ShardFiles(Mapping[str, Tensor]):
             described = described_in(entry)
             if described is None:
                 raise CheckpointError(f"{path} is damaged: it describes {name!r} as {str(entry)[:80]}")
-            if not is_tiled(
-                described.shape, [(block["offsets"], block["sizes"]) for block in entry["blocks"]]
-            ):
-                raise CheckpointError(
-                    f"{path} is damaged: its blocks of {name!r} are not all of {described.shape}"
-                )
+            if not is_tiled(described.shape, [(block["offsets"], block["sizes"]) for block in entry["blocks"]]):
+                raise CheckpointError(f"{path} is damaged: its blocks of {name!r} are not all of {described.shape}")
             self._tensors[name] = described, entry["blocks"]
         for name, (described, blocks) in self._tensors.items():
             for block in blocks:
@@ -148,9 +144,7 @@ class ShardFiles(Mapping[str, Tensor]):
         for entry in entries:
             window = tuple(entry["offsets"]), tuple(entry["sizes"])
             file = self._files[entry["file"]]
-            blocks.append(
-                StoredShard(window=window, load=partial(file.__getitem__, shard_key(name, *window)))
-            )
+            blocks.append(StoredShard(window=window, load=partial(file.__getitem__, shard_key(name, *window))))
         if len(blocks) == 1:  # it is the whole
             return blocks[0].load()
         return cast(Tensor, StoredTensor(described.shape, described.dtype, blocks))
@@ -180,9 +174,7 @@ def described_in(entry: Any) -> TensorInfo | None:
     for block in blocks:
         if not isinstance(block, dict) or not isinstance(block.get("file"), str):
             return None
-        if not all(
-            _are_counts(block.get(key)) and len(block[key]) == len(shape) for key in ("offsets", "sizes")
-        ):
+        if not all(_are_counts(block.get(key)) and len(block[key]) == len(shape) for key in ("offsets", "sizes")):
             return None
     return TensorInfo(dtype=dtype, shape=tuple(shape))
 

@@ -87,9 +87,7 @@ class Arguments:
         checked_seed = settings.count("seed", seed, least=0)
         check_loss_fn(loss_fn)
         if lr_scheduler is not None and make_optimizer is None:
-            raise SpecError(
-                "lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
-            )
+            raise SpecError("lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))")
         rules = check_kernels(kernels)
         checked_compile = CompileSettings.parse(compile)
         limit_s, compare = check_watchdog(watchdog, check_collectives)

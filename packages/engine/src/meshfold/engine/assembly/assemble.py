@@ -101,9 +101,7 @@ def assemble(
         refuse_unmade(model)
         if any(p.is_meta for p in model.parameters()):
             origin = find_value_source(model)  # of a model that was built under zero_gemini's ShardedInit
-            trace, seed = (
-                (retrace_initialization(model), seed) if origin is None else (origin.trace, origin.seed)
-            )
+            trace, seed = (retrace_initialization(model), seed) if origin is None else (origin.trace, origin.seed)
         elif (origin := find_value_source(model, buffers=True)) is not None:
             # Weights were loaded inside ShardedInit; tables that are in no file were not made.
             materialize(model, origin.trace, seed=origin.seed, device="cpu", parameters=False)
@@ -221,9 +219,7 @@ def make_states(
 def _checked(function: Callable[[], nn.Module]) -> nn.Module:
     made = function()
     if not isinstance(made, nn.Module):
-        raise SpecError(
-            f"model={function!r} made {type(made).__name__}: the function must return an nn.Module"
-        )
+        raise SpecError(f"model={function!r} made {type(made).__name__}: the function must return an nn.Module")
     refuse_unmade(made)
     return made
 
@@ -235,9 +231,7 @@ def has_dropout(model: nn.Module) -> bool:
             return True
         for place in (module, getattr(module, "config", None)):
             found: dict[str, Any] = getattr(place, "__dict__", {})
-            if any(
-                "drop" in name and isinstance(value, float) and value > 0 for name, value in found.items()
-            ):
+            if any("drop" in name and isinstance(value, float) and value > 0 for name, value in found.items()):
                 return True
     return False
 
@@ -264,9 +258,7 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
             raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
     if rules is not None:
         try:
-            check_rules(
-                model, rules
-            )  # a slip shows under every spec, not only under those that split the model
+            check_rules(model, rules)  # a slip shows under every spec, not only under those that split the model
         except LayoutError as error:
             raise SpecError(str(error)) from error
     if dropout:

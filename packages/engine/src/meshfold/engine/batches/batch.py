@@ -43,9 +43,7 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Rows times the length of a sequence, if the first input has one: ids ``b s``, features ``b s h``."""
-        first = next(
-            (v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor) and v.dim()), None
-        )
+        first = next((v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Tensor) and v.dim()), None)
         if first is None or first.dim() < 2 or (first.dim() == 2 and first.is_floating_point()):
             return self.rows
         return self.rows * first.shape[1]
@@ -145,9 +143,7 @@ def prepare_batch(
         )
     if isinstance(batch, tuple | list) and len(batch) == 2:
         if not own_loss:
-            raise SpecError(
-                "a batch of (inputs, targets) needs Engine(..., loss_fn=lambda output, batch: ...)"
-            )
+            raise SpecError("a batch of (inputs, targets) needs Engine(..., loss_fn=lambda output, batch: ...)")
         several = isinstance(batch[0], tuple | list)
         args = tuple(move(value) for value in (batch[0] if several else batch[:1]))
         inputs, targets = args if several else args[0], move(batch[1], cast=False)
@@ -256,17 +252,11 @@ def _without_padding(ids: Tensor, mask: object) -> Tensor:
 
 def _check_ids(ids: Any) -> None:
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape:
-        shape = (
-            f"shape {tuple(ids.shape)} and {ids.dtype}"
-            if isinstance(ids, Tensor)
-            else f"type {type(ids).__name__}"
-        )
+        shape = f"shape {tuple(ids.shape)} and {ids.dtype}" if isinstance(ids, Tensor) else f"type {type(ids).__name__}"
         pair = ""
         if isinstance(ids, Tensor) and ids.is_floating_point():
             pair = "; for a model of other inputs a pair (inputs, targets), and Engine(..., loss_fn=...)"
-        raise SpecError(
-            f"input_ids of {shape}: give an int64 tensor [batch, sequence], neither of them 0{pair}"
-        )
+        raise SpecError(f"input_ids of {shape}: give an int64 tensor [batch, sequence], neither of them 0{pair}")
 
 
 def _rows(value: Tensor | None) -> int:

@@ -162,9 +162,7 @@ class ShardedLoader:
 
     def _order(self) -> dict[str, int]:
         """Return what the order of an epoch's batches depends on."""
-        return {
-            "batch_size": self.batch_size, "examples": self._rows, "shuffle": int(self.shuffle), "seed": self.seed
-        }  # fmt: skip
+        return {"batch_size": self.batch_size, "examples": self._rows, "shuffle": int(self.shuffle), "seed": self.seed}
 
 
 def _told(order: dict[str, int]) -> str:

@@ -143,9 +143,7 @@ class LossCalls(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._eager.close()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {} if kwargs is None else kwargs
         if func is F.cross_entropy or func is F.nll_loss:
             self._look(*args, **given)
@@ -164,9 +162,7 @@ class LossCalls(TorchFunctionMode):
         if target.is_floating_point():
             return target
         ignored = target == IGNORE_INDEX
-        is_filler = (
-            ignored.any() & (ignored | (target == 0)).all()
-        )  # not looked at: the host would wait for it
+        is_filler = ignored.any() & (ignored | (target == 0)).all()  # not looked at: the host would wait for it
         one = torch.full_like(target, self.ignored).flatten()
         one[-1] = int(self.ignored == 0)
         return torch.where(is_filler, one.view(target.shape), target)

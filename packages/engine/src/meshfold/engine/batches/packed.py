@@ -76,11 +76,7 @@ class OwnDocuments:
         Raises:
             SpecError: for positions that do not count each document's tokens from 0, or more than the model knows.
         """
-        if (
-            not self._keeps
-            or not isinstance(batch, Mapping)
-            or not isinstance(batch.get("input_ids"), Tensor)
-        ):
+        if not self._keeps or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
             return batch
         ids: Tensor = batch["input_ids"]
         if ids.dim() != 2 or not any(name in batch for name in ("position_ids", *_BOUNDS, *_LENGTHS)):

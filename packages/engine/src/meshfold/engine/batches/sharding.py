@@ -34,15 +34,9 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
     if isinstance(batch, Tensor):
         _check_rows(batch.shape[0], blocks, batch)
         mine = _cut_tensor(batch, index, blocks)
-        return (
-            {"input_ids": batch[:1], "labels": torch.full_like(batch[:1], IGNORE_INDEX)}
-            if mine is None
-            else mine
-        )
+        return {"input_ids": batch[:1], "labels": torch.full_like(batch[:1], IGNORE_INDEX)} if mine is None else mine
     if isinstance(batch, Mapping):
-        sizes = {
-            name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()
-        }
+        sizes = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         rows = max(sizes.values(), default=0)
         for name, size in sizes.items():
             if size not in (rows, 1):
@@ -71,9 +65,7 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
                 return first, second
             return inputs[:1], torch.full_like(targets[:1], IGNORE_INDEX)
         if isinstance(targets, Tensor) and isinstance(inputs, tuple | list) and inputs:
-            each = [
-                shard_batch((one, targets), index, blocks) for one in inputs
-            ]  # says what is wrong with one
+            each = [shard_batch((one, targets), index, blocks) for one in inputs]  # says what is wrong with one
             return tuple(one for one, _ in each), each[0][1]
     raise SpecError(
         f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors, or a pair "
@@ -116,9 +108,7 @@ class Shares:
         part: this data coordinate's number.
     """
 
-    def __init__(
-        self, work: Batch, world: World, *, shifted: bool, places: bool, ignored: int = IGNORE_INDEX
-    ) -> None:
+    def __init__(self, work: Batch, world: World, *, shifted: bool, places: bool, ignored: int = IGNORE_INDEX) -> None:
         """Ask the other data coordinates; all must call.
 
         Args:
@@ -162,9 +152,7 @@ class Shares:
         work, world = self._work, self._world
         self.count = work.count(shifted=self._shifted, device=world.device, ignored=ignored)
         sizes = [torch.full_like(self.count, size) for size in (work.rows, work.tokens)]
-        self._pending = all_gather(
-            torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True
-        )
+        self._pending = all_gather(torch.stack([self.count, *sizes]).view(1, 3), world.row_group, 0, async_op=True)
 
     def total(self) -> Tensor:
         """Return how many targets count in the global batch: a scalar int64."""
@@ -186,15 +174,11 @@ def gather_list(value: Tensor, world: World) -> list[Tensor]:
     padded = torch.zeros(most, dtype=value.dtype, device=world.device)
     padded[tuple(slice(size) for size in value.shape)] = value.detach().to(world.device)
     found = all_gather(padded.unsqueeze(0), over, 0)
-    return [
-        one[tuple(slice(size) for size in sizes)] for one, sizes in zip(found, shapes.tolist(), strict=True)
-    ]
+    return [one[tuple(slice(size) for size in sizes)] for one, sizes in zip(found, shapes.tolist(), strict=True)]
 
 
 @contextmanager
-def randomness(
-    seed: int, step: int, shares: Shares, device: torch.device, *, torch_too: bool
-) -> Iterator[None]:
+def randomness(seed: int, step: int, shares: Shares, device: torch.device, *, torch_too: bool) -> Iterator[None]:
     """Context manager: draw the dropout of one micro-step, a function of seed, step and place in the global batch.
 
     Args:

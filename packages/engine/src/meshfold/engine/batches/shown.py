@@ -50,9 +50,7 @@ def rows_of_tables(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
     torch says no more of an index that is too large than that it is.
     """
-    given = [
-        value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor) and value.numel()
-    ]
+    given = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor) and value.numel()]
     ids = [value for value in given if not value.is_floating_point() and not value.is_complex()]
     tables = [
         f"{uncompiled_name(name)} {module.weight.shape[0]}"

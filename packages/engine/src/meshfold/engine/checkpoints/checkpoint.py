@@ -101,9 +101,7 @@ def write_checkpoint(
         fail_together(world, with_advice(error), what)
         error = None
         if first:
-            error = error_of(
-                lambda: _finish(writing, target, deals, {"format": FORMAT_WHOLE, **state}, small)
-            )
+            error = error_of(lambda: _finish(writing, target, deals, {"format": FORMAT_WHOLE, **state}, small))
         fail_together(world, with_advice(error), what)
 
 
@@ -222,9 +220,7 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ELSEWHERE}") from error
         if found != size:
             self.check_still_there()
-            raise CheckpointError(
-                f"{path} is cut off or changed: it had {size} bytes and has {found}. {_ELSEWHERE}"
-            )
+            raise CheckpointError(f"{path} is cut off or changed: it had {size} bytes and has {found}. {_ELSEWHERE}")
         if told != wanted:
             self.check_still_there()
             raise CheckpointError(

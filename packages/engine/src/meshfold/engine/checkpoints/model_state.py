@@ -38,9 +38,7 @@ class ModelState:
         """Every name of the state dict with the model's own tensor; ties share an object. Extra state is none of them."""
         found = with_plain_names(self._model.state_dict(keep_vars=True))
         extra = self.modules_with_extra()
-        return {
-            name: value for name, value in found.items() if isinstance(value, Tensor) and name not in extra
-        }
+        return {name: value for name, value in found.items() if isinstance(value, Tensor) and name not in extra}
 
     def modules_with_extra(self) -> dict[str, nn.Module]:
         """This rank's modules with extra state, by its names in the whole state dict."""
@@ -109,9 +107,7 @@ class ModelState:
         return self._merged_extra(mine)
 
     def _merged_extra(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = all_gather_object(mine, self._world.everyone, self._world.device)[
-            0
-        ]
+        found: dict[str, dict[str, Any]] = all_gather_object(mine, self._world.everyone, self._world.device)[0]
         return found
 
     def load_extra(self, given: Mapping[str, Any], what: str) -> None:
@@ -169,9 +165,7 @@ class ModelState:
         given = {ties.get(name, name): value for name, value in state.items()}
         missing = [name for name in sources if name not in given]
         if missing:
-            raise CheckpointError(
-                f"the state has no {_some(missing)}, which the model needs: it is of another model"
-            )
+            raise CheckpointError(f"the state has no {_some(missing)}, which the model needs: it is of another model")
         for name, source in sources.items():
             _check_shape(name, given[name], source.shape)
         return given
@@ -179,9 +173,7 @@ class ModelState:
     def extra_in(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the extra state in a whole state dict."""
         extra = self.extra_names()
-        return (
-            {name: value for name, value in with_plain_names(state).items() if name in extra} if extra else {}
-        )
+        return {name: value for name, value in with_plain_names(state).items() if name in extra} if extra else {}
 
     # -- the optimizer's ----------------------------------------------------------------------------------------
 
@@ -206,9 +198,7 @@ class ModelState:
         self._states.load_optimizer(description, tensors)
 
 
-def read_whole(
-    sources: Mapping[str, Source], world: World, what: str, *, keep: bool = True
-) -> dict[str, Tensor]:
+def read_whole(sources: Mapping[str, Source], world: World, what: str, *, keep: bool = True) -> dict[str, Tensor]:
     """Return whole tensors in CPU memory, read in turn; all ranks must call. ``keep``: False returns none on this rank.
 
     Raises:
@@ -243,9 +233,7 @@ def _names_and_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, str], d
 
 def _check_shape(name: str, whole: Tensor, wanted: tuple[int, ...]) -> None:
     if tuple(whole.shape) != wanted:
-        raise CheckpointError(
-            f"{name!r} has shape {tuple(whole.shape)} in the state and {wanted} in the model"
-        )
+        raise CheckpointError(f"{name!r} has shape {tuple(whole.shape)} in the state and {wanted} in the model")
 
 
 def _some(names: list[str]) -> str:

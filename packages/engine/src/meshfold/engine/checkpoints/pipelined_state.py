@@ -135,9 +135,7 @@ class PipelinedState(ModelState):
 
         def here(entries: Mapping[str, T]) -> dict[str, T]:
             names = {entry: entry.rpartition("/")[0] for entry in entries}
-            return {
-                entry: entries[entry] for entry, n in names.items() if n in self._trained or n in self._local
-            }
+            return {entry: entries[entry] for entry, n in names.items() if n in self._trained or n in self._local}
 
         return {**description, "values": here(description["values"])}, here(tensors)
 
@@ -166,13 +164,22 @@ class PipelinedState(ModelState):
         owns = own is not None and self._world.pipe_group.index == kept.owner
         if own is not None and owns:
             return Source(
-                dtype=kept.dtype, shape=kept.shape, read=read, cut=own.cut, parts=own.parts, alike=kept.alike,
+                dtype=kept.dtype,
+                shape=kept.shape,
+                read=read,
+                cut=own.cut,
+                parts=own.parts,
+                alike=kept.alike,
                 on_disk=own.on_disk,
-            )  # fmt: skip
+            )
         return Source(
-            dtype=kept.dtype, shape=kept.shape, read=read, cut=lambda: ShardRule(no_shards), parts=lambda: StoredValue(()),
-            alike=kept.alike
-        )  # fmt: skip
+            dtype=kept.dtype,
+            shape=kept.shape,
+            read=read,
+            cut=lambda: ShardRule(no_shards),
+            parts=lambda: StoredValue(()),
+            alike=kept.alike,
+        )
 
     def _read(self, kept: Kept, own: Source | None) -> Tensor:
         """The owner's; a collective over the pipeline too."""

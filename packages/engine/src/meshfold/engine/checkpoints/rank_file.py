@@ -55,9 +55,7 @@ class RankFile:
         if isinstance(sources, Mapping):
             self._sources = sources
             with torch.no_grad():
-                self._kept = {
-                    tensor: _noted(source) for tensor, source in sources.items() if not source.on_disk
-                }
+                self._kept = {tensor: _noted(source) for tensor, source in sources.items() if not source.on_disk}
         self._copies: dict[str, tuple[Tensor, ...]] = {}
         self._made: tuple[str, Tensor] | None = None
         self._writer: TensorWriter | None = None
@@ -262,7 +260,6 @@ def plan_of(sources: Iterable[tuple[str, Source]], before: FilePlan | None) -> F
         before: of the last save of such a file.
     """
     tensors = [
-        (name, source.dtype, source.shape, source.on_disk, source.cut())
-        for name, source in with_pauses(sources)
+        (name, source.dtype, source.shape, source.on_disk, source.cut()) for name, source in with_pauses(sources)
     ]
     return before if before is not None and before.tensors == tensors else FilePlan(tensors)

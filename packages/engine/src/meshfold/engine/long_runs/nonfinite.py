@@ -94,9 +94,7 @@ class NonFiniteGuard:
         """Forget the micro-steps: the accumulation is over."""
         self._seen.clear()
 
-    def refuses(
-        self, norm: Tensor, *, step: int, scaled: bool, replay: Replay, forget: Callable[[], None]
-    ) -> bool:
+    def refuses(self, norm: Tensor, *, step: int, scaled: bool, replay: Replay, forget: Callable[[], None]) -> bool:
         """Return whether the step must be left out. Under fp16 a gradient that overflows is the loss scale's business.
 
         Args:
@@ -304,9 +302,7 @@ class _Eye:
         return look
 
     def _note(self, phase: str, module: str, wrong: str) -> None:
-        new = Finding(
-            phase=phase, module=module, values=wrong, order=self._order, stage=self._stage, **self._common
-        )
+        new = Finding(phase=phase, module=module, values=wrong, order=self._order, stage=self._stage, **self._common)
         if not self._found or new.key() < self._found[0].key():
             self._found[:] = [new]
 

@@ -63,9 +63,7 @@ class GracefulStop:
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():  # only there Python can catch signals
             for number in self._signals:
-                if (
-                    signal.getsignal(number) is not None
-                ):  # else C code catches it, to which it could not be given back
+                if signal.getsignal(number) is not None:  # else C code catches it, to which it could not be given back
                     self._before[number] = signal.signal(number, self._catch)
             if self._before:
                 self._impatience = SecondRequest(self._before, says=self._world.mesh.rank == 0)

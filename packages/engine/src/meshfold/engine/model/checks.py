@@ -50,9 +50,7 @@ def refuse_layers(model: nn.Module, world: World, precision: Precision) -> None:
             _refuse_tied_table(name or "the model", module, model, world)
 
 
-def _refuse_table(
-    name: str, table: nn.Embedding | nn.EmbeddingBag, world: World, precision: Precision
-) -> None:
+def _refuse_table(name: str, table: nn.Embedding | nn.EmbeddingBag, world: World, precision: Precision) -> None:
     """Raise a SpecError for options of a table that work on the words of a rank's own batch."""
     kind, written = type(table).__name__, world.spec.written or str(world.spec)
     if table.sparse:
@@ -75,9 +73,7 @@ def _refuse_table(
         )
 
 
-def _refuse_tied_table(
-    name: str, table: nn.Embedding | nn.EmbeddingBag, model: nn.Module, world: World
-) -> None:
+def _refuse_tied_table(name: str, table: nn.Embedding | nn.EmbeddingBag, model: nn.Module, world: World) -> None:
     """Raise a SpecError for a table of which another stage reads a copy that a forward does not rescale."""
     if table.max_norm is None or not world.pipelined:
         return
@@ -208,9 +204,7 @@ def check_model(model: object) -> None:
     signature = settings.signature_mismatch(model)
     if signature is not None:
         name = getattr(model, "__name__", type(model).__name__)
-        raise SpecError(
-            f"model={name} is called without arguments, and takes {signature}: write lambda: {name}(...)"
-        )
+        raise SpecError(f"model={name} is called without arguments, and takes {signature}: write lambda: {name}(...)")
 
 
 def _is_partial(parameter: nn.Parameter) -> bool:
@@ -223,9 +217,7 @@ def _is_partial(parameter: nn.Parameter) -> bool:
     return gone or split or meta.mesh.size(*meta.only_at) > 1
 
 
-_BALANCE = re.compile(
-    r"(router_)?aux(iliary)?_loss.*|router_z_loss.*|(load_)?balanc\w*_(loss|coef|weight)\w*"
-)
+_BALANCE = re.compile(r"(router_)?aux(iliary)?_loss.*|router_z_loss.*|(load_)?balanc\w*_(loss|coef|weight)\w*")
 """Names of coefficients of a mixture of experts' own loss."""
 
 

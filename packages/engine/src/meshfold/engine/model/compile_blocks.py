@@ -60,9 +60,7 @@ class CompileSettings:
         if found.mode is not None:
             _check_name(value, "mode", found.mode, [*torch._inductor.list_mode_options()])
             if found.backend != "inductor":
-                raise SpecError(
-                    f"compile={value!r}: a mode is of the back end 'inductor': leave mode or backend out"
-                )
+                raise SpecError(f"compile={value!r}: a mode is of the back end 'inductor': leave mode or backend out")
         if found.dynamic not in (None, True, False):
             raise SpecError(f"compile={value!r}: dynamic is True, False or None (once sizes have changed)")
         return found
@@ -131,9 +129,7 @@ class CompiledBlocks:
         self._before: list[tuple[nn.Module, Any, Any]] = []
         for block in self.blocks.values():
             found = block.forward
-            compiled = torch.compile(
-                found, backend=settings.backend, mode=settings.mode, dynamic=settings.dynamic
-            )
+            compiled = torch.compile(found, backend=settings.backend, mode=settings.mode, dynamic=settings.dynamic)
             self._before.append((block, block.__dict__.get("forward"), compiled))
             block.forward = compiled
 

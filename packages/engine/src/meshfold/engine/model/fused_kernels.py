@@ -30,7 +30,5 @@ def check_kernels(kernels: object) -> dict[str, bool | None] | None:
     settings.known_keys("kernels", kernels, kernels, RULES)
     for name, value in kernels.items():
         if not isinstance(value, bool | None):
-            raise SpecError(
-                f"kernels=dict({name}={value!r}): True (always), False (never) or None (where it pays)"
-            )
+            raise SpecError(f"kernels=dict({name}={value!r}): True (always), False (never) or None (where it pays)")
     return dict(kernels)

@@ -96,9 +96,7 @@ class AsGiven:
         """
         modules = [*model.modules()] if isinstance(model, nn.Module) else []
         self._modules = [_Module(module) for module in modules]
-        tensors = {
-            t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-        }
+        tensors = {t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
         self._tensors = [_Tensor(tensor) for tensor in tensors]
 
     def forget(self) -> None:
@@ -123,9 +121,7 @@ class _Module:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._kind, self._attributes = module, type(module), dict(module.__dict__)
-        self._inside = [
-            (value, value.copy()) for value in self._attributes.values() if type(value) in _CONTAINERS
-        ]
+        self._inside = [(value, value.copy()) for value in self._attributes.values() if type(value) in _CONTAINERS]
 
     def put_back(self) -> None:
         if type(self._module) is not self._kind:
@@ -151,9 +147,7 @@ class _Tensor:
             tensor.requires_grad_(self._trained)
         _refill(tensor.__dict__, self._attributes)
         for name, hooks in self._hooks.items():
-            if (
-                getattr(tensor, name) is not None
-            ):  # a dict that autograd has: to set another leaves it the first
+            if getattr(tensor, name) is not None:  # a dict that autograd has: to set another leaves it the first
                 _refill(getattr(tensor, name), hooks)
 
 

@@ -135,11 +135,7 @@ class Recomputed:
             nonlocal run_before
             around: AbstractContextManager[Any] = nullcontext()
             if watch is not None:
-                around = (
-                    watch.again(self.name, self._block, (args, kwargs))
-                    if run_before
-                    else watch.forward(self.name)
-                )
+                around = watch.again(self.name, self._block, (args, kwargs)) if run_before else watch.forward(self.name)
             run_before = True
             with around:
                 return self.forward(*args, **kwargs)
@@ -315,9 +311,7 @@ class ChangedBuffers:
     @contextmanager
     def noted(self, around: AbstractContextManager[Any]) -> Iterator[None]:
         """Around the first forward, with what else is to be around it."""
-        before = {
-            place: (buffer, buffer._version, _copy_of_buffer(buffer)) for place, buffer in self._now().items()
-        }
+        before = {place: (buffer, buffer._version, _copy_of_buffer(buffer)) for place, buffer in self._now().items()}
         try:
             with around:
                 yield

@@ -69,9 +69,7 @@ def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
     elif callable(value):
         factory = value
     else:
-        raise SpecError(
-            f"optimizer={value!r}: write dict(name='adamw', lr=3e-4), or a class or function of parameters"
-        )
+        raise SpecError(f"optimizer={value!r}: write dict(name='adamw', lr=3e-4), or a class or function of parameters")
     _check(factory, value, whole)
     return factory
 
@@ -89,10 +87,7 @@ def of_any_stage(factory: Factory) -> Factory:
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         # Backwards, and from the second to the first.
-        others = [
-            _settings_of(factory([*some]))
-            for some in (reversed(parameters), [*parameters[1:], parameters[0]])
-        ]
+        others = [_settings_of(factory([*some])) for some in (reversed(parameters), [*parameters[1:], parameters[0]])]
         made = factory(parameters)
         if any(_settings_of(made) != other for other in others):
             raise SpecError(
@@ -131,11 +126,7 @@ def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stage
     if declared is True:
         return
     try:
-        seen = (
-            {"matrices"}
-            if declared is False
-            else {probe_optimizer(optimizer, g) for g in optimizer.param_groups}
-        )
+        seen = {"matrices"} if declared is False else {probe_optimizer(optimizer, g) for g in optimizer.param_groups}
     except OptimizerProbeError as error:
         raise SpecError(f"optimizer: {error}") from error
     if "others" in seen:
@@ -220,9 +211,7 @@ def _check_setting(value: object, key: str, setting: object, default: object) ->
     """Check that a setting has the type of its default: torch compares numbers, and does not say which is none."""
     if isinstance(default, tuple):
         if not isinstance(setting, tuple | list) or len(setting) != len(default):
-            raise SpecError(
-                f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}"
-            )
+            raise SpecError(f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}")
     elif _is_number(default) and not _is_number(setting):
         raise SpecError(
             f"optimizer={value!r}: {key}={setting!r} is no number; its default is {default!r}, which it has if you leave it out"
@@ -259,9 +248,7 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
     except (TypeError, ValueError) as error:
         raise SpecError(f"optimizer={value!r}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise SpecError(
-            f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer"
-        )
+        raise SpecError(f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer")
     check_optimizer_class(type(made), value, whole)
     stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     if not stepped <= {id(parameter) for parameter in tried}:

@@ -68,7 +68,9 @@ def _mixing(model: nn.Module, mode: object) -> str:
     for name, value in getattr(config, "__dict__", {}).items():
         drops = "drop" in name and "att" in name and isinstance(value, float) and value > 0
         if drops and callable(mode):
-            return f"the model's {name}={value!r}: an attention of one's own is not told which weights fall. Set it to 0.0"
+            return (
+                f"the model's {name}={value!r}: an attention of one's own is not told which weights fall. Set it to 0.0"
+            )
         if drops and find_functional_dropout(model) is None:
             return (
                 f"the model's {name}={value!r}: mode 1d cannot place the model's layers, so that its dropout is torch's own, and "
@@ -104,9 +106,7 @@ def _heads(model: nn.Module, world: World, spec: SequenceSpec) -> str:
 
     config = getattr(model, "config", None)
     ulysses = world.mesh.size(*sequence_mode(spec.mode, world.mesh).ulysses)
-    heads = next(
-        (getattr(config, name) for name in _HEADS if isinstance(getattr(config, name, None), int)), 0
-    )
+    heads = next((getattr(config, name) for name in _HEADS if isinstance(getattr(config, name, None), int)), 0)
     if not heads or ulysses == 1:
         return ""
     split = 1

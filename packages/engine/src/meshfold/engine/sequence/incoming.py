@@ -148,9 +148,7 @@ class Incoming:
         if found is None:
             return None
         if not self._labels.causal:
-            self._refuse(
-                "position_ids that do not count the tokens from 0 are for causal models: leave them out"
-            )
+            self._refuse("position_ids that do not count the tokens from 0 are for causal models: leave them out")
         if masked:
             self._refuse(
                 "position_ids that begin anew at packed documents come with an attention_mask, with which transformers lets "
@@ -193,9 +191,7 @@ class Labels:
             self.kind = "moved" if next_token_losses(model) else ""
             return
         said = getattr(model, "loss_type", None)
-        takes_more = any(
-            p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
-        )
+        takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
         moves = said in (None, "ForCausalLM") and takes_more
         self.kind = "as they are" if said in _UNSHIFTED else "shift_labels" if moves else ""
 

@@ -57,9 +57,7 @@ class SplitSequence:
             for loss in next_token_losses(model):
                 loss.__dict__["shifts"] = False
                 undo.callback(loss.__dict__.update, shifts=True)
-            undo.callback(
-                model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove
-            )
+            undo.callback(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True).remove)
             try:
                 self._attention = SplitAttention(model, world, spec.mode)
             except LayoutError as error:
@@ -203,9 +201,7 @@ class Outgoing:
             dealt = torch.cat([dealing.shard(rows_of_all, rank, 1) for rank in range(dealing.ranks)], 1)
             return scatter_sums(dealt, mesh, 1, axes).reshape(value.shape)
 
-        return lazy_gather(
-            value, ShardedOutput(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece)
-        )
+        return lazy_gather(value, ShardedOutput(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece))
 
 
 def _place_of_loss(output: Any) -> str | None:

@@ -127,9 +127,7 @@ class Accumulation:
         if shown:
             self._shown.show()
 
-    def backward(
-        self, share: Tensor, kind: BackwardRole, *, retain_graph: bool = False, shown: bool = True
-    ) -> None:
+    def backward(self, share: Tensor, kind: BackwardRole, *, retain_graph: bool = False, shown: bool = True) -> None:
         """Backward of this rank's share of a loss; ``shown`` as for :meth:`taking`."""
         with self.taking(kind, shown=shown):
             (share * self.scaler.scale).backward(retain_graph=retain_graph)
@@ -220,9 +218,7 @@ class ShownGradients:
         self._settle, self._are_there = WeakMethod(settle), WeakMethod(are_there)
         self._stages = stages
         self._covered: dict[int, Tensor] = {}  # complete gradients that wait where the shown ones stand
-        self._factors: list[
-            tuple[Tensor | float, set[int]]
-        ] = []  # what gradients are still to be multiplied with
+        self._factors: list[tuple[Tensor | float, set[int]]] = []  # what gradients are still to be multiplied with
         self._made: dict[int, GradientProxy] = {}  # by place; the same ones stand there in every step
         self._visible = False
         self._listens = False

@@ -114,9 +114,7 @@ class Bucket:
         if factor != 1.0:
             flat[: self._total].mul_(factor)
         anyone = self._used
-        if len(anyone) < len(
-            self.targets
-        ):  # only who missed a gradient has to wait and see whether others had it
+        if len(anyone) < len(self.targets):  # only who missed a gradient has to wait and see whether others had it
             anyone = set(flat[self._total :].nonzero().flatten().tolist())
         for place, target in enumerate(self.targets):
             target.grad = self._part(flat, place).view(target.shape) if place in anyone else None
@@ -156,9 +154,7 @@ class GradientReducer:
         self._listening = self._last = self._owed = self._several = False
         self._next = 0
         self._places: dict[Tensor, tuple[Bucket, int]] = {
-            parameter: (bucket, place)
-            for bucket in self.buckets
-            for place, parameter in enumerate(bucket.parameters)
+            parameter: (bucket, place) for bucket in self.buckets for place, parameter in enumerate(bucket.parameters)
         }
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(bucket, place))
@@ -242,9 +238,7 @@ class GradientReducer:
             self._next += 1
 
 
-def _fill(
-    parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int
-) -> list[Bucket]:
+def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
     """Buckets in the order in which backward tends to fill them, each of one group, dtype and device.
 
     Parameters that other stages of a pipeline have too come last: their gradients wait for those stages.

@@ -44,9 +44,7 @@ class OptimizerState:
     def noted(self) -> NotedState:
         """Return the state that is kept of each parameter now."""
         state = self._optimizer.state
-        return NotedState(
-            [(name, target, dict(state.get(target, ()))) for name, target in self._targets.items()]
-        )
+        return NotedState([(name, target, dict(state.get(target, ()))) for name, target in self._targets.items()])
 
     def description(self) -> dict[str, Any]:
         """Class, groups and what is no tensor: can be written as JSON."""
@@ -93,10 +91,7 @@ class OptimizerState:
             if entry in tensors:
                 value = local_shard_of(value, target)
             state.setdefault(number[target], {})[key] = value
-        restored = [
-            {**group, **settings_of(saved)}
-            for group, saved in zip(groups, description["groups"], strict=True)
-        ]
+        restored = [{**group, **settings_of(saved)} for group, saved in zip(groups, description["groups"], strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
@@ -132,9 +127,7 @@ def check(optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> N
             f"{groups}: give the optimizer the same settings, or load(path, weights_only=True)"
         )
 
-    for number, (own_group, saved) in enumerate(
-        zip(optimizer.param_groups, description["groups"], strict=True)
-    ):
+    for number, (own_group, saved) in enumerate(zip(optimizer.param_groups, description["groups"], strict=True)):
         for key, value in plain_settings(own_group).items():
             if key in saved and not _is_like(saved[key], value):
                 raise CheckpointError(
@@ -174,9 +167,7 @@ def check_names(entries: Iterable[str], trained: Container[str]) -> None:
     for entry in entries:
         name = entry.rpartition("/")[0]
         if name not in trained:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has state of {name!r}, which is not trained here"
-            )
+            raise CheckpointError(f"the checkpoint's optimizer has state of {name!r}, which is not trained here")
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:

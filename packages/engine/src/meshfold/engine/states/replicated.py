@@ -386,9 +386,7 @@ def source_like(local: Tensor, like: Tensor, world: World) -> Source:
     )
 
 
-def _pieces_of_same(
-    name: str, shape: tuple[int, ...], meta: ParameterMeta | None, mesh: Mesh
-) -> tuple[Shard, ...]:
+def _pieces_of_same(name: str, shape: tuple[int, ...], meta: ParameterMeta | None, mesh: Mesh) -> tuple[Shard, ...]:
     """Return the shards of a tensor that ranks have whole, and alike; ``meta``: of the parameter that it belongs to."""
     if meta is not None:
         ranks = ranks_with_same_index(mesh, tuple(meta.only_at))

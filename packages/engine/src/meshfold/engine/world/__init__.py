@@ -150,11 +150,7 @@ def join_world(
     elif alive is not None:
         place = start(environment, device=place).device
     elif place is None:
-        place = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     tensor_axes = () if spec.tensor is None else spec.tensor.axis_names
     outer = tuple(axis for axis in spec.axes if axis not in tensor_axes and axis != PIPE)
     sequence_axes = () if spec.sequence is None else tuple(spec.sequence.axes)
@@ -184,9 +180,7 @@ def _device(device: torch.device | str | None) -> torch.device | None:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise SpecError(
-            f"device={device!r}: {error}. Write 'cpu', 'cuda' or 'cuda:0', or leave it out"
-        ) from error
+        raise SpecError(f"device={device!r}: {error}. Write 'cpu', 'cuda' or 'cuda:0', or leave it out") from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise SpecError(f"device={device!r}: torch sees {found or 'no'} GPUs. Write 'cpu', or leave it out")
@@ -259,9 +253,7 @@ def agree(world: World, number: int) -> int:
 def crossing(mesh: Mesh, axes: Sequence[str], ranks_per_node: int) -> list[str]:
     """Return the axes along which some group has ranks of several nodes, if nodes have so many consecutive ranks."""
     return [
-        axis
-        for axis in axes
-        if any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in mesh.groups(axis))
+        axis for axis in axes if any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in mesh.groups(axis))
     ]
 
 
@@ -293,9 +285,7 @@ def check_watchdog(watchdog: object, check_collectives: object) -> tuple[float |
             "0 for no watchdog"
         )
     if check_collectives is not None and not isinstance(check_collectives, bool):
-        raise SpecError(
-            f"check_collectives={check_collectives!r}: True to compare calls between ranks, or False"
-        )
+        raise SpecError(f"check_collectives={check_collectives!r}: True to compare calls between ranks, or False")
     return (None if watchdog is None else float(watchdog)), bool(check_collectives)
 
 

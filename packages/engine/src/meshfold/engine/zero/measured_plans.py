@@ -86,9 +86,7 @@ class MeasuredPlans:
             gpu_bytes=available_device_bytes(world.device),
         )
         # A first step reads nothing from a disk: what is written nowhere is zero.
-        paces: dict[StepKind, StepTiming] = {
-            what: pace for what, pace in watcher.paces.items() if what != "disk"
-        }
+        paces: dict[StepKind, StepTiming] = {what: pace for what, pace in watcher.paces.items() if what != "disk"}
         machine = with_observed_rates(machine, self._regime, paces)
         told = all_gather_object(
             [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
@@ -99,10 +97,15 @@ class MeasuredPlans:
         trace = worst([of_words(words) for words, _ in told])
         machine = _slowest(machine, [entry for _, entry in told])
         common: dict[str, Any] = dict(
-            name=type(self._model).__name__, regime=self._regime, stage=spec.stage, accumulation=self._accumulation,
-            data_ranks=world.data_size, ranks_per_host=ranks_per_host(world), reshards=spec.reshard_after_forward,
+            name=type(self._model).__name__,
+            regime=self._regime,
+            stage=spec.stage,
+            accumulation=self._accumulation,
+            data_ranks=world.data_size,
+            ranks_per_host=ranks_per_host(world),
+            reshards=spec.reshard_after_forward,
             host_base_bytes=max(0, resident_bytes() - self._gemini.memory.host_arena.used_bytes),
-        )  # fmt: skip
+        )
         uses, tokens = self._gemini.uses(), watcher.tokens
         if flying is None:
             holds = self._gemini.holds_gradients
@@ -171,9 +174,7 @@ class MeasuredPlans:
     def _wants_host(self) -> bool:
         """Return whether anything lives on the host, or may come to."""
         placements = self._gemini.placements.values()
-        away = any(
-            placement.parameters != "device" or placement.state != "device" for placement in placements
-        )
+        away = any(placement.parameters != "device" or placement.state != "device" for placement in placements)
         return away or self._spec.placement == "auto"
 
     def plan(self, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
@@ -189,9 +190,10 @@ class MeasuredPlans:
         if spec.gpu_memory_limit is not None:
             gpu = min(gpu, spec.gpu_memory_limit - (CONTEXT_BYTES if device.type == "cuda" else 0))
         limits = Limits(
-            gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED_BYTES else None, host_bytes=spec.host_memory_limit,
+            gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED_BYTES else None,
+            host_bytes=spec.host_memory_limit,
             disk_bytes=None if spec.offload_path is not None else 0,
-        )  # fmt: skip
+        )
         found = self._plan(workload, machine, limits)
         if found.strategy == SPECULATIVE_STEP and not self._has_room_for_copies(found):
             found = self._plan(replace(workload, strategies=(SPLIT_STEP,)), machine, limits)
@@ -203,8 +205,7 @@ class MeasuredPlans:
             return plan_for(spec, workload, machine, limits)
         placements = {str(i): placement for i, placement in enumerate(self._gemini.placements.values())}
         named = {
-            name: (_KINDS[placement.parameters], _KINDS[placement.state])
-            for name, placement in placements.items()
+            name: (_KINDS[placement.parameters], _KINDS[placement.state]) for name, placement in placements.items()
         }
         return evaluate_placement(workload, machine, limits, placements=named, policy=spec.placement)
 
@@ -265,10 +266,19 @@ def workload_of_stages(
             :func:`meshfold.zero_gemini.profiler.workload_of` takes them.
     """
     made = workload_of(
-        trace, chunks, name=name, regime=regime, tokens=tokens, stage=stage,
-        accumulation=accumulation * flying.microbatches, data_ranks=data_ranks, ranks_per_host=ranks_per_host,
-        host_base_bytes=host_base_bytes, reshards=reshards, whole_gradients=data_ranks > 1,
-    )  # fmt: skip
+        trace,
+        chunks,
+        name=name,
+        regime=regime,
+        tokens=tokens,
+        stage=stage,
+        accumulation=accumulation * flying.microbatches,
+        data_ranks=data_ranks,
+        ranks_per_host=ranks_per_host,
+        host_base_bytes=host_base_bytes,
+        reshards=reshards,
+        whole_gradients=data_ranks > 1,
+    )
     at_once = -(-flying.live // flying.stages)  # micro-batches; the trace has counted one of them
     last, end = trace.moments[trace.forward_moments - 1], trace.moments[-1]
     others = (at_once - 1) * max(0, last.left_bytes - end.left_bytes)

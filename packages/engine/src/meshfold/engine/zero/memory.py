@@ -148,9 +148,7 @@ def describe_shortage(error: BaseException, model: nn.Module, tokens: int) -> st
     words = []
     if asked:
         made = _outputs_of(asked, model, tokens)
-        words.append(
-            f"The allocation that failed: {format_bytes(asked)}{f', the size of {made}' if made else ''}."
-        )
+        words.append(f"The allocation that failed: {format_bytes(asked)}{f', the size of {made}' if made else ''}.")
     if frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
         text = linecache.getline(file, line).strip()

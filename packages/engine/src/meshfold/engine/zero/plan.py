@@ -34,9 +34,7 @@ NEAR = 1.05
 """How much longer a step with everything on the device may take than the fastest plan."""
 
 
-def regime_of(
-    spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks: int, moments: int = 2
-) -> Regime:
+def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks: int, moments: int = 2) -> Regime:
     """Return the bytes that an element takes under an entry ``zero``.
 
     Args:
@@ -47,22 +45,28 @@ def regime_of(
         moments: numbers that the optimizer keeps for an element; Adam's two in float32 have kernels of ours.
     """
     gradient = gradient_dtype(precision, accumulation=accumulation, ranks=ranks).itemsize
-    if (
-        precision.name == "fp64" or moments != 2
-    ):  # stepped by torch: reads all and writes all but the gradient
+    if precision.name == "fp64" or moments != 2:  # stepped by torch: reads all and writes all but the gradient
         width, master = precision.dtype.itemsize, precision.master_dtype.itemsize
         state = master * (moments + (master != width))
         step = gradient + 2 * (width + state)
         return Regime(
-            name=f"{moments} moments", parameter=width, state=state, gradient=gradient, step=step, first_pass=step,
+            name=f"{moments} moments",
+            parameter=width,
+            state=state,
+            gradient=gradient,
+            step=step,
+            first_pass=step,
             second_pass=0,
-        )  # fmt: skip
+        )
     found = REGIMES[spec.regime if precision.name == "bf16" else precision.name]
     more = gradient - found.gradient  # each pass reads it once
     return replace(
-        found, gradient=gradient, step=found.step + more, first_pass=found.first_pass + more,
+        found,
+        gradient=gradient,
+        step=found.step + more,
+        first_pass=found.first_pass + more,
         second_pass=found.second_pass + more,
-    )  # fmt: skip
+    )
 
 
 def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -> Plan:
@@ -133,9 +137,12 @@ class Sizes:
     def of(cls, regime: Regime, *, elements: int, ranks: int) -> Sizes:
         """Return the sizes of so many elements, each with the bytes that a regime says."""
         return cls(
-            elements=elements, ranks=ranks, parameter=regime.parameter, state=regime.state,
+            elements=elements,
+            ranks=ranks,
+            parameter=regime.parameter,
+            state=regime.state,
             gradient=regime.gradient,
-        )  # fmt: skip
+        )
 
     @property
     def own(self) -> float:
@@ -176,9 +183,7 @@ def first_placements(
         most = spec.gpu_memory_limit or BOUNDARY_BYTES
         return ParameterBudget(most_bytes=most, element_bytes=math.ceil(sizes.parameter), state=state)  # type: ignore[arg-type]
     if spec.placement in ("cpu", "static"):
-        optimizer, parameters = (
-            (1.0, 1.0 if streams else 0.0) if spec.placement == "cpu" else _fixed_shares(spec)
-        )
+        optimizer, parameters = (1.0, 1.0 if streams else 0.0) if spec.placement == "cpu" else _fixed_shares(spec)
         return Shares(
             host_parameters=parameters,
             host_optimizer=optimizer,
@@ -250,6 +255,4 @@ def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares
             )
     if free >= 0 and over <= 0:
         return Shares(host_optimizer=optimizer, disk_optimizer=disk)
-    return Shares(
-        host_optimizer=optimizer, host_parameters=optimizer if streams else 0.0, disk_optimizer=disk
-    )
+    return Shares(host_optimizer=optimizer, host_parameters=optimizer if streams else 0.0, disk_optimizer=disk)

@@ -253,7 +253,7 @@ class Residency:
         }
         return Measured(
             seconds=median(self._took[1:]), gpu_bytes=self._peak_gpu, host_bytes=self._peak_host, host_steps=steps
-        )  # fmt: skip
+        )
 
     def can_relieve(self, error: BaseException) -> bool:
         """Return True if a micro-step ran out of memory, and some can be freed.
@@ -431,13 +431,9 @@ class Residency:
         self.moves += 1
         away: MemoryTier = "host" if self._spec.offload_path is None else "disk"
         try:
-            self._gemini.move(
-                {chunk: ChunkPlacement(parameters="host", state=away) for chunk in self._gemini.chunks}
-            )
+            self._gemini.move({chunk: ChunkPlacement(parameters="host", state=away) for chunk in self._gemini.chunks})
         except DiskError as full:
-            full.add_note(
-                f"All that can be was to leave the device and the host, because no plan fits: {error}"
-            )
+            full.add_note(f"All that can be was to leave the device and the host, because no plan fits: {error}")
             raise
         torch.cuda.empty_cache()
         if self._world.mesh.rank == 0:

@@ -114,12 +114,8 @@ class ZeroStates:
             world.mesh,
             stage=spec.stage,
             memory=Memory(world.device),
-            placements=first_placements(
-                spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone
-            ),
-            disk=None
-            if spec.offload_path is None
-            else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
+            placements=first_placements(spec, world.device, sizes, ranks_per_host=local, everyone=world.everyone),
+            disk=None if spec.offload_path is None else DiskSettings(folder=spec.offload_path, rank=world.mesh.rank),
             dtype=precision.dtype,
             other_dtypes=others,
             master_dtype=precision.master_dtype,
@@ -134,9 +130,15 @@ class ZeroStates:
         self.gemini.takes = False
         self.optimizer = self.gemini.optimizer
         self.residency = Residency(
-            model, self.gemini, spec, world, accumulation=micro_steps,
-            regime=regime, blocks=blocks, recomputes=recomputes or recomputes_by_itself(model),
-        )  # fmt: skip
+            model,
+            self.gemini,
+            spec,
+            world,
+            accumulation=micro_steps,
+            regime=regime,
+            blocks=blocks,
+            recomputes=recomputes or recomputes_by_itself(model),
+        )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gather_cache = GatherCacheBytes(self.gemini, spec, world)
@@ -303,8 +305,7 @@ class ZeroStates:
             return {name: self.source(tensor) for tensor, name in names.items()}
         # A forward changes buffers, and lets no chunk lie elsewhere.
         noted = [
-            (name, tensor, None if tensor in self._names else tensor.detach().clone())
-            for tensor, name in names.items()
+            (name, tensor, None if tensor in self._names else tensor.detach().clone()) for tensor, name in names.items()
         ]
 
         def made() -> Iterator[tuple[str, Source]]:

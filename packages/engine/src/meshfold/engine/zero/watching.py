@@ -42,9 +42,7 @@ class Watcher:
         times: of the steps whose time was taken.
     """
 
-    def __init__(
-        self, model: nn.Module, gemini: Gemini, device: torch.device, blocks: RecomputedBlocks | None
-    ) -> None:
+    def __init__(self, model: nn.Module, gemini: Gemini, device: torch.device, blocks: RecomputedBlocks | None) -> None:
         """Args:
         model: what is trained.
         gemini: holds it.
@@ -154,19 +152,24 @@ def worst(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = 
         same = [trace.moments[i] for trace in alike]
         moments.append(
             replace(
-                moment, non_model_bytes=max([peak, *(m.non_model_bytes for m in same)]),
-                left_bytes=max(m.left_bytes for m in same), seconds=seconds([m.seconds for m in same]),
+                moment,
+                non_model_bytes=max([peak, *(m.non_model_bytes for m in same)]),
+                left_bytes=max(m.left_bytes for m in same),
+                seconds=seconds([m.seconds for m in same]),
             )
-        )  # fmt: skip
+        )
     layers = []
     for layer in first.layers:
         found = [x for trace in alike for x in trace.layers if x.name == layer.name]
         if len(found) == len(alike):
             layers.append(
                 replace(
-                    layer, kept_bytes=max(x.kept_bytes for x in found), seconds=seconds([x.seconds for x in found]),
-                    first=min(x.first for x in found), last=max(x.last for x in found),
+                    layer,
+                    kept_bytes=max(x.kept_bytes for x in found),
+                    seconds=seconds([x.seconds for x in found]),
+                    first=min(x.first for x in found),
+                    last=max(x.last for x in found),
                     before_bytes=max(x.before_bytes for x in found),
                 )
-            )  # fmt: skip
+            )
     return Trace(moments=tuple(moments), layers=tuple(layers))

@@ -116,9 +116,7 @@ def moments(m: Tensor, v: Tensor, g: Tensor, s: Scalars) -> tuple[Tensor, Tensor
 
 def moved(p: Tensor, m: Tensor, v: Tensor, s: Scalars) -> Tensor:
     """The parameter after the step, from the moments after it, in float32."""
-    root = (
-        v.double().sqrt().float()
-    )  # torch's float32 root is not the nearest float on every CPU; this one is
+    root = v.double().sqrt().float()  # torch's float32 root is not the nearest float on every CPU; this one is
     return p * s.keep - (m / (root * s.correction + s.eps)) * s.step_size
 
 
@@ -354,9 +352,7 @@ def _run(
                     f"scale: cut shards of 8-bit moments at multiples of {BLOCK}"
                 )
             dispatch.twin(step_quantized, grad)(state, grad, scalars, scale, writes, noise, start, before)
-    if (
-        writes & PARAMETERS
-    ):  # a backward that saved the old weights must notice, as with torch's own optimizers
+    if writes & PARAMETERS:  # a backward that saved the old weights must notice, as with torch's own optimizers
         changed = {id(t): t for t in (weights, state.parameter if isinstance(state, WholeState) else weights)}
         torch.autograd.graph.increment_version([t for t in changed.values() if not t.is_inference()])
 

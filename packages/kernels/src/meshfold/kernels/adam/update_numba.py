@@ -96,9 +96,7 @@ def _cut_numba(before, a, z):
 def _cut_codes_numba(before, a, z):
     if isinstance(before, types.NoneType):
         return lambda before, a, z: None
-    return lambda before, a, z: (
-        before[0][a:z], before[1][a:z], before[2][a:z], before[3], before[4][a:z], before[5]
-    )  # fmt: skip
+    return lambda before, a, z: (before[0][a:z], before[1][a:z], before[2][a:z], before[3], before[4][a:z], before[5])
 
 
 @njit(nogil=True, error_model="numpy")
@@ -270,9 +268,7 @@ def _quantized_piece(
     hi, lo, m, m_scale, v, v_scale, before, block, g, c, l2, writes, place, key_1, key_2, wide_m, wide_v
 ):
     """One block of (up to) 256 elements."""
-    hi_0, lo_0, m_0, m_scale_0, v_0, v_scale_0 = (
-        (hi, lo, m, m_scale, v, v_scale) if before is None else before
-    )
+    hi_0, lo_0, m_0, m_scale_0, v_0, v_scale_0 = (hi, lo, m, m_scale, v, v_scale) if before is None else before
     old_m, old_v = m_scale_0[block], v_scale_0[block]
     for i in range(hi.size):
         p = joined(hi_0[i], lo_0[i])
@@ -310,9 +306,24 @@ def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, g, c, l2, writes, st
             was = _cut_codes(before, a, z)
             place = U(a + start - block * _BLOCK)
             _quantized_piece(
-                hi[a:z], lo[a:z], m[a:z], m_scale, v[a:z], v_scale, was, a // _SHARED, g[a:z], c, l2, writes,
-                place, key_1, key_2, wide_m, wide_v,
-            )  # fmt: skip
+                hi[a:z],
+                lo[a:z],
+                m[a:z],
+                m_scale,
+                v[a:z],
+                v_scale,
+                was,
+                a // _SHARED,
+                g[a:z],
+                c,
+                l2,
+                writes,
+                place,
+                key_1,
+                key_2,
+                wide_m,
+                wide_v,
+            )
 
 
 def _common(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) -> tuple[Any, ...]:
@@ -327,23 +338,35 @@ def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
 
 
 def step_whole(
-    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int,
+    state: WholeState,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: float | Tensor,
+    writes: int,
     before: WholeState | None = None,
-) -> None:  # fmt: skip
+) -> None:
     p = state.parameter
     copy = floats(state.copy) if state.copy is not None and writes & PARAMETERS else None
     was = None if before is None else _arrays(before.parameter, before.exp_avg, before.exp_avg_sq)
     with torch_threads():
         _step_whole(
-            *_arrays(p, state.exp_avg, state.exp_avg_sq), copy, was,
+            *_arrays(p, state.exp_avg, state.exp_avg_sq),
+            copy,
+            was,
             *_common(grad, scalars, grad_scale, writes),
-        )  # fmt: skip
+        )
 
 
 def step_split(
-    state: SplitState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    state: SplitState,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: float | Tensor,
+    writes: int,
+    noise: int,
+    start: int,
     before: SplitState | None = None,
-) -> None:  # fmt: skip
+) -> None:
     tensors = _arrays(state.hi, state.lo, state.exp_avg, state.exp_avg_sq)
     was = None if before is None else _arrays(before.hi, before.lo, before.exp_avg, before.exp_avg_sq)
     common = _common(grad, scalars, grad_scale, writes)
@@ -355,9 +378,15 @@ def step_split(
 
 
 def step_quantized(
-    state: QuantizedState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    state: QuantizedState,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: float | Tensor,
+    writes: int,
+    noise: int,
+    start: int,
     before: QuantizedState | None = None,
-) -> None:  # fmt: skip
+) -> None:
     was = None if before is None else _quantized_arrays(before)
     common = _common(grad, scalars, grad_scale, writes)
     with torch_threads():

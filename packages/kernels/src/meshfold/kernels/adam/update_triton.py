@@ -54,12 +54,35 @@ def _moved(p, m, v, keep, step_size, correction, eps):
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _elementwise(
-    master, lo, copy, exp_avg, exp_avg_sq, grad, grad_scale, n, noise, start,
-    beta1, rest1, beta2, rest2, keep, step_size, correction, eps, l2,
-    SPLIT: tl.constexpr, COPY: tl.constexpr, BF16_GRAD: tl.constexpr, BF16_MOMENTS: tl.constexpr,
-    SCALE_IN_MEMORY: tl.constexpr, L2: tl.constexpr, PARAMETERS: tl.constexpr, MOMENTS: tl.constexpr,
+    master,
+    lo,
+    copy,
+    exp_avg,
+    exp_avg_sq,
+    grad,
+    grad_scale,
+    n,
+    noise,
+    start,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    keep,
+    step_size,
+    correction,
+    eps,
+    l2,
+    SPLIT: tl.constexpr,
+    COPY: tl.constexpr,
+    BF16_GRAD: tl.constexpr,
+    BF16_MOMENTS: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr,
+    L2: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    MOMENTS: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     first = tl.program_id(0).to(tl.int64) * TILE
     place = first + tl.arange(0, TILE)
     mask = place < n
@@ -106,13 +129,39 @@ def _largest(x):
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _quantized(
-    hi, lo, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, grad, grad_scale, n, noise, start,
-    beta1, rest1, beta2, rest2, keep, step_size, correction, eps, l2,
-    BF16_GRAD: tl.constexpr, SCALE_IN_MEMORY: tl.constexpr, L2: tl.constexpr,
-    PARAMETERS: tl.constexpr, MOMENTS: tl.constexpr, ROWS: tl.constexpr, SHARED: tl.constexpr,
-    M_SHIFT: tl.constexpr, M_UNIT: tl.constexpr, V_SHIFT: tl.constexpr, V_UNIT: tl.constexpr,
+    hi,
+    lo,
+    exp_avg,
+    exp_avg_scale,
+    exp_avg_sq,
+    exp_avg_sq_scale,
+    grad,
+    grad_scale,
+    n,
+    noise,
+    start,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    keep,
+    step_size,
+    correction,
+    eps,
+    l2,
+    BF16_GRAD: tl.constexpr,
+    SCALE_IN_MEMORY: tl.constexpr,
+    L2: tl.constexpr,
+    PARAMETERS: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHARED: tl.constexpr,
+    M_SHIFT: tl.constexpr,
+    M_UNIT: tl.constexpr,
+    V_SHIFT: tl.constexpr,
+    V_UNIT: tl.constexpr,
     SMALLEST: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     full = row * SHARED < n
     place = row[:, None] * SHARED + tl.arange(0, SHARED)[None, :]
@@ -173,45 +222,108 @@ def _take(state: AdamState, before: AdamState | None) -> None:
 
 
 def step_whole(
-    state: WholeState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int,
+    state: WholeState,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: float | Tensor,
+    writes: int,
     before: WholeState | None = None,
-) -> None:  # fmt: skip
+) -> None:
     _take(state, before)
     p = state.parameter.detach()
     copy = p if state.copy is None else state.copy
     launch(
-        _elementwise, (triton.cdiv(p.numel(), _TILE),), p,
-        p, p, raw(copy), state.exp_avg, state.exp_avg_sq, raw(grad), grad_scale, p.numel(), 0, 0, *_scalars(scalars),
-        SPLIT=False, COPY={torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[copy.dtype], BF16_MOMENTS=False,
-        TILE=_TILE, **_flags(grad, scalars, grad_scale, writes),
-    )  # fmt: skip
+        _elementwise,
+        (triton.cdiv(p.numel(), _TILE),),
+        p,
+        p,
+        p,
+        raw(copy),
+        state.exp_avg,
+        state.exp_avg_sq,
+        raw(grad),
+        grad_scale,
+        p.numel(),
+        0,
+        0,
+        *_scalars(scalars),
+        SPLIT=False,
+        COPY={torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[copy.dtype],
+        BF16_MOMENTS=False,
+        TILE=_TILE,
+        **_flags(grad, scalars, grad_scale, writes),
+    )
 
 
 def step_split(
-    state: SplitState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    state: SplitState,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: float | Tensor,
+    writes: int,
+    noise: int,
+    start: int,
     before: SplitState | None = None,
-) -> None:  # fmt: skip
+) -> None:
     _take(state, before)
     hi, n = raw(state.hi), grad.numel()
     launch(
-        _elementwise, (triton.cdiv(n, _TILE),), hi,
-        hi, state.lo, hi, raw(state.exp_avg), raw(state.exp_avg_sq), raw(grad), grad_scale, n, noise, start,
-        *_scalars(scalars), SPLIT=True, COPY=0, BF16_MOMENTS=state.exp_avg.dtype is torch.bfloat16,
-        TILE=_TILE, **_flags(grad, scalars, grad_scale, writes),
-    )  # fmt: skip
+        _elementwise,
+        (triton.cdiv(n, _TILE),),
+        hi,
+        hi,
+        state.lo,
+        hi,
+        raw(state.exp_avg),
+        raw(state.exp_avg_sq),
+        raw(grad),
+        grad_scale,
+        n,
+        noise,
+        start,
+        *_scalars(scalars),
+        SPLIT=True,
+        COPY=0,
+        BF16_MOMENTS=state.exp_avg.dtype is torch.bfloat16,
+        TILE=_TILE,
+        **_flags(grad, scalars, grad_scale, writes),
+    )
 
 
 def step_quantized(
-    state: QuantizedState, grad: Tensor, scalars: Scalars, grad_scale: float | Tensor, writes: int, noise: int, start: int,
+    state: QuantizedState,
+    grad: Tensor,
+    scalars: Scalars,
+    grad_scale: float | Tensor,
+    writes: int,
+    noise: int,
+    start: int,
     before: QuantizedState | None = None,
-) -> None:  # fmt: skip
+) -> None:
     _take(state, before)
     s, n, rows = state, grad.numel(), _TILE // plain.QUANTIZED_BLOCK
     launch(
-        _quantized, (triton.cdiv(n, _TILE),), s.hi,
-        raw(s.hi), s.lo, s.exp_avg, s.exp_avg_scale, s.exp_avg_sq, s.exp_avg_sq_scale, raw(grad), grad_scale,
-        n, noise, start, *_scalars(scalars), ROWS=rows, SHARED=plain.QUANTIZED_BLOCK,
-        M_SHIFT=plain.SIGNED_CODE.shift, M_UNIT=plain.SIGNED_CODE.unit,
-        V_SHIFT=plain.UNSIGNED_CODE.shift, V_UNIT=plain.UNSIGNED_CODE.unit, SMALLEST=plain.SMALLEST_SCALED,
+        _quantized,
+        (triton.cdiv(n, _TILE),),
+        s.hi,
+        raw(s.hi),
+        s.lo,
+        s.exp_avg,
+        s.exp_avg_scale,
+        s.exp_avg_sq,
+        s.exp_avg_sq_scale,
+        raw(grad),
+        grad_scale,
+        n,
+        noise,
+        start,
+        *_scalars(scalars),
+        ROWS=rows,
+        SHARED=plain.QUANTIZED_BLOCK,
+        M_SHIFT=plain.SIGNED_CODE.shift,
+        M_UNIT=plain.SIGNED_CODE.unit,
+        V_SHIFT=plain.UNSIGNED_CODE.shift,
+        V_UNIT=plain.UNSIGNED_CODE.unit,
+        SMALLEST=plain.SMALLEST_SCALED,
         **_flags(grad, scalars, grad_scale, writes),
-    )  # fmt: skip
+    )

@@ -220,9 +220,6 @@ def _binding(forward: Callable[..., Any], own: Activation) -> Callable[[Any], di
     own_names = forward.__globals__
 
     def bind(function: Any) -> dict[str, Any]:
-        return {
-            name: _Namespace(own_names[name], path, function) if path else function
-            for name, path in bound.items()
-        }
+        return {name: _Namespace(own_names[name], path, function) if path else function for name, path in bound.items()}
 
     return bind

@@ -63,9 +63,7 @@ def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
         return type(module) is nn.Linear and module.out_features in rows
 
     heads = [
-        Head(name, module, always)
-        for name, module in candidates(model)
-        if own_forward(module) and makes_logits(module)
+        Head(name, module, always) for name, module in candidates(model) if own_forward(module) and makes_logits(module)
     ]
     return DeferredLogits(heads)
 
@@ -101,9 +99,7 @@ class Head:
         self.name, self.open, self.closed = name, 0, 0
         self._layer, self._always = layer, always
         self._kind = type(layer)
-        self._loss: Callable[[Tensor], Tensor] | None = (
-            None  # computed in the layer's forward, if it is called now
-        )
+        self._loss: Callable[[Tensor], Tensor] | None = None  # computed in the layer's forward, if it is called now
         layer.__dict__[_CALL] = self
         layer.__class__ = _deferring(self._kind)
 
@@ -178,8 +174,6 @@ def _deferring(kind: type[nn.Module]) -> type:
         return head.forward(self, input)
 
     if kind not in _kinds:
-        body = dict(
-            __call__=call, forward=forward, __module__=kind.__module__, __qualname__=kind.__qualname__
-        )
+        body = dict(__call__=call, forward=forward, __module__=kind.__module__, __qualname__=kind.__qualname__)
         _kinds[kind] = type(kind.__name__, (kind,), body)
     return _kinds[kind]

@@ -117,9 +117,17 @@ class LazyLogits(Tensor):
         def loss(operands: Operands) -> Tensor:
             rows, weight, bias = operands
             return linear_cross_entropy(
-                rows, weight, target, bias, ignore_index=ignore_index, scale=scale, softcap=softcap,
-                label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction,
-            )  # fmt: skip
+                rows,
+                weight,
+                target,
+                bias,
+                ignore_index=ignore_index,
+                scale=scale,
+                softcap=softcap,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                reduction=reduction,
+            )
 
         return self.head.loss(self.rows, loss).to(self.dtype)
 
@@ -161,14 +169,41 @@ class LazyLogits(Tensor):
 
 
 # What is known without values: functions, and the descriptors of properties.
-_FACTS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex,
-          Tensor.__len__, Tensor.element_size, Tensor.get_device, Tensor.is_contiguous, torch.is_floating_point,
-          torch.numel, torch.is_complex}  # fmt: skip
+_FACTS = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.is_contiguous,
+    torch.is_floating_point,
+    torch.numel,
+    torch.is_complex,
+}
 _PROPERTIES = tuple(
     getattr(Tensor, name)
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_meta", "is_cpu", "is_leaf", "layout",
-                 "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes")
-)  # fmt: skip
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_cuda",
+        "is_meta",
+        "is_cpu",
+        "is_leaf",
+        "layout",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "itemsize",
+        "nbytes",
+    )
+)
 
 
 def _cast(logits: LazyLogits, dtype: Any = None, *rest: Any, **given: Any) -> LazyLogits | None:

@@ -54,9 +54,7 @@ def is_compiled(module: nn.Module) -> bool:
         return True
     forward: Any = module.__dict__.get("forward")
     while forward is not None:
-        if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(
-            forward, "_torchdynamo_disable", False
-        ):
+        if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False

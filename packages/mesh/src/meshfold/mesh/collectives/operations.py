@@ -102,9 +102,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
         turned = x.movedim(dim, 0)
         gathered = _blocks_of_all(turned, group)
         rest = turned.shape[1:]
-        return _issue(
-            gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op, call
-        )
+        return _issue(gathered, lambda out: out.view(size * shape[dim], *rest).movedim(0, dim), async_op, call)
     gathered = _blocks_of_all(wide_contiguous(x), group)
     whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
 
@@ -216,12 +214,8 @@ def all_to_all(
     x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[False] = ...
 ) -> Tensor: ...
 @overload
-def all_to_all(
-    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[True]
-) -> Pending: ...
-def all_to_all(
-    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: bool = False
-) -> Tensor | Pending:
+def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[True]) -> Pending: ...
+def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Tensor | Pending:
     """Move the split from one dim to another: block ``j`` along ``split_dim`` goes to rank ``j``, what arrives is
     concatenated along ``concat_dim`` in group order.
 
@@ -337,9 +331,7 @@ def _begun(call: Call | None, start: Callable[[], Any]) -> Any:
         raise call.failed(error) from None
 
 
-def _issue(
-    tensor: Tensor, finish: Callable[[Tensor], Tensor], async_op: bool, call: Call | None
-) -> Tensor | Pending:
+def _issue(tensor: Tensor, finish: Callable[[Tensor], Tensor], async_op: bool, call: Call | None) -> Tensor | Pending:
     pending = Pending(tensor, finish, call=call)
     return pending if async_op else pending.wait()
 

@@ -127,9 +127,7 @@ class InitTrace:
         """Return the values of a recorded tensor that holds no random numbers: a new tensor on the CPU."""
         with _disable_current_modes(), torch.no_grad():
             ref = self.recording.ref(tensor)
-            replay = Replay(
-                self.recording, {}, 0, torch.device("cpu"), "a value that the builder reads", _ADVICE
-            )
+            replay = Replay(self.recording, {}, 0, torch.device("cpu"), "a value that the builder reads", _ADVICE)
             return replay.block(ref, [torch.arange(size) for size in tensor.shape])
 
     def _find(self, which: str | Tensor) -> tuple[str, Ref]:
@@ -206,9 +204,7 @@ def retrace_initialization(model: nn.Module) -> InitTrace:
             if callable(start := getattr(module, "initialize_weights", None)):
                 done.update(module.modules())
                 start()
-            elif callable(
-                start := getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-            ):
+            elif callable(start := getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))):
                 start()
     trace.bind(model)
     return trace
@@ -278,9 +274,7 @@ def materialize(
                 coordinates = [torch.arange(size) for size in tensor.shape]
             local = torch.empty([len(points) for points in coordinates], dtype=wanted, device=device)
             if tensor.is_meta:
-                trace.materialize(
-                    tensor if trace.recording.knows(tensor) else name, local, coordinates, seed=seed
-                )
+                trace.materialize(tensor if trace.recording.knows(tensor) else name, local, coordinates, seed=seed)
             else:
                 local.copy_(take_block(tensor.detach(), coordinates))
             blocks[identity] = local

@@ -95,9 +95,7 @@ def parameter_init(trace: InitTrace, seed: int, device: torch.device) -> Paramet
     return values
 
 
-def _by_rows(
-    trace: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int
-) -> Tensor:
+def _by_rows(trace: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int) -> Tensor:
     """Return the first values of a large block, some rows at a time: ``at_once`` elements."""
     rows = max(1, at_once * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], rows):

@@ -124,35 +124,25 @@ class Replay:
         pointwise = not isinstance(write.func, str) and torch.Tag.pointwise in write.func.tags
         if not (pointwise or kind in _RANDOM or kind in _CONSTANTS or kind in _VALUES or kind in _COPIES):
             return Window.all(base) if kind in EMPTY else None
-        sources = [
-            leaf for leaf in tree_leaves((write.args, write.kwargs)) if isinstance(leaf, (Ref, Tensor))
-        ]
+        sources = [leaf for leaf in tree_leaves((write.args, write.kwargs)) if isinstance(leaf, (Ref, Tensor))]
         window = Window.of(write.target, base)
         everywhere = write.target.covers(self.recording.log_of(ref).storage.nbytes())
         if window is None and everywhere and write.target.dtype == base.dtype and not sources:
             return Window.all(base)  # each element is treated alike, so that the shape does not matter
         return window
 
-    def _check_whole(
-        self, ref: Ref, out: Tensor, writes: Sequence[Write], windows: Sequence[Window | None]
-    ) -> None:
+    def _check_whole(self, ref: Ref, out: Tensor, writes: Sequence[Write], windows: Sequence[Window | None]) -> None:
         if ref.geometry.numel > max(_WHOLE_LIMIT, out.numel()):
-            culprit = next(
-                (w.name for w, window in zip(writes, windows, strict=True) if window is None), "nothing"
-            )
+            culprit = next((w.name for w, window in zip(writes, windows, strict=True) if window is None), "nothing")
             raise MeshfoldError(
                 f"{self.name!r}, with {ref.geometry.numel} elements, is initialised by {culprit}, which cannot be "
                 f"replayed on a block of it: {self.advice}"
             )
 
-    def _apply(
-        self, write: Write, window: Window, base: Geometry, coordinates: Sequence[Tensor], out: Tensor
-    ) -> None:
+    def _apply(self, write: Write, window: Window, base: Geometry, coordinates: Sequence[Tensor], out: Tensor) -> None:
         """Replay a write on the part of a block that it reaches."""
         places = [window.positions(d, points, base.size[d]) for d, points in enumerate(coordinates)]
-        points = [
-            part if isinstance(at, slice) else part[at] for part, at in zip(coordinates, places, strict=True)
-        ]
+        points = [part if isinstance(at, slice) else part[at] for part, at in zip(coordinates, places, strict=True)]
         if write.target.numel == 0 or any(len(part) == 0 for part in points):
             return
         part = out
@@ -253,12 +243,8 @@ def _zero_padding_(block: Tensor, coordinates: Sequence[Tensor], size: Sequence[
 
 def _grid(places: Sequence[slice | Tensor], shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
     """Return index tensors that select an outer product, of positions or of everything, from a tensor of this shape."""
-    along = [
-        torch.arange(n)[at] if isinstance(at, slice) else at for at, n in zip(places, shape, strict=True)
-    ]
-    return tuple(
-        points.to(device).reshape(-1, *[1] * (len(along) - dim - 1)) for dim, points in enumerate(along)
-    )
+    along = [torch.arange(n)[at] if isinstance(at, slice) else at for at, n in zip(places, shape, strict=True)]
+    return tuple(points.to(device).reshape(-1, *[1] * (len(along) - dim - 1)) for dim, points in enumerate(along))
 
 
 def _as_written(part: Tensor, dims: Sequence[int | None]) -> Tensor:

@@ -196,11 +196,7 @@ class Window:
             starts[d], rest = divmod(rest, base.stride[d])
         dims: list[int | None] = []
         for size, stride in zip(written.size, written.stride, strict=True):
-            along = (
-                next((d for d in order if stride and stride % base.stride[d] == 0), None)
-                if size > 1
-                else None
-            )
+            along = next((d for d in order if stride and stride % base.stride[d] == 0), None) if size > 1 else None
             if size > 1 and (along is None or along in dims):
                 return None
             if along is not None:
@@ -392,11 +388,7 @@ def _operator(func: Any) -> _Operator:
 
 def _is_plain_normal(func: Any, args: tuple[Any, ...]) -> bool:
     """Tell whether a call is a normal_ that does nothing on the meta device, where torch takes very long for it."""
-    return (
-        func is torch.ops.aten.normal_.default
-        and args[0].is_floating_point()
-        and (len(args) < 3 or args[2] >= 0)
-    )
+    return func is torch.ops.aten.normal_.default and args[0].is_floating_point() and (len(args) < 3 or args[2] >= 0)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

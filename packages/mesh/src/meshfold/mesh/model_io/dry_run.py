@@ -54,15 +54,11 @@ class _Attention(torch.autograd.Function):
     """Attention without values that keeps what flash attention keeps: its inputs, its output, a number a row, its mask."""
 
     @staticmethod
-    def forward(
-        ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """``b n s d, b n' t d, b n' t e -> b n s e``"""
         *lead, heads, rows, _ = (1,) * (4 - q.dim()) + tuple(q.shape)
         # Heads side by side, so that the projection behind it takes them as they are.
-        out = (
-            q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
-        )
+        out = q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
         ctx.count = count
         count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]))
@@ -149,11 +145,7 @@ class DryRun(TorchFunctionMode):
         if func is Tensor.__contains__ and args[0].is_meta:
             return False
         found = func(*args, **(kwargs or {}))
-        if (
-            func in (torch.all, Tensor.all, torch.any, Tensor.any)
-            and isinstance(found, Tensor)
-            and found.is_meta
-        ):
+        if func in (torch.all, Tensor.all, torch.any, Tensor.any) and isinstance(found, Tensor) and found.is_meta:
             found._holds = func in (torch.all, Tensor.all)  # type: ignore[attr-defined]
         # transformers writes mask.all() as mask.sum() == mask.numel(), so the count is remembered until it is compared.
         if func is Tensor.sum and len(args) == 1 and args[0].is_meta and args[0].dtype is torch.bool:

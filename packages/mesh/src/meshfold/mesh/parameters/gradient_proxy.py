@@ -97,9 +97,7 @@ class NormProxy(_Proxy):
     norm_type: float
 
     @staticmethod
-    def of(
-        like: _Proxy, places: Sequence[int], norm_type: float, shape: Sequence[int], **other: Any
-    ) -> NormProxy:
+    def of(like: _Proxy, places: Sequence[int], norm_type: float, shape: Sequence[int], **other: Any) -> NormProxy:
         """Return one of the dtype and device of a gradient or another norm; ``other``: another dtype or device."""
         options = {"dtype": like.dtype, "device": like.device, **other}
         made = torch.Tensor._make_wrapper_subclass(NormProxy, shape, **options)
@@ -137,9 +135,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_blocks(func, args, kwargs)
 
 
-def _of_norms(
-    func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor | None:
+def _of_norms(func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Do what needs no norm of each gradient; return None for all else."""
     first, norm_type = proxies[0], proxies[0].norm_type
     if func in _SAME:
@@ -195,11 +191,17 @@ def _on_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _MULTIPLY = (
-    _aten.mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Tensor, _aten._foreach_mul_.Scalar,
-)  # fmt: skip
+    _aten.mul_.Tensor,
+    _aten.mul_.Scalar,
+    _aten._foreach_mul_.Tensor,
+    _aten._foreach_mul_.Scalar,
+)
 _DIVIDE = (
-    _aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Tensor, _aten._foreach_div_.Scalar,
-)  # fmt: skip
+    _aten.div_.Tensor,
+    _aten.div_.Scalar,
+    _aten._foreach_div_.Tensor,
+    _aten._foreach_div_.Scalar,
+)
 _SAME = (_aten.detach.default, _aten.alias.default)
 _NORM = (_aten.linalg_vector_norm.default, _aten.norm.Scalar, _aten._foreach_norm.Scalar)
 _CLAMP_MIN = (_aten.clamp_min_.default, _aten._foreach_clamp_min_.Scalar)
@@ -208,9 +210,7 @@ _ZERO = (_aten.zero_.default, _aten._foreach_zero_.default)
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, _Proxy | list | tuple) and (
-        not isinstance(value, Tensor) or value.dim() == 0
-    )
+    return not isinstance(value, _Proxy | list | tuple) and (not isinstance(value, Tensor) or value.dim() == 0)
 
 
 def _bounds(low: float | None = None, high: float | None = None, **named: Any) -> tuple[Any, Any]:

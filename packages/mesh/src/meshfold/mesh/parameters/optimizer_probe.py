@@ -37,15 +37,12 @@ def probe_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     """
     generator = torch.Generator().manual_seed(0)
     first, *gradients = (
-        [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in _SHAPES]
-        for _ in range(_STEPS + 1)
+        [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in _SHAPES] for _ in range(_STEPS + 1)
     )
     try:
         with torch.random.fork_rng(devices=[]):
             together, _ = _run(optimizer, group, first, gradients)
-            alone = [
-                _run(optimizer, group, [first[i]], [[g[i]] for g in gradients]) for i in range(len(first))
-            ]
+            alone = [_run(optimizer, group, [first[i]], [[g[i]] for g in gradients]) for i in range(len(first))]
     except Exception as error:
         raise OptimizerProbeError(
             f"{type(optimizer).__name__} is not known, and trying it out on two small matrices failed ({type(error).__name__}: "
@@ -86,9 +83,7 @@ def number_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]:
         with torch.random.fork_rng(devices=[]):
             for group in optimizer.param_groups:
                 _, (state,) = _run(optimizer, group, [pair], [[pair]])
-                found |= {
-                    key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()
-                }
+                found |= {key for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
     except Exception as error:
         raise OptimizerProbeError(
             f"{type(optimizer).__name__} could not be tried out on a parameter of two elements ({type(error).__name__}: {error}), "
@@ -136,8 +131,7 @@ def _twin(
 
 def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     return all(
-        torch.allclose(a, b, rtol=_WIDTH, atol=_WIDTH, equal_nan=True)
-        for a, b in zip(found, wanted, strict=True)
+        torch.allclose(a, b, rtol=_WIDTH, atol=_WIDTH, equal_nan=True) for a, b in zip(found, wanted, strict=True)
     )
 
 

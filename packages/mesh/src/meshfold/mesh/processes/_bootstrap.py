@@ -122,11 +122,7 @@ def refusal_sentence(error: BaseException) -> str:
     not the program that is wrong.
     """
     errors = sys.modules.get("meshfold.mesh.errors")
-    if (
-        errors is None
-        or not isinstance(error, errors.MeshfoldError)
-        or isinstance(error, errors.CollectiveError)
-    ):
+    if errors is None or not isinstance(error, errors.MeshfoldError) or isinstance(error, errors.CollectiveError):
         return ""
     from meshfold.mesh.recording.program_line import raised_at
 

@@ -90,9 +90,7 @@ class Environment:
             _number(found, "WORLD_SIZE", "torchrun", least=1),
         )
         alone = world_size == 1
-        local_world_size = _number(
-            found, "LOCAL_WORLD_SIZE", "torchrun", least=1, default=1 if alone else None
-        )
+        local_world_size = _number(found, "LOCAL_WORLD_SIZE", "torchrun", least=1, default=1 if alone else None)
         environment = cls(
             rank=rank,
             world_size=world_size,
@@ -168,9 +166,7 @@ def watchdog_settings(variables: Mapping[str, str] | None = None) -> tuple[float
     found = os.environ if variables is None else variables
     text, debug = found.get("MESHFOLD_WATCHDOG"), found.get("MESHFOLD_DEBUG", "")
     if debug not in ("", "0", "collectives"):
-        raise LaunchError(
-            f"the environment has MESHFOLD_DEBUG={debug!r}: the one thing it knows is 'collectives'"
-        )
+        raise LaunchError(f"the environment has MESHFOLD_DEBUG={debug!r}: the one thing it knows is 'collectives'")
     if text is not None and not re.fullmatch(r"\s*\d+(\.\d*)?\s*", text):
         raise LaunchError(
             f"the environment has MESHFOLD_WATCHDOG={text!r}: give seconds, such as 600, or 0 for no watchdog"
@@ -226,24 +222,18 @@ def _tasks_here(found: Mapping[str, str], world_size: int, nodes: int) -> int:
         counts += [int(match[1])] * int(match[2] or 1)
     node = _number(found, "SLURM_NODEID", "slurm", default=0)
     if node >= len(counts):
-        raise LaunchError(
-            f"SLURM_NODEID={node} but {name}={found[name]!r} has {len(counts)} nodes: {_HELP['slurm']}"
-        )
+        raise LaunchError(f"SLURM_NODEID={node} but {name}={found[name]!r} has {len(counts)} nodes: {_HELP['slurm']}")
     return counts[node]
 
 
-def _text(
-    found: Mapping[str, str], name_read: str, source: str, *, default: str | None, name: str = ""
-) -> str:
+def _text(found: Mapping[str, str], name_read: str, source: str, *, default: str | None, name: str = "") -> str:
     value = found.get(name_read) or default
     if value is None:
         raise LaunchError(f"the environment lacks {name or name_read}: {_HELP[source]}")
     return value
 
 
-def _number(
-    found: Mapping[str, str], name: str, source: str, *, least: int = 0, default: int | None = None
-) -> int:
+def _number(found: Mapping[str, str], name: str, source: str, *, least: int = 0, default: int | None = None) -> int:
     value = found.get(name)
     if value is None:
         if default is not None:

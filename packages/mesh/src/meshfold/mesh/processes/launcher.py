@@ -171,9 +171,7 @@ def _host_store(port: int | None) -> tuple[Any, int]:
     except OSError as error:
         listener.bind((_HOST, 0))
         free = listener.getsockname()[1]
-        sys.stderr.write(
-            f"warning: port {port} cannot be used ({error.strerror}); the ranks meet on port {free}\n"
-        )
+        sys.stderr.write(f"warning: port {port} cannot be used ({error.strerror}); the ranks meet on port {free}\n")
     listener.listen(1024)
     number = listener.getsockname()[1]
     return serve_store(listener.detach()), number
@@ -249,11 +247,19 @@ def launch_node(
     # A store for every attempt: ranks that are started anew must not find the addresses of those before.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
-        min_nodes=nodes[0], max_nodes=nodes[1], nproc_per_node=ranks, run_id=job,
-        rdzv_backend="c10d", rdzv_endpoint=rendezvous, local_addr=address,
-        max_restarts=restarts, monitor_interval=0.2, logs_specs=DefaultLogsSpecs(),
-        signals_to_handle="SIGINT,SIGHUP,SIGQUIT", **_stops_after(LaunchConfig, stop_s),
-    )  # fmt: skip
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        nproc_per_node=ranks,
+        run_id=job,
+        rdzv_backend="c10d",
+        rdzv_endpoint=rendezvous,
+        local_addr=address,
+        max_restarts=restarts,
+        monitor_interval=0.2,
+        logs_specs=DefaultLogsSpecs(),
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
+        **_stops_after(LaunchConfig, stop_s),
+    )
     with tempfile.TemporaryDirectory(prefix="meshfold-agent-") as records, _forward_signals():
         program = ["-P", _bootstrap.__file__, str(os.getpid()), records, *argv]
         try:
@@ -273,9 +279,7 @@ def launch_node(
                 f"the nodes did not meet at {rendezvous}: {error}. Is {rendezvous} an address of one of the nodes, with a "
                 "port that is free there, and do all nodes give the same --nodes and --job?"
             ) from error
-        stopped = any(
-            _read(file).get("code") == _bootstrap.STOPPED_CODE for file in Path(records).glob("*.json")
-        )
+        stopped = any(_read(file).get("code") == _bootstrap.STOPPED_CODE for file in Path(records).glob("*.json"))
     return _bootstrap.STOPPED_CODE if stopped else 0
 
 

@@ -125,9 +125,7 @@ def start(
     # No device_id: it makes every later new_group split the world's communicator, which *all* ranks have to join
     # at the same moment; a pipeline stage that makes a group only it needs would wait for ever.
     try:
-        own = store_of_this_start(
-            open_store(environment, wait) if store is None else store, environment.attempt
-        )
+        own = store_of_this_start(open_store(environment, wait) if store is None else store, environment.attempt)
         if backend != "fake" and environment.world_size > 1:
             meet(own, "world", environment.rank, range(environment.world_size), wait, _addresses)
         dist.init_process_group(
@@ -155,15 +153,11 @@ def start_fake(world_size: int, rank: int = 0) -> Process:
     What a collective returns is meaningless; what was asked of it can be recorded.
     """
     if is_started():
-        raise LaunchError(
-            "a process group is already running in this process: close it before starting a fake one"
-        )
+        raise LaunchError("a process group is already running in this process: close it before starting a fake one")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not 0 <= rank < world_size:
-        raise LaunchError(
-            f"rank {rank} is outside a fake world of {world_size} ranks: use 0 to {world_size - 1}"
-        )
+        raise LaunchError(f"rank {rank} is outside a fake world of {world_size} ranks: use 0 to {world_size - 1}")
     environment = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     return start(environment, backend="fake", device="cpu", store=FakeStore())
 
@@ -248,9 +242,7 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
     return group
 
 
-def meet_members(
-    ranks: Sequence[int], name: str, look: Callable[[], None] = lambda: None, forget: str = ""
-) -> None:
+def meet_members(ranks: Sequence[int], name: str, look: Callable[[], None] = lambda: None, forget: str = "") -> None:
     """Wait in the store until all of these ranks have come. Alone, or in a world that is not there, at once.
 
     Args:
@@ -361,9 +353,7 @@ def _running(environment: Environment, backend: str | None, device: torch.device
             f"backend {backend!r} was asked for, but a process group with {running!r} is running: close it first"
         )
     if device is None:
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if running == "nccl" else torch.device("cpu")
-        )
+        device = torch.device("cuda", torch.cuda.current_device()) if running == "nccl" else torch.device("cpu")
     return Process(
         rank=rank,
         world_size=world_size,

@@ -103,9 +103,7 @@ class Rank:
             return None
         died = self.noticed - _SETTLE_S
         if code < 0:
-            return Failure(
-                rank=self.rank, time=died, code=128 - code, how=f"was ended by {_signal_name(-code)}"
-            )
+            return Failure(rank=self.rank, time=died, code=128 - code, how=f"was ended by {_signal_name(-code)}")
         return Failure(rank=self.rank, time=died, code=code, how=f"exited with code {code}")
 
     def send(self, number: int, *, alone: bool = False) -> None:
@@ -165,9 +163,7 @@ class Signals:
         self.caught.append(number)
 
 
-def watch(
-    job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | None = None
-) -> Failure | None:
+def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | None = None) -> Failure | None:
     """Wait until all ranks have ended well (None), one has failed (the first that did), or a signal came (None).
 
     Args:
@@ -181,9 +177,7 @@ def watch(
     until = None if seconds is None else time.monotonic() + seconds
     while len(signals.caught) == caught and (until is None or time.monotonic() < until):
         failures = [
-            failure
-            for rank in job
-            if (failure := rank.failure()) is not None and (not calm or failure.code != calm)
+            failure for rank in job if (failure := rank.failure()) is not None and (not calm or failure.code != calm)
         ]
         if failures and settled is None:
             settled = time.monotonic() + _SETTLE_S

@@ -160,15 +160,18 @@ class DropoutStream:
             self._named.add(name)
             call += self._calls_elsewhere
         return Draw(
-            key=key_of(f"dropout/{self.step}/{name}/{call}"), call=call, seed=self.seed, first_row=self.first_row,
-            first_token=self.first_token, rows=self.rows, token_shards=self.token_shards,
-        )  # fmt: skip
+            key=key_of(f"dropout/{self.step}/{name}/{call}"),
+            call=call,
+            seed=self.seed,
+            first_row=self.first_row,
+            first_token=self.first_token,
+            rows=self.rows,
+            token_shards=self.token_shards,
+        )
 
     def copy(self) -> DropoutStream:
         """Return a stream that continues from here on its own."""
-        made = DropoutStream(
-            self.seed, self.step, self._calls, batch=self.batch, token_shards=self.token_shards
-        )
+        made = DropoutStream(self.seed, self.step, self._calls, batch=self.batch, token_shards=self.token_shards)
         made._calls_elsewhere, made._named = self._calls_elsewhere, {*self._named}
         return made
 

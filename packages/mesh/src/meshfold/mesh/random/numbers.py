@@ -32,16 +32,31 @@ _SECOND_STREAM = 0x5851F42D4C957F2D  # xored into a key: the stream of the secon
 # 2 atanh(s) = s P(s^2) for |s| <= 3 - 2 sqrt(2), and sin(2 pi y) = y Q(y^2) for |y| <= 1/4: interpolated at Chebyshev
 # nodes, relative errors 1.2e-18 and 3.3e-19. Written out since the library's log and cos may differ in the last bit
 # between their vector and scalar code, and between devices.
-_LOG = (2.0, 0.6666666666666765, 0.3999999999930234, 0.2857142876064168, 0.22222197056726048, 0.18183631680229329,
-        0.1531252814836419, 0.14809710360655276)  # fmt: skip
-_SIN = (6.283185307179586, -41.341702240399755, 81.60524927607362, -76.70585975282492, 42.058693925428685,
-        -15.0946416761179, 3.8199280942271643, -0.7177337921413454, 0.10089695501646812)  # fmt: skip
+_LOG = (
+    2.0,
+    0.6666666666666765,
+    0.3999999999930234,
+    0.2857142876064168,
+    0.22222197056726048,
+    0.18183631680229329,
+    0.1531252814836419,
+    0.14809710360655276,
+)
+_SIN = (
+    6.283185307179586,
+    -41.341702240399755,
+    81.60524927607362,
+    -76.70585975282492,
+    42.058693925428685,
+    -15.0946416761179,
+    3.8199280942271643,
+    -0.7177337921413454,
+    0.10089695501646812,
+)
 _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
 _BLOCK_ON_CPU = 1 << 17  # elements worked on at a time: here the temporaries stay in the cache,
-_BLOCK_ON_DEVICE = (
-    1 << 22
-)  # there a kernel is large beside its launch; at most 8 temporaries of 8 bytes an element
+_BLOCK_ON_DEVICE = 1 << 22  # there a kernel is large beside its launch; at most 8 temporaries of 8 bytes an element
 
 
 def key_of(name: str) -> int:
@@ -166,9 +181,7 @@ def fill_truncated_normal_(
     """
     first, last = (low - mean) / std, (high - mean) / std
     if not first < last:
-        raise ValueError(
-            f"a normal number between {low} and {high} with std {std}: give low < high and std > 0"
-        )
+        raise ValueError(f"a normal number between {low} and {high} with std {std}: give low < high and std > 0")
     # The distribution has its precision in the lower tail: work there, with the sign turned, if the range is above 0.
     sign = -1.0 if first > 0 else 1.0
     bounds = torch.special.ndtr(torch.tensor(sorted((sign * first, sign * last)), dtype=torch.float64))
@@ -214,9 +227,7 @@ def _fill_(
     return local
 
 
-def _check(
-    local: Tensor, coordinates: Sequence[Tensor], shape: Sequence[int], strides: Sequence[int]
-) -> None:
+def _check(local: Tensor, coordinates: Sequence[Tensor], shape: Sequence[int], strides: Sequence[int]) -> None:
     if not local.is_floating_point():
         raise ValueError(f"random numbers for a tensor of {local.dtype}: use a floating point dtype")
     lengths = tuple(len(points) for points in coordinates)
@@ -268,19 +279,12 @@ def _normal(counter: Tensor, seed: int, key: int) -> Tensor:
     """
     u = _shift(_mix_(_counter(counter, seed, key)), 11).add_(1).to(torch.float64).mul_(2.0**-53)  # in (0, 1]
     bits = u.view(torch.int64)
-    exponent = bits.sub(_SQRT_HALF_BITS).bitwise_right_shift_(
-        52
-    )  # u = 2**exponent * m with m in [sqrt(1/2), sqrt(2))
+    exponent = bits.sub(_SQRT_HALF_BITS).bitwise_right_shift_(52)  # u = 2**exponent * m with m in [sqrt(1/2), sqrt(2))
     m = bits.sub_(exponent << 52).view(torch.float64)
     s = (m - 1.0).div_(m + 1.0)
     radius = _polynomial(s * s, _LOG).mul_(s).add_(exponent.to(torch.float64).mul_(math.log(2.0)))
     radius = radius.mul_(-2.0).sqrt_()
-    y = (
-        _shift(_mix_(_counter(counter, seed, key ^ _SECOND_STREAM)), 11)
-        .to(torch.float64)
-        .mul_(2.0**-54)
-        .sub_(0.25)
-    )
+    y = _shift(_mix_(_counter(counter, seed, key ^ _SECOND_STREAM)), 11).to(torch.float64).mul_(2.0**-54).sub_(0.25)
     return _polynomial(y * y, _SIN).mul_(y).mul_(radius)
 
 

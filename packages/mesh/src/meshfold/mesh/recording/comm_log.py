@@ -85,16 +85,12 @@ class Log:
         return total
 
     def __str__(self) -> str:
-        lines = [
-            f"{'phase':<10}{'collective':<16}{'axes':<20}{'ranks':>6}{'calls':>7}{'bytes a rank sends':>20}"
-        ]
+        lines = [f"{'phase':<10}{'collective':<16}{'axes':<20}{'ranks':>6}{'calls':>7}{'bytes a rank sends':>20}"]
         seen: dict[tuple[str, Kind, tuple[str, ...], int], list[Fraction]] = {}
         for entry in self.entries:
             seen.setdefault((entry.phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
         for (phase, kind, axes, size), sent in seen.items():
-            lines.append(
-                f"{phase:<10}{kind:<16}{','.join(axes):<20}{size:>6}{len(sent):>7}{float(sum(sent)):>20,.0f}"
-            )
+            lines.append(f"{phase:<10}{kind:<16}{','.join(axes):<20}{size:>6}{len(sent):>7}{float(sum(sent)):>20,.0f}")
         return "\n".join(lines)
 
 

@@ -65,9 +65,21 @@ class Call:
     """
 
     __slots__ = (
-        "_flight", "channel", "checked", "detail", "dtype", "event", "group", "is_meeting", "kind", "number", "peer",
-        "shape", "since", "step",
-    )  # fmt: skip
+        "_flight",
+        "channel",
+        "checked",
+        "detail",
+        "dtype",
+        "event",
+        "group",
+        "is_meeting",
+        "kind",
+        "number",
+        "peer",
+        "shape",
+        "since",
+        "step",
+    )
 
     def __init__(
         self,

@@ -52,9 +52,7 @@ def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mappin
     for key in keys:
         if key not in known:
             hint = did_you_mean(str(key), known)
-            raise SpecError(
-                f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}"
-            )
+            raise SpecError(f"{entry}={value!r}: there is no key {key!r}.{hint} Known: {', '.join(known) or 'none'}")
 
 
 def reject_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
@@ -75,9 +73,7 @@ def reject_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def signature_mismatch(
-    function: Callable[..., object], *args: object, **kwargs: object
-) -> inspect.Signature | None:
+def signature_mismatch(function: Callable[..., object], *args: object, **kwargs: object) -> inspect.Signature | None:
     """Return the signature of a function that cannot be called like this; None if it can, or has no signature."""
     try:
         signature = inspect.signature(function)

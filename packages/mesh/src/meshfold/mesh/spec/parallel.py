@@ -105,9 +105,7 @@ class ParallelSpec:
         size = 2 if self.tensor is None else self.tensor.size
         change = f"Write tensor=dict(mode='1d', size={size}), or sequence=dict(mode='ring', size=2)."
         if self.tensor is None:
-            problem = (
-                "mode 'megatron' splits the sequence over the axis tensor, and there is no tensor entry."
-            )
+            problem = "mode 'megatron' splits the sequence over the axis tensor, and there is no tensor entry."
             raise entry.error(problem, change)
         if self.tensor.mode_name != "1d":
             written = f"tensor={format_value(parallel['tensor'])}"
@@ -240,9 +238,7 @@ def why_missing(needs: Sequence[Need]) -> str:
     entries: dict[str, list[str]] = {}
     for need in needs:
         entries.setdefault(need.distribution, []).append(need.entry)
-    wants = (
-        f"{join_choices(names, 'and')} {'need' if names[1:] else 'needs'} {d}" for d, names in entries.items()
-    )
+    wants = (f"{join_choices(names, 'and')} {'need' if names[1:] else 'needs'} {d}" for d, names in entries.items())
     folders = " ".join(f"./packages/{d.removeprefix('meshfold-').replace('-', '_')}" for d in entries)
     return (
         f"{join_choices(wants, 'and')}, which this installation does not have. In a clone of Meshfold's repository, run: "

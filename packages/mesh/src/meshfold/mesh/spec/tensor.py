@@ -210,9 +210,7 @@ def _grid(
     example = balanced(4 if size is None or size % depth else size // depth, len(free))
     wanted = f"grid=({', '.join(free)}), e.g. grid={example}"
     if not isinstance(value, (tuple, list)):
-        raise entry.error(
-            f"grid={format_value(value)} is {kind(value)}, not a tuple of ints.", f"Write {wanted}."
-        )
+        raise entry.error(f"grid={format_value(value)} is {kind(value)}, not a tuple of ints.", f"Write {wanted}.")
     if len(value) != len(free):
         entries = "1 entry" if len(value) == 1 else f"{len(value)} entries"
         beside = " beside depth" if "depth" in fields else ""

@@ -38,9 +38,7 @@ def parse_bytes(text: str) -> int:
     number, written = match.groups()
     unit = _WRITTEN.get(written.casefold())
     if unit is None:
-        raise ValueError(
-            f"has no unit {written!r}.{did_you_mean(written, UNITS)}" if written else "has no unit."
-        )
+        raise ValueError(f"has no unit {written!r}.{did_you_mean(written, UNITS)}" if written else "has no unit.")
     count = round(Fraction(number) * UNITS[unit])  # exact: a float cannot hold 0.1GiB
     if count < 1:
         raise ValueError("is less than one byte.")

@@ -28,9 +28,7 @@ from meshfold.mesh.processes._bootstrap import die_with_parent
 
 _LINE = 65536
 # Not torch's own: some parts of it start threads or processes when imported. What most ranks need of it, `_preload` imports.
-_WORTH_PRELOADING = frozenset(
-    {"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"}
-)
+_WORTH_PRELOADING = frozenset({"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"})
 
 
 def worth_preloading() -> list[str]:
@@ -113,9 +111,7 @@ class ForkServer:
         while not reply.endswith(b"\n"):
             more = self._socket.recv(_LINE)
             if not more:
-                raise RuntimeError(
-                    f"the process that forks the ranks ended (exit code {self._process.poll()})"
-                )
+                raise RuntimeError(f"the process that forks the ranks ended (exit code {self._process.poll()})")
             reply += more
         return json.loads(reply)
 
@@ -173,9 +169,7 @@ def _answer(
     if request["do"] == "preload":
         begin = time.process_time()
         for name in request["modules"]:
-            with contextlib.suppress(
-                Exception
-            ):  # it came about in another way there; ranks import it if they can
+            with contextlib.suppress(Exception):  # it came about in another way there; ranks import it if they can
                 importlib.import_module(name)
         # `inspect` looks once at every module that there is, for the first source that torch or we ask it for.
         inspect.getmodule(compile("", "a file of no module", "exec"))
@@ -210,9 +204,7 @@ def _kill(pids: list[int], children: dict[int, int | None]) -> dict[int, int]:
     return ended
 
 
-def _be_rank(
-    parent: int, connection: socket.socket, descriptors: list[int], settings: dict[str, Any]
-) -> None:
+def _be_rank(parent: int, connection: socket.socket, descriptors: list[int], settings: dict[str, Any]) -> None:
     """Become a rank in the forked child, serve, and never return into the fork server's loop."""
     code = 1
     try:

@@ -98,9 +98,7 @@ class Pool:
             import pytest
 
             if len(skipped) < self.size:
-                self._fail(
-                    what, starts, 0, "RuntimeError: some ranks skipped the test and others did not", ""
-                )
+                self._fail(what, starts, 0, "RuntimeError: some ranks skipped the test and others did not", "")
             pytest.skip(skipped[0])
         print(self._printed(0, starts[0]), end="")
         return [pickle.loads(answer.payload) if answer.payload else None for answer in answers]
@@ -158,9 +156,7 @@ class Pool:
         raise RankFailure(f"rank {rank} of {self.size} failed in {what}: {summary}", rank, detail + printed)
 
     def _hang(self, what: str, starts: list[int], missing: list[int], timeout_s: float) -> None:
-        self._fork_server.signal(
-            [self._pids[rank] for rank in missing], signal.SIGUSR1
-        )  # each dumps its stacks
+        self._fork_server.signal([self._pids[rank] for rank in missing], signal.SIGUSR1)  # each dumps its stacks
         time.sleep(0.3)
         stacks = "".join(self._printed_by(rank, starts[rank]) for rank in missing)
         self.close()

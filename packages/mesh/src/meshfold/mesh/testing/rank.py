@@ -70,9 +70,7 @@ class Answer:
     imported: tuple[str, ...] = ()
 
 
-def serve(
-    connection: int, listener: int | None = None, *, rank: int, world_size: int, port: int, output: str
-) -> None:
+def serve(connection: int, listener: int | None = None, *, rank: int, world_size: int, port: int, output: str) -> None:
     """Join the process group of the pool and answer calls until the connection closes.
 
     Args:
@@ -160,11 +158,7 @@ def _load(call: Call) -> ModuleType:
         known = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         known = None
-    if (
-        known is not None
-        and known.origin is not None
-        and os.path.realpath(known.origin) == os.path.realpath(call.file)
-    ):
+    if known is not None and known.origin is not None and os.path.realpath(known.origin) == os.path.realpath(call.file):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, call.file)
     if spec is None or spec.loader is None:
@@ -238,6 +232,4 @@ def _render(error: BaseException, file: str) -> str:
             variables.append(f"    {name} = {short.repr(value)}")
         except Exception:
             variables.append(f"    {name} = <{type(value).__name__} whose repr fails>")
-    return text + (
-        f"where, in {last.tb_frame.f_code.co_name}:\n" + "\n".join(variables) + "\n" if variables else ""
-    )
+    return text + (f"where, in {last.tb_frame.f_code.co_name}:\n" + "\n".join(variables) + "\n" if variables else "")

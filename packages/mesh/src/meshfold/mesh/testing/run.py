@@ -51,9 +51,7 @@ def run_on_ranks(
     return POOLS.run(n, _describe(function, args, kwargs), function.__qualname__, timeout_s)
 
 
-def ranks(
-    n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Callable[[Callable[P, object]], Callable[P, None]]:
+def ranks(n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[[Callable[P, object]], Callable[P, None]]:
     """Have the body of a pytest test run on every one of ``n`` gloo ranks; parametrize and picklable fixtures work.
 
     >>> @ranks(4)

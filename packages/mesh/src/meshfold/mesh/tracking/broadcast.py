@@ -30,9 +30,7 @@ def broadcast_dims(call: Call, operands: list[tuple[Tensor, Dims]], shape: tuple
     Raises:
         MixesError: where a piece meets something that is no piece.
     """
-    return check_axes_once(
-        tuple(_dim(call, operands, place - len(shape), size) for place, size in enumerate(shape))
-    )
+    return check_axes_once(tuple(_dim(call, operands, place - len(shape), size) for place, size in enumerate(shape)))
 
 
 def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int) -> Dim:
@@ -79,12 +77,7 @@ def _open(call: Call, wide: list[tuple[Tensor, Dim]], place: int, size: int) -> 
     """Return the layout that dims have in common if none is split: whole, or unknown."""
     unknown = next((dim for _, dim in wide if is_unknown(dim)), None)
     known = [x for x, dim in wide if not is_open(dim) and not call.is_alike(x, place)]
-    if (
-        size == 1
-        or not wide
-        or (known and unknown is None)
-        or any(isinstance(x, nn.Parameter) for x in known)
-    ):
+    if size == 1 or not wide or (known and unknown is None) or any(isinstance(x, nn.Parameter) for x in known):
         return whole(size)  # a weight has the size that one process has
     if known:
         raise MixesError(
@@ -103,8 +96,7 @@ def pointwise(call: Call) -> list[Dims]:
     read = (lambda dims: dims) if call.name in _COPIES else chosen_by
     operands = [(x, read(call.dims_of(x))) for x in call.tensors]
     return [
-        broadcast_dims(call, operands, tuple(out.shape)) if isinstance(out, Tensor) else ()
-        for out in as_list(call.out)
+        broadcast_dims(call, operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in as_list(call.out)
     ]
 
 

@@ -96,9 +96,7 @@ def written_tensors(function: Any, given: Mapping[str, Any]) -> list[Tensor]:
     return [
         value
         for a in function._schema.arguments
-        if a.alias_info is not None
-        and a.alias_info.is_write
-        and isinstance(value := given.get(a.name), Tensor)
+        if a.alias_info is not None and a.alias_info.is_write and isinstance(value := given.get(a.name), Tensor)
     ]
 
 

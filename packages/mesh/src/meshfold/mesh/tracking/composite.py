@@ -88,9 +88,7 @@ def _matmul(dims_of: Layout, input: Any, other: Any, **rest: Any) -> Any:
         a, b = dims_of(input), dims_of(other)
         made = _product(a if len(a) > 1 else (whole(1), *a), b if len(b) > 1 else (*b, whole(1)))
         made = made if len(b) > 1 else made[:-1]
-        return (
-            made if len(a) > 1 else (*made[: len(made) - 1 - (len(b) > 1)], *made[len(made) - (len(b) > 1) :])
-        )
+        return made if len(a) > 1 else (*made[: len(made) - 1 - (len(b) > 1)], *made[len(made) - (len(b) > 1) :])
 
     return [input, other], found
 
@@ -128,9 +126,7 @@ def _einsum(dims_of: Layout, *given: Any) -> Any:
     every = [name for names in letters for name in names]
     spread = sorted({name for name in every if name.startswith(".")}, key=lambda name: -int(name[1:]))
     if arrow:
-        made = [
-            n for part in result.replace("...", " ").partition(" ") for n in (spread if part == " " else part)
-        ]
+        made = [n for part in result.replace("...", " ").partition(" ") for n in (spread if part == " " else part)]
     else:
         made = [*spread, *sorted({n for n in every if every.count(n) == 1 and not n.startswith(".")})]
 
@@ -173,9 +169,7 @@ def _flatten(dims_of: Layout, input: Tensor, start_dim: int = 0, end_dim: int = 
     return [input], found
 
 
-def _repeat(
-    dims_of: Layout, input: Tensor, repeats: Any, dim: int | None = None, *, output_size: Any = None
-) -> Any:
+def _repeat(dims_of: Layout, input: Tensor, repeats: Any, dim: int | None = None, *, output_size: Any = None) -> Any:
     if dim is None or not isinstance(repeats, int) or repeats < 1:
         return None
 
@@ -208,9 +202,16 @@ def _unflatten(dims_of: Layout, input: Tensor, dim: Any, sizes: Any) -> Any:
 
 
 def _attention(
-    dims_of: Layout, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
+    dims_of: Layout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     if dropout_p or any(x.dim() < 3 for x in (query, key, value)):
         return None
 
@@ -226,11 +227,7 @@ def _attention(
             here = [(q[-back], len(q) - back)]
             for dims in (k, v):
                 theirs = dims[-back]
-                if (
-                    enable_gqa
-                    and axes_of(theirs) == axes_of(q[-back])
-                    and size_of(q[-back]) % size_of(theirs) == 0
-                ):
+                if enable_gqa and axes_of(theirs) == axes_of(q[-back]) and size_of(q[-back]) % size_of(theirs) == 0:
                     continue  # fewer heads of keys and values serve several of queries each
                 here.append((theirs, len(q) - back))
             if len(masked) >= back and is_split(masked[-back]):
@@ -250,9 +247,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), _repeat),
     F.scaled_dot_product_attention: _attention,
 }
-UNFLATTEN: dict[Any, Callable[..., Followed | None]] = dict.fromkeys(
-    (torch.unflatten, Tensor.unflatten), _unflatten
-)
+UNFLATTEN: dict[Any, Callable[..., Followed | None]] = dict.fromkeys((torch.unflatten, Tensor.unflatten), _unflatten)
 
 
 def check_slices(dims: Dims, index: Any, is_local: Callable[[Any], bool]) -> None:

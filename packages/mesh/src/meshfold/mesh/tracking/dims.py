@@ -127,9 +127,7 @@ def is_open(dim: Dim) -> bool:
 
 def is_unknown(dim: Dim) -> bool:
     """Return whether nothing is known of the dim."""
-    return not is_split(dim) and any(
-        factor.split is not None and factor.split.kind == "unknown" for factor in dim
-    )
+    return not is_split(dim) and any(factor.split is not None and factor.split.kind == "unknown" for factor in dim)
 
 
 def is_counted(dim: Dim) -> bool:
@@ -196,9 +194,7 @@ def chosen_by(dims: Dims) -> Dims:
     """Return dims laid out as those of an index, for a tensor that is none."""
     return tuple(
         tuple(
-            replace(f, split=replace(f.split, kind="chosen"))
-            if f.split is not None and f.split.kind == "places"
-            else f
+            replace(f, split=replace(f.split, kind="chosen")) if f.split is not None and f.split.kind == "places" else f
             for f in dim
         )
         for dim in dims
@@ -215,9 +211,7 @@ def check_axes_once(dims: Dims) -> Dims:
     for dim in dims:
         mine = set() if is_counted(dim) else set(axes_of(dim))
         if seen & mine:
-            raise MixesError(
-                f"pairs elements of two dims that are split over {', '.join(sorted(seen & mine))}"
-            )
+            raise MixesError(f"pairs elements of two dims that are split over {', '.join(sorted(seen & mine))}")
         seen |= mine
     return dims
 
@@ -312,9 +306,7 @@ class _Regrouping:
     def _written(self, factor: Factor) -> int | None:
         """Return the dim into which a single goes as the model's code writes the sizes; None where these do not tell."""
         first = self._at if self._made[self._at] or self._sizes[self._at] == 1 else self._at + 1
-        beyond = next(
-            (i for i in range(self._at + 1, len(self._sizes)) if self._sizes[i] != 1), len(self._sizes) - 1
-        )
+        beyond = next((i for i in range(self._at + 1, len(self._sizes)) if self._sizes[i] != 1), len(self._sizes) - 1)
         places = range(first, beyond + 1)
         if factor.split is None or self._counted is None:
             return None

@@ -149,9 +149,7 @@ class Tracker(TorchDispatchMode):
                 alike = [n > 1 and self.records.is_alike(x, place) for place, n in enumerate(x.shape)]
                 self.mark(x, _alike_at(alike, x.shape))
 
-    def as_one(
-        self, name: str, operands: list[Tensor], found: Callable[[], Dims], run: Callable[[], Tensor]
-    ) -> Tensor:
+    def as_one(self, name: str, operands: list[Tensor], found: Callable[[], Dims], run: Callable[[], Tensor]) -> Tensor:
         """Carry out a call of several operations, of which is known how the result lies.
 
         Raises:
@@ -249,13 +247,7 @@ class Tracker(TorchDispatchMode):
                 return [unknown_dims(x.shape) if isinstance(x, Tensor) else () for x in as_list(call.out)]
             split = [x for x in operands if any_split(call.dims_of(x))]
             axes = dict.fromkeys(
-                a
-                for x in split
-                for d in call.dims_of(x)
-                if is_split(d)
-                for f in d
-                if f.split
-                for a in f.split.axes
+                a for x in split for d in call.dims_of(x) if is_split(d) for f in d if f.split for a in f.split.axes
             )
             raise refusal(call.name, str(error), operands, self.module(), self.remedy(tuple(axes))) from None
 
@@ -323,9 +315,7 @@ def user_line() -> tuple[str, int]:
     return "", 0
 
 
-def check_gradients(
-    found: Tracker, name: str, operands: Sequence[Tensor], results: Sequence[Dims], out: Any
-) -> None:
+def check_gradients(found: Tracker, name: str, operands: Sequence[Tensor], results: Sequence[Dims], out: Any) -> None:
     """See that all operands that want a gradient get what they count on: the whole of it, or a part of what is summed.
 
     Args:

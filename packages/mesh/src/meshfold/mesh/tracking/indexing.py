@@ -177,9 +177,7 @@ def _loss(call: Call) -> list[Dims]:
     classes = 1 if len(dims) > 1 else 0
     require_whole(dims, (classes,), "looks classes up in a piece of")
     rows = tuple(dim for place, dim in enumerate(dims) if place != classes)
-    alike = len(rows) == len(target) and all(
-        len(distinct_splits(pair)) == 1 for pair in zip(rows, target, strict=True)
-    )
+    alike = len(rows) == len(target) and all(len(distinct_splits(pair)) == 1 for pair in zip(rows, target, strict=True))
     if not alike:
         raise MixesError("brings a piece together with labels that are no such piece")
     if int(call.given.get("reduction", 1)):

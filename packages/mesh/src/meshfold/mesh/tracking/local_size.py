@@ -105,9 +105,7 @@ class LocalSize(int):
         return len(grains) == 1 and number > 0 and number in grains
 
 
-def local_size(
-    value: int, axes: tuple[str, ...], dim: Dim | None, refuse: Callable[[], NoReturn]
-) -> LocalSize | int:
+def local_size(value: int, axes: tuple[str, ...], dim: Dim | None, refuse: Callable[[], NoReturn]) -> LocalSize | int:
     """Return a number of a rank's elements; a plain one without axes."""
     if not axes:
         return value
@@ -131,9 +129,7 @@ def dims_of(sizes: Sequence[int]) -> Dims:
     axes = [axis for dim in dims for axis in axes_of(dim)]
     if len(axes) == len(set(axes)):
         return dims
-    return tuple(
-        (Factor(int(n), Split(n.axes, "counted") if isinstance(n, LocalSize) else None),) for n in sizes
-    )
+    return tuple((Factor(int(n), Split(n.axes, "counted") if isinstance(n, LocalSize) else None),) for n in sizes)
 
 
 def local_sizes_in(value: Any) -> Iterator[LocalSize]:

@@ -96,12 +96,9 @@ def _grouped(call: Call) -> list[Dims]:
     found = []
     for out in as_list(call.out):
         sizes = tuple(out.shape)
-        found.append(
-            tuple(dims[i] if i < first and i < len(sizes) else whole(n) for i, n in enumerate(sizes))
-        )
+        found.append(tuple(dims[i] if i < first and i < len(sizes) else whole(n) for i, n in enumerate(sizes)))
     return [
-        made if shape_of(made) == tuple(out.shape) else ()
-        for made, out in zip(found, as_list(call.out), strict=True)
+        made if shape_of(made) == tuple(out.shape) else () for made, out in zip(found, as_list(call.out), strict=True)
     ]
 
 

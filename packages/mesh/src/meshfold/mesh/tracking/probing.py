@@ -85,11 +85,7 @@ def _written_along(call: Call, split: Split) -> int | None:
     for x in call.tensors:
         for back, dim in enumerate(reversed(call.dims_of(x))):
             number = into.dim() - 1 - back
-            if (
-                number >= 0
-                and any(f.split == split for f in dim)
-                and into.shape[number] == x.shape[-1 - back]
-            ):
+            if number >= 0 and any(f.split == split for f in dim) and into.shape[number] == x.shape[-1 - back]:
                 return number
     return None
 
@@ -125,9 +121,7 @@ def _random(like: Tensor, seed: int) -> Tensor:
     elif like.is_complex():
         made = torch.randn(shape, generator=generator, dtype=torch.complex128)
     else:
-        low, high = (
-            (int(like.min()), int(like.max())) if like.numel() and like.dtype != torch.bool else (0, 1)
-        )
+        low, high = (int(like.min()), int(like.max())) if like.numel() and like.dtype != torch.bool else (0, 1)
         low = min(low, max(high - 1, 0)) if low == high else low
         made = torch.randint(low, max(high, low + 1) + 1, shape, generator=generator)
     return made.to(like.device, like.dtype)
@@ -137,9 +131,7 @@ def _found(call: Call, split: Split, a: Tensor, b: Tensor, c: Tensor) -> int | N
     for number in range(c.dim()):
         if c.shape[number] == a.shape[number] + b.shape[number]:
             rest = [i for i in range(c.dim()) if i != number]
-            if all(a.shape[i] == b.shape[i] == c.shape[i] for i in rest) and _alike(
-                torch.cat([a, b], number), c
-            ):
+            if all(a.shape[i] == b.shape[i] == c.shape[i] for i in rest) and _alike(torch.cat([a, b], number), c):
                 return number
     if a.shape == b.shape == c.shape and _alike(a, c) and _alike(b, c):
         return None
@@ -148,8 +140,4 @@ def _found(call: Call, split: Split, a: Tensor, b: Tensor, c: Tensor) -> int | N
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     wide = a.is_floating_point()
-    return (
-        torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3, equal_nan=True)
-        if wide
-        else torch.equal(a, b)
-    )
+    return torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3, equal_nan=True) if wide else torch.equal(a, b)

@@ -143,9 +143,7 @@ class Rows:
 
         return found
 
-    def before(
-        self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], apart: bool
-    ) -> _Before | None:
+    def before(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], apart: bool) -> _Before | None:
         """Note a call before it is carried out; None if it has nothing of a batch.
 
         Args:
@@ -182,9 +180,13 @@ class Rows:
 
     def _found(self, before: _Before, name: str, out: Any, results: list[Tensor]) -> list[Dims]:
         call = Call(
-            function=before.function, name=name, given=before.given, out=out,
-            dims_of=lambda x: before.dims.get(id(x)) or self.dims(x), is_alike=lambda x, place: True,
-        )  # fmt: skip
+            function=before.function,
+            name=name,
+            given=before.given,
+            out=out,
+            dims_of=lambda x: before.dims.get(id(x)) or self.dims(x),
+            is_alike=lambda x, place: True,
+        )
         rule = _pointwise if torch.Tag.pointwise in before.function.tags else self._rules.get(name)
         mine, shape = before.dims[id(before.first)], before.first.shape
         if rule is None:
@@ -226,9 +228,7 @@ def _resized(dim: Dim, size: int) -> Dim:
 def _pointwise(call: Call) -> list[Dims]:
     """Return rows where an operand has them, of several that with most dims."""
     operands = sorted((call.dims_of(x) for x in call.tensors), key=len, reverse=True)
-    return [
-        _together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in as_list(call.out)
-    ]
+    return [_together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in as_list(call.out)]
 
 
 def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:

@@ -69,9 +69,7 @@ def counts_from_front(frame: FrameType, rank: int) -> bool:
     return place is not None and place >= 0
 
 
-def _read(
-    node: ast.AST, above: dict[ast.AST, ast.AST], places: set[int], rank: int
-) -> tuple[list[ast.AST], set[str]]:
+def _read(node: ast.AST, above: dict[ast.AST, ast.AST], places: set[int], rank: int) -> tuple[list[ast.AST], set[str]]:
     """Return the expressions that are one of the sizes, and names that stand for one."""
     over = above.get(node)
     if isinstance(node, ast.Call):
@@ -82,9 +80,7 @@ def _read(
         place = _integer(over.slice)
         return ([over] if place is not None and place % rank in places else []), set()
     if isinstance(over, ast.Assign) and isinstance(target := over.targets[0], ast.Tuple):
-        return [], {
-            one.id for place, one in enumerate(target.elts) if place in places and isinstance(one, ast.Name)
-        }
+        return [], {one.id for place, one in enumerate(target.elts) if place in places and isinstance(one, ast.Name)}
     return [], set()
 
 
@@ -105,11 +101,7 @@ def _is_float(node: ast.AST) -> bool:
         return isinstance(node.op, ast.Div) or _is_float(node.left) or _is_float(node.right)
     if isinstance(node, ast.Call):
         called = node.func
-        is_math = (
-            isinstance(called, ast.Attribute)
-            and isinstance(called.value, ast.Name)
-            and called.value.id == "math"
-        )
+        is_math = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "math"
         return is_math or (isinstance(called, ast.Name) and called.id == "float")
     return False
 
@@ -171,9 +163,7 @@ _DIMS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
         ("argsort", "unbind", "squeeze", "unsqueeze", "flatten", "unflatten", "glu", "select", "narrow"), (1,)
     ),
-    **dict.fromkeys(
-        ("gather", "index_select", "index_add", "scatter", "scatter_add", "cat", "stack", "concat"), (1,)
-    ),
+    **dict.fromkeys(("gather", "index_select", "index_add", "scatter", "scatter_add", "cat", "stack", "concat"), (1,)),
     **dict.fromkeys(
         ("chunk", "split", "roll", "topk", "norm", "normalize", "repeat_interleave", "diff", "kthvalue"), (2,)
     ),

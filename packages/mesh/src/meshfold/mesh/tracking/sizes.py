@@ -120,9 +120,7 @@ class OpenSizes(TorchFunctionMode):
             self._cut(name, args, kwargs, out)
         return out
 
-    def _check_random(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]
-    ) -> None:
+    def _check_random(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]) -> None:
         """Refuse to draw from a generator that ranks with the same data need not have in the same state.
 
         One that the model gives may be: what is whole is drawn from it alike.
@@ -176,22 +174,16 @@ class OpenSizes(TorchFunctionMode):
         local = [*local_sizes_in(args), *local_sizes_in(tuple(kwargs.values()))]
         if not pieces and not local:
             return
-        found = [axes_of(dim) for x in pieces for dim in self._tracker.dims(x)] + [
-            size.axes for size in local
-        ]
+        found = [axes_of(dim) for x in pieces for dim in self._tracker.dims(x)] + [size.axes for size in local]
         axes = tuple(dict.fromkeys(axis for some in found for axis in some))
         over = f"split over {', '.join(axes)}" if axes else "that may be split"
         text = " ".join(str(error).split()) or type(error).__name__
         try:
-            self._tracker.refuse(
-                name or "a function", f"fails on a piece, {over} ({text})", *given, axes=axes
-            )
+            self._tracker.refuse(name or "a function", f"fails on a piece, {over} ({text})", *given, axes=axes)
         except LayoutError as refused:
             raise refused from error
 
-    def _check_values(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]
-    ) -> None:
+    def _check_values(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]) -> None:
         """Refuse a number of a rank's elements among the values that a function computes with."""
         values: list[LocalSize] = []
         if name == "setitem":

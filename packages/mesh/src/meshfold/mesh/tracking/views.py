@@ -147,9 +147,7 @@ def _cat(call: Call) -> list[Dims]:
     piece = next((dim for dim in joined if not is_whole(dim)), None)
     if piece is not None and len(given) > 1:
         raise at_dim("puts pieces one behind the other along", number, piece)
-    made = list(
-        broadcast_dims(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape)))
-    )
+    made = list(broadcast_dims(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape))))
     made[number] = joined[0] if len(given) == 1 else whole(call.out.shape[number])
     return [tuple(made)]
 

@@ -113,12 +113,7 @@ class ForwardTracking:
             tuple(map(_kind, args)),
             tuple((name, _kind(value)) for name, value in kwargs.items()),
         )
-        if (
-            kind in self.seen
-            or self._tracked is not None
-            or not is_tracking_on()
-            or _has_no_values(args, kwargs)
-        ):
+        if kind in self.seen or self._tracked is not None or not is_tracking_on() or _has_no_values(args, kwargs):
             return
         self._kind = kind
         given = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
@@ -280,11 +275,7 @@ def _cached(tensor: Tensor) -> Dims:
 
 def _kept_in(value: Any, deep: int, seen: set[int]) -> list[Tensor]:
     """Return the tensors in an argument that is none itself."""
-    if (
-        isinstance(value, Tensor)
-        or value is None
-        or isinstance(value, int | float | str | bytes | type | nn.Module)
-    ):
+    if isinstance(value, Tensor) or value is None or isinstance(value, int | float | str | bytes | type | nn.Module):
         return []
     return _tensors(value, deep, seen)
 

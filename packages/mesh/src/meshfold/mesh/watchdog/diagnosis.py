@@ -202,10 +202,7 @@ class Diagnosis:
             if not self._store.check(keys):
                 keys = [key for key in keys if self._store.check([key])]
             found = self._store.multi_get(keys)
-        return {
-            int(key.removeprefix(_KEY)): RankStatus.from_json(text)
-            for key, text in zip(keys, found, strict=True)
-        }
+        return {int(key.removeprefix(_KEY)): RankStatus.from_json(text) for key, text in zip(keys, found, strict=True)}
 
     def what(self, call: Call, error: Exception | None) -> str:
         """Describe the call that does not end; ``error``: what it raised, if it did."""
@@ -253,11 +250,7 @@ class Diagnosis:
         For both run the same program. Messages may be sent ahead of those who receive them.
         """
         mine, waiting = self._flight.counts, state.waiting
-        if (
-            waiting is not None
-            and self.rank in waiting.ranks
-            and mine.get(waiting.channel, 0) < waiting.number
-        ):
+        if waiting is not None and self.rank in waiting.ranks and mine.get(waiting.channel, 0) < waiting.number:
             return True
         ahead = (name for name, count in mine.items() if state.counts.get(name, 0) > count)
         return state.ended or any(">" not in name for name in ahead)

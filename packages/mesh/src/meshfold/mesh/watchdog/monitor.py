@@ -126,9 +126,7 @@ class Watchdog:
         """Return what to raise for a call that did not come to its end."""
         self._raising = True
         found: list[str] = []
-        self.flight.waiting[id(call)] = (
-            call  # it is still what this rank is in, as far as others are concerned
-        )
+        self.flight.waiting[id(call)] = call  # it is still what this rank is in, as far as others are concerned
 
         def ask() -> None:
             with suppress(RuntimeError):  # the store is gone; said below

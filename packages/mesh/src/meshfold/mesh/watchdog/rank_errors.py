@@ -63,9 +63,7 @@ class ErrorLocation:
     @classmethod
     def from_json(cls, words: dict[str, Any]) -> ErrorLocation:
         """Return the location from its JSON."""
-        return cls(
-            kind=words["kind"], step=words["step"], counts=tuple((name, n) for name, n in words["counts"])
-        )
+        return cls(kind=words["kind"], step=words["step"], counts=tuple((name, n) for name, n in words["counts"]))
 
     def matches(self, other: ErrorLocation, shared: Iterable[str]) -> bool:
         """Tell whether it is another rank's location too; ``shared``: the channels over which both ranks call."""
@@ -120,8 +118,15 @@ class Failure:
         words = f"{type(error).__name__}: {error}".removesuffix(": ")
         line = raised_at(error) if final else main_line()
         return cls(
-            rank=rank, order=order, location=location, number=number, final=final, line=line, error=words, traceback=text
-        )  # fmt: skip
+            rank=rank,
+            order=order,
+            location=location,
+            number=number,
+            final=final,
+            line=line,
+            error=words,
+            traceback=text,
+        )
 
     def to_json(self) -> str:
         """Return it as JSON."""

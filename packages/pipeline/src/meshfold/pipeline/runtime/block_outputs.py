@@ -41,13 +41,9 @@ class OutputForm:
             ChainError: if nothing in it has the shape of what was given.
         """
         leaves, spec = tree_flatten(output)
-        place = next(
-            (i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape == given.shape), None
-        )
+        place = next((i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape == given.shape), None)
         if place is None:
-            others = [
-                leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)
-            ]
+            others = [leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)]
             if others:
                 raise ChainError(
                     f"a {kind} returns a {type(others[0]).__name__}, and what is in it cannot be seen: let blocks return a tensor, "
@@ -73,16 +69,11 @@ class OutputForm:
 
     def __str__(self) -> str:
         """Return the shapes as a message names them: ``(1, 6, 16) and (1, 1, 16)``."""
-        return " and ".join(
-            str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, TensorPlaceholder)
-        )
+        return " and ".join(str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, TensorPlaceholder))
 
     def fill(self, given: Tensor) -> Any:
         """Return the output of a block that hands its input through."""
-        made = [
-            leaf.make(given.requires_grad) if isinstance(leaf, TensorPlaceholder) else leaf
-            for leaf in self.leaves
-        ]
+        made = [leaf.make(given.requires_grad) if isinstance(leaf, TensorPlaceholder) else leaf for leaf in self.leaves]
         made[self.place] = same_storage(given)
         return tree_unflatten(made, self.spec)
 

@@ -98,9 +98,7 @@ def _lists_of(model: nn.Module, name: str | None, *classes: type[nn.Module]) -> 
     return found
 
 
-def balance_blocks(
-    costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0
-) -> list[int]:
+def balance_blocks(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> list[int]:
     """Return how many blocks each stage gets: the most expensive stage is as cheap as possible, the others are even.
 
     Args:
@@ -159,9 +157,7 @@ def separate_repeated_blocks(model: nn.Module, blocks: Blocks) -> list[int]:
     """Let each block stand at one place of the model alone, in place. Return for each place the first that had the same block."""
     lists = {path for path, module in model.named_modules(remove_duplicate=False) if module is blocks.home}
     places = {f"{path}.{key}" if path else key for path in lists for key in blocks.keys}
-    stands = Counter(
-        module for path, module in model.named_modules(remove_duplicate=False) if path not in places
-    )
+    stands = Counter(module for path, module in model.named_modules(remove_duplicate=False) if path not in places)
     first: dict[nn.Module, int] = {}
     same = []
     for index, key in enumerate(blocks.keys):

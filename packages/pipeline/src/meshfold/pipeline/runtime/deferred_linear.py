@@ -35,9 +35,7 @@ class _Product(torch.autograd.Function):
     """``.. k`` by a weight ``n k`` (``k n`` if turned) and a bias that autograd does not see."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, turned: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, turned: bool) -> Tensor:
         ctx.save_for_backward(x, weight, ticket)
         ctx.turned = turned
         y = F.linear(x, weight.t() if turned else weight, bias)

@@ -273,18 +273,11 @@ def _described(step: Step) -> str:
         case Send(kind, stage, microbatch, peer):
             return f"sending the {kind} for stage {stage} of micro-batch {microbatch} to rank {peer} of it"
         case Receive(kind, stage, microbatch, peer):
-            return (
-                f"receiving the {kind} for stage {stage} of micro-batch {microbatch} from rank {peer} of it"
-            )
+            return f"receiving the {kind} for stage {stage} of micro-batch {microbatch} from rank {peer} of it"
         case _:
             return str(step)
 
 
 def _pairs(program: Program) -> set[tuple[int, int]]:
     """Return the pairs (source, target) of ranks that exchange messages."""
-    return {
-        (rank, step.peer)
-        for rank, steps in enumerate(program.ranks)
-        for step in steps
-        if isinstance(step, Send)
-    }
+    return {(rank, step.peer) for rank, steps in enumerate(program.ranks) for step in steps if isinstance(step, Send)}

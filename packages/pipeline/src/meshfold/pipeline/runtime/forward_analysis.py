@@ -113,17 +113,12 @@ def analyze_forward(
             found = ForwardAnalysis(uses=_used(model, seen, beside, weights, loose, {-1: entering}))
         partial_forward.forget()
         buffers = [
-            (module, name, b)
-            for module in model.modules()
-            for name, b in module._buffers.items()
-            if b is not None
+            (module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None
         ]
         with ExitStack() as stack:
             # One block at a time, but for what is looked at afterwards: all together might not fit.
             kept = [partial_forward.blocks[0], *shared]
-            stack.enter_context(
-                zeros_in_place([*outside, *(m for block in kept for m in block.modules())], device)
-            )
+            stack.enter_context(zeros_in_place([*outside, *(m for block in kept for m in block.modules())], device))
             stack.enter_context(preserved_buffers(model))
             stack.enter_context(without_randomness(tree_leaves(example)))
             stack.enter_context(_NoLargeProducts())

@@ -62,9 +62,7 @@ class TiedGradients:
             others = [rank for rank in self.ties[place].ranks if rank != here]
             for rank in others:
                 self._channels.send(gradient, rank)
-            coming.append(
-                [(rank, self._channels.receive(torch.empty_like(gradient), rank)) for rank in others]
-            )
+            coming.append([(rank, self._channels.receive(torch.empty_like(gradient), rank)) for rank in others])
         for place, transfers in zip(trained, coming, strict=True):
             own, parameter = self._own[place], self.parameters[place]
             assert own is not None  # set above

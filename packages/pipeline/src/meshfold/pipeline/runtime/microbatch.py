@@ -72,9 +72,7 @@ def split(
     """
     rows = rows_of(batch)
     if not 1 <= count <= rows:
-        raise SpecError(
-            f"a batch of {rows} rows cannot be cut into {count} micro-batches of one row at least"
-        )
+        raise SpecError(f"a batch of {rows} rows cannot be cut into {count} micro-batches of one row at least")
     sizes = _sizes(rows, count, unit)
     if isinstance(batch, list):
         batch = tuple(batch)
@@ -279,10 +277,7 @@ class Batches:
         count = self._programs.count(rows_of(given), training=False)
         default = {"use_cache": False} if self._takes_cache else {}
         works = split(given, count, own_loss=True, weigh=lambda part: 1.0)
-        return [
-            replace(work, args=work.given[0], kwargs={**default, **work.given[1]}, given=None)
-            for work in works
-        ]
+        return [replace(work, args=work.given[0], kwargs={**default, **work.given[1]}, given=None) for work in works]
 
     def _moved(self, batch: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), batch)

@@ -154,16 +154,11 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
     same = separate_repeated_blocks(model, found)
     beside, containers = _beside(model, found, around)
     weights = tuple(
-        (module, name)
-        for module in (*around, *containers)
-        for name, p in module._parameters.items()
-        if p is not None
+        (module, name) for module in (*around, *containers) for name, p in module._parameters.items() if p is not None
     )
     partial_forward = PartialForward(found.members, beside, same=same)
     given = config.example or some_tokens(model, mesh, axis, place)
-    look = analyze_forward(
-        model, partial_forward, beside, weights, given, place, _with_shared_buffers(model, found)
-    )
+    look = analyze_forward(model, partial_forward, beside, weights, given, place, _with_shared_buffers(model, found))
     before = {name for name, behind in look.uses.items() if -1 in behind}
     bounds = _bounds(model, found, before, len(home), config)
     look.check(bounds, found.name)
@@ -194,9 +189,7 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
             if tied:
                 ties.append(Tie(name=firsts[kept], ranks=where))
             only_at = {axis: where}
-            annotate(
-                kept, replace(metadata_on(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at)
-            )
+            annotate(kept, replace(metadata_on(kept, mesh), tie=firsts[kept] if tied else "", only_at=only_at))
 
     places = tuple(slot for name, slot in _slots(model) if found.index_of(name) is None)
 
@@ -274,9 +267,7 @@ def _around(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     return [module for module in model.modules() if blocks.home in module.modules()]
 
 
-def _beside(
-    model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]
-) -> tuple[list[nn.Module], list[nn.Module]]:
+def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the largest callable modules with parameters that hold no block, and the containers around them."""
     found: list[nn.Module] = []
     containers: list[nn.Module] = []

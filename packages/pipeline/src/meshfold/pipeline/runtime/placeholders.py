@@ -31,9 +31,7 @@ class AbsentBlock(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise: an absent block is called only through a gate that does not run it."""
-        raise LayoutError(
-            f"this {self.kind} belongs to a stage on another rank: run the model through its Pipeline"
-        )
+        raise LayoutError(f"this {self.kind} belongs to a stage on another rank: run the model through its Pipeline")
 
     def extra_repr(self) -> str:
         return f"{self.kind} of another rank"
@@ -100,9 +98,7 @@ class AbsentParameter(Tensor):
     used: Callable[[], bool]
 
     @classmethod
-    def of(
-        cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]
-    ) -> AbsentParameter:
+    def of(cls, parameter: Tensor, label: str, device: torch.device, used: Callable[[], bool]) -> AbsentParameter:
         """Return the stand-in for a parameter, real or meta."""
         one = torch.full((), float("nan"), dtype=torch.float32).to(device, parameter.dtype)
         made = torch.Tensor._make_subclass(cls, one.expand(parameter.shape))
@@ -144,8 +140,7 @@ def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, d
         return
     values = [getattr(module, name) for module, name in parameters]
     codes = [
-        -1 if value is None or isinstance(value, AbsentParameter) else DTYPES.index(value.dtype)
-        for value in values
+        -1 if value is None or isinstance(value, AbsentParameter) else DTYPES.index(value.dtype) for value in values
     ]
     found = all_reduce(torch.tensor(codes, device=device), group, "max").tolist()
     for (module, name), value, code in zip(parameters, values, found, strict=True):

@@ -94,9 +94,7 @@ def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: TransferPlan, 
         stage.backward(_KEY, stage.random_gradients(plan, device))
 
 
-def _run(
-    stage: Stage, work: Microbatch, plan: TransferPlan, device: torch.device, clock: DeviceClock
-) -> list[Any]:
+def _run(stage: Stage, work: Microbatch, plan: TransferPlan, device: torch.device, clock: DeviceClock) -> list[Any]:
     """Return the timestamps before F, between F, B and W, and after W.
 
     On a GPU nobody waits in between: what launching takes is hidden there, as it is in a step.

@@ -82,9 +82,7 @@ class Stage:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters that the stage uses."""
-        return (
-            p for name, p in self._partition.named_parameters() if self.number in self._partition.users[name]
-        )
+        return (p for name, p in self._partition.named_parameters() if self.number in self._partition.users[name])
 
     def inputs(self, plan: TransferPlan) -> Slots:
         """Return the slots of what travels in."""
@@ -102,9 +100,7 @@ class Stage:
         """Return random gradients of what travels out; 1 for the loss, in the last stage."""
         return [torch.ones((), device=device)] if self.is_last else _random(self.outputs(plan), device)
 
-    def run(
-        self, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]
-    ) -> tuple[Any, list[Tensor]]:
+    def run(self, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Run the forward: return what travels out, or the model's output; and what travelled in, as backward knows it."""
         model, partial_forward = self._partition.model, self._partition.partial_forward
         with dropout_of(work):
@@ -308,9 +304,7 @@ def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Mo
     if not any(p.is_meta for p in model.parameters()):
         return model, None, seed
     origin = find_value_source(model)
-    return (
-        (model, retrace_initialization(model), seed) if origin is None else (model, origin.trace, origin.seed)
-    )
+    return (model, retrace_initialization(model), seed) if origin is None else (model, origin.trace, origin.seed)
 
 
 def _device(device: torch.device | str | None, model: nn.Module) -> torch.device:
@@ -319,11 +313,7 @@ def _device(device: torch.device | str | None, model: nn.Module) -> torch.device
     first = next((p.device for p in model.parameters() if not p.is_meta), None)
     if first is not None:
         return first
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class TransferPlans:
@@ -348,9 +338,7 @@ class TransferPlans:
         key = (module.training, signature(work.args, work.kwargs))
         if key not in self._known:
             with self._replicas.around_trial(), preserved_buffers(module):
-                plan = partition.partial_forward.look(
-                    lambda: module(*work.args, **work.kwargs), partition.loose()
-                )
+                plan = partition.partial_forward.look(lambda: module(*work.args, **work.kwargs), partition.loose())
             plan.check(partition.bounds, partition.blocks.name)
             self._known[key] = plan
         return self._known[key]

@@ -93,11 +93,7 @@ def check_handed_on(block: int, began: Layouts, leaves: Mapping[int, Tensor]) ->
 
 
 def _split(dims: Dims) -> str:
-    found = [
-        f"dim {number} is split over {', '.join(axes_of(dim))}"
-        for number, dim in enumerate(dims)
-        if axes_of(dim)
-    ]
+    found = [f"dim {number} is split over {', '.join(axes_of(dim))}" for number, dim in enumerate(dims) if axes_of(dim)]
     found += [f"nothing tells how dim {number} is split" for number, dim in enumerate(dims) if is_open(dim)]
     return f"of which {' and '.join(found)}" if found else "that is whole on every rank"
 
@@ -126,9 +122,7 @@ class Crossing:
         seen: set[Any] = set(self.travels)
         while waiting:
             node: Any = waiting.pop()
-            if (
-                node is None or node in seen or hasattr(node, "variable")
-            ):  # a leaf is there, whenever it is used
+            if node is None or node in seen or hasattr(node, "variable"):  # a leaf is there, whenever it is used
                 continue
             if node._sequence_nr() < self.time:
                 return True

@@ -58,9 +58,7 @@ def schedule(
             raise ScheduleError(f"{what}={value!r} is no count. Give a whole number from 1.")
     if name == "auto":
         if waves is not None:
-            raise ScheduleError(
-                f"waves={waves} belongs to schedule 'hanayo'. Leave waves out, or name 'hanayo'."
-            )
+            raise ScheduleError(f"waves={waves} belongs to schedule 'hanayo'. Leave waves out, or name 'hanayo'.")
         return auto(ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory)
     made = (
         _named(name, ranks, microbatches, chunks, waves)
@@ -113,9 +111,7 @@ def _own(
         made = written
     elif isinstance(written, str):
         read = Schedule.parse(written)
-        made = (
-            Schedule.of(read.ranks, name=name, microbatches=microbatches) if read.name == "custom" else read
-        )
+        made = Schedule.of(read.ranks, name=name, microbatches=microbatches) if read.name == "custom" else read
     else:
         made = Schedule.of(written, name=name, microbatches=microbatches)
     for what, wanted, has in (
@@ -220,9 +216,7 @@ class Programs:
             SpecError: for another schedule than ``auto``.
         """
         if self._source != "auto":
-            raise SpecError(
-                f"costs change nothing about schedule {self._source!r}: only 'auto' looks at them"
-            )
+            raise SpecError(f"costs change nothing about schedule {self._source!r}: only 'auto' looks at them")
         self._options["costs"] = costs
         self._known = {key: known for key, known in self._known.items() if not key[1]}
 

@@ -257,9 +257,7 @@ def _ends(program: Program, ranks: list[list[tuple[Step, ...]]], how: str) -> No
 
     def over(rank: int) -> bool:
         return all(
-            (step.peer, _partner(step, rank)) in posted
-            for step in ranks[rank][at[rank]]
-            if isinstance(step, Message)
+            (step.peer, _partner(step, rank)) in posted for step in ranks[rank][at[rank]] if isinstance(step, Message)
         )
 
     for rank in range(len(ranks)):

@@ -53,9 +53,7 @@ class Costs:
         )
         durations = (
             {Op.F: f, Op.B: b, Op.W: w, Op.BW: bw}
-            for f, b, w, bw in zip(
-                read["forward"], read["backward_input"], read["backward_weight"], fused, strict=True
-            )
+            for f, b, w, bw in zip(read["forward"], read["backward_input"], read["backward_weight"], fused, strict=True)
         )
         return StageCosts(tuple(durations), read["send"], read["activation"], read["kept"])
 
@@ -66,9 +64,7 @@ class Costs:
             ScheduleError: if ``send`` differs from border to border: nothing says what the new borders cost.
         """
         if not isinstance(self.send, int | float):
-            raise ScheduleError(
-                "send differs from border to border: measure the finer cut, or give one number."
-            )
+            raise ScheduleError("send differs from border to border: measure the finer cut, or give one number.")
 
         def cut(value: Number) -> Number:
             if isinstance(value, int | float):

@@ -60,9 +60,7 @@ class _Clock:
         self._enter(0.0)
         left = sum(3 if split else 2 for split in how.split) * how.microbatches
         while left:
-            order = sorted(
-                (when, rank) for rank in range(len(self.free)) if (when := self._when(rank)) is not None
-            )
+            order = sorted((when, rank) for rank in range(len(self.free)) if (when := self._when(rank)) is not None)
             if not any(self._step(rank, when) for when, rank in order):
                 return None
             left -= 1
@@ -107,9 +105,7 @@ class _Clock:
 
     def _fits(self, rank: int, stage: int) -> bool:
         limit = self.how.limit
-        return limit is None or self.held[rank] + self.how.costs.activation[stage] <= limit[rank] * (
-            1 + 1e-12
-        )
+        return limit is None or self.held[rank] + self.how.costs.activation[stage] <= limit[rank] * (1 + 1e-12)
 
     def _do(self, rank: int, now: float, op: Op, stage: int, microbatch: int) -> None:
         how, costs = self.how, self.how.costs

@@ -49,9 +49,7 @@ def improve(replay: Replay, lists: Lists, limit: Sequence[float] | None, *, trie
             seen.add((rank, old, new))
             own = list(best[rank])
             own.insert(new, own.pop(old))
-            if limit is not None and peak_activations(own, costs.activation, costs.kept) > limit[rank] * (
-                1 + _SLACK
-            ):
+            if limit is not None and peak_activations(own, costs.activation, costs.kept) > limit[rank] * (1 + _SLACK):
                 continue
             other = [*best[:rank], own, *best[rank + 1 :]]
             result = _run(replay, other)

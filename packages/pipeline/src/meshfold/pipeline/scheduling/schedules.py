@@ -49,12 +49,7 @@ def interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Lists:
     full, the places of those that are missing are left out of every list, which keeps what is left in order.
     """
     padded = -(-microbatches // ranks) * ranks
-    turns = [
-        (chunk, group + i)
-        for group in range(0, padded, ranks)
-        for chunk in range(chunks)
-        for i in range(ranks)
-    ]
+    turns = [(chunk, group + i) for group in range(0, padded, ranks) for chunk in range(chunks) for i in range(ranks)]
     lists = []
     for rank in range(ranks):
         forward = [Action(Op.F, chunk * ranks + rank, i) for chunk, i in turns]

@@ -55,9 +55,7 @@ def auto(
     home: Sequence[int] | None = None,
 ) -> Schedule:
     """Return the fastest order found for given costs; :func:`search` also says what it was compared with."""
-    return search(
-        ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, home=home
-    ).schedule
+    return search(ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, home=home).schedule
 
 
 def search(
@@ -86,14 +84,8 @@ def search(
         ScheduleError: if numbers do not fit the ranks, or if nothing within the bound was found.
     """
     if memory is not None and not isinstance(memory, int | float) and len(memory) != ranks:
-        raise ScheduleError(
-            f"memory has {len(memory)} bounds and there are {ranks} ranks. Give one for each."
-        )
-    limit = (
-        [float(memory)] * ranks
-        if isinstance(memory, int | float)
-        else memory and [float(one) for one in memory]
-    )
+        raise ScheduleError(f"memory has {len(memory)} bounds and there are {ranks} ranks. Give one for each.")
+    limit = [float(memory)] * ranks if isinstance(memory, int | float) else memory and [float(one) for one in memory]
     named: dict[str, float] = {}
     best: tuple[Candidate, Costs] | None = None
     alone = []
@@ -192,10 +184,7 @@ class _Cut:
         """Return the least activations that one micro-batch takes on the rank where it takes most."""
         sizes = self.costs.activation
         return min(
-            max(
-                sum(size for size, at in zip(sizes, home, strict=True) if at == rank)
-                for rank in range(self.ranks)
-            )
+            max(sum(size for size, at in zip(sizes, home, strict=True) if at == rank) for rank in range(self.ranks))
             for home in self._homes()
         )
 
@@ -225,9 +214,7 @@ class _Cut:
         if self.limit is not None:
             windows |= {1, max(ranks // 2, 1)}
         ways = ((True, 0.0), (True, 1.0), (False, 0.0))
-        for home, key, window, (split, patience) in product(
-            self._homes(), self._keys(), sorted(windows), ways
-        ):
+        for home, key, window, (split, patience) in product(self._homes(), self._keys(), sorted(windows), ways):
             found = ListScheduler(
                 home=home,
                 microbatches=m,

@@ -15,9 +15,7 @@ from meshfold.pipeline.scheduling.costs import Costs
 from meshfold.pipeline.scheduling.simulation import Replay, peak_activations, source_of
 
 
-def check(
-    schedule: Schedule, *, memory: float | Sequence[float] | None = None, costs: Costs | None = None
-) -> None:
+def check(schedule: Schedule, *, memory: float | Sequence[float] | None = None, costs: Costs | None = None) -> None:
     """Raise if a schedule cannot run, or holds more than it may.
 
     Args:
@@ -81,11 +79,7 @@ class _Judge:
                 )
 
     def _all(self) -> list[tuple[int, int, Action]]:
-        return [
-            (r, i, action)
-            for r, actions in enumerate(self.schedule.ranks)
-            for i, action in enumerate(actions)
-        ]
+        return [(r, i, action) for r, actions in enumerate(self.schedule.ranks) for i, action in enumerate(actions)]
 
     def _once(self) -> dict[Action, int]:
         """Return the place of every action on its rank; check that none is doubled."""

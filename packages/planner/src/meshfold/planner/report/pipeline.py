@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def stage_table(found: PipelineEstimate) -> str:
     """Return a table of what each stage takes for a micro-batch."""
     durations = found.simulation.costs.durations
-    rows: list[tuple[str, ...]] = [
-        ("stage", "rank", "blocks", "F", "B", "W", "kept to B", "kept to W", "sent on")
-    ]
+    rows: list[tuple[str, ...]] = [("stage", "rank", "blocks", "F", "B", "W", "kept to B", "kept to W", "sent on")]
     for stage, seconds in zip(found.stages, durations, strict=True):
         times = (format_seconds(seconds[op]) for op in ("F", "B", "W"))  # type: ignore[index]
         kept = (format_bytes(size) for size in (stage.activation_bytes, stage.waiting_bytes, sum(stage.sent)))
@@ -38,15 +36,15 @@ def rank_table(found: PipelineEstimate) -> str:
     return "\n".join(["a rank of the pipeline holds at most, of its stages", *format_table(rows, ">")])
 
 
-def pipeline_time_table(
-    found: Estimate, pipeline: PipelineEstimate, times: Times, machine: Machine, nodes: int
-) -> str:
+def pipeline_time_table(found: Estimate, pipeline: PipelineEstimate, times: Times, machine: Machine, nodes: int) -> str:
     """Return a table of the least time of a step."""
     simulation = pipeline.simulation
     schedule = simulation.schedule
     fits = not found.refusal and max(memory.total for memory in pipeline.memory) <= machine.memory
     sends = ", ".join(format_seconds(one) for one in dict.fromkeys(simulation.costs.send))
-    chunks = f"{'chunks':<17}{format_seconds(pipeline.chunk_seconds):>12}  of the rank that moves and steps its own longest"
+    chunks = (
+        f"{'chunks':<17}{format_seconds(pipeline.chunk_seconds):>12}  of the rank that moves and steps its own longest"
+    )
     lines = [
         f"a step takes at least, on {machine_line(machine, nodes)}",
         f"{'pipeline':<17}{format_seconds(pipeline.schedule_seconds):>12}  {schedule.name}, "
@@ -89,9 +87,7 @@ def pipeline_numbers(found: PipelineEstimate) -> dict[str, Any]:
                 "microbatches": live,
                 "busy": busy,
             }
-            for memory, live, busy in zip(
-                found.memory, simulation.peak_microbatches, simulation.busy, strict=True
-            )
+            for memory, live, busy in zip(found.memory, simulation.peak_microbatches, simulation.busy, strict=True)
         ],
     }
 
@@ -106,9 +102,7 @@ def schedule_trace(simulation: Simulation) -> dict[str, Any]:
     }
     events = [name]
     for rank, actions in enumerate(simulation.ranks):
-        events.append(
-            {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        )
+        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
         events += [
             {
                 "ph": "X",

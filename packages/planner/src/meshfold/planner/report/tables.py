@@ -26,9 +26,7 @@ def mesh_picture(axes: Mapping[str, int]) -> str:
     *outer, across = sizes
     down = outer.pop() if outer else ""
     rows, columns = sizes.get(down, 1), sizes[across]
-    blocks = [
-        _block(outer, sizes, number, down, rows, across, columns) for number in _some(_count(outer, sizes))
-    ]
+    blocks = [_block(outer, sizes, number, down, rows, across, columns) for number in _some(_count(outer, sizes))]
     return _beside(blocks)
 
 
@@ -74,9 +72,7 @@ def _beside(blocks: list[list[str]]) -> str:
         height = max(map(len, row))
         padded = [[*block, *[""] * (height - len(block))] for block in row]
         parts.append(
-            "\n".join(
-                "".join(line.ljust(width) for line in lines).rstrip() for lines in zip(*padded, strict=True)
-            )
+            "\n".join("".join(line.ljust(width) for line in lines).rstrip() for lines in zip(*padded, strict=True))
         )
     return "\n\n".join(parts)
 
@@ -129,12 +125,9 @@ def traffic_table(found: Estimate) -> str:
         return "a rank moves nothing"
     rows = [("phase", "collective", "axes", "ranks", "calls", "a rank sends")]
     rows += [
-        (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", format_bytes(e.bytes))
-        for e in found.traffic
+        (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", format_bytes(e.bytes)) for e in found.traffic
     ]
-    rows.append(
-        ("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", format_bytes(found.moved))
-    )
+    rows.append(("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", format_bytes(found.moved)))
     return "\n".join([f"a rank moves in a step of {found.tokens:,} tokens", *format_table(rows, "<<<>")])
 
 

@@ -155,9 +155,7 @@ def find_blocks(
     """
     found: list[Blocks] = []
     for name, module in modules.items():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(
-            blocks.holds(name) for blocks in found
-        ):
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(blocks.holds(name) for blocks in found):
             continue
         members: dict[str, nn.Module] = {}
         for leaf, child in module._modules.items():

@@ -220,9 +220,7 @@ class AttentionTrial:
                 if child is not None and norm_kind(child):
                     twin._modules[leaf] = _NormsInput(child, x)
             for name, y in given.items():
-                share = (
-                    y if rank is None else self._share(y, self.heads.parts(name, self.mesh, self.mode), rank)
-                )
+                share = y if rank is None else self._share(y, self.heads.parts(name, self.mesh, self.mode), rank)
                 twin._modules[name.rpartition(".")[2]] = _Gives(share, x if strict else None)
             if rank is not None:
                 self.heads.set_counts(twin, self.mesh, self.mode)

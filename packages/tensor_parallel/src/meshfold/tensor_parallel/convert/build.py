@@ -72,9 +72,13 @@ class LayerBuilder:
         if role == "dropout":
             return self.dropout(name, module.p, mode, inner=self._inner_before(name)).train(module.training)
         return CausalLMLoss(
-            mesh, mode, self.analysis.vocabulary, ignore_index=getattr(module, "ignore_index", -100),
-            label_smoothing=getattr(module, "label_smoothing", 0.0), z_loss=getattr(module, "z_loss", 0.0),
-        )  # fmt: skip
+            mesh,
+            mode,
+            self.analysis.vocabulary,
+            ignore_index=getattr(module, "ignore_index", -100),
+            label_smoothing=getattr(module, "label_smoothing", 0.0),
+            z_loss=getattr(module, "z_loss", 0.0),
+        )
 
     def dropout(self, name: str, p: float, mode: Mode, *, inner: int = 0, whole: bool = False) -> Dropout:
         counts = {heads.heads for heads in self.analysis.heads.values()}
@@ -191,9 +195,7 @@ def meta_twin(module: nn.Module) -> nn.Module:
 def keep_hooks(module: nn.Module, made: nn.Module) -> None:
     """Let a layer keep the hooks that were registered on the one it stands for."""
     for name, hooks in vars(module).items():
-        if name.startswith(
-            ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        ):
+        if name.startswith(("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")):
             getattr(made, name).update(hooks)
     made._is_full_backward_hook = module._is_full_backward_hook
 

@@ -66,9 +66,7 @@ def _offer(analysis: Analysis) -> str:
     pairs = offered_rules(analysis.model, analysis.roles)
     if pairs:
         try:
-            check_analysis(
-                Analysis(analysis.model, analysis.mesh, analysis.mode, {**analysis.rules, **pairs})
-            )
+            check_analysis(Analysis(analysis.model, analysis.mesh, analysis.mode, {**analysis.rules, **pairs}))
         except LayoutError:
             pairs = {}
     if not pairs:
@@ -112,9 +110,7 @@ def _row_widths(analysis: Analysis, columns: list[str], taken: set[int]) -> set[
     wide = {features(analysis.modules[column])[1] for column in columns}
     halves = {width // 2 for width in wide - taken}  # gate and up in one
     mine = set(columns)
-    return (
-        wide | halves | {h.heads * h.head_dim for h in analysis.heads.values() if mine & set(h.projections)}
-    )
+    return wide | halves | {h.heads * h.head_dim for h in analysis.heads.values() if mine & set(h.projections)}
 
 
 def _columns_before(analysis: Analysis, name: str) -> list[str]:
@@ -135,11 +131,7 @@ def _columns_before(analysis: Analysis, name: str) -> list[str]:
 def _check_torchs_attention(analysis: Analysis) -> None:
     """Raise a LayoutError for attention with dropout that keeps torch's forward: it would drop other weights on every rank."""
     for name, module in analysis.modules.items():
-        if (
-            isinstance(module, nn.MultiheadAttention)
-            and module.dropout > 0
-            and (why := why_keep_forward(module))
-        ):
+        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0 and (why := why_keep_forward(module)):
             raise LayoutError(
                 f"{name}: {type(module).__name__} with dropout={module.dropout} would drop different weights on each rank, as "
                 f"it keeps torch's own code: {why}. Set its dropout to 0"
@@ -207,11 +199,7 @@ def _check_code(analysis: Analysis, name: str, heads: Heads) -> None:
     )
     trial = partial(AttentionTrial, name, module, heads, analysis.mesh, analysis.mode, biases, split)
     if why := trial(_input_width(analysis, name)).why_not():
-        if (
-            _only_attention(analysis, name)
-            and not analysis.adapted
-            and not trial(local, stand_in=True).why_not()
-        ):
+        if _only_attention(analysis, name) and not analysis.adapted and not trial(local, stand_in=True).why_not():
             analysis.stand_ins[name] = local
             return
         where = (
@@ -244,9 +232,7 @@ def _splits_rows(analysis: Analysis) -> bool:
 
 
 def _splits_stream(analysis: Analysis) -> bool:
-    return (
-        analysis.mesh.size(*analysis.mode.layout("residual")["m"], *analysis.mode.layout("residual")["h"]) > 1
-    )
+    return analysis.mesh.size(*analysis.mode.layout("residual")["m"], *analysis.mode.layout("residual")["h"]) > 1
 
 
 def _check_joined(analysis: Analysis, name: str) -> None:
@@ -296,9 +282,7 @@ def _check_whole(analysis: Analysis, name: str) -> None:
     gradients.
     """
     module, size = analysis.modules[name], analysis.roles.hidden
-    attention = next(
-        (heads for heads in analysis.heads if name.startswith(f"{heads}." if heads else "")), None
-    )
+    attention = next((heads for heads in analysis.heads if name.startswith(f"{heads}." if heads else "")), None)
     if attention is None or not any(p.requires_grad for p in module.parameters()):
         return
     if norm_kind(module):

@@ -73,9 +73,7 @@ class FunctionalDropout(TorchFunctionMode):
         if self.part is None:
             self.__exit__(None, None, None)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         part, given = self.part, {} if kwargs is None else kwargs
         if part is not None and func is F.dropout:
             return _dropout(part, *args, **given)
@@ -84,9 +82,7 @@ class FunctionalDropout(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _dropout(
-    part: Dropout, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def _dropout(part: Dropout, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Replace ``torch.nn.functional.dropout``."""
     if not training or p <= 0.0:
         return input

@@ -22,9 +22,7 @@ _RECOMPUTATION = "_meshfold_recomputation"
 
 def is_causal_lm(model: nn.Module) -> bool:
     """Return True if a model calls ``self.loss_function(logits, labels, ...)`` for the next token's loss."""
-    return hasattr(type(model), "loss_function") and type(model).__name__.endswith(
-        ("ForCausalLM", "LMHeadModel")
-    )
+    return hasattr(type(model), "loss_function") and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def use_sharded_loss(model: nn.Module, mesh: Mesh, mode: Mode, vocabulary: int) -> None:
@@ -48,11 +46,7 @@ def use_sharded_loss(model: nn.Module, mesh: Mesh, mode: Mode, vocabulary: int) 
 
 def layers_left_out(model: nn.Module) -> list[str]:
     """Return the names of modules that leave out whole layers at random: ranks would not agree on which."""
-    return [
-        name
-        for name, m in model.named_modules()
-        if isinstance(p := getattr(m, "layerdrop", 0.0), float) and p > 0
-    ]
+    return [name for name, m in model.named_modules() if isinstance(p := getattr(m, "layerdrop", 0.0), float) and p > 0]
 
 
 def recompute_contexts(
@@ -90,9 +84,7 @@ class Recomputation:
             return
         for part in module.modules():
             function = part.__dict__.get(_CHECKPOINT)
-            if isinstance(function, partial) and not isinstance(
-                function.keywords.get("context_fn"), _Contexts
-            ):
+            if isinstance(function, partial) and not isinstance(function.keywords.get("context_fn"), _Contexts):
                 others = function.keywords.get("context_fn")
                 settings = {
                     **function.keywords,

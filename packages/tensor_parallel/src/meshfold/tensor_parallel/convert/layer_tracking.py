@@ -75,8 +75,7 @@ class LayerTracking(OnMesh):
         if len(axes) != parameter.dim():
             return None
         split = [
-            spanning_axes(self.mesh, tuple(axis for axis in several if axis in self.mode.axes))
-            for several in axes
+            spanning_axes(self.mesh, tuple(axis for axis in several if axis in self.mode.axes)) for several in axes
         ]
         if not any(split):
             return None
@@ -90,9 +89,7 @@ class LayerTracking(OnMesh):
 
     def communicates(self, module: nn.Module) -> bool:
         """Return True if a module is a sharded layer."""
-        return isinstance(module, ShardedLayer) or (
-            isinstance(module, OnMesh) and isinstance(module, nn.Module)
-        )
+        return isinstance(module, ShardedLayer) or (isinstance(module, OnMesh) and isinstance(module, nn.Module))
 
     def check_arguments(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -170,8 +167,7 @@ class LayerTracking(OnMesh):
         if isinstance(module, PatchEmbedding):
             residual = module.mode.layout("residual")
             first, second = (
-                block(n, spanning_axes(module.mesh, residual[d]))
-                for n, d in zip(shape[:2], "mh", strict=True)
+                block(n, spanning_axes(module.mesh, residual[d])) for n, d in zip(shape[:2], "mh", strict=True)
             )
             return (first, second, *whole_dims(shape[2:]))
         if isinstance(module, HeadBias):
@@ -180,9 +176,7 @@ class LayerTracking(OnMesh):
             return dims
         return whole_dims(shape)
 
-    def _linear(
-        self, found: Tracker, layer: Linear, given: Tensor, dims: Dims, shape: tuple[int, ...]
-    ) -> Dims:
+    def _linear(self, found: Tracker, layer: Linear, given: Tensor, dims: Dims, shape: tuple[int, ...]) -> Dims:
         (reads_m, _), (writes_m, writes_n) = _between(layer)
         handed = _is_handed(layer, dims)
         if layer.gather_output:
@@ -215,12 +209,7 @@ class LayerTracking(OnMesh):
     ) -> Dims:
         columns = spanning_axes(table.mesh, table.mode.layout("residual")["h"])
         lead = dims
-        if (
-            len(dims) > 1
-            and not is_split(dims[0])
-            and size_of(dims[0]) > 1
-            and found.records.is_alike(ids, 0)
-        ):
+        if len(dims) > 1 and not is_split(dims[0]) and size_of(dims[0]) > 1 and found.records.is_alike(ids, 0):
             lead = ((Factor(size_of(dims[0]), ALIKE),), *dims[1:])
         if table.flat_tokens:
             lead = tuple(token_dim(found, table.mesh, n, table.tokens, dims) for n in shape[:-1])
@@ -231,9 +220,7 @@ class LayerTracking(OnMesh):
     def _check(self, found: Tracker, layer: nn.Module, given: Tensor, dims: Dims, columns: Axes) -> None:
         """Refuse an input whose last dim does not lie as the layer reads it."""
         wanted = spanning_axes(self.mesh, columns)
-        if not dims or (
-            is_split_first(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])
-        ):
+        if not dims or (is_split_first(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])):
             return
         want = ", ".join(wanted) or "nothing"
         found.refuse(
@@ -250,9 +237,7 @@ class LayerTracking(OnMesh):
             LayoutError: if it does not, and wants a gradient that is whole on every rank.
         """
         mine = found.records.summed(given) - axes_in(found.dims(given))
-        reads, writes = (
-            ((), ()) if _is_handed(layer, found.dims(given)) else _token_axes(layer) or (mine, mine)
-        )
+        reads, writes = ((), ()) if _is_handed(layer, found.dims(given)) else _token_axes(layer) or (mine, mine)
         reads, writes = (set(spanning_axes(self.mesh, tuple(axes))) for axes in (reads, writes))
         lacking = reads - axes_in(found.dims(given))
         if lacking != mine and given.requires_grad and any(p.requires_grad for p in layer.parameters()):

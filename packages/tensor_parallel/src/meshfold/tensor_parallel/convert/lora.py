@@ -78,9 +78,7 @@ class Adapters:
             if not hasattr(module, "base_layer"):
                 continue
             if not _filled(module, "lora_A") or _filled(module, "lora_variant"):
-                kind = (
-                    "another form of LoRA (DoRA, ...)" if _filled(module, "lora_A") else type(module).__name__
-                )
+                kind = "another form of LoRA (DoRA, ...)" if _filled(module, "lora_A") else type(module).__name__
                 raise LayoutError(
                     f"{where}: {kind} cannot be split over a mesh: use plain LoRA on linear layers "
                     "(LoraConfig(target_modules=[...])), or a spec without tensor"
@@ -158,7 +156,5 @@ def _plans(mode: Mode, base: Linear) -> tuple[MatmulPlan, MatmulPlan]:
     reads, writes = (residual["h"], hidden["n"]) if base.role == "column" else (hidden["n"], residual["h"])
     between = Layout({"m": tokens, "n": ()})
     first = plan(Layout({"m": tokens, "k": reads}), Layout({"k": reads, "n": ()}), between)
-    second = plan(
-        Layout({"m": tokens, "k": ()}), Layout({"k": (), "n": writes}), Layout({"m": tokens, "n": writes})
-    )
+    second = plan(Layout({"m": tokens, "k": ()}), Layout({"k": (), "n": writes}), Layout({"m": tokens, "n": writes}))
     return first, second

@@ -48,9 +48,7 @@ def padding_for_decoding(model: nn.Module) -> Iterator[None]:
     """Context manager: pad batches as if each row had one token, so that attention keeps its rows when tokens come one at a
     time. It changes nothing for a model that is not split.
     """
-    adapters = [
-        adapter for m in model.modules() if isinstance(adapter := m.__dict__.get(_ADAPTER), ModelAdapter)
-    ]
+    adapters = [adapter for m in model.modules() if isinstance(adapter := m.__dict__.get(_ADAPTER), ModelAdapter)]
     for adapter in adapters:
         adapter.for_decoding = True
     try:
@@ -101,13 +99,10 @@ class ModelAdapter(StreamAdapter):
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
         # Where the stream is split by tokens, batch times sequence has to be a multiple; else the batch has.
         self._by_tokens = math.lcm(*blocks) if by_tokens else 1
-        self._by_rows = math.lcm(
-            mesh.size(*mode.layout("hidden")["m"]), 1 if by_tokens else math.lcm(*blocks)
-        )
+        self._by_rows = math.lcm(mesh.size(*mode.layout("hidden")["m"]), 1 if by_tokens else math.lcm(*blocks))
         self._columns = residual["h"]
         self._attended, self._stream = (
-            tuple(axis for axis in axes if mesh.size(axis) > 1)
-            for axes in (mode.layout("hidden")["m"], residual["m"])
+            tuple(axis for axis in axes if mesh.size(axis) > 1) for axes in (mode.layout("hidden")["m"], residual["m"])
         )
         self._splits_stream = mesh.size(*residual.axes) > 1
         self._join_rows, self._join_columns = (
@@ -307,9 +302,7 @@ class LazyOutputs(OnMesh):
             return None
         split = self._split(name, value)
         head = self._heads.get(value.shape[-1]) if value.dim() > 1 else None
-        if head is not None and (
-            split is None or (split[-1] in (None, self._words) and not any(split[1:-1]))
-        ):
+        if head is not None and (split is None or (split[-1] in (None, self._words) and not any(split[1:-1]))):
             return lazy_gather(value, self._pieces(name, value, head, rows, padded))
         axes = tuple(dict.fromkeys(axis for dim in split or () for axis in dim or ()))
         return lazy_gather(value, self._refused(name, value, axes)) if axes else None

@@ -126,9 +126,7 @@ def _split(
 
 def _check_arguments(module: object, mesh: object) -> None:
     if not isinstance(module, nn.Module):
-        raise LayoutError(
-            f"parallelize splits an nn.Module, but was given {module!r}, a {type(module).__name__}"
-        )
+        raise LayoutError(f"parallelize splits an nn.Module, but was given {module!r}, a {type(module).__name__}")
     if not isinstance(mesh, Mesh):
         raise LayoutError(
             f"mesh={mesh!r} is a {type(mesh).__name__}, not a Mesh: make one of axes and sizes, such as "
@@ -159,9 +157,7 @@ class _Conversion:
         """Check, then change."""
         check_analysis(self.analysis)
         if left_out := layers_left_out(self.model):
-            raise LayoutError(
-                f"{', '.join(left_out)}: layerdrop would skip different layers on each rank; set it to 0"
-            )
+            raise LayoutError(f"{', '.join(left_out)}: layerdrop would skip different layers on each rank; set it to 0")
         self._dry_run()
         self.report.parameters = sum(p.numel() for p in self.model.parameters())
         self._replace()
@@ -173,9 +169,7 @@ class _Conversion:
         self._adapt_model()
         calls = self._catch_dropout()
         boundaries = [boundary for _, boundary in self.analysis.boundaries]
-        track_forwards(
-            self.model, LayerTracking(self.mesh, self.mode, self.roles.named("replicate"), boundaries)
-        )
+        track_forwards(self.model, LayerTracking(self.mesh, self.mode, self.roles.named("replicate"), boundaries))
         Recomputation(boundaries, calls).attach(self.model)
         self.report.local_parameters = sum(p.numel() for p in self.model.parameters())
         return self.report
@@ -237,9 +231,7 @@ class _Conversion:
     def _set_torchs_sizes(self) -> None:
         """Set the sizes that torch's own transformers expect of their layers."""
         for name, module in self.analysis.modules.items():
-            if isinstance(
-                module, nn.TransformerEncoder
-            ):  # in evaluation it would make nested tensors for them
+            if isinstance(module, nn.TransformerEncoder):  # in evaluation it would make nested tensors for them
                 module.use_nested_tensor = False
             if isinstance(module, nn.Transformer) and self.analysis.begins:
                 columns = self.analysis.mode_at(name).layout("residual")["h"]
@@ -300,9 +292,7 @@ class _Conversion:
             heads=heads,
             loss=loss,
             hidden=self.roles.hidden if self.analysis.begins and not heads else 0,
-            whole=next(
-                (n for n in self.roles.named("replicate") if takes_rows(self.analysis.modules[n])), ""
-            ),
+            whole=next((n for n in self.roles.named("replicate") if takes_rows(self.analysis.modules[n])), ""),
             ignored=losses[0].ignore_index if losses else -100,
             batch=self.builder.batch,
         ).attach_to_model()
@@ -323,9 +313,7 @@ class _Conversion:
                 parts.update({f"{name}.{key}" if name else key: member for key, member in members})
         whole = {name: self.analysis.modules[name] for role in WHOLE for name in self.roles.named(role)}
         for name, module in {**parts, **whole}.items():
-            part = self.builder.dropout(
-                f"{name}.functional", 0.0, self.analysis.mode_at(name), whole=name in whole
-            )
+            part = self.builder.dropout(f"{name}.functional", 0.0, self.analysis.mode_at(name), whole=name in whole)
             DropoutPart(calls, part).attach(module)
         self.report.notes.append("dropout called by function drops by global element")
         return calls

@@ -79,9 +79,7 @@ class Replicated(StreamAdapter):
         self._recurrent = isinstance(module, nn.RNNBase)
         self._find = DimFinder(module, batch, hidden, mesh.size(*self._tokens), mesh.size(*self._axes)).find
         self._real = spanning_axes(mesh, self._tokens), spanning_axes(mesh, self._axes)
-        self._known: dict[
-            tuple[int, int], StreamDims | None
-        ] = {}  # by place and number of dims of an argument
+        self._known: dict[tuple[int, int], StreamDims | None] = {}  # by place and number of dims of an argument
 
     def keep_whole(self, module: nn.Module) -> None:
         """Attach to the module, and say of its parameters that they are whole.
@@ -109,9 +107,7 @@ class Replicated(StreamAdapter):
                     found.rows.unflattened(x, before)
         return joined
 
-    def _joined_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
-    ) -> tuple[Any, Any]:
+    def _joined_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> tuple[Any, Any]:
         """Return the module's arguments, gathered where they are of the stream."""
         given = list(values)
         self._dims, self._joined = _NOWHERE, torch.Size()
@@ -240,9 +236,7 @@ class Replicated(StreamAdapter):
         if self._dims.rows is None and self._dims.columns is None:
             return state
         columns = -1 if state.shape[-1] == self.hidden else None
-        return self._take(
-            state, StreamDims(1 if self._dims.rows is not None and state.dim() == 3 else None, columns)
-        )
+        return self._take(state, StreamDims(1 if self._dims.rows is not None and state.dim() == 3 else None, columns))
 
     def _split(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point() or not self._joined or not x.dim():

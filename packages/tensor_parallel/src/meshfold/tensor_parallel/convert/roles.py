@@ -21,7 +21,9 @@ _QUERY = r"q_proj|query|wq|to_q|q_lin|q"
 _KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin|k|v"
 _FUSED_QKV = r"qkv|qkv_proj|c_attn|Wqkv|in_proj"
 _INTERLEAVED_QKV = r"query_key_value"
-_COLUMN_MLP = r"up_proj|gate_proj|gate_up_proj|gate_up|up|gate|fc1|c_fc|w1|w3|wi|wi_0|wi_1|dense_h_to_4h|lin1|linear1|fc_in"
+_COLUMN_MLP = (
+    r"up_proj|gate_proj|gate_up_proj|gate_up|up|gate|fc1|c_fc|w1|w3|wi|wi_0|wi_1|dense_h_to_4h|lin1|linear1|fc_in"
+)
 _ROW = r"o|o_proj|out_proj|c_proj|proj|out|wo|to_out|out_lin|down_proj|down|fc2|w2|dense_4h_to_h|lin2|linear2|fc_out"
 _HEAD = r"lm_head|head|embed_out|output_projection|classifier|score"
 _POSITIONS = r"(.*_)?(positions?|pos|position_embeddings|embed_positions|wpe|pos_emb(ed(ding)?)?)"
@@ -103,9 +105,7 @@ def _instead(pattern: str, names: list[str]) -> str:
     """Return what may have been meant: the pattern with another last word, or a full name; otherwise the names' last words."""
     front, dot, _ = str(pattern).rpartition(".")
     leaves = list(dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()))
-    others = [
-        other for leaf in leaves if any(fnmatchcase(name, other := f"{front}{dot}{leaf}") for name in names)
-    ]
+    others = [other for leaf in leaves if any(fnmatchcase(name, other := f"{front}{dot}{leaf}") for name in names)]
     meant = did_you_mean(str(pattern), others) or did_you_mean(str(pattern), names)
     if not any(leaves):  # numbers alone, as in nn.Sequential
         return meant or f" Names here are {', '.join(filter(None, names))}"
@@ -199,9 +199,7 @@ def _is_source(module: nn.Module, hidden: int) -> bool:
     return (
         bool(own)
         and all(p.shape[-1] == hidden for p in own if p.dim())
-        and any(
-            isinstance(m, nn.Conv2d) and is_patch(m) and m.out_channels == hidden for m in module.modules()
-        )
+        and any(isinstance(m, nn.Conv2d) and is_patch(m) and m.out_channels == hidden for m in module.modules())
         and not any(is_linear(m) or norm_kind(m) for m in module.modules())
     )
 
@@ -252,13 +250,9 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
     place = [other for other, _, _ in linears].index(name)
     before, after = linears[:place], linears[place + 1 :]
     if reads == hidden and writes != hidden:
-        return (
-            "column" if any(r == writes and w == hidden for _, r, w in after) else "head" if not after else ""
-        )
+        return "column" if any(r == writes and w == hidden for _, r, w in after) else "head" if not after else ""
     if reads != hidden and writes == hidden:
-        return (
-            "row" if any(r == hidden and w == reads for _, r, w in before) else "stem" if not before else ""
-        )
+        return "row" if any(r == hidden and w == reads for _, r, w in before) else "stem" if not before else ""
     parent = name.rsplit(".", 2)[-2] if "." in name else ""
     if reads == writes == hidden and leaf == "dense":
         if parent in _ROW_PARENTS:

@@ -47,9 +47,7 @@ def sequence_first(module: nn.Module) -> bool:
 class DimFinder:
     """Finder of the split dims of tensors that one module is given."""
 
-    def __init__(
-        self, module: nn.Module, batch: BatchShape, hidden: int, row_blocks: int, column_blocks: int
-    ) -> None:
+    def __init__(self, module: nn.Module, batch: BatchShape, hidden: int, row_blocks: int, column_blocks: int) -> None:
         """Args:
         module: it may say by its class or sizes what it takes.
         batch: of the forward that runs.

@@ -43,9 +43,7 @@ def token_dim(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | 
     """
     axes = spanning_axes(mesh, axes)
     dealt = found.token_split
-    if dealt is None or (
-        before is not None and not any(set(dealt.axes) & set(axes_of(dim)) for dim in before)
-    ):
+    if dealt is None or (before is not None and not any(set(dealt.axes) & set(axes_of(dim)) for dim in before)):
         return block(size, axes)
     length = found.local_tokens
     if size % length == 0:
@@ -53,9 +51,7 @@ def token_dim(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | 
     return (Factor(size, Split((*axes, *dealt.axes), "tokens")),)
 
 
-def output_rows(
-    found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: Axes, writes: Axes
-) -> Dims:
+def output_rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: Axes, writes: Axes) -> Dims:
     """Return the dims before the last of what a layer returns, from those of what it was given.
 
     Args:
@@ -72,8 +68,7 @@ def output_rows(
     if inside or (lead and not is_split_first(lead[0], reads)):
         found.moved.append(lead)
         return tuple(
-            (Factor(n, Split(() if place else writes, "moved", len(found.moved))),)
-            for place, n in enumerate(shape)
+            (Factor(n, Split(() if place else writes, "moved", len(found.moved))),) for place, n in enumerate(shape)
         )
     if len(shape) == 1 or not lead:
         return tuple(token_dim(found, mesh, n, writes, lead) for n in shape)
@@ -83,9 +78,7 @@ def output_rows(
 def move_of(lead: Dims) -> int | None:
     """Return the number of the move that all of these dims are from; None if they are from none, or from several."""
     numbers = {
-        factor.split.choice if factor.split and factor.split.kind == "moved" else 0
-        for dim in lead
-        for factor in dim
+        factor.split.choice if factor.split and factor.split.kind == "moved" else 0 for dim in lead for factor in dim
     }
     return next(iter(numbers)) or None if len(numbers) == 1 else None
 
@@ -133,9 +126,7 @@ def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]
     return (whole(shape[0]), *inner_rows(found, shape[1:-1]), whole(shape[-1]))
 
 
-def mark_gathered(
-    mesh: Mesh, x: Tensor, number: int, axes: Axes, joined: Tensor, *, repeated: bool = False
-) -> Tensor:
+def mark_gathered(mesh: Mesh, x: Tensor, number: int, axes: Axes, joined: Tensor, *, repeated: bool = False) -> Tensor:
     """Return ``joined``, x gathered along a dim. In a followed forward x must be split so, and the result is marked whole.
 
     Args:
@@ -209,9 +200,9 @@ def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axe
     for place, wanted in ((0, spanning_axes(mesh, axes)), (len(dims) - 1, spanning_axes(mesh, columns))):
         have = tuple(axis for axis in axes_of(dims[place]) if axis not in dealt)
         turn = "" if place else ": turn it, rows first"
-        if (have == wanted and is_split_first(dims[place], wanted) and not is_unknown(dims[place])) or dims[
-            place
-        ][0].split == ALIKE:
+        if (have == wanted and is_split_first(dims[place], wanted) and not is_unknown(dims[place])) or dims[place][
+            0
+        ].split == ALIKE:
             continue
         found.refuse(
             what,

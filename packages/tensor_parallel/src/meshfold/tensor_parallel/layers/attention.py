@@ -93,8 +93,7 @@ def why_keep_forward(module: nn.MultiheadAttention) -> str:
         return "it adds keys and values of its own (add_bias_kv, add_zero_attn)"
     out = module.out_proj
     own = all(
-        isinstance(m._parameters.get(name), nn.Parameter)
-        for m, name in ((module, "in_proj_weight"), (out, "weight"))
+        isinstance(m._parameters.get(name), nn.Parameter) for m, name in ((module, "in_proj_weight"), (out, "weight"))
     )
     if type(out) is not nn.modules.linear.NonDynamicallyQuantizableLinear or not own:
         return "a weight of its is computed from others (parametrized, pruned, wrapped in another layer)"
@@ -190,9 +189,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
             LayoutError: for ``is_causal`` without ``attn_mask``, of which it is a hint.
         """
         if is_causal and attn_mask is None:
-            raise LayoutError(
-                "MultiheadAttention(is_causal=True) is a hint about attn_mask: give attn_mask too"
-            )
+            raise LayoutError("MultiheadAttention(is_causal=True) is a hint about attn_mask: give attn_mask too")
         batched = query.dim() == 3
         query, key, value = (self._rows_first(x, batched) for x in self._entered(query, key, value))
         weight = self.in_proj_weight.chunk(3)
@@ -218,9 +215,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
             weights = (
-                self._leave(weights.sum(1)) / self.num_heads
-                if average_attn_weights
-                else self._collect_heads(weights)
+                self._leave(weights.sum(1)) / self.num_heads if average_attn_weights else self._collect_heads(weights)
             )
             weights = weights if batched else weights.squeeze(0)
         out = out if self.batch_first or not batched else out.transpose(0, 1)
@@ -236,9 +231,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         """Return ``b s e``."""
         return x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1)
 
-    def _mask(
-        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor
-    ) -> Tensor | None:
+    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """Return what is added to the scores of this rank's heads; ``q``: ``b heads s d``, ``k``: ``b heads t d``.
 
         Raises:
@@ -253,8 +246,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
             padding = _added(key_padding_mask, q.dtype).view(-1, 1, 1, key_padding_mask.shape[-1])
             found = padding if found is None else found + padding
         if found is not None and any(
-            size not in (1, tokens)
-            for size, tokens in zip(found.shape[-2:], (q.shape[2], k.shape[2]), strict=True)
+            size not in (1, tokens) for size, tokens in zip(found.shape[-2:], (q.shape[2], k.shape[2]), strict=True)
         ):
             rows, columns = found.shape[-2:]
             raise LayoutError(

@@ -117,9 +117,7 @@ class BatchShape:
     gather_logits: bool = True
 
 
-def shard_parameter(
-    parameter: Tensor, placement: Placement, mesh: Mesh, *, turned: bool = False
-) -> nn.Parameter:
+def shard_parameter(parameter: Tensor, placement: Placement, mesh: Mesh, *, turned: bool = False) -> nn.Parameter:
     """Return the local block of a whole parameter, real or meta, with its metadata: a new parameter.
 
     Args:

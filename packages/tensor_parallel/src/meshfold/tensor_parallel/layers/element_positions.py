@@ -101,9 +101,7 @@ def followed_positions(
     if any(map(is_unknown, rows)):
         if is_part:
             raise _lost(x, name, batch.here.given)
-        rows = tuple(
-            (Factor(n, ROWS if runs[0].rows else None),) for n, runs in zip(x.shape, guess, strict=True)
-        )
+        rows = tuple((Factor(n, ROWS if runs[0].rows else None),) for n, runs in zip(x.shape, guess, strict=True))
     if any(map(is_unknown, real)):
         real = _guessed(x, rows, guess, tokens, batch, dealt)
     found = [_runs(a, b, dealt, batch.here.rows, mesh) for a, b in zip(real, rows, strict=True)]
@@ -197,9 +195,7 @@ def _run(real: Factor, rows: Factor, dealt: tuple[str, ...], here: int, mesh: Me
     return Run(axes, kind, is_dealt, kind == "rows" and every == here, size)
 
 
-def fitted_positions(
-    place: Positions, shape: tuple[int, ...], batch: GlobalBatch, mesh: Mesh
-) -> Positions | None:
+def fitted_positions(place: Positions, shape: tuple[int, ...], batch: GlobalBatch, mesh: Mesh) -> Positions | None:
     """Return the same runs of a tensor of another shape; None if it cannot be so."""
     if len(place) != len(shape):
         return None
@@ -213,9 +209,7 @@ def fitted_positions(
 
 
 def _resized(run: Run, size: int, batch: GlobalBatch, mesh: Mesh) -> Run:
-    if (
-        run.rows != "rows" or torch.compiler.is_compiling()
-    ):  # a graph would be another one for every number of rows
+    if run.rows != "rows" or torch.compiler.is_compiling():  # a graph would be another one for every number of rows
         return run._replace(size=size)
     return run._replace(size=size, single=size * mesh.size(*run.axes) == batch.here.rows)
 
@@ -261,9 +255,7 @@ def block_of(place: Positions, batch: GlobalBatch, mesh: Mesh) -> tuple[int | Te
     return start, *columns
 
 
-def numbers_of(
-    place: Sequence[tuple[Run, ...]], batch: GlobalBatch, mesh: Mesh, device: torch.device
-) -> Tensor:
+def numbers_of(place: Sequence[tuple[Run, ...]], batch: GlobalBatch, mesh: Mesh, device: torch.device) -> Tensor:
     """Return the number of each element of a tensor in one process's: a vector, row-major, int64."""
     found: Tensor = torch.zeros(1, dtype=torch.int64, device=device)
     stride: int | Tensor = 1
@@ -335,9 +327,7 @@ def _all_rows(batch: GlobalBatch) -> int | Tensor:
     return batch.rows or batch.here.given
 
 
-def dealt_numbers(
-    tokens: Tensor, size: int, dealt: TokenShards | None, *, rows: bool
-) -> tuple[Tensor, int | Tensor]:
+def dealt_numbers(tokens: Tensor, size: int, dealt: TokenShards | None, *, rows: bool) -> tuple[Tensor, int | Tensor]:
     """Return numbers among whole sequences of tokens that are numbered among this rank's shards.
 
     Args:

@@ -126,9 +126,7 @@ class Embedding(ShardedLayer):
 class PositionEmbedding(ShardedLayer):
     """A table of positions: all rows on every rank, the hidden dim split like the residual stream's."""
 
-    def __init__(
-        self, module: nn.Embedding, mesh: Mesh, mode: Mode, *, flat_tokens: bool, batch: BatchShape
-    ) -> None:
+    def __init__(self, module: nn.Embedding, mesh: Mesh, mode: Mode, *, flat_tokens: bool, batch: BatchShape) -> None:
         """Args:
             module: the table it replaces; a subclass keeps its own forward (OPT's offset).
             flat_tokens: positions come as ``m``, one a token of the whole batch (models with ``flat_tokens``).

@@ -63,9 +63,7 @@ class Experts(StreamAdapter):
         """Replace the weights by this rank's blocks, real or meta, and attach to the module."""
         inner = inner_of(experts)
         up, down = experts.get_parameter(UP), experts.get_parameter(DOWN)
-        columns = Placement(
-            shape=tuple(up.shape), axes=((), self.axes, ()), parts={1: (Part(inner), Part(inner))}
-        )
+        columns = Placement(shape=tuple(up.shape), axes=((), self.axes, ()), parts={1: (Part(inner), Part(inner))})
         rows = Placement(shape=tuple(down.shape), axes=((), (), self.axes))
         experts._parameters[UP] = shard_parameter(up, columns, self.mesh)
         experts._parameters[DOWN] = shard_parameter(down, rows, self.mesh)

@@ -125,9 +125,7 @@ class Linear(ShardedLayer):
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take_over(
-            module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul
-        )
+        made._take_over(module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul)
         made._batch, made.head_dim = batch, head_dim
         made.train(module.training)
         return made
@@ -348,14 +346,10 @@ def _check_sizes(layer: Linear, mesh: Mesh) -> None:
     """Refuse what cannot be split; the vocabulary of a head is padded instead."""
     matmul_plan = layer.plan
     for axes in (matmul_plan.x[matmul_plan.k], matmul_plan.w[matmul_plan.k]):
-        split_evenly(
-            layer.in_features, axes, mesh, f"in_features={layer.in_features} of a {layer.role} layer"
-        )
+        split_evenly(layer.in_features, axes, mesh, f"in_features={layer.in_features} of a {layer.role} layer")
     if layer.role not in ("head", "tied_head") and not layer.parts:
         for axes in (matmul_plan.y[matmul_plan.n], matmul_plan.w[matmul_plan.n]):
-            split_evenly(
-                layer.out_features, axes, mesh, f"out_features={layer.out_features} of a {layer.role} layer"
-            )
+            split_evenly(layer.out_features, axes, mesh, f"out_features={layer.out_features} of a {layer.role} layer")
     gathered = [axis for dim, axis in matmul_plan.extras("w") if dim == matmul_plan.n]
     if mesh.size(*gathered) > 1 and (len(layer.parts) > 1 or any(part.repeat > 1 for part in layer.parts)):
         raise LayoutError(
@@ -372,9 +366,7 @@ def _check_sizes(layer: Linear, mesh: Mesh) -> None:
         )
 
 
-def _repeated_spans(
-    meta: ParameterMeta | None, dim: int, mesh: Mesh
-) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
+def _repeated_spans(meta: ParameterMeta | None, dim: int, mesh: Mesh) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
     """Return the spans of the local block that neighbouring ranks hold as well."""
     if meta is None or dim not in meta.placement.parts:
         return ()

@@ -57,9 +57,7 @@ def cross_entropy(
     """
     if reduction not in ("mean", "sum"):
         raise LayoutError(f"reduction={reduction!r}: use 'mean' or 'sum' over the tokens that count")
-    total = bind_cross_entropy(mesh, find_mode(mode), vocab_size, ignore_index, label_smoothing, z_loss)(
-        logits, labels
-    )
+    total = bind_cross_entropy(mesh, find_mode(mode), vocab_size, ignore_index, label_smoothing, z_loss)(logits, labels)
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
@@ -118,9 +116,17 @@ def _make(
             logits, labels, row_max, sum_exp, ignored = ctx.saved_tensors
             start, valid = ctx.place
             dlogits = kernels.cross_entropy_backward(
-                logits, row_max, sum_exp, labels, start, grad.masked_fill(ignored, 0.0), label_smoothing, z_loss,
-                vocab_size, valid,
-            )  # fmt: skip
+                logits,
+                row_max,
+                sum_exp,
+                labels,
+                start,
+                grad.masked_fill(ignored, 0.0),
+                label_smoothing,
+                z_loss,
+                vocab_size,
+                valid,
+            )
             return dlogits, None
 
     def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
@@ -138,9 +144,18 @@ def _make(
         def loss(operands: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
             rows, weight, bias = operands
             return kernels.linear_cross_entropy(
-                rows, weight, labels, bias, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-                softcap=softcap, scale=scale, reduction="sum", vocabulary=shard,
-            )  # fmt: skip
+                rows,
+                weight,
+                labels,
+                bias,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                softcap=softcap,
+                scale=scale,
+                reduction="sum",
+                vocabulary=shard,
+            )
 
         return logits.head.loss(logits.rows, loss)
 

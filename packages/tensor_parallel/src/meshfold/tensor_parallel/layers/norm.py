@@ -48,9 +48,7 @@ class _Norm(ShardedLayer):
         split_evenly(hidden, self.columns, mesh, f"a norm's hidden size {hidden}")
         place = Placement(shape=(hidden,), axes=(self.columns,))
         for name, parameter in (("weight", weight), ("bias", bias)):
-            self.register_parameter(
-                name, None if parameter is None else shard_parameter(parameter, place, mesh)
-            )
+            self.register_parameter(name, None if parameter is None else shard_parameter(parameter, place, mesh))
         self._enter = bind_enter(mesh, self.tokens)
         self._normalise = self._bind(eps_for(eps, torch.float32))
         self._normalise_float64 = self._bind(eps_for(eps, torch.float64))
@@ -191,9 +189,7 @@ def bind_rms_norm(mesh: Mesh, columns: tuple[str, ...], hidden: int, eps: float)
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, weight, rstd = ctx.saved_tensors
-            sums = collectives.all_reduce(
-                kernels.rms_norm_backward_stats(dy, x, weight, rstd), mesh.group(*columns)
-            )
+            sums = collectives.all_reduce(kernels.rms_norm_backward_stats(dy, x, weight, rstd), mesh.group(*columns))
             dx, dweight = kernels.rms_norm_backward_apply(dy, x, weight, rstd, sums, hidden)
             return dx, None if dweight is None else dweight.to(weight.dtype)
 

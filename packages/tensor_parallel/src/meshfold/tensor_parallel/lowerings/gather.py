@@ -137,9 +137,7 @@ def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
     """Return the axis over which x is gathered along k, if backward is to multiply block by block; empty if not."""
     steps = [(dim, axis) for dim, axis in plan.steps("x") if mesh.size(axis) > 1]
     if len(steps) != 1 or steps[0][0] != 1 or torch.compiler.is_compiling():
-        return (
-            ""  # the compiler fuses the copy with its neighbours, and would have to undo writing into parts
-        )
+        return ""  # the compiler fuses the copy with its neighbours, and would have to undo writing into parts
     return steps[0][1]
 
 
@@ -212,7 +210,5 @@ def start_leave(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tensor)
     return start_sum(plan, mesh, operand, start_scatter(plan, mesh, operand, partial))
 
 
-def _kept_or_gather(
-    plan: MatmulPlan, mesh: Mesh, operand: Operand, shard: Tensor, whole: Tensor | None
-) -> Pending:
+def _kept_or_gather(plan: MatmulPlan, mesh: Mesh, operand: Operand, shard: Tensor, whole: Tensor | None) -> Pending:
     return Pending(whole, None) if whole is not None else start_gather(plan, mesh, operand, shard)

@@ -112,9 +112,7 @@ class Ring:
             _Product(plan, mesh, "y", local, arrived=frozenset()).count(cost, "forward")
         inputs: tuple[Operand, Operand] = ("x", "w")
         arrived = frozenset(operand for operand in inputs if operand in keep)
-        for out, product in _backward_products(
-            plan, mesh, local, ("dx" in phases, "dw" in phases), arrived
-        ).items():
+        for out, product in _backward_products(plan, mesh, local, ("dx" in phases, "dw" in phases), arrived).items():
             product.count(cost, "dx" if out == "x" else "dw")
         return cost.done()
 
@@ -161,9 +159,7 @@ class _Product:
         a, b = stored_dims(self.plan, operand)
         return self.sizes[a] * self.sizes[b] // self.mesh.size(*split_axes(self.plan, self.mesh, operand))
 
-    def start(
-        self, shards: Mapping[Operand, Tensor], whole: Mapping[Operand, Tensor]
-    ) -> dict[Operand, Pending]:
+    def start(self, shards: Mapping[Operand, Tensor], whole: Mapping[Operand, Tensor]) -> dict[Operand, Pending]:
         """Issue the gathers; the operand of the ring stays as it is, one that arrives later is left out."""
         coming: dict[Operand, Pending] = {}
         for operand in INPUTS[self.out]:
@@ -188,9 +184,7 @@ class _Product:
             partial = a @ b
         return start_leave(self.plan, self.mesh, self.out, partial), inputs
 
-    def _gathered(
-        self, ring: Operand, coming: Mapping[Operand, Pending], keep: bool
-    ) -> tuple[Tensor, _Whole]:
+    def _gathered(self, ring: Operand, coming: Mapping[Operand, Pending], keep: bool) -> tuple[Tensor, _Whole]:
         """Return the product with one input arriving block by block."""
         plan, mesh = self.plan, self.mesh
         axes = split_axes(plan, mesh, ring)
@@ -221,9 +215,7 @@ class _Product:
                 block = travelling.wait()
         found: _Whole = {} if whole is None else {other: whole}
         if keep:
-            found[ring] = torch.cat(
-                [blocks[number] for number in sorted(blocks)], tensor_dim(plan, ring, dim)
-            )
+            found[ring] = torch.cat([blocks[number] for number in sorted(blocks)], tensor_dim(plan, ring, dim))
         return total.done() if summed else out, found
 
     def _scattered(self, inputs: Mapping[Operand, Tensor]) -> Tensor:

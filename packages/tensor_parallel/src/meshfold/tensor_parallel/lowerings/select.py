@@ -198,9 +198,7 @@ class Auto:
 
 def _way(plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor) -> Lowering:
     layouts = str(plan.x), str(plan.w), str(plan.y)
-    return WAYS[
-        _decide(layouts, plan.entered, tuple(mesh.axes.items()), tuple(x.shape), w.shape[0], x.element_size())
-    ]
+    return WAYS[_decide(layouts, plan.entered, tuple(mesh.axes.items()), tuple(x.shape), w.shape[0], x.element_size())]
 
 
 @lru_cache(maxsize=4096)
@@ -215,9 +213,7 @@ def _known(
     """Return the choice for local blocks: ``x`` is the shape of x, ``n`` the rows of w. Layers ask at every call."""
     found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
     local = brick_sizes(found, mesh, x, n)
-    return choose(
-        found, {dim: size * mesh.size(*found.compute[dim]) for dim, size in local.items()}, mesh, itemsize
-    )
+    return choose(found, {dim: size * mesh.size(*found.compute[dim]) for dim, size in local.items()}, mesh, itemsize)
 
 
 def _decide(*key: Any) -> str:
@@ -241,9 +237,7 @@ def find_lowering(name: str, plan: MatmulPlan) -> Lowering:
     """
     found = LOWERINGS.get(name)
     if found is None:
-        raise LayoutError(
-            f"no lowering {name!r}.{did_you_mean(name, LOWERINGS)} There are {', '.join(LOWERINGS)}"
-        )
+        raise LayoutError(f"no lowering {name!r}.{did_you_mean(name, LOWERINGS)} There are {', '.join(LOWERINGS)}")
     reason = found.refuses(plan)
     if reason:
         raise LayoutError(f"lowering {name!r} does not apply: {reason}; use 'gather' or 'auto'")

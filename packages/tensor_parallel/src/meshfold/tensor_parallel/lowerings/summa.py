@@ -68,9 +68,7 @@ class Panels:
                 f"a multiple of {math.lcm(p, q)}"
             )
         count = math.lcm(p, q)
-        return Panels(
-            axes=axes, count=count, width=k_of_x * p // count, per_block={"x": count // p, "w": count // q}
-        )
+        return Panels(axes=axes, count=count, width=k_of_x * p // count, per_block={"x": count // p, "w": count // q})
 
     @property
     def slices(self) -> list[tuple[int, int]]:
@@ -227,9 +225,7 @@ class Summa:
             cost.add("forward", "all_reduce", "y", plan.sums("y"), left)
         if "dx" in phases or "dw" in phases:
             phase: Phase = "dx" if "dx" in phases else "dw"
-            cost.gather(
-                phase, "dy", [axis for _, axis in reversed(plan.extras("y"))], math.prod(local["y"].values())
-            )
+            cost.gather(phase, "dy", [axis for _, axis in reversed(plan.extras("y"))], math.prod(local["y"].values()))
         if "dx" in phases:
             product("dx", "w", "x")
         if "dw" in phases:

@@ -112,9 +112,7 @@ def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
     return figure
 
 
-def draw_mode(
-    mode: str | Mode, mesh: Mesh, *, matmuls: Sequence[str] = ("column", "row"), rank: int = 0
-) -> Figure:
+def draw_mode(mode: str | Mode, mesh: Mesh, *, matmuls: Sequence[str] = ("column", "row"), rank: int = 0) -> Figure:
     """Draw the matmuls of a mode one below another, each as :func:`draw_matmul` draws it.
 
     Args:
@@ -134,9 +132,7 @@ def draw_mode(
     if unknown or not matmuls:
         raise LayoutError(f"matmuls={tuple(matmuls)!r}: draw some of {', '.join(found.plans)}")
     chosen = [(_WEIGHTS[name], found.plans[name]) for name in matmuls]
-    figure: Figure = _painters().matmul_figure(
-        chosen, mesh, rank, title=f"mode {found.name} on {_sizes(mesh)}"
-    )
+    figure: Figure = _painters().matmul_figure(chosen, mesh, rank, title=f"mode {found.name} on {_sizes(mesh)}")
     return figure
 
 

@@ -81,9 +81,7 @@ def spread(x: float, y: float, width: float, height: float, count: int) -> list[
 
 def disc(canvas: Axes, centre: Point, radius: float, number: int, shade: Color, gid: str) -> None:
     """Draw a rank. ``gid`` says what it stands for, so that a test can ask what was drawn."""
-    canvas.add_patch(
-        Circle(centre, radius, facecolor=shade, edgecolor="white", linewidth=0.8, zorder=4, gid=gid)
-    )
+    canvas.add_patch(Circle(centre, radius, facecolor=shade, edgecolor="white", linewidth=0.8, zorder=4, gid=gid))
     if radius > 0.02:
         size = min(9.0, radius * 105) if radius < 0.2 else 10.0
         canvas.text(

@@ -48,9 +48,7 @@ def matmul_figure(plans: Sequence[tuple[str, MatmulPlan]], mesh: Mesh, rank: int
     whole = head + len(plans) * (side + moves) + foot
     figure = new_figure((side, whole))
     if title:
-        figure.text(
-            0.5, 1 - 0.24 / whole, title, ha="center", va="center", fontsize=13, color=INK, weight="bold"
-        )
+        figure.text(0.5, 1 - 0.24 / whole, title, ha="center", va="center", fontsize=13, color=INK, weight="bold")
     for number, (note, plan) in enumerate(plans):
         bottom = whole - head - number * (side + moves) - side
         canvas = figure.add_axes((0, bottom / whole, 1, side / whole))
@@ -62,9 +60,7 @@ def matmul_figure(plans: Sequence[tuple[str, MatmulPlan]], mesh: Mesh, rank: int
         f"a disc: a rank that holds the block      outlined: rank {rank}'s block at rest\n"
         f"hatched: the x and w that rank {rank} multiplies, the y that it computes"
     )
-    figure.text(
-        0.5, 0.19 / whole, words, ha="center", va="center", fontsize=7.5, color=FAINT, linespacing=1.4
-    )
+    figure.text(0.5, 0.19 / whole, words, ha="center", va="center", fontsize=7.5, color=FAINT, linespacing=1.4)
     return figure
 
 
@@ -79,19 +75,13 @@ def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: 
         note = {"x": "", "w": words, "y": ""}[operand]
         x, y = corner
         canvas.text(x, y - 0.05, operand, fontsize=12, weight="bold", ha="left", va="bottom", color=INK)
-        canvas.text(
-            x + 0.12, y - 0.055, str(layout), fontsize=8, family=MONO, ha="left", va="bottom", color=INK
-        )
+        canvas.text(x + 0.12, y - 0.055, str(layout), fontsize=8, family=MONO, ha="left", va="bottom", color=INK)
         if note:
             canvas.text(x, y - 0.19, note, fontsize=8, ha="left", va="bottom", color=FAINT)
-        _paint_moves(
-            canvas, plan, operand, corner, rank_block(matmul_layout(plan, operand), mesh, rank), mesh
-        )
+        _paint_moves(canvas, plan, operand, corner, rank_block(matmul_layout(plan, operand), mesh, rank), mesh)
 
 
-def _paint_tensor(
-    canvas: Axes, name: str, layout: Layout, work: Layout, mesh: Mesh, rank: int, corner: Point
-) -> None:
+def _paint_tensor(canvas: Axes, name: str, layout: Layout, work: Layout, mesh: Mesh, rank: int, corner: Point) -> None:
     """Draw the blocks at rest with the ranks that hold them; what one rank holds and what it works on.
 
     Discs are called ``name-rank``.
@@ -162,9 +152,7 @@ def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, wo
     if operand == "y" and sums:
         arrows = any(dim == across for dim, axis in plan.extras("y") if mesh.size(axis) > 1)
         level, words = corner[1] + (1.19 if arrows else 1.06), f"all-reduce over {', '.join(sums)}"
-        canvas.text(
-            corner[0] + 0.5, level, words, ha="center", va="top", fontsize=8, color=_MOVES["all_reduce"]
-        )
+        canvas.text(corner[0] + 0.5, level, words, ha="center", va="top", fontsize=8, color=_MOVES["all_reduce"])
 
 
 def _write_moves(figure: Figure, plan: MatmulPlan, mesh: Mesh, top: float, whole: float) -> None:
@@ -284,9 +272,7 @@ def _paint_mesh(canvas: Axes, mesh: Mesh, chosen: tuple[str, ...], places: dict[
     if len(names) > 1:
         for row in range(mesh.axes[names[-2]]):
             y = places[row * mesh.axes[names[-1]]][1]
-            canvas.text(
-                left - 0.55, y, f"{names[-2]} {row}", ha="right", va="center", fontsize=7, color=FAINT
-            )
+            canvas.text(left - 0.55, y, f"{names[-2]} {row}", ha="right", va="center", fontsize=7, color=FAINT)
     for column in range(mesh.axes[names[-1]] if names else 0):
         x, y = places[column]
         canvas.text(x, y - 0.52, f"{names[-1]} {column}", ha="center", va="bottom", fontsize=7, color=FAINT)
@@ -298,9 +284,7 @@ def _paint_mesh(canvas: Axes, mesh: Mesh, chosen: tuple[str, ...], places: dict[
             x, y = places[block * across]
             canvas.text(x - 0.4, y - 0.95, words, ha="left", va="bottom", fontsize=8, color=INK)
     label = ", ".join(f'"{axis}"' for axis in chosen)
-    canvas.text(
-        left - 0.4, -1.3, f"mesh.groups({label})", ha="left", va="top", fontsize=9, family=MONO, color=INK
-    )
+    canvas.text(left - 0.4, -1.3, f"mesh.groups({label})", ha="left", va="top", fontsize=9, family=MONO, color=INK)
 
 
 def _places(mesh: Mesh) -> dict[int, Point]:
@@ -321,7 +305,5 @@ def _link(canvas: Axes, a: Point, b: Point, shade: Color) -> None:
     near = math.dist(a, b) < 1.5
     curve, width = ("arc3,rad=0", 5.0) if near else ("arc3,rad=0.25", 1.3)
     canvas.add_patch(
-        FancyArrowPatch(
-            a, b, arrowstyle="-", connectionstyle=curve, linewidth=width, color=tint(shade, 0.5), zorder=1
-        )
+        FancyArrowPatch(a, b, arrowstyle="-", connectionstyle=curve, linewidth=width, color=tint(shade, 0.5), zorder=1)
     )

@@ -118,9 +118,7 @@ def search_chunk_size(
         if best_size < 0 or size <= best_size:  # later candidates are larger: they win among equals
             best, best_size = candidate, size
     waste = best_size - sum(item.numel for item in items)
-    return ChunkSearch(
-        chunk_elems=best, waste_elems=waste, waste_share=waste / best_size, candidates=len(tried)
-    )
+    return ChunkSearch(chunk_elems=best, waste_elems=waste, waste_share=waste / best_size, candidates=len(tried))
 
 
 def _candidates(groups: Sequence[Sequence[int]], low: int, high: int, step: int, unit: int) -> list[int]:

@@ -39,9 +39,15 @@ class ChunkGradient:
     """
 
     def __init__(
-        self, chunk: Chunk, dtype: torch.dtype, tier: MemoryTier, *, every_time: bool,
-        measure: Callable[[Tensor], Tensor], wait_for_reader: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        tier: MemoryTier,
+        *,
+        every_time: bool,
+        measure: Callable[[Tensor], Tensor],
+        wait_for_reader: Callable[[], None],
+    ) -> None:
         """Args:
         chunk: whose gradients are collected.
         dtype: in which gradients are summed.
@@ -147,9 +153,7 @@ class ChunkGradient:
         slot = self.chunk.spec.slots[place]
         part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel]
         more = place in self._filled
-        if (
-            gradient.dtype is not part.dtype and gradient.is_contiguous()
-        ):  # which torch does at half of a GPU's rate
+        if gradient.dtype is not part.dtype and gradient.is_contiguous():  # which torch does at half of a GPU's rate
             write_gradient(gradient.view(-1), part, add=more)
         elif more:
             part.view_as(gradient).add_(gradient)

@@ -163,9 +163,7 @@ class ChunkLayout:
         """
         if isinstance(chunk, int):
             if not 0 <= chunk < len(self.chunks):
-                raise ChunkLayoutError(
-                    f"there is no chunk {chunk}: this layout has {len(self.chunks)}, from 0 on"
-                )
+                raise ChunkLayoutError(f"there is no chunk {chunk}: this layout has {len(self.chunks)}, from 0 on")
             chunk = self.chunks[chunk]
         if not 0 <= rank < self.shards:
             raise ChunkLayoutError(f"there is no rank {rank}: chunks have {self.shards} shards, from 0 on")
@@ -184,9 +182,7 @@ class ChunkLayout:
             return self._places[name]
         except KeyError:
             hint = did_you_mean(name, self._places)
-            raise ChunkLayoutError(
-                f"no parameter {name!r} in these {len(self.chunks)} chunks.{hint}"
-            ) from None
+            raise ChunkLayoutError(f"no parameter {name!r} in these {len(self.chunks)} chunks.{hint}") from None
 
     def __str__(self) -> str:
         """A table, one line a chunk."""
@@ -243,9 +239,7 @@ def check_items(items: Iterable[Item]) -> None:
     seen: set[str] = set()
     for item in items:
         if item.numel <= 0:
-            raise ChunkLayoutError(
-                f"parameter {item.name!r} has {item.numel} elements: leave it out of the chunks"
-            )
+            raise ChunkLayoutError(f"parameter {item.name!r} has {item.numel} elements: leave it out of the chunks")
         if item.name in seen:
             raise ChunkLayoutError(
                 f"parameter {item.name!r} is given twice: a parameter has one place; give tied parameters once, "

@@ -55,23 +55,18 @@ def parameter_facts(
         meta = metadata_on(parameter, mesh)
         holders = holders_of(meta, parameter.shape, mesh)
         kind = Kind(
-            other.get(parameter, dtype or parameter.dtype)
-            if parameter.is_floating_point()
-            else parameter.dtype,
+            other.get(parameter, dtype or parameter.dtype) if parameter.is_floating_point() else parameter.dtype,
             parameter.requires_grad,
             holders if isinstance(holders, int) else 0,
         )
-        facts[name] = ParameterFacts(
-            parameter=parameter, meta=meta, shape=parameter.shape, kind=kind, holders=holders
-        )
+        facts[name] = ParameterFacts(parameter=parameter, meta=meta, shape=parameter.shape, kind=kind, holders=holders)
     return facts
 
 
 def members_of(facts: Mapping[str, ParameterFacts]) -> dict[str, Member]:
     """The parameters as far as their places in chunks go."""
     return {
-        name: Member(numel=one.shape.numel(), kind=one.kind, sum_axes=one.meta.sum_axes)
-        for name, one in facts.items()
+        name: Member(numel=one.shape.numel(), kind=one.kind, sum_axes=one.meta.sum_axes) for name, one in facts.items()
     }
 
 

@@ -27,9 +27,7 @@ class ChunkPlacement:
 
     def __post_init__(self) -> None:
         if self.parameters == "disk":
-            raise MemoryPlanError(
-                "parameters live on the device or on the host; only optimizer state goes to disk"
-            )
+            raise MemoryPlanError("parameters live on the device or on the host; only optimizer state goes to disk")
         if self.parameters == "host" and self.state == "device":
             raise MemoryPlanError(
                 "parameters on the host have their optimizer state on the host or on disk, not on the device"
@@ -82,11 +80,7 @@ class Shares:
             after -= size
             behind = after / elements  # share of the elements that come later
             state: MemoryTier = (
-                "disk"
-                if behind < self.disk_optimizer
-                else "host"
-                if behind < self.host_optimizer
-                else "device"
+                "disk" if behind < self.disk_optimizer else "host" if behind < self.host_optimizer else "device"
             )
             placements.append(
                 ChunkPlacement(parameters="host" if behind < self.host_parameters else "device", state=state)
@@ -157,9 +151,7 @@ def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
             and (move.host_bytes <= 0 or host + move.host_bytes <= most_host)
         ]
         # If no move left leaves the device, all fit: the sums above include them.
-        chosen = min(
-            fitting or [move for move in left if move.device_bytes < 0], key=lambda move: move.host_bytes
-        )
+        chosen = min(fitting or [move for move in left if move.device_bytes < 0], key=lambda move: move.host_bytes)
         left.remove(chosen)
         order.append(chosen)
         device, host = device + chosen.device_bytes, host + chosen.host_bytes

@@ -57,9 +57,7 @@ GRAD_TRANSITIONS: dict[GradState, frozenset[GradState]] = {
     GradState.EMPTY: frozenset({GradState.ACCUMULATING, GradState.REDUCING}),
     GradState.ACCUMULATING: frozenset({GradState.REDUCING, GradState.EMPTY}),
     GradState.REDUCING: frozenset({GradState.REDUCED, GradState.SETTLED, GradState.EMPTY}),
-    GradState.REDUCED: frozenset(
-        {GradState.ACCUMULATING, GradState.REDUCING, GradState.CONSUMED, GradState.EMPTY}
-    ),
+    GradState.REDUCED: frozenset({GradState.ACCUMULATING, GradState.REDUCING, GradState.CONSUMED, GradState.EMPTY}),
     GradState.SETTLED: frozenset({GradState.CONSUMED, GradState.EMPTY}),
     GradState.CONSUMED: frozenset({GradState.EMPTY}),
 }
@@ -68,9 +66,7 @@ GRAD_TRANSITIONS: dict[GradState, frozenset[GradState]] = {
 State = TypeVar("State", bound=Enum)
 
 
-def check_transition(
-    who: object, transitions: dict[State, frozenset[State]], before: State, after: State
-) -> None:
+def check_transition(who: object, transitions: dict[State, frozenset[State]], before: State, after: State) -> None:
     """Raise if a table of legal transitions does not have one.
 
     Raises:

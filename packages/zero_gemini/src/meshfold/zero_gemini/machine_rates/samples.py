@@ -69,9 +69,11 @@ def measure_machine(
         with Faults(everyone, device).raised_on_all():
             rates = bench(disk, GiB)
         found = replace(
-            found, disk_read=rates.read_bytes_per_s, disk_write=rates.write_bytes_per_s,
+            found,
+            disk_read=rates.read_bytes_per_s,
+            disk_write=rates.write_bytes_per_s,
             disk_bytes=free_bytes(Path(disk)) or 0,
-        )  # fmt: skip
+        )
     return found
 
 
@@ -97,9 +99,14 @@ def _rates(device: torch.device, regime: str) -> Machine:
 @functools.cache
 def _of_gpu_alone(device: torch.device) -> Machine:
     return replace(
-        H200, name=f"this machine ({_name(device)}), its host not measured", gpu_memory=_gpu_memory(device),
-        cpu_optimizer={}, gpu_bytes=UNLIMITED_BYTES, host_bytes=available_host_bytes(), disk_bytes=0,
-    )  # fmt: skip
+        H200,
+        name=f"this machine ({_name(device)}), its host not measured",
+        gpu_memory=_gpu_memory(device),
+        cpu_optimizer={},
+        gpu_bytes=UNLIMITED_BYTES,
+        host_bytes=available_host_bytes(),
+        disk_bytes=0,
+    )
 
 
 def _gpu_memory(device: torch.device) -> float:
@@ -111,9 +118,14 @@ def _gpu_memory(device: torch.device) -> float:
 def _rates_of(device: torch.device, regime: Regime) -> Machine:
     host, cores_alone = _adam(device, regime)
     machine = replace(
-        H200, name=f"this machine ({_name(device)})", host_memory=host, cpu_optimizer={}, gpu_bytes=UNLIMITED_BYTES,
-        host_bytes=available_host_bytes(), disk_bytes=0,
-    )  # fmt: skip
+        H200,
+        name=f"this machine ({_name(device)})",
+        host_memory=host,
+        cpu_optimizer={},
+        gpu_bytes=UNLIMITED_BYTES,
+        host_bytes=available_host_bytes(),
+        disk_bytes=0,
+    )
     if device.type != "cuda":
         # The compute device is a budget of the same memory: copies between the two are copies in it.
         copy = _seconds(lambda a, b: b.copy_(a), device, torch.empty(_BYTES, dtype=torch.uint8)) or 1e-9
@@ -145,9 +157,7 @@ class _Sample:
         self.gradient, self.weights = tensors.pop("gradient"), tensors.pop("weights")
         self._planes = tensors
         # Where parameters go when they have been stepped.
-        self._there = (
-            torch.empty_like(self.weights, device=memory.device) if memory.device.type == "cuda" else None
-        )
+        self._there = torch.empty_like(self.weights, device=memory.device) if memory.device.type == "cuda" else None
 
     def half(self) -> int:
         """The first half of a step, by the cores, while as many parameters go to a GPU: bytes that the cores move."""

@@ -126,9 +126,7 @@ class Arena:
                 f"arena {name!r}: only host memory can be pinned, and it is on {self.device}; use device='cpu'"
             )
         if budget_bytes is not None and budget_bytes < 0:
-            raise MemoryPlanError(
-                f"arena {name!r}: a budget of {budget_bytes} bytes; it must be at least 0, or None"
-            )
+            raise MemoryPlanError(f"arena {name!r}: a budget of {budget_bytes} bytes; it must be at least 0, or None")
         self.budget_bytes = budget_bytes
         self._round_bytes = PAGE_BYTES if pinned else ROUND_BYTES
         self._used = 0
@@ -266,13 +264,11 @@ class Arena:
         if self.budget_bytes is None:
             budget = "there is no budget"
         else:
-            budget = f"the budget is {_size(self.budget_bytes)}, {_size(max(0, self.budget_bytes - self._used))} are free"
+            budget = (
+                f"the budget is {_size(self.budget_bytes)}, {_size(max(0, self.budget_bytes - self._used))} are free"
+            )
         holders = self._holders(tuple(self._blocks.values()), 3)
-        held = (
-            "; most is held by " + ", ".join(f"{name}: {_size(size)}" for name, size in holders)
-            if holders
-            else ""
-        )
+        held = "; most is held by " + ", ".join(f"{name}: {_size(size)}" for name, size in holders) if holders else ""
         because = f" ({reason})" if reason else ""
         return OutOfBudget(
             f"arena {self.name!r} has no {_size(wanted)} left{because}: {_size(self._used)} are in use, {budget}{held}",
@@ -283,9 +279,7 @@ class Arena:
 
     def __repr__(self) -> str:
         budget = "" if self.budget_bytes is None else f" of {_size(self.budget_bytes)}"
-        return (
-            f"Arena({self.name!r}, {self.device}, {_size(self._used)}{budget} in {len(self._blocks)} blocks)"
-        )
+        return f"Arena({self.name!r}, {self.device}, {_size(self._used)}{budget} in {len(self._blocks)} blocks)"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -320,9 +314,7 @@ class Memory:
         waiting: context manager around each wait for memory to be free again.
     """
 
-    def __init__(
-        self, device: torch.device, *, device_bytes: int | None = None, host_bytes: int | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, *, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
         """Args:
         device: where the model computes.
         device_bytes: budget of chunks there; None for what it has.

@@ -55,9 +55,7 @@ class BlockFile:
             return
         descriptor = -1
         try:
-            descriptor = os.open(
-                self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | getattr(os, "O_DIRECT", 0)
-            )
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | getattr(os, "O_DIRECT", 0))
             if not hasattr(os, "O_DIRECT"):
                 raise OSError(errno.EINVAL, "this system has no O_DIRECT")
             page = aligned_empty(ALIGN).zero_().numpy().data
@@ -71,9 +69,7 @@ class BlockFile:
             if direct is True:
                 message = f"{self.path}: direct=True, but its file system refuses O_DIRECT: {error.strerror}."
                 raise disk_error(f"{message} Pass direct='auto'.", error) from error
-            self.notes.append(
-                f"{self.path}: no direct I/O here ({error.strerror}), so through the page cache."
-            )
+            self.notes.append(f"{self.path}: no direct I/O here ({error.strerror}), so through the page cache.")
             return
         self.data, self.direct = descriptor, True
 

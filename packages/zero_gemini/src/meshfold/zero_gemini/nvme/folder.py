@@ -38,14 +38,10 @@ def block_path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
         return path / f"meshfold-{name}-rank{rank:05d}.blocks"
     for parent in (path, *path.parents):
         if parent.is_dir():
-            raise DiskError(
-                f"The folder {path} does not exist (what exists is {parent}). Create it, or name another."
-            )
+            raise DiskError(f"The folder {path} does not exist (what exists is {parent}). Create it, or name another.")
         if parent.exists() or parent.is_symlink():
             what = "a link to nowhere" if not parent.exists() else "not a folder"
-            raise DiskError(
-                f"{parent} is {what}, so {path} cannot hold offloaded blocks. Name another folder."
-            )
+            raise DiskError(f"{parent} is {what}, so {path} cannot hold offloaded blocks. Name another folder.")
     raise DiskError(f"The folder {path} does not exist.")
 
 
@@ -203,9 +199,7 @@ def _cannot_open(path: Path, error: OSError) -> DiskError:
     if error.errno == errno.ELOOP:
         message = f"{path} is a link, which is not followed. Delete it."
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        message = (
-            f"{path} cannot be opened for writing: {error.strerror}. Name a folder that this user may write."
-        )
+        message = f"{path} cannot be opened for writing: {error.strerror}. Name a folder that this user may write."
     else:
         message = f"{path} cannot be opened: {error.strerror}. Name another folder."
     return disk_error(message, error)
@@ -264,9 +258,7 @@ def _left_behind(path: Path, control: int) -> str:
     if not stat.S_ISREG(os.fstat(control).st_mode):
         return ""
     note = _as_left_behind(path, control)
-    if (
-        note
-    ):  # only if unused: others are not locked even for a moment, as a process may be about to lock them
+    if note:  # only if unused: others are not locked even for a moment, as a process may be about to lock them
         fcntl.flock(control, fcntl.LOCK_EX | fcntl.LOCK_NB)
         note = _as_left_behind(path, control)
     return note

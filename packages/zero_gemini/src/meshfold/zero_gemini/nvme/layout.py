@@ -52,9 +52,7 @@ class Header:
         if page[: len(MAGIC)] != MAGIC[: len(page)] or not page:
             raise DiskError(f"{where} is not a Meshfold block file (it begins with {page[:8]!r}).")
         if len(page) < ALIGN:
-            raise DiskError(
-                f"{where} is truncated: {len(page)} bytes are left, not even its header of {ALIGN}."
-            )
+            raise DiskError(f"{where} is truncated: {len(page)} bytes are left, not even its header of {ALIGN}.")
         fixed, check = page[: _HEADER.size], page[_HEADER.size : HEADER_BYTES]
         if _CHECK.pack(zlib.crc32(fixed)) != check or page[HEADER_BYTES:].strip(b"\0"):
             raise DiskError(f"{where} is damaged: the checksum of its header does not fit.")

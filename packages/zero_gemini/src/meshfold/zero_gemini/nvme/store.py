@@ -107,9 +107,7 @@ class DiskStore:
             raise DiskError(f"{self.path} has no block {name!r}.{did_you_mean(name, self.blocks)}")
         data = bytes_of(tensor, f"{self.path}, block {name!r}")
         if len(data) != block.place.nbytes:
-            raise DiskError(
-                f"{self.path}: block {name!r} has {block.place.nbytes} bytes, and the tensor {len(data)}."
-            )
+            raise DiskError(f"{self.path}: block {name!r} has {block.place.nbytes} bytes, and the tensor {len(data)}.")
         request = Request(block.place, writes, data, tensor)
         self._queues.submit(request)
         return Pending(request)
@@ -216,9 +214,7 @@ class BlockQueues:
         place, error = block.place, None
         if request.error is None:  # once a piece has failed the others are not worth their time
             try:
-                self.file.move(
-                    request.data[start : start + length], place.offset + start, write=request.writes
-                )
+                self.file.move(request.data[start : start + length], place.offset + start, write=request.writes)
             except OSError as failure:
                 error = disk_error(
                     f"{self.path}: {'writing' if request.writes else 'reading'} block {place.name!r} failed at byte "
@@ -254,9 +250,7 @@ class BlockQueues:
         torn = [(name, block.torn) for name, block in self.blocks.items() if block.torn]
         if torn:
             name, error = torn[0]
-            raise DiskError(
-                f"{self.path}: {len(torn)} blocks did not reach the disk, the first is {name!r}: {error}"
-            )
+            raise DiskError(f"{self.path}: {len(torn)} blocks did not reach the disk, the first is {name!r}: {error}")
         try:
             self.file.sync()
         except OSError as cause:
@@ -292,9 +286,7 @@ def _started_pool(in_flight: int, file: BlockFile) -> ThreadPoolExecutor:
         together.abort()
         pool.shutdown(wait=False)
         file.release()
-        raise DiskError(
-            f"{file.path}: no threads for in_flight={in_flight} ({error}). Take fewer."
-        ) from error
+        raise DiskError(f"{file.path}: no threads for in_flight={in_flight} ({error}). Take fewer.") from error
     return pool
 
 

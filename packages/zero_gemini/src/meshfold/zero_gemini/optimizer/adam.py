@@ -287,9 +287,14 @@ class AdamStepper(AdamValues):
     ) -> ChunkStep:
         """The next step of a chunk."""
         return ChunkStep(
-            held=self._held[chunk], gradient=gradient, factor=factor, first=self._first[chunk], seed=self._seed,
-            runs=self._runs(chunk, used, groups), paces=self.paces,
-        )  # fmt: skip
+            held=self._held[chunk],
+            gradient=gradient,
+            factor=factor,
+            first=self._first[chunk],
+            seed=self._seed,
+            runs=self._runs(chunk, used, groups),
+            paces=self.paces,
+        )
 
     def _count(self, chunk: Chunk, used: set[str]) -> None:
         """Count this step for the parameters that are used."""

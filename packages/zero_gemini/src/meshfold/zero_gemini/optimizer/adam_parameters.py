@@ -85,20 +85,14 @@ class AdamValues(ABC):
 
     def entries(self, chunk: Chunk) -> dict[str, dict[str, Entry]]:
         like = dict.fromkeys(MOMENTS, Entry(True, "float32"))
-        return {
-            part.name: {**like, "step": Entry(False, "float32")}
-            for part in chunk.slices
-            if self._steps[part.name]
-        }
+        return {part.name: {**like, "step": Entry(False, "float32")} for part in chunk.slices if self._steps[part.name]}
 
     def read(self, name: str, key: str) -> Tensor:
         if key == "step":
             return torch.tensor(float(self._steps[name]))
         held = self._idle(name)
         return _joined(
-            state.moment(key)
-            if isinstance(state, QuantizedState)
-            else getattr(state, key).to(torch.float32, copy=True)
+            state.moment(key) if isinstance(state, QuantizedState) else getattr(state, key).to(torch.float32, copy=True)
             for _, _, _, state in held.sections([self._range(name)], change=False)
         )
 

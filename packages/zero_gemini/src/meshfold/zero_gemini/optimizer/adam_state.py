@@ -139,19 +139,13 @@ class Held:
     def snapshot(self) -> ChunkSnapshot:
         """Return where the state lies; planes only if they are in memory."""
         planes = {
-            plane.name: (plane, self._blocks[plane.name].tensor)
-            for plane in self.planes
-            if plane.name in self._blocks
+            plane.name: (plane, self._blocks[plane.name].tensor) for plane in self.planes if plane.name in self._blocks
         }
         return ChunkSnapshot(dtype=self.chunk.dtype, weights=self.weights.tensor, planes=planes)
 
     def pieces_of(self, spans: Sequence[tuple[int, int]]) -> list[Piece]:
         """Return the parts of some runs of elements that are on disk, in order."""
-        return [
-            piece
-            for piece in self._pieces
-            if any(begin < piece.end and piece.begin < end for begin, end in spans)
-        ]
+        return [piece for piece in self._pieces if any(begin < piece.end and piece.begin < end for begin, end in spans)]
 
     # -- moving -------------------------------------------------------------------------------------------------
 

@@ -94,9 +94,7 @@ class DiskPlanes:
         Raises:
             DiskError: if there is not as much room, or the folder cannot be used; nothing has changed then.
         """
-        wanted = Counter(
-            nbytes for planes, elements in chunks for _, _, nbytes in self._cuts(planes, elements)
-        )
+        wanted = Counter(nbytes for planes, elements in chunks for _, _, nbytes in self._cuts(planes, elements))
         missing = {nbytes: count - len(self._free.get(nbytes, ())) for nbytes, count in wanted.items()}
         sizes = [nbytes for nbytes, count in missing.items() for _ in range(count)]
         if not sizes:

@@ -20,8 +20,18 @@ OptimizerKind = Literal["adam", "elementwise", "matrices"]
 """Run by our kernels; stepped on shards; stepped on whole parameters."""
 
 _ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
-)  # fmt: skip
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
 _MATRICES = ("Adafactor", "Muon")
 _FLOAT32 = ((torch.float32, torch.float32),)
 

@@ -124,9 +124,7 @@ class EarlySteps:
             self._stepper.step_one(chunk, block.tensor, used, ready=Arrival())
             block.free()
         else:
-            buffer = self.ring.lend(
-                block.tensor.numel(), gradient.dtype, partial(self._stepper.done_with, chunk)
-            )
+            buffer = self.ring.lend(block.tensor.numel(), gradient.dtype, partial(self._stepper.done_with, chunk))
             arrived = copy_to_host(block.tensor, buffer, chunk.device)
             block.free()
             self._stepper.step_one(chunk, buffer, used, ready=Arrival(arrived))

@@ -23,9 +23,7 @@ class GeneralStepper(StepsAtOnce):
     call, so their gradients are held until then, also without clipping.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, *, with_state: bool
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, *, with_state: bool) -> None:
         """Args:
         optimizer: its groups will be given its parameters.
         dtype: of the master weights; None: as the model computes.

@@ -166,8 +166,7 @@ class GpuStreaming:
         here = views(slot.block.tensor, host.planes_up(), end - begin)
         weights, gradient = here.pop(""), here.pop("gradient")
         home, target = (
-            {"": state.weights[begin:end], **cut(state.planes, state.tensors, begin, end)}
-            for state in (host, into)
+            {"": state.weights[begin:end], **cut(state.planes, state.tensors, begin, end)} for state in (host, into)
         )
         arrived = {"": weights, **here}
         changed = ["", *(plane.name for plane in host.planes if moments or not plane.is_of_moments)]

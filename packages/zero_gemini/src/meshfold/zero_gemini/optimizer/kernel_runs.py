@@ -85,9 +85,14 @@ class ChunkStep:
         for index, begin, end, state in self.held.sections(self.spans, change=True, now=True):
             run = self.runs[index]
             kernel(
-                state, self.gradient[begin:end], run.settings, step=run.number, grad_scale=self.factor,
-                start=self.first + begin, seed=self.seed,
-            )  # fmt: skip
+                state,
+                self.gradient[begin:end],
+                run.settings,
+                step=run.number,
+                grad_scale=self.factor,
+                start=self.first + begin,
+                seed=self.seed,
+            )
 
     def in_one(self, ready: Work, between: Work) -> Halves:
         """All of it, in one.
@@ -137,9 +142,7 @@ class ChunkStep:
         """Return whether another step of the same chunk would change the same elements to the same bits."""
         return self.runs == other.runs and float(self.factor) == float(other.factor)
 
-    def speculative(
-        self, ready: Work, wanted: Callable[[], bool], streaming: GpuStreaming | None = None
-    ) -> Halves:
+    def speculative(self, ready: Work, wanted: Callable[[], bool], streaming: GpuStreaming | None = None) -> Halves:
         """All of it into the second copy of the state, which may become the first; nothing may be left as it was.
 
         Args:
@@ -156,9 +159,15 @@ class ChunkStep:
                 for run in self.runs:
                     before, into = self.held.both(run.begin, run.end)
                     adam_step(
-                        into, self.gradient[run.begin : run.end], run.settings, step=run.number, grad_scale=self.factor,
-                        start=self.first + run.begin, seed=self.seed, before=before,
-                    )  # fmt: skip
+                        into,
+                        self.gradient[run.begin : run.end],
+                        run.settings,
+                        step=run.number,
+                        grad_scale=self.factor,
+                        start=self.first + run.begin,
+                        seed=self.seed,
+                        before=before,
+                    )
 
         def through(streaming: GpuStreaming) -> Arrival:
             if not wanted():
@@ -173,22 +182,28 @@ class ChunkStep:
         """Start all of it, or its first half, on the device; return what waits for the end. Speculative: into the shadow copy."""
         first = streaming.halves and not speculative and all(run.in_halves for run in self.runs)
         kernel = adam_update_parameters if first else adam_step
-        factor = float(
-            self.factor
-        )  # it is on the host: to bring it up again would wait for what the device does
+        factor = float(self.factor)  # it is on the host: to bring it up again would wait for what the device does
 
         def piece(index: int, state: AdamState, gradient: Tensor, begin: int) -> None:
             run = self.runs[index]
             kernel(
-                state, gradient, run.settings, step=run.number, grad_scale=factor, start=self.first + begin,
+                state,
+                gradient,
+                run.settings,
+                step=run.number,
+                grad_scale=factor,
+                start=self.first + begin,
                 seed=self.seed,
-            )  # fmt: skip
+            )
 
         with self.paces.clock("passage", self._elements):  # until the last pieces are going up
             return streaming.step(
-                self.held.in_memory(self.gradient), self.spans, piece, moments=not first,
+                self.held.in_memory(self.gradient),
+                self.spans,
+                piece,
+                moments=not first,
                 into=self.held.in_memory(self.gradient, second=True) if speculative else None,
-            )  # fmt: skip
+            )
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:
@@ -201,9 +216,7 @@ def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> A
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
         adamw_mode=bool(
-            group.get(
-                "adamw_mode", group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-            )
+            group.get("adamw_mode", group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
         ),
     )
 

@@ -38,9 +38,7 @@ class SpeculativeUpdates:
         """Chunks with a step of which it is not known whether it counts."""
         return self._open.keys()
 
-    def begin(
-        self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], streaming: GpuStreaming | None
-    ) -> None:
+    def begin(self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], streaming: GpuStreaming | None) -> None:
         """Make a step of a chunk that has a second copy, and no step that is open or kept.
 
         Args:

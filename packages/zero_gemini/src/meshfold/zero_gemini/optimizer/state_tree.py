@@ -48,9 +48,7 @@ def unflatten(leaves: Mapping[str, Tensor]) -> dict[str, Any]:
         steps: list[tuple[str, Any]] = [("dict", re.split(r"[.\[\(]", path, maxsplit=1)[0])]
         for place in _STEP.finditer(path, len(steps[0][1])):
             index, position, key = place.groups()
-            steps.append(
-                ("list", int(index)) if index else ("tuple", int(position)) if position else ("dict", key)
-            )
+            steps.append(("list", int(index)) if index else ("tuple", int(position)) if position else ("dict", key))
         node = tree
         for (_, key), (kind_below, _) in pairwise(steps):
             node = node.setdefault(key, {"": kind_below})
@@ -133,9 +131,7 @@ STATE = "optimizer state"
 class CountedState:
     """The tensors that an optimizer has of some chunks."""
 
-    def __init__(
-        self, tensors_of: Callable[[Chunk], Iterable[Tensor]], places: Mapping[Chunk, MemoryTier]
-    ) -> None:
+    def __init__(self, tensors_of: Callable[[Chunk], Iterable[Tensor]], places: Mapping[Chunk, MemoryTier]) -> None:
         """Args:
         tensors_of: those of a chunk.
         places: where each chunk's are; may change.

@@ -105,9 +105,7 @@ class WholeStepper(StepsAtOnce):
             self._refuse_disk()
         dtype, arena = self.master_dtype(chunk), chunk.memory.arena(place)
         shown = "device" if chunk.resident else chunk.tier
-        in_shard = (
-            chunk.group.size == 1 and dtype == chunk.dtype and place == shown
-        )  # then it is all there is
+        in_shard = chunk.group.size == 1 and dtype == chunk.dtype and place == shown  # then it is all there is
         size = sum(self._shapes[name].numel() for name in chunk.spec.names if self.owns(name))
         taken: list[Block] = []
         try:
@@ -288,9 +286,7 @@ class WholeStepper(StepsAtOnce):
         for name in chunk.spec.names:
             if not self.owns(name):
                 continue
-            found[name] = {
-                key: _entry(value, self._shapes[name]) for key, value in self._leaves(name).items()
-            }
+            found[name] = {key: _entry(value, self._shapes[name]) for key, value in self._leaves(name).items()}
         return found
 
     def _leaves(self, name: str) -> dict[str, Tensor]:

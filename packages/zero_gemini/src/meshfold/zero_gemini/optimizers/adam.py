@@ -79,9 +79,15 @@ class FlatAdam(torch.optim.Optimizer):
                 "plain tensors stays in memory; train with Gemini, or zero=dict(stage=3, offload_path=...), to have it on disk"
             )
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
-            "adamw_mode": adamw_mode, "regime": regime, "seed": seed,
-        }  # fmt: skip
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "adamw_mode": adamw_mode,
+            "regime": regime,
+            "seed": seed,
+        }
         self._versions: dict[Tensor, int] = {}  # of parameters, after our last step of each
         super().__init__(params, defaults)
 
@@ -234,9 +240,7 @@ class FlatAdam(torch.optim.Optimizer):
         if group is None:
             raise ValueError(f"a parameter of shape {list(parameter.shape)} is in no group of this optimizer")
         if value.shape != parameter.shape:
-            raise ValueError(
-                f"a value of shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}"
-            )
+            raise ValueError(f"a value of shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}")
         with torch.no_grad():
             slots.set_master(parameter, self._state_of(parameter, group), value)
         self._versions[parameter] = parameter._version
@@ -313,9 +317,13 @@ def settings_of(group: Mapping[str, Any]) -> AdamSettings:
     """
     beta1, beta2 = group["betas"]
     return AdamSettings(
-        lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]), adamw_mode=bool(group["adamw_mode"]),
-    )  # fmt: skip
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        adamw_mode=bool(group["adamw_mode"]),
+    )
 
 
 def _refuse(**extras: object) -> None:

@@ -59,9 +59,7 @@ def _seal(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, 
             theirs.setdefault("adamw_mode", bool(group["decoupled_weight_decay"]))
         kept = {key: value for key, value in own.items() if key not in ("params", "param_names")}
         groups.append({**kept, **theirs})
-    state = {
-        key: _Sealed(value) if isinstance(value, dict) else value for key, value in saved["state"].items()
-    }
+    state = {key: _Sealed(value) if isinstance(value, dict) else value for key, value in saved["state"].items()}
     return {**saved, "state": state, "param_groups": groups}
 
 

@@ -65,9 +65,7 @@ def adam_state(weights: Tensor, state: Mapping[str, Tensor]) -> AdamState:
     if m.dtype != torch.uint8:
         return SplitState(hi=weights, lo=lo, exp_avg=m, exp_avg_sq=v)
     m_scale, v_scale = (state[f"{name}_scale"] for name in MOMENTS)
-    return QuantizedState(
-        hi=weights, lo=lo, exp_avg=m, exp_avg_scale=m_scale, exp_avg_sq=v, exp_avg_sq_scale=v_scale
-    )
+    return QuantizedState(hi=weights, lo=lo, exp_avg=m, exp_avg_scale=m_scale, exp_avg_sq=v, exp_avg_sq_scale=v_scale)
 
 
 def row_major(x: Tensor) -> Tensor:

@@ -64,9 +64,7 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     whole = int(np.ceil(workload.regime.gradient * chunk.gathered_elems))
     shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
     start, end = chunk.backward
-    summed = (
-        workload.accumulation > 1
-    )  # the sum of earlier micro-steps is there, or is fetched, to be added to
+    summed = workload.accumulation > 1  # the sum of earlier micro-steps is there, or is fetched, to be added to
     out[:, start : end + 1] = whole + shard * summed
     if workload.whole_gradients:
         out[0, start : end + 1] = whole  # added to where it lies

@@ -53,15 +53,11 @@ def exhaustive(workload: Workload, machine: Machine, limits: Limits | None = Non
     options = 5 if case.limits.disk_bytes else 3
     count = options ** len(workload.chunks) * 2 ** len(workload.layers)
     if count > MOST_PLANS:
-        raise SpecError(
-            f"{count:.3g} plans are too many to look at one by one (at most {MOST_PLANS:.0g}): use plan"
-        )
+        raise SpecError(f"{count:.3g} plans are too many to look at one by one (at most {MOST_PLANS:.0g}): use plan")
     return _plan(case, exhaustive_search(case))
 
 
-def cuda(
-    workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()
-) -> Plan:
+def cuda(workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()) -> Plan:
     """Everything on the GPU.
 
     Args:
@@ -88,9 +84,7 @@ def on_device(workload: Workload, machine: Machine, limits: Limits | None = None
     return cuda(workload, machine, limits, kept=kept)
 
 
-def cpu(
-    workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()
-) -> Plan:
+def cpu(workload: Workload, machine: Machine, limits: Limits | None = None, *, kept: Collection[str] = ()) -> Plan:
     """Everything on the host, parameters streamed."""
     chunks = np.full(len(workload.chunks), HOST_STREAMED)
     return _fixed("cpu", workload, machine, limits, chunks, kept)
@@ -239,9 +233,7 @@ def _fixed(
     peaks = (wanted.peak_gpu_bytes, wanted.peak_host_bytes, wanted.peak_disk_bytes)
     over = [
         f"{size(peak)} of {what} (the limit is {size(limit)})"
-        for what, peak, limit in zip(
-            ("GPU memory", "host memory", "disk"), peaks, case.limits.as_tuple(), strict=True
-        )
+        for what, peak, limit in zip(("GPU memory", "host memory", "disk"), peaks, case.limits.as_tuple(), strict=True)
         if peak > limit
     ]
     fewer = "keep fewer activations, " if kept else ""

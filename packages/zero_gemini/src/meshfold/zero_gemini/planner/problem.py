@@ -113,9 +113,7 @@ class Case:
             self._seconds[strategy] = seconds_table(self.workload, self.machine, strategy)
         time, phases = self._seconds[strategy]
         memory = memory_table(self.workload, strategy, mode, self.gpu, self.machine.passage_bytes)
-        return Problem(
-            strategy=strategy, mode=mode, time=time, phases=phases, memory=memory, limits=self.bounds
-        )
+        return Problem(strategy=strategy, mode=mode, time=time, phases=phases, memory=memory, limits=self.bounds)
 
     def problems(self) -> Iterator[Problem]:
         """Every strategy in every mode; with everything on the GPU all strategies are one."""
@@ -126,9 +124,7 @@ class Case:
 
     def leanest(self) -> Iterator[Problem]:
         """The problems in which a plan that fits at all is found: every mode with the strategy that holds least."""
-        yield from (
-            self.problem(p.strategy, p.mode) for p in self.problems() if p.strategy == self.strategies()[0]
-        )
+        yield from (self.problem(p.strategy, p.mode) for p in self.problems() if p.strategy == self.strategies()[0])
 
     def mode_of(self, choice: Choice) -> str:
         """The cheapest mode that allows a choice."""

@@ -67,9 +67,7 @@ class Machine:
             if isinstance(value, int | float) and not value >= least:
                 raise SpecError(f"machine {self.name!r}: {entry.name}={value!r} must be at least {least}")
         if self.passage and not self.beside_passage:
-            raise SpecError(
-                f"machine {self.name!r}: passage={self.passage!r} says nothing without beside_passage"
-            )
+            raise SpecError(f"machine {self.name!r}: passage={self.passage!r} says nothing without beside_passage")
         for regime, rate in self.cpu_optimizer.items():
             if not rate > 0:
                 raise SpecError(f"machine {self.name!r}: cpu_optimizer[{regime!r}]={rate!r} must be above 0")

@@ -52,11 +52,7 @@ def refusal(case: Case) -> DoesNotFit:
         words.append(_largest_moment(workload))
         words.append(
             "Raise the GPU's limit, or lower what a moment needs: fewer tokens at once"
-            + (
-                "."
-                if workload.layers or workload.recomputed
-                else ", or activations recomputed (recompute='blocks')."
-            )
+            + ("." if workload.layers or workload.recomputed else ", or activations recomputed (recompute='blocks').")
         )
     else:
         smaller = {"A": "B (8 bytes an element)", "B": "C (6 bytes an element)", "fp16": "A in bf16"}

@@ -130,9 +130,7 @@ def canonical(workload: Workload, choice: Choice) -> Choice:
     """The same choice with a frozen chunk, which has no state, either on the GPU or streamed; without stage 3 nothing streamed."""
     resident: Ints = choice.chunks
     if workload.stage < 3:
-        resident = np.array([ALL_GPU, HOST_RESIDENT, HOST_RESIDENT, DISK_RESIDENT, DISK_RESIDENT])[
-            choice.chunks
-        ]
+        resident = np.array([ALL_GPU, HOST_RESIDENT, HOST_RESIDENT, DISK_RESIDENT, DISK_RESIDENT])[choice.chunks]
     frozen = np.array([not chunk.trainable for chunk in workload.chunks])
     streamed = np.isin(resident, [HOST_STREAMED, DISK_STREAMED])
     chunks: Ints = np.where(frozen, np.where(streamed, HOST_STREAMED, ALL_GPU), resident)
@@ -192,20 +190,12 @@ def _terms(problem: Problem, values: Floats) -> tuple[tuple[Term, ...], tuple[tu
     phases: list[tuple[str, float, float]] = []
     for phase in problem.phases:
         part = range(phase.start, phase.stop)
-        busy = {
-            problem.time.names[i]: float(values[i])
-            for i in part
-            if not problem.time.names[i].startswith(TAIL)
-        }
+        busy = {problem.time.names[i]: float(values[i]) for i in part if not problem.time.names[i].startswith(TAIL)}
         total = float(values[phase.start : phase.stop].max())
         exposed = total - max(busy.values())
         hidden = exposed <= 1e-12 * total
         busiest = max(busy, key=lambda name: busy[name])
-        terms += [
-            Term(phase=phase.name, name=n, seconds=s, binds=hidden and n == busiest) for n, s in busy.items()
-        ]
-        terms.append(
-            Term(phase=phase.name, name="exposed tail", seconds=0.0 if hidden else exposed, binds=not hidden)
-        )
+        terms += [Term(phase=phase.name, name=n, seconds=s, binds=hidden and n == busiest) for n, s in busy.items()]
+        terms.append(Term(phase=phase.name, name="exposed tail", seconds=0.0 if hidden else exposed, binds=not hidden))
         phases.append((phase.name, phase.weight, total))
     return tuple(terms), tuple(phases)

@@ -126,9 +126,7 @@ class _Prices:
     Subgradient ascent with Polyak's step, the weights of a phase projected to their simplex.
     """
 
-    def __init__(
-        self, problem: Problem, items: _Items, open_items: Sequence[int], like: _Prices | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, items: _Items, open_items: Sequence[int], like: _Prices | None = None) -> None:
         self.phases, self.limits, self.value = problem.phases, items.limits, problem.value
         padded = max(len(items.time[i]) for i in open_items)
         self.scale = 1 / np.maximum(items.limits, 1.0)
@@ -205,12 +203,8 @@ def every_choice(problem: Problem) -> Iterator[tuple[Floats, Ints]]:
         used = sum((items.memory[i][pick] for i, pick in enumerate(head)), start=np.zeros(len(items.limits)))
         fits = (memory + used <= items.limits).all(1)
         if fits.any():
-            spent = sum(
-                (items.time[i][pick] for i, pick in enumerate(head)), start=np.zeros(len(items.time_base))
-            )
-            picks = np.concatenate(
-                [np.tile(np.array(head, dtype=np.int64), (int(fits.sum()), 1)), tail[fits]], axis=1
-            )
+            spent = sum((items.time[i][pick] for i, pick in enumerate(head)), start=np.zeros(len(items.time_base)))
+            picks = np.concatenate([np.tile(np.array(head, dtype=np.int64), (int(fits.sum()), 1)), tail[fits]], axis=1)
             yield problem.value(time[fits] + spent), picks.astype(np.int64)
 
 

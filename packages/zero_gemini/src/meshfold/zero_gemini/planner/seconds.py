@@ -115,9 +115,13 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     exposed = loads.gpu_step + (0.0 if early else loads.renewed)
     build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
     _beside(
-        build, loads, up=loads.up_forward + loads.up_backward, step=step, disk=loads.disk,
+        build,
+        loads,
+        up=loads.up_forward + loads.up_backward,
+        step=step,
+        disk=loads.disk,
         through=((regime.step + regime.gradient) / 2 * through, (regime.step - regime.gradient) / 2 * through),
-    )  # fmt: skip
+    )
     build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
     first, done = loads.first, loads.done
     later = first[None, :] >= first[:, None]  # k j: j's forward is not before k's
@@ -261,9 +265,7 @@ class Loads:
         train = np.array([chunk.trainable for chunk in chunks], dtype=float)[:, None]
         loads = np.array([_loads(chunk, workload) for chunk in chunks], dtype=float)
         off = np.array([state != "gpu" for state in STATE], dtype=float)
-        streamed = np.array(
-            [placement != "gpu" and workload.stage == 3 for placement in PARAMETERS], dtype=float
-        )
+        streamed = np.array([placement != "gpu" and workload.stage == 3 for placement in PARAMETERS], dtype=float)
         disk = np.array([state == "disk" for state in STATE], dtype=float)
         self.elems = elems * train * off
         # streamed: loaded for each window; resident: refreshed once after the CPU's step

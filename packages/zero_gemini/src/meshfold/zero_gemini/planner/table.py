@@ -35,22 +35,12 @@ def table(plan: Plan) -> str:
         ("disk", plan.disk_bytes, disk),
     ):
         peak = max(series)
-        peaks.append(
-            (name, format_bytes(peak), _limit(limit), str(series.index(peak)) if name == "GPU" else "all")
-        )
+        peaks.append((name, format_bytes(peak), _limit(limit), str(series.index(peak)) if name == "GPU" else "all"))
     text += ["", *format_table(peaks)]
     rows = [("phase", "term", "seconds", "")]
     for name, weight, seconds in plan.phases:
-        shown = (
-            name
-            if weight == 1
-            else f"{name} ({weight:.0%} of steps)"
-            if weight < 1
-            else f"{name} (×{weight})"
-        )
-        rows += [
-            (shown, t.name, f"{t.seconds:.4g}", "<" if t.binds else "") for t in plan.terms if t.phase == name
-        ]
+        shown = name if weight == 1 else f"{name} ({weight:.0%} of steps)" if weight < 1 else f"{name} (×{weight})"
+        rows += [(shown, t.name, f"{t.seconds:.4g}", "<" if t.binds else "") for t in plan.terms if t.phase == name]
         rows.append((shown, "total", f"{seconds:.4g}", ""))
     return "\n".join([*text, "", *format_table(rows)])
 

@@ -97,9 +97,7 @@ class ChunkCost:
             )
         (first, last), (start, end) = self.forward, self.backward
         if not 0 <= first <= last < start <= end:
-            raise SpecError(
-                f"chunk {self.name!r}: forward={self.forward}, backward={self.backward} must be in order"
-            )
+            raise SpecError(f"chunk {self.name!r}: forward={self.forward}, backward={self.backward} must be in order")
         if min(self.forward_seconds, self.backward_seconds) < 0:
             raise SpecError(f"chunk {self.name!r}: seconds below zero")
         last = -1
@@ -198,13 +196,8 @@ class Workload:
             if chunk.backward[1] >= moments:
                 raise SpecError(f"chunk {chunk.name!r} is used after the last moment {moments - 1}: {chunk}")
         for layer in self.layers:
-            if not (
-                0 <= layer.first <= layer.last < moments
-                and min(layer.kept_bytes, layer.recompute_seconds) >= 0
-            ):
-                raise SpecError(
-                    f"layer {layer.name!r} does not lie in the {moments} moments of the step: {layer}"
-                )
+            if not (0 <= layer.first <= layer.last < moments and min(layer.kept_bytes, layer.recompute_seconds) >= 0):
+                raise SpecError(f"layer {layer.name!r} does not lie in the {moments} moments of the step: {layer}")
         for things in (self.chunks, self.layers):
             names = [thing.name for thing in things]
             if len(set(names)) < len(names):
@@ -214,9 +207,7 @@ class Workload:
         if not 0 <= self.clip_probability <= 1:
             raise SpecError(f"clip_probability={self.clip_probability}: a share of the steps, from 0 to 1")
         if min(self.data_ranks - 1, self.prefetch_moments, self.drain_moments, self.tokens - 1) < 0:
-            raise SpecError(
-                f"workload {self.name!r}: data_ranks and tokens are at least 1, moments at least 0"
-            )
+            raise SpecError(f"workload {self.name!r}: data_ranks and tokens are at least 1, moments at least 0")
 
         known = set(STRATEGIES) - {NONE} if self.clipping else {NONE}
         if self.strategies is not None and not (self.strategies and set(self.strategies) <= known):
@@ -255,10 +246,8 @@ class Workload:
                 )
                 for chunk in self.chunks
             ),
-            layers=tuple(
-                replace(layer, recompute_seconds=back * layer.recompute_seconds) for layer in self.layers
-            ),
-        )  # fmt: skip
+            layers=tuple(replace(layer, recompute_seconds=back * layer.recompute_seconds) for layer in self.layers),
+        )
 
     def ready_from(self, moment: int) -> int:
         """From which moment on what is used at ``moment`` is on the GPU."""

@@ -113,9 +113,7 @@ class StepTracer:
                 f"{len(self._seen)} units were entered while the tracer watched, none of them in a backward: run the model "
                 "and its loss's backward inside of `with tracer`"
             )
-        return Trace(
-            moments=tuple(self._moment(i) for i in range(len(self._seen))), layers=self.layers.layers()
-        )
+        return Trace(moments=tuple(self._moment(i) for i in range(len(self._seen))), layers=self.layers.layers())
 
     # -- hooks --------------------------------------------------------------------------------------------------
 

@@ -135,9 +135,7 @@ def workload_of(
         tokens=tokens,
         regime=regime,
         clipping=clipping,
-        strategies=(SPLIT_STEP,)
-        if clipping
-        else None,  # of what is on disk the whole step comes before the forward
+        strategies=(SPLIT_STEP,) if clipping else None,  # of what is on disk the whole step comes before the forward
         stage=stage,
         accumulation=accumulation,
         data_ranks=data_ranks,
@@ -167,9 +165,7 @@ def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
     return [replace(layer, seconds=mean(seconds[layer.kept_bytes])) for layer in layers]
 
 
-def _without_recomputing(
-    moments: Sequence[TracedMoment], layers: Sequence[TracedLayer]
-) -> tuple[TracedMoment, ...]:
+def _without_recomputing(moments: Sequence[TracedMoment], layers: Sequence[TracedLayer]) -> tuple[TracedMoment, ...]:
     """The moments without the seconds that a plan adds for each layer that it does not keep."""
     found = list(moments)
     for layer in layers:
@@ -227,9 +223,7 @@ class Named(NamedTuple):
     trained: bool
 
 
-def uses_of(
-    chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, ParameterFacts]
-) -> list[ChunkUse]:
+def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, ParameterFacts]) -> list[ChunkUse]:
     """The chunks, with the units that need them: what a plan is made of.
 
     Args:
@@ -250,10 +244,13 @@ def uses_of(
                 needed[unit_name] = needed.get(unit_name, 0) + facts[name].shape.numel()
         uses.append(
             ChunkUse(
-                name=chunk.name, elems=chunk.spec.shard_elems, gathered_elems=chunk.spec.size_elems, units=needed,
+                name=chunk.name,
+                elems=chunk.spec.shard_elems,
+                gathered_elems=chunk.spec.size_elems,
+                units=needed,
                 trainable=chunk.trained,
             )
-        )  # fmt: skip
+        )
     return uses
 
 

@@ -67,9 +67,7 @@ class Runtime:
         self._behind: set[Unit] = set()  # whose backward has begun
         self._recomputed: set[Unit] = set()  # and whose has not
         self._backwards = 0
-        self._unfinished: dict[
-            Unit, None
-        ] = {}  # forwards left by an exception, as a pipeline's stages leave them
+        self._unfinished: dict[Unit, None] = {}  # forwards left by an exception, as a pipeline's stages leave them
         self.gather_cache = GatherCache()
         self.is_quiet = False
         self._held: dict[Chunk, None] = {}  # gathered, or on their way
@@ -172,9 +170,7 @@ class Runtime:
                 return
             if unit in self._behind:  # recomputed by activation checkpointing: its backward comes next
                 return
-            if (
-                graph_task() >= 0
-            ):  # recomputed with others: tensors that autograd saved must stay until its backward
+            if graph_task() >= 0:  # recomputed with others: tensors that autograd saved must stay until its backward
                 self._recomputed.add(unit)
             elif unit in self._inside:
                 self._inside.remove(unit)
@@ -241,9 +237,7 @@ class Runtime:
         wanted = dict.fromkeys(chunk for inside in self._inside for chunk in self._chunks[inside])
         coming = [] if not self._expects(unit) else self._next()
         ahead = dict.fromkeys(chunk for later in coming for chunk in self._chunks[later])
-        self._release(
-            self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead)
-        )
+        self._release(self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead))
         for chunk in wanted:
             if chunk.step_is_pending and chunk not in self._chunks[unit]:
                 continue  # it was stepped in this backward: no entered unit reads it any more

@@ -44,9 +44,7 @@ class OpenCalls:
         self._repeated: Counter[Unit] = Counter()  # and those that backward has repeated
         self._repeating: set[Unit] = set()  # called several times; its backward may still run
         self._repetition_ran = False  # a gradient came in that backward
-        self._task: int | None = (
-            None  # autograd's number of the outer backward; None before it came to a unit
-        )
+        self._task: int | None = None  # autograd's number of the outer backward; None before it came to a unit
 
     def clear(self) -> None:
         """Forget the step."""
@@ -113,8 +111,7 @@ class OpenCalls:
     def will_be_repeated(self, chunk: Chunk) -> bool:
         """Return True if backward still has to repeat a call of a unit of the chunk, or repeats it now: it will add gradients."""
         return any(
-            self._hidden[unit] > self._repeated[unit] or unit in self._repeating
-            for unit in self._users.get(chunk, ())
+            self._hidden[unit] > self._repeated[unit] or unit in self._repeating for unit in self._users.get(chunk, ())
         )
 
 

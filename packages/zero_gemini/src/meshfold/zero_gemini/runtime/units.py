@@ -75,9 +75,7 @@ def _is_called(module: nn.Module) -> bool:
 
 def _collect_block(name: str, block: nn.Module, units: list[Unit]) -> None:
     # A compiled block is one unit: hooks on modules in it would cut its graph into pieces.
-    inner = not is_compiled(block) and any(
-        isinstance(m, nn.ModuleList | nn.Sequential) for m in block.modules()
-    )
+    inner = not is_compiled(block) and any(isinstance(m, nn.ModuleList | nn.Sequential) for m in block.modules())
     if inner or not _is_called(block):  # a list in it, or nothing that could be called
         _collect(name, block, units)
         return

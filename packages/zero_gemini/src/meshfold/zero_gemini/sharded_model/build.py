@@ -92,9 +92,7 @@ def make_stepper(
         MemoryPlanError: for a regime that is not this optimizer's, or one that cannot be carried out on chunks.
     """
     trained = {name: one for name, one in facts.items() if one.kind.trained}
-    stand_ins = {
-        name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()
-    }
+    stand_ins = {name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()}
     # torch refuses to make an optimizer of nothing, which is all that a stage has whose layers are frozen.
     made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
     looked_at = (trained or facts).values()

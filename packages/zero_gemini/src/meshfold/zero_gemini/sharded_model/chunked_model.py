@@ -111,16 +111,24 @@ class ChunkedModel(ParameterValues):
         self.group_names: list[list[str]] = []
         if make_optimizer is not None:
             made = make_stepper(
-                make_optimizer, self._facts, master_dtype=master_dtype, regime=regime, seed=seed, disk=disk, faults=self._faults
-            )  # fmt: skip
+                make_optimizer,
+                self._facts,
+                master_dtype=master_dtype,
+                regime=regime,
+                seed=seed,
+                disk=disk,
+                faults=self._faults,
+            )
             self._stepper, self.group_names, regime = made.stepper, made.group_names, made.regime
         self._contents = Contents(
-            self._chunk_of, {name: facts.shape for name, facts in self._facts.items()}, self._gradients,
-            self._stepper, memory.device, self._faults,
-        )  # fmt: skip
-        self._residents = Residents(
-            memory, self._faults, self._stepper, self._gradients, stage=stage, regime=regime
+            self._chunk_of,
+            {name: facts.shape for name, facts in self._facts.items()},
+            self._gradients,
+            self._stepper,
+            memory.device,
+            self._faults,
         )
+        self._residents = Residents(memory, self._faults, self._stepper, self._gradients, stage=stage, regime=regime)
         laid = [
             (group, spec, mine)
             for group, specs, slices in lay_out_parameters(
@@ -152,15 +160,16 @@ class ChunkedModel(ParameterValues):
         self._early = None if adam is None else EarlySteps(adam, calls, memory)
         self._speculative = None if adam is None else SpeculativeSteps(adam)
         self._runtime = Runtime(
-            model, calls, prefetch=prefetch, before_evaluation=self.flush,
+            model,
+            calls,
+            prefetch=prefetch,
+            before_evaluation=self.flush,
             light=frozenset(unit for unit in self._units if unit.name in light),
             steps_in_background=self._steps_in_background,
             check_forward=None if self._early is None else self._early.check,
             on_left=None if self._early is None else self._early.go,
-        )  # fmt: skip
-        self._flow = GradientFlow(
-            self._gradients, memory.device, self._runtime, calls, self._early, self._speculative
         )
+        self._flow = GradientFlow(self._gradients, memory.device, self._runtime, calls, self._early, self._speculative)
         self.holds_gradients = True
 
     def _make_chunk(
@@ -175,9 +184,16 @@ class ChunkedModel(ParameterValues):
         members = [self._facts[name] for name in spec.names]
         kind = members[0].kind
         chunk = Chunk(
-            spec, slices, [facts.parameter for facts in members], [facts.shape for facts in members], group,
-            dtype=kind.dtype, memory=self.memory, tier=placement.parameters, whole_group=self._stage < 3,
-        )  # fmt: skip
+            spec,
+            slices,
+            [facts.parameter for facts in members],
+            [facts.shape for facts in members],
+            group,
+            dtype=kind.dtype,
+            memory=self.memory,
+            tier=placement.parameters,
+            whole_group=self._stage < 3,
+        )
         self.chunks.append(chunk)
         self._residents.placements[chunk] = placement
         self._chunk_of.update(dict.fromkeys(spec.names, chunk))
@@ -186,10 +202,13 @@ class ChunkedModel(ParameterValues):
             if gradient_dtype is not None:
                 gradient_dtype = torch.promote_types(gradient_dtype, kind.dtype)
             self._gradients[chunk] = ChunkGradient(
-                chunk, gradient_dtype or master_dtype or kind.dtype, placement.state, every_time=self._stage > 1,
+                chunk,
+                gradient_dtype or master_dtype or kind.dtype,
+                placement.state,
+                every_time=self._stage > 1,
                 measure=partial(self._power_sum, chunk, 2.0),
                 wait_for_reader=partial(self._stepper.done_with, chunk),
-            )  # fmt: skip
+            )
         return chunk
 
     def _fill(
@@ -278,10 +297,7 @@ class ChunkedModel(ParameterValues):
 
     def uses(self) -> list[ChunkUse]:
         """The chunks, in the order of ``chunks``, with the units that need them: what a plan is made of."""
-        chunks = (
-            Named(str(number), chunk.spec, chunk in self._gradients)
-            for number, chunk in enumerate(self.chunks)
-        )
+        chunks = (Named(str(number), chunk.spec, chunk in self._gradients) for number, chunk in enumerate(self.chunks))
         return uses_of(chunks, self._units, self._facts)
 
     def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:

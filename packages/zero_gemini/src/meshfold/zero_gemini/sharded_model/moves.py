@@ -115,9 +115,7 @@ class Residents:
 
         def more(place: MemoryTier) -> int:
             parameters = (placement.parameters == place) - (was.parameters == place)
-            return round(
-                elements * (width * parameters + state * ((placement.state == place) - (was.state == place)))
-            )
+            return round(elements * (width * parameters + state * ((placement.state == place) - (was.state == place))))
 
         return Move(what=(chunk, placement), device_bytes=more("device"), host_bytes=more("host"))
 

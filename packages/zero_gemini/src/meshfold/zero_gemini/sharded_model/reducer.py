@@ -199,9 +199,7 @@ class GradientFlow:
         else:
             self.shards()
 
-    def norm(
-        self, norm_type: float, measure: Callable[[Chunk, float, Tensor], Tensor], everyone: Group
-    ) -> Tensor:
+    def norm(self, norm_type: float, measure: Callable[[Chunk, float, Tensor], Tensor], everyone: Group) -> Tensor:
         """The norm of the whole model's gradient: float64, the same on every rank.
 
         Args:
@@ -233,9 +231,7 @@ class GradientFlow:
 
     def used(self) -> set[str]:
         """Return the names of the parameters that had a gradient on some rank. All ranks must call."""
-        shared: dict[
-            tuple[int, ...], list[Chunk]
-        ] = {}  # chunks by the ranks that share them: one collective each
+        shared: dict[tuple[int, ...], list[Chunk]] = {}  # chunks by the ranks that share them: one collective each
         for chunk in self._gradients:
             shared.setdefault(chunk.group.ranks, []).append(chunk)
         found: set[str] = set()
