@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import subprocess
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +61,26 @@ BANNED = {
     "true_weights": "master_weights",
     "untouched": "what it is: unused, unchanged",
     "whereabouts": "rank_status, location",
+}
+# Files and folders in the root of the repository. What an example, a benchmark or a tool writes is not among them.
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "SECURITY.md",
+    "benchmarks",
+    "conftest.py",
+    "constraints.txt",
+    "docs",
+    "examples",
+    "experiments",
+    "integration_tests",
+    "mkdocs.yml",
+    "packages",
+    "pyproject.toml",
 }
 APPLICATION = "meshfold"
 """The package that stands above all others, and has no module of its own name."""
@@ -181,6 +204,67 @@ def owner(name: str) -> str:
     """Return the package that brings ``meshfold.name``."""
     part = name.split(".")[1]
     return OWNERS.get(part, part)
+
+
+PUBLIC = {folder: names for package in PACKAGES for folder, names in package.public.items()}
+
+
+def deep_imports(source: str, package: str) -> Iterator[tuple[int, str, str]]:
+    """Yield what a module imports of siblings from behind their public folders.
+
+    Each is a line, the dotted name that is imported, and advice. A public folder may also be imported as a module.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                names = [("", alias.name) for alias in node.names]
+            case ast.ImportFrom(module=str(module), level=0):
+                names = [(module, alias.name) for alias in node.names]
+            case _:
+                continue
+        for module, name in names:
+            dotted = f"{module}.{name}".lstrip(".")
+            if not dotted.startswith("meshfold.") or owner(dotted) == package:
+                continue
+            if dotted in PUBLIC or name in PUBLIC.get(module, ()):
+                continue
+            root = ".".join(dotted.split(".")[:2])
+            homes = [
+                folder for folder, known in PUBLIC.items() if f"{folder}.".startswith(f"{root}.") and name in known
+            ]
+            advice = " or ".join(f"write 'from {home} import {name}'" for home in homes)
+            yield (
+                node.lineno,
+                dotted,
+                advice
+                or f"no public folder of {root} exports {name!r}: add it to the __all__ of the folder's __init__.py, or do without",
+            )
+
+
+def private_uses(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each private attribute that code takes from an engine: ``engine._x``, ``self.engine._x``."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="engine") | ast.Attribute(attr="engine" | "_engine"), attr=attr) if (
+                attr.startswith("_") and not attr.startswith("__")
+            ):
+                yield node.lineno, attr
+
+
+def tracked(*patterns: str) -> list[str] | None:
+    """Return the paths that git tracks and that match, from the root; None where ROOT is not a git checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "ls-files", "-z", "--", *patterns]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for path in found.split("\0") if path]
+
+
+def formatter_comments(source: str) -> Iterator[int]:
+    """Yield the line of each comment that turns the formatter off: ``# fmt: off``, ``# fmt: skip`` and yapf's."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and re.search(r"#\s*(fmt:\s*(off|skip)|yapf:\s*disable)\b", token.string):
+            yield token.start[0]
 
 
 def questions(source: str) -> Iterator[tuple[int, str]]:

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,14 +20,19 @@ from integration_tests.house import (
     PACKAGES,
     ROOT,
     SIBLINGS,
+    TOP_LEVEL,
     Package,
     bare,
+    deep_imports,
+    formatter_comments,
     identifiers,
     imports,
     imports_of,
     owner,
+    private_uses,
     questions,
     replaced,
+    tracked,
 )
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.parallel import Need, why_missing
@@ -87,41 +91,6 @@ def test_import_rule(package: Package) -> None:
     assert not broken, "\n".join(broken)
 
 
-PUBLIC = {folder: names for package in PACKAGES for folder, names in package.public.items()}
-
-
-def deep_imports(source: str, package: str) -> Iterator[tuple[int, str, str]]:
-    """Yield what a module imports of siblings from behind their public folders.
-
-    Each is a line, the dotted name that is imported, and advice. A public folder may also be imported as a module.
-    """
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Import():
-                names = [("", alias.name) for alias in node.names]
-            case ast.ImportFrom(module=str(module), level=0):
-                names = [(module, alias.name) for alias in node.names]
-            case _:
-                continue
-        for module, name in names:
-            dotted = f"{module}.{name}".lstrip(".")
-            if not dotted.startswith("meshfold.") or owner(dotted) == package:
-                continue
-            if dotted in PUBLIC or name in PUBLIC.get(module, ()):
-                continue
-            root = ".".join(dotted.split(".")[:2])
-            homes = [
-                folder for folder, known in PUBLIC.items() if f"{folder}.".startswith(f"{root}.") and name in known
-            ]
-            advice = " or ".join(f"write 'from {home} import {name}'" for home in homes)
-            yield (
-                node.lineno,
-                dotted,
-                advice
-                or f"no public folder of {root} exports {name!r}: add it to the __all__ of the folder's __init__.py, or do without",
-            )
-
-
 def test_the_border_rule_sees_deep_imports() -> None:
     deep = "def f():\n    from meshfold.mesh.mesh import Mesh, Nothing\nimport meshfold.mesh.layout"
     found = {name: advice for _, name, advice in deep_imports(deep, "engine")}
@@ -144,16 +113,6 @@ def test_siblings_are_imported_through_public_folders() -> None:
         for line, name, advice in deep_imports(path.read_text(), package.name)
     ]
     assert not broken, "\n".join(broken)
-
-
-def private_uses(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of each private attribute that code takes from an engine: ``engine._x``, ``self.engine._x``."""
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Attribute(value=ast.Name(id="engine") | ast.Attribute(attr="engine" | "_engine"), attr=attr) if (
-                attr.startswith("_") and not attr.startswith("__")
-            ):
-                yield node.lineno, attr
 
 
 def test_the_private_rule_sees_uses() -> None:
@@ -308,6 +267,40 @@ def test_the_glossary_has_each_term_once() -> None:
     # a word with two meanings says in brackets of what it is, in each of its rows
     bare_terms = {term.partition(" (")[0]: term for term in terms if " (" in term}
     assert not set(bare_terms) & set(terms)
+
+
+def test_nothing_in_the_root_by_mistake() -> None:
+    """Outputs of examples (``adapter/``, ``checkpoint/``) were once committed: each entry of the root is listed."""
+    paths = tracked()
+    if paths is None:
+        pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    found = {path.partition("/")[0] for path in paths}
+    new, gone = sorted(found - TOP_LEVEL), sorted(TOP_LEVEL - found)
+    assert not new, f"{new}: remove what a command wrote, or list it in TOP_LEVEL of integration_tests/house.py"
+    assert not gone, f"{gone}: not in the root any more, take it out of TOP_LEVEL of integration_tests/house.py"
+
+
+def test_the_rule_of_formatting_sees_comments_only() -> None:
+    source = """x = 1  # fmt: skip
+#fmt:off
+y = "# fmt: off"
+z = 2  # noqa: E501  # fmt: skip
+# fmt: on, offhand"""
+    assert list(formatter_comments(source)) == [1, 2, 4]
+
+
+def test_the_formatter_is_never_turned_off() -> None:
+    paths = tracked("*.py")
+    if paths is None:
+        pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    assert len(paths) > 500
+    broken = [
+        f"{path}:{line}"
+        for path in paths
+        if (ROOT / path).is_file()
+        for line in formatter_comments((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert not broken, "write code that the formatter leaves readable:\n" + "\n".join(broken)
 
 
 def test_meshfold_is_a_namespace() -> None:
