@@ -32,6 +32,18 @@ from meshfold.kernels.cross_entropy import (
 )
 from meshfold.kernels.dispatch import Availability, KernelError, available, use
 from meshfold.kernels.dropout import dropout
+from meshfold.kernels.fp8 import (
+    FP8_MULTIPLE,
+    FP8_RECIPES,
+    Fp8Recipe,
+    Fp8Tensor,
+    bind_fp8_matmul,
+    fp8_input_gradient,
+    fp8_output,
+    fp8_product,
+    fp8_weight_gradient,
+    to_fp8,
+)
 from meshfold.kernels.grad_pass import (
     largest_magnitude,
     sum_of_magnitudes,
@@ -60,10 +72,14 @@ from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 
 __all__ = [
+    "FP8_MULTIPLE",
+    "FP8_RECIPES",
     "NF4_BLOCK",
     "AdamSettings",
     "AdamState",
     "Availability",
+    "Fp8Recipe",
+    "Fp8Tensor",
     "KernelError",
     "Nf4Linear",
     "QuantizedState",
@@ -79,9 +95,14 @@ __all__ = [
     "apply_rotary_",
     "available",
     "bias_gelu",
+    "bind_fp8_matmul",
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
+    "fp8_input_gradient",
+    "fp8_output",
+    "fp8_product",
+    "fp8_weight_gradient",
     "join_master",
     "largest_magnitude",
     "layer_norm",
@@ -108,6 +129,7 @@ __all__ = [
     "sum_of_squares",
     "swiglu",
     "swiglu2",
+    "to_fp8",
     "unpack_nf4",
     "use",
     "write_gradient",

@@ -1,0 +1,153 @@
+"""Matmuls in fp8: equal to the float64 product of what the rounded operands stand for, and the same for blocks of a matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold.kernels import (
+    FP8_RECIPES,
+    Fp8Recipe,
+    bind_fp8_matmul,
+    fp8_input_gradient,
+    fp8_output,
+    fp8_product,
+    fp8_weight_gradient,
+    to_fp8,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def draw(rows: int, columns: int, seed: int, size: float = 1.0) -> Tensor:
+    """Rows of unlike sizes, in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(-2, 2, rows)[:, None]
+    return (torch.randn(rows, columns, generator=generator) * spread * size).bfloat16()
+
+
+def exact(a: Tensor, b: Tensor, recipe: Fp8Recipe, dtype: torch.dtype = E4M3) -> Tensor:
+    """The product ``a bᵀ`` in float64 of the rounded operands, from the definition of the cast."""
+
+    def rounded(x: Tensor, fmt: torch.dtype) -> Tensor:
+        amax = x.double().abs().amax(1, keepdim=True) if recipe.rows else x.double().abs().amax()
+        scale = (torch.finfo(fmt).max / amax).float()
+        if recipe.rows:
+            scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
+        return (x.float() * scale).to(fmt).double() / scale.double()
+
+    return rounded(a, dtype) @ rounded(b, E4M3).t()
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES.values(), ids=list(FP8_RECIPES))
+@pytest.mark.parametrize("tokens", [32, 37])
+def test_products_equal_float64_products_of_rounded_operands(recipe: Fp8Recipe, tokens: int) -> None:
+    x, w, dy = draw(tokens, 64, 0), draw(48, 64, 1), draw(tokens, 48, 2, 1e-6)
+    found = {
+        "y": (fp8_output(x, w, recipe), exact(x, w, recipe)),
+        "dx": (fp8_input_gradient(dy, w, recipe), exact(dy, w.t(), recipe, recipe.gradient)),
+        "dw": (
+            fp8_weight_gradient(dy, x, recipe),
+            exact(dy.t(), x.t(), recipe, recipe.gradient) if recipe.weight_gradient else dy.double().t() @ x.double(),
+        ),
+    }
+    for name, (ours, wanted) in found.items():
+        assert ours.dtype is torch.bfloat16
+        # one rounding to bf16, and float32 sums
+        torch.testing.assert_close(
+            ours.double(), wanted, rtol=2**-8, atol=float(wanted.abs().max()) * 1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES.values(), ids=list(FP8_RECIPES))
+def test_autograd_gives_the_three_products(recipe: Fp8Recipe) -> None:
+    x = draw(6 * 4, 32, 0).view(6, 4, 32).requires_grad_()
+    w = draw(16, 32, 1).requires_grad_()
+    dy = draw(24, 16, 2).view(6, 4, 16)
+    y = bind_fp8_matmul(recipe)(x, w)
+    y.backward(dy)
+    assert x.grad is not None and w.grad is not None
+    flat, dy = x.detach().view(24, 32), dy.view(24, 16)
+    assert torch.equal(y.view(24, 16), fp8_output(flat, w.detach(), recipe))
+    assert torch.equal(x.grad.view(24, 32), fp8_input_gradient(dy, w.detach(), recipe))
+    assert torch.equal(w.grad, fp8_weight_gradient(dy, flat, recipe))
+
+
+def test_cast_uses_the_whole_range_and_saturates() -> None:
+    x = torch.tensor([[1.0, -3.0, 0.5], [448.0, 7.0, -447.9]])
+    rows = to_fp8(x, rows=True)
+    assert rows.inverse.flatten().tolist() == [2.0**-7, 1.0]  # 128 * 3 is at most 448
+    assert torch.equal(rows.dequantize()[0], x[0])
+    whole = to_fp8(x.double() * 1e20, rows=False, dtype=E5M2)
+    assert whole.values.dtype is E5M2 and whole.values.float().abs().max() == torch.finfo(E5M2).max
+    smaller = to_fp8(x, rows=False, maximum=lambda amax: amax / 4)  # as if too small an amax were known
+    assert smaller.values.float().abs().max() == torch.finfo(E4M3).max
+    assert smaller.values.float().isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_zeros_stay_zeros(rows: bool) -> None:
+    x, w = torch.zeros(16, 32, dtype=torch.bfloat16), draw(16, 32, 0)
+    assert torch.equal(to_fp8(x, rows=rows).values.float(), torch.zeros(16, 32))
+    y = fp8_product(to_fp8(x, rows=rows), to_fp8(w, rows=rows))
+    assert torch.equal(y, torch.zeros(16, 16, dtype=torch.bfloat16))
+    mixed = w.clone()
+    mixed[3] = 0
+    assert torch.equal(to_fp8(mixed, rows=rows).dequantize()[3], torch.zeros(32))
+
+
+def test_small_rows_do_not_underflow_beside_large_ones() -> None:
+    x = torch.ones(2, 16)
+    x[0] *= 1e-20
+    assert torch.allclose(to_fp8(x, rows=True).dequantize()[0], x[0], rtol=2**-4, atol=0)
+    assert torch.equal(to_fp8(x, rows=False).dequantize()[0], torch.zeros(16))  # one scale: it underflows
+    tiny = to_fp8(torch.full((1, 16), 1e-38), rows=True)  # below the least amax: rounded to zero, not to nan
+    assert torch.equal(tiny.dequantize(), torch.zeros(1, 16))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_row_with_nan_or_infinity_becomes_nan(wrong: float, reduced: bool) -> None:
+    x, w = draw(16, 32, 0), draw(16, 32, 1)
+    x[5, 7] = wrong
+    maximum = (lambda amax: torch.fmax(amax, torch.zeros(()))) if reduced else None  # fmax leaves nan out, as NCCL may
+    by_row = to_fp8(x, rows=True, maximum=maximum)
+    y = fp8_product(by_row, to_fp8(w, rows=True))
+    assert y[5].isnan().all()
+    assert y[[*range(5), *range(6, 16)]].isfinite().all()
+    whole = fp8_product(to_fp8(x, rows=False, maximum=maximum), to_fp8(w, rows=False))
+    assert whole.isnan().all()
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_blocks_with_the_largest_amax_are_those_of_the_whole(rows: bool) -> None:
+    whole = draw(16, 64, 3)
+    want = to_fp8(whole, rows=rows)
+    halves = whole.chunk(2, dim=1)
+    amax = [(half.abs().amax(1, keepdim=True) if rows else half.abs().amax()).float() for half in halves]
+    got = [to_fp8(half, rows=rows, maximum=lambda mine: torch.maximum(*amax)) for half in halves]
+    assert torch.equal(torch.cat([each.values.view(torch.uint8) for each in got], 1), want.values.view(torch.uint8))
+    assert all(torch.equal(each.inverse, want.inverse) for each in got)
+    if not rows:
+        alone = to_fp8(halves[0][:8], rows=rows)
+        assert not torch.equal(alone.values.view(torch.uint8), want.values[:8, :32].view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES.values(), ids=list(FP8_RECIPES))
+def test_no_tokens(recipe: Fp8Recipe) -> None:
+    x, w = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True), draw(16, 32, 1).requires_grad_()
+    bind_fp8_matmul(recipe)(x, w).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 32)
+    assert w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))
+
+
+def test_compiled_casts_are_equal_to_eager_ones() -> None:
+    product = bind_fp8_matmul(FP8_RECIPES["rowwise"])
+    x, w = draw(32, 64, 0).requires_grad_(), draw(48, 64, 1).requires_grad_()
+    eager = product(x, w)
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)(x, w)
+    assert torch.equal(eager, compiled)
+    dy = draw(32, 48, 2)
+    for a, b in zip(torch.autograd.grad(eager, (x, w), dy), torch.autograd.grad(compiled, (x, w), dy), strict=True):
+        assert torch.equal(a, b)
