@@ -4,8 +4,8 @@
     dgrad    dx [m, k] = dy w      summed over n
     wgrad    dw [n, k] = dyᵀ x     summed over m
 
-A scale is what the largest magnitude (amax) of a row, along the summed dim, or of a whole tensor is brought to the largest number of
-the format with. Each product has its own two casts.
+A scale brings the largest magnitude (amax) of a row, along the summed dim, or of a whole tensor to the largest number of
+the format. Each product has its own two casts.
 
 ============== ================= ============ ================ ==========
 recipe         scales            x and w      dy               dw
