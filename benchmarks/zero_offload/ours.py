@@ -13,8 +13,8 @@ from benchmarks.zero_offload.job import Job
 RATES = (
     "host_memory",
     "moments_memory",
-    "passage",
-    "beside_passage",
+    "gpu_streaming",
+    "host_memory_while_streaming",
     "h2d",
     "d2h",
     "pcie_both",

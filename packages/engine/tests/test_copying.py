@@ -77,7 +77,7 @@ def late(lanes: list[LateLane], log: list[str]) -> Callable[[torch.device], Late
     return lane_of
 
 
-def let_go(save: BackgroundSave, lane: LateLane) -> None:
+def release(save: BackgroundSave, lane: LateLane) -> None:
     """Let copies be made once all are queued."""
     assert save.copying is not None
     save.copying._queued.wait()
@@ -173,7 +173,7 @@ def test_other_changes_wait_too(change: str, tmp_path: Path, monkeypatch: pytest
     if change == "load_state_dict":
         engine.load_state_dict(other)
     elif change == "load":  # waits for the whole save, which another thread lets go on
-        threading.Thread(target=lambda: let_go(save, lanes[0])).start()
+        threading.Thread(target=lambda: release(save, lanes[0])).start()
         engine.load(tmp_path / "at once")
         assert save.done
     else:

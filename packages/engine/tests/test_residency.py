@@ -105,7 +105,7 @@ def limits_are_kept(folder: str, tight: int, every: int) -> None:
 
 @pytest.fixture
 def whole_paces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the host's step before its pace is taken; else the pace may be of the step before, or of none."""
+    """Wait for the host's step before its timing is taken; else the timing may be of the step before, or of none."""
 
     def whole(gemini: Gemini) -> dict[StepKind, StepTiming]:
         gemini.flush()
@@ -120,10 +120,10 @@ def whole_paces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_host_is_as_fast_as_the_watched_steps_showed() -> None:
     _, _, engine = trained(dict(gpu_memory_limit=10 * MiB), steps=2)
     found = residency(engine)
-    paces, plan = found._watcher.paces, found.plan
+    timings, plan = found._watcher.timings, found.plan
     assert plan is not None
-    assert min(paces[half].elements for half in ("parameters", "moments")) > 0
-    rate = (18 + 2) * paces["parameters"].elements / paces["parameters"].seconds
+    assert min(timings[half].elements for half in ("parameters", "moments")) > 0
+    rate = (18 + 2) * timings["parameters"].elements / timings["parameters"].seconds
     assert plan.machine.host_memory == pytest.approx(rate)
     engine.close()
 
@@ -137,10 +137,10 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
         made: Plan,
         *,
         peak: int,
-        paces: dict[StepKind, StepTiming],
+        timings: dict[StepKind, StepTiming],
         compute: PhaseSeconds,
     ) -> Plan:
-        told.append((made, dict(paces), compute, looked(plans, made, peak=peak, paces=paces, compute=compute)))
+        told.append((made, dict(timings), compute, looked(plans, made, peak=peak, timings=timings, compute=compute)))
         return told[-1][-1]
 
     looked = MeasuredPlans.seen
@@ -150,13 +150,15 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
     wanted = trained(dict(stage=3, placement="cuda"), steps=steps)
     found = trained(dict(gpu_memory_limit=10 * MiB), steps=steps)
     assert_same(found, wanted)
-    [(before, paces, compute, after)] = told  # once
+    [(before, timings, compute, after)] = told  # once
     work = after.workload
     assert sum(chunk.forward_seconds for chunk in work.chunks) == pytest.approx(compute.forward)
     again = sum(layer.recompute_seconds for layer in work.layers)
     assert sum(chunk.backward_seconds for chunk in work.chunks) + again == pytest.approx(compute.backward)
-    assert after.machine.host_memory == pytest.approx(20 * paces["parameters"].elements / paces["parameters"].seconds)
-    assert after.machine.moments_memory == pytest.approx(22 * paces["moments"].elements / paces["moments"].seconds)
+    assert after.machine.host_memory == pytest.approx(
+        20 * timings["parameters"].elements / timings["parameters"].seconds
+    )
+    assert after.machine.moments_memory == pytest.approx(22 * timings["moments"].elements / timings["moments"].seconds)
     assert (after.chunks, after.strategy, after.gpu_bytes) == (
         before.chunks,
         before.strategy,

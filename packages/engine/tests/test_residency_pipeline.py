@@ -98,7 +98,7 @@ def made_up(seed: int) -> Iterator[None]:
             replace(chunk, forward_seconds=1e-3 * scale(), backward_seconds=2e-3 * scale()) for chunk in workload.chunks
         )
         rates = {name: 1e7 * scale() for name in ("host_memory", "h2d", "d2h", "pcie_both")}
-        return replace(workload, chunks=chunks), replace(machine, gpu_memory=1e9 * scale(), passage=0.0, **rates)
+        return replace(workload, chunks=chunks), replace(machine, gpu_memory=1e9 * scale(), gpu_streaming=0.0, **rates)
 
     with mock.patch.object(MeasuredPlans, "problem", problem):
         yield

@@ -142,9 +142,9 @@ def derive_flat(hand: ByHand, gated: bool, kv_heads: int, vocab: int) -> Cost:
         hand.plan(row, HIDDEN, HIDDEN)
         if repeat > 1:  # the gradient of keys and values is summed over the ranks that hold the same
             (axis,) = mode.layout("hidden")["n"]
-            stretch = kv_heads * repeat * HEAD_DIM // blocks * hand.local(HIDDEN, *column.w[column.k])
+            span = kv_heads * repeat * HEAD_DIM // blocks * hand.local(HIDDEN, *column.w[column.k])
             for _ in range(2):
-                hand.add("dw", "all_reduce", (f"{axis}%{repeat}",), stretch)
+                hand.add("dw", "all_reduce", (f"{axis}%{repeat}",), span)
         inner = 3 * HIDDEN if gated else 4 * HIDDEN
         hand.plan(column, HIDDEN, 2 * inner if gated else inner)
         hand.plan(row, inner, HIDDEN)

@@ -21,7 +21,7 @@ from meshfold.zero_gemini.machine_rates.samples import ENOUGH_ELEMS, with_observ
 from meshfold.zero_gemini.memory.arena import Arena, Memory
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
 from meshfold.zero_gemini.optimizer import AdamStepper
-from meshfold.zero_gemini.optimizer import kernel_runs as paces
+from meshfold.zero_gemini.optimizer import kernel_runs as timings
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTimer, StepTiming
 from meshfold.zero_gemini.planner import H200, REGIMES, Machine
@@ -45,7 +45,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(measuring, "time", made)
-    monkeypatch.setattr(paces, "time", made)
+    monkeypatch.setattr(timings, "time", made)
     return made
 
 
@@ -144,53 +144,62 @@ def test_steps_on_the_host_are_clocked_by_what_they_do(through: bool) -> None:
     for _ in range(3):
         small.step("".join(SHAPES))
     small.stepper.finish()
-    found = stepper.paces.take()
+    found = stepper.timings.take()
     small.stepper.close()
     on_host = sum(chunk.spec.size_elems for chunk in (small.chunks[0], small.chunks[2]))
-    passed = found.get("passage", StepTiming()).elements
+    passed = found.get("GPU streaming", StepTiming()).elements
     assert (passed > 0) <= through
     # each chunk's parameters and moments by the cores, or all of it by the device; none of the device's own
     for half in ("parameters", "moments"):
         assert found.get(half, StepTiming()).elements + passed == 3 * on_host
-    assert all(pace.seconds > 0 for pace in found.values())
+    assert all(timing.seconds > 0 for timing in found.values())
 
 
 def test_a_plan_takes_the_rates_that_steps_showed() -> None:
     regime, n = REGIMES["A"], ENOUGH_ELEMS
-    machine = replace(EMULATED, passage=5e9, beside_passage=6e9)
+    machine = replace(EMULATED, gpu_streaming=5e9, host_memory_while_streaming=6e9)
     seen = with_observed_rates(machine, regime, {"parameters": StepTiming(n, 1.0), "moments": StepTiming(n, 99.0)})
     assert seen.host_memory == pytest.approx((18 + 2) * n)  # with the parameters that go up
-    assert seen.beside_passage / machine.beside_passage == pytest.approx(seen.host_memory / machine.host_memory)
+    assert seen.host_memory_while_streaming / machine.host_memory_while_streaming == pytest.approx(
+        seen.host_memory / machine.host_memory
+    )
     assert seen.moments_memory == pytest.approx((18 + 2 + 2) * n / 99.0)  # with the gradients that come down as well
-    assert replace(seen, host_memory=machine.host_memory, beside_passage=6e9, moments_memory=0.0) == machine
+    assert (
+        replace(seen, host_memory=machine.host_memory, host_memory_while_streaming=6e9, moments_memory=0.0) == machine
+    )
     whole = with_observed_rates(machine, regime, {"whole": StepTiming(3 * n, 2.0), "parameters": StepTiming(n, 1.0)})
     assert whole.host_memory == pytest.approx((30 * 3 * n + 20 * n) / 3)
     assert whole.moments_memory == 0.0
 
 
 def test_what_passes_through_the_device_is_as_fast_as_its_steps_showed() -> None:
-    """Cores and device share the memory: neither's rate says anything of the other, or of steps without a passage."""
+    """Cores and device share the memory: neither's rate says anything of the other, or of steps without GPU streaming."""
     regime, n = REGIMES["A"], ENOUGH_ELEMS
-    machine = replace(EMULATED, passage=5e9, beside_passage=6e9)
+    machine = replace(EMULATED, gpu_streaming=5e9, host_memory_while_streaming=6e9)
     took: dict[StepKind, StepTiming] = {
         "parameters": StepTiming(4 * n, 2.0),
-        "passage": StepTiming(n, 3.0),
+        "GPU streaming": StepTiming(n, 3.0),
         "moments": StepTiming(n, 1.0),
     }
     found = with_observed_rates(machine, regime, took, passed=26.0)
-    assert found.beside_passage == pytest.approx(18 * 4 * n / 2.0)
-    assert found.passage == pytest.approx(26 * n / 3.0)
+    assert found.host_memory_while_streaming == pytest.approx(18 * 4 * n / 2.0)
+    assert found.gpu_streaming == pytest.approx(26 * n / 3.0)
     assert found.moments_memory == pytest.approx(22 * n)
-    assert replace(found, passage=5e9, beside_passage=6e9, moments_memory=0.0) == machine
-    cores = with_observed_rates(machine, regime, {**took, "passage": StepTiming(n - 1, 3.0)}, passed=26.0)
+    assert replace(found, gpu_streaming=5e9, host_memory_while_streaming=6e9, moments_memory=0.0) == machine
+    cores = with_observed_rates(machine, regime, {**took, "GPU streaming": StepTiming(n - 1, 3.0)}, passed=26.0)
     assert replace(cores, moments_memory=0.0) == machine
 
 
 def test_into_second_copies_the_cores_are_as_fast_as_seen() -> None:
     regime, n = REGIMES["A"], ENOUGH_ELEMS
-    took: dict[StepKind, StepTiming] = {"second copy": StepTiming(n, 2.0), "passage": StepTiming(n, 1.0)}
-    both = with_observed_rates(replace(EMULATED, passage=5e9, beside_passage=6e9), regime, took, passed=26.0)
-    assert (both.beside_passage, both.passage) == (pytest.approx(26 * n / 2.0), pytest.approx(26 * n))
+    took: dict[StepKind, StepTiming] = {"second copy": StepTiming(n, 2.0), "GPU streaming": StepTiming(n, 1.0)}
+    both = with_observed_rates(
+        replace(EMULATED, gpu_streaming=5e9, host_memory_while_streaming=6e9), regime, took, passed=26.0
+    )
+    assert (both.host_memory_while_streaming, both.gpu_streaming) == (
+        pytest.approx(26 * n / 2.0),
+        pytest.approx(26 * n),
+    )
     assert with_observed_rates(EMULATED, regime, took).host_memory == pytest.approx((26 + 4) * n / 2.0)
 
 

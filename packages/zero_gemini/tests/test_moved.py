@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from meshfold import zero_gemini
 from meshfold.zero_gemini import ChunkPlacement, Memory
 from meshfold.zero_gemini.moved import MOVED, install, with_old_names
 from meshfold.zero_gemini.optimizer import dispatch, optimizer_kind
+from meshfold.zero_gemini.planner import H200
 
 
 @pytest.mark.parametrize("old", sorted(MOVED))
@@ -54,3 +56,11 @@ def test_renamed_classes_attributes_and_arguments_keep_their_old_names() -> None
     memory: Any = Memory(torch.device("cpu"))
     with pytest.warns(DeprecationWarning, match="host_arena"):
         assert memory.home is memory.host_arena
+    old_rates: Any = {"passage": 2e9, "beside_passage": 3e9, "passage_bytes": 4}
+    with pytest.warns(DeprecationWarning) as warned:
+        machine: Any = replace(H200, **old_rates)
+    assert len(warned) == 3
+    assert "Machine(passage=...) is now Machine(gpu_streaming=...)" in {str(one.message) for one in warned}
+    assert (machine.gpu_streaming, machine.host_memory_while_streaming, machine.streaming_bytes) == (2e9, 3e9, 4)
+    with pytest.warns(DeprecationWarning, match=r"Machine\.passage is now Machine\.gpu_streaming"):
+        assert machine.passage == 2e9

@@ -47,7 +47,7 @@ def test_a_step_that_was_left_in_the_middle_says_nothing() -> None:
     phases = PhaseClock(waiting, clock)
     phases.begin()
     phases.turn()
-    phases.let_go()
+    phases.stop()
     assert not waiting.is_watched and phases.take() is None
     phases.end()  # nothing was begun since
     assert phases.take() is None
@@ -60,7 +60,7 @@ def test_another_watch_is_left_alone() -> None:
     waiting = Waiting()
     phases = PhaseClock(waiting, HandClock())
     with waiting.watched(other):
-        phases.let_go()
+        phases.stop()
         assert waiting.is_watched
         with pytest.raises(RuntimeError, match="watched already"):
             phases.begin()

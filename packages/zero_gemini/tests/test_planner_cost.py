@@ -126,7 +126,7 @@ def split(machine: Machine) -> Workload:
 def test_what_passes_through_the_device_is_off_the_cores() -> None:
     rate, beside = 0.3 * MACHINE.host_memory, 0.9 * MACHINE.host_memory
     short = split(replace(MACHINE, flops=1e15))  # the backward has no time for more moments
-    passing = replace(MACHINE, passage=rate, beside_passage=beside, passage_bytes=MiB)
+    passing = replace(MACHINE, gpu_streaming=rate, host_memory_while_streaming=beside, streaming_bytes=MiB)
     alone, made = cpu(short, MACHINE), cpu(short, passing)
     assert alone.strategy == made.strategy == "just_in_time_split"
     n = LAYERS * E
@@ -144,7 +144,7 @@ def test_what_passes_through_the_device_is_off_the_cores() -> None:
 def test_the_device_leaves_moments_where_the_backward_has_time_for_them() -> None:
     """A third fewer bytes before the forward, for more in the backward: worth it while compute is longer there."""
     rate, n = 0.3 * MACHINE.host_memory, LAYERS * E
-    passing = replace(MACHINE, passage=rate, beside_passage=rate, passage_bytes=MiB, h2d=1e12)
+    passing = replace(MACHINE, gpu_streaming=rate, host_memory_while_streaming=rate, streaming_bytes=MiB, h2d=1e12)
     busy = replace(passing, flops=4e11)
     long = cpu(split(busy), busy)
     assert long.strategy == "just_in_time_split_on_device"
@@ -162,10 +162,10 @@ def test_the_device_leaves_moments_where_the_backward_has_time_for_them() -> Non
 
 
 def test_nothing_passes_through_where_all_is_on_the_device() -> None:
-    passing = replace(MACHINE, passage=1e9, beside_passage=1e9, passage_bytes=MiB)
+    passing = replace(MACHINE, gpu_streaming=1e9, host_memory_while_streaming=1e9, streaming_bytes=MiB)
     assert cuda(work(clipping=True), passing).peak_gpu_bytes == cuda(work(clipping=True), MACHINE).peak_gpu_bytes
-    with pytest.raises(SpecError, match="says nothing without beside_passage"):
-        replace(MACHINE, passage=1e9)
+    with pytest.raises(SpecError, match="says nothing without host_memory_while_streaming"):
+        replace(MACHINE, gpu_streaming=1e9)
 
 
 def test_the_whole_step_of_what_is_on_disk_moves_26_bytes_in_the_forward() -> None:
@@ -202,7 +202,7 @@ def test_out_of_place_the_device_takes_its_share() -> None:
     alone = table.chunk[:, 2, host].sum() * MACHINE.host_memory
     up = 2 * (2 * n - E)  # for each half of the step; the last of the forward is the first of the backward
     assert alone == pytest.approx((26 + 2) * n + up)
-    both = replace(MACHINE, passage=26e9, beside_passage=26e9)  # as many elements a second each
+    both = replace(MACHINE, gpu_streaming=26e9, host_memory_while_streaming=26e9)  # as many elements a second each
     table, _ = seconds_table(work(clipping=True, clip_probability=0.0), both, SPECULATIVE_STEP)
 
     def seconds(name: str) -> float:

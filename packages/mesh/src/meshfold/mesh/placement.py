@@ -22,7 +22,7 @@ from meshfold.mesh.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a dim that is split on its own.
+    """A span of a dim that is split on its own.
 
     Attributes:
         size: elements along the dim.

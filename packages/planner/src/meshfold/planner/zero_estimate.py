@@ -171,7 +171,7 @@ def trace_without_values(
     base = sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
     clock = OperatorClock(flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate)
     handles = [
-        parameter.register_post_accumulate_grad_hook(_let_go)
+        parameter.register_post_accumulate_grad_hook(_release_gradient)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
@@ -190,7 +190,7 @@ def trace_without_values(
     return tracer.trace(), clock.flop
 
 
-def _let_go(parameter: Tensor) -> None:
+def _release_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 

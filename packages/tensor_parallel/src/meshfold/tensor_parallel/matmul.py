@@ -207,19 +207,19 @@ def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, tuple[s
 
     Args:
         mesh: where it lies.
-        dim: the dim that has the stretches.
-        spans: (start, length, axes) of each stretch, in local elements; an axis may be a factor such as ``"tensor%2"``.
+        dim: the dim that has the spans.
+        spans: (start, length, axes) of each span, in local elements; an axis may be a factor such as ``"tensor%2"``.
     """
     if all(mesh.size(*axes) == 1 for _, _, axes in spans):
         return identity
     for _, _, axes in spans:
         mesh.prepare(*axes)
 
-    def sum_stretches(grad: Tensor) -> Tensor:
+    def sum_spans(grad: Tensor) -> Tensor:
         grad = grad.clone()
         for start, length, axes in spans:
-            stretch = grad.narrow(dim, start, length)
-            stretch.copy_(collectives.all_reduce(stretch, mesh.group(*axes)))
+            span = grad.narrow(dim, start, length)
+            span.copy_(collectives.all_reduce(span, mesh.group(*axes)))
         return grad
 
-    return mesh.once(("sum repeated", dim, spans), lambda: adjoint_pair(identity, sum_stretches))
+    return mesh.once(("sum repeated", dim, spans), lambda: adjoint_pair(identity, sum_spans))

@@ -8,10 +8,10 @@
     extra_state.pt          extra state of modules (get_extra_state) that is not plain data; what is, is in state.json
     state.json              everything else, and each file's size and checksum; its presence says that the folder is complete
 
-A large file is several, with an index (:mod:`meshfold.checkpoint.tensors.file_set`): tensors are dealt to the ranks, and each
-rank writes its own while the others gather the next. No rank ever holds more than two whole tensors beside its own
-blocks: one that is written and one that is gathered. The checkpoint is put in place once all of it is on the disk, from
-all ranks; an older one in that place is kept until then (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads,
+A large file is split into several, with an index (:mod:`meshfold.checkpoint.tensors.file_set`): each rank is assigned
+tensors and writes them while the others gather the next. A rank holds at most two whole tensors besides its own blocks:
+one that is being written and one that is being gathered. The checkpoint is put in place once all ranks have written it to
+disk; until then an older one in that place is kept (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads,
 through a memory map, the parts of the files that are its own. So all ranks must see the folder.
 
 A save beside the training (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
@@ -91,17 +91,17 @@ def write_checkpoint(
     """
     target = resolve_folder(path)
     what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
-    deals = [_deal(name, sources, world) for name, sources in files.items()]
+    assignments = [_assign(name, sources, world) for name, sources in files.items()]
     with ExitStack() as mine:  # of the first rank: the folder, while it is written
-        names = [*small, *(name for deal in deals for name in deal.files)]
+        names = [*small, *(name for assignment in assignments for name in assignment.files)]
         writing = begin_together(target, mine, names, world, what)
         error: Exception | None = None
-        for deal, sources in zip(deals, files.values(), strict=True):
-            error = _write_tensors(writing, deal, sources, world, all_read=all_read, error=error)
+        for assignment, sources in zip(assignments, files.values(), strict=True):
+            error = _write_tensors(writing, assignment, sources, world, all_read=all_read, error=error)
         fail_together(world, with_advice(error), what)
         error = None
         if first:
-            error = error_of(lambda: _finish(writing, target, deals, {"format": FORMAT_WHOLE, **state}, small))
+            error = error_of(lambda: _finish(writing, target, assignments, {"format": FORMAT_WHOLE, **state}, small))
         fail_together(world, with_advice(error), what)
 
 
@@ -122,16 +122,16 @@ def begin_together(target: Path, mine: ExitStack, files: Sequence[str], world: W
 def _finish(
     writing: Path,
     target: Path,
-    deals: list[FileAssignment],
+    assignments: list[FileAssignment],
     state: dict[str, Any],
     small_files: Mapping[str, Any],
 ) -> None:
-    for deal in deals:
-        deal.write_index(writing)
+    for assignment in assignments:
+        assignment.write_index(writing)
     commit_checkpoint(writing, target, state, small_files)
 
 
-def _deal(name: str, sources: dict[str, Source], world: World) -> FileAssignment:
+def _assign(name: str, sources: dict[str, Source], world: World) -> FileAssignment:
     announced = {key: TensorInfo(dtype=source.dtype, shape=source.shape) for key, source in sources.items()}
     differ = [key for key, source in sources.items() if not source.alike]
     return FileAssignment.make(name, announced, world.mesh.world_size, differ)
@@ -139,7 +139,7 @@ def _deal(name: str, sources: dict[str, Source], world: World) -> FileAssignment
 
 def _write_tensors(
     folder: Path,
-    deal: FileAssignment,
+    assignment: FileAssignment,
     sources: dict[str, Source],
     world: World,
     *,
@@ -149,13 +149,13 @@ def _write_tensors(
     """Gather each tensor, once, among ranks that have it together; its writer writes it. What failed here, if anything."""
     rank, members = world.mesh.rank, world.members
     writer: BackgroundWriter | None = None
-    if rank in deal.writers and error is None:
+    if rank in assignment.writers and error is None:
         try:
-            writer = BackgroundWriter(folder / deal.file_of(rank), deal.share(rank))
+            writer = BackgroundWriter(folder / assignment.file_of(rank), assignment.share(rank))
         except Exception as refused:
             error = refused
-    for name in writing_order(deal.announced):
-        chosen = deal.writer_of[name]
+    for name in writing_order(assignment.announced):
+        chosen = assignment.writer_of[name]
         if not all_read and chosen not in members:
             continue
         try:

@@ -128,8 +128,8 @@ class RankFile:
                 self._copies[name] = tuple(buffer(*of) for of in zip(there, found, strict=True))
                 yield from zip(self._copies[name], found, strict=True)
 
-    def let_go(self) -> None:
-        """All is copied: the tensors may go."""
+    def drop_sources(self) -> None:
+        """Drop the references to the tensors: all of them are copied."""
         self._kept = {tensor: StoredValue((), parts.whole) for tensor, parts in self._kept.items()}
         self._sources = {}
 

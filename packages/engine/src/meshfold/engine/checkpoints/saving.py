@@ -192,7 +192,7 @@ class Saver:
                 copying.run(pair for file in files for pair in file.copies(self._buffer))
                 save.note_copied()
                 for file in files:
-                    file.let_go()
+                    file.drop_sources()
             except Exception as error:
                 for file in files:
                     file.give_up(with_advice(error) or error)

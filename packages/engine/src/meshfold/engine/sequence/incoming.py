@@ -26,13 +26,13 @@ class Forward:
     """The forward under way.
 
     Attributes:
-        dealing: of its sequences.
+        sharding: of its sequences.
         rows: of the batch.
         share: this rank's share of the targets that count, float64; None if the model was given no labels.
         documents: packed into each row, which attention keeps to; None if there are none.
     """
 
-    dealing: SequenceSharding
+    sharding: SequenceSharding
     rows: int
     share: Tensor | None
     documents: Documents | None
@@ -46,7 +46,7 @@ class Incoming:
     ) -> None:
         """Args:
         model: that is called.
-        mesh, mode: how sequences are dealt.
+        mesh, mode: how sequences are sharded.
         labels: of the model.
         written: the spec, for messages.
         """
@@ -78,21 +78,21 @@ class Incoming:
                 "are what is split"
             )
         rows, length = tokens.shape[:2]
-        dealt = sequence_sharding(length, self._mesh, self._mode)
+        sharding = sequence_sharding(length, self._mesh, self._mode)
         rank = self._mesh.index(*self._axes)
         self._refuse_parts(given)
         documents = self._documents(given, rows, length)
         self._drop_mask(given, length)
-        share = self._labels.deal(given, dealt, rank, rows)
+        share = self._labels.shard(given, sharding, rank, rows)
         for name, value in given.items():
             along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
             if along and value.shape[0] in (1, rows) and name not in ("labels", "shift_labels"):
-                given[name] = dealt.shard(value, rank)
+                given[name] = sharding.shard(value, rank)
         if self._caches:
             given["use_cache"] = False  # keys and values of a part of the tokens, which nobody could use
         if training:
-            set_token_shards(TokenShards(length=length, index=dealt.indices(rank).to(tokens.device)))
-        now = Forward(dealing=dealt, rows=rows, share=share, documents=documents)
+            set_token_shards(TokenShards(length=length, index=sharding.indices(rank).to(tokens.device)))
+        now = Forward(sharding=sharding, rows=rows, share=share, documents=documents)
         return tuple(given.pop(name, None) for name in names), given, now
 
     def _refuse(self, why: str) -> NoReturn:
@@ -122,7 +122,7 @@ class Incoming:
         if isinstance(mask, Tensor):
             if mask.dim() != 2 or mask.shape[1] != length:
                 self._refuse(
-                    f"an attention_mask {list(mask.shape)} cannot be dealt with the tokens: leave it out, and pad on the right"
+                    f"an attention_mask {list(mask.shape)} cannot be split with the tokens: leave it out, and pad on the right"
                 )
             real = mask.bool()
             # A causal model's tokens do not see padding behind them.
@@ -220,7 +220,7 @@ class Labels:
             return None
         return labels if self.kind == "as they are" else next_tokens(labels, ignore_index=IGNORE_INDEX)
 
-    def deal(self, given: dict[str, Any], dealt: SequenceSharding, rank: int, rows: int) -> Tensor | None:
+    def shard(self, given: dict[str, Any], sharding: SequenceSharding, rank: int, rows: int) -> Tensor | None:
         """Put this rank's labels in place of all.
 
         Returns:
@@ -235,15 +235,15 @@ class Labels:
             return None
         self.require("the model")
         for name, value in found.items():
-            if not isinstance(value, Tensor) or tuple(value.shape) != (rows, dealt.length):
+            if not isinstance(value, Tensor) or tuple(value.shape) != (rows, sharding.length):
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise SpecError(
-                    f"{self._written}: {name} {shape} for tokens {(rows, dealt.length)}: where a sequence is split, each token has "
-                    "its own label"
+                    f"{self._written}: {name} {shape} for tokens {(rows, sharding.length)}: where a sequence is split, each "
+                    "token has its own label"
                 )
         moved = self.moved(found)
         assert moved is not None  # there are some
-        mine = dealt.shard(moved, rank, pad=IGNORE_INDEX)
+        mine = sharding.shard(moved, rank, pad=IGNORE_INDEX)
         given["labels"] = mine
         if self.kind == "shift_labels":
             given["shift_labels"] = mine

@@ -1,7 +1,7 @@
 """Hooks around a model whose sequences are split.
 
-Ranks along the sequence axes are given the same rows. On the way in, tokens, labels and positions are dealt as the mode
-deals them; labels are moved by one token before, since a part of a sequence cannot know its next token. On the way out the
+Ranks along the sequence axes are given the same rows. On the way in, tokens, labels and positions are sharded as the
+mode says; labels are shifted by one token before, since a part of a sequence cannot know its next token. On the way out the
 ranks' losses are put together to that of the whole sequences, or, without labels, outputs are gathered along the tokens. The
 gradient of what comes out is summed over the ranks, as if each had used the whole for a loss of its own.
 """
@@ -102,7 +102,7 @@ class SplitAttention:
     def begin(self, now: Forward) -> None:
         """Say what the forward under way is of."""
         documents = None if now.documents is None else self._attended(now.documents, now)
-        self._parallel.set_batch(length=now.dealing.length, documents=documents)
+        self._parallel.set_batch(length=now.sharding.length, documents=documents)
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -119,7 +119,7 @@ class SplitAttention:
         """
         if len(documents) == 1 or self._world.mode is None:
             return documents
-        unit, mesh = row_multiple(self._model, now.dealing.local), self._world.mesh
+        unit, mesh = row_multiple(self._model, now.sharding.local), self._world.mesh
         rows = -(-now.rows // unit) * unit
         axes = find_mode(self._world.mode).layout("hidden")["m"]  # type: ignore[arg-type]
         each = rows // mesh.size(*axes)
@@ -140,7 +140,7 @@ class Outgoing:
 
     def __init__(self, mesh: Mesh, mode: str | Callable[..., object], written: str) -> None:
         """Args:
-        mesh, mode: how sequences are dealt.
+        mesh, mode: how sequences are sharded.
         written: the spec, for messages.
         """
         self._mesh, self._axes, self._written = mesh, sequence_mode(mode, mesh).axes, written
@@ -175,31 +175,31 @@ class Outgoing:
         return gather(part.view(1), self._mesh, 0, self._axes).sum().to(mine.dtype)
 
     def _whole(self, value: Tensor, now: Forward) -> Tensor:
-        local = now.dealing.local
+        local = now.sharding.local
         if value.dim() < 2 or value.shape[0] != now.rows or value.shape[1] != local:
             self._refuse(
                 f"the model returned a tensor {list(value.shape)}, and where a sequence is split each rank's outputs have to lie "
                 f"along its tokens, here [{now.rows}, {local}, ...], so that they can be put together"
             )
-        return now.dealing.join(gather(value, self._mesh, 1, self._axes), 1)
+        return now.sharding.join(gather(value, self._mesh, 1, self._axes), 1)
 
     def _beside(self, name: str, value: Tensor, now: Forward) -> Tensor:
         """An output beside the loss: one along the tokens is put together when somebody reads it."""
-        dealing, rows, mesh, axes = now.dealing, now.rows, self._mesh, self._axes
-        along = value.dim() > 1 and value.shape[:2] == (rows, dealing.local)
-        if value.is_meta or not (along or (value.dim() > 1 and value.shape[0] == rows * dealing.local)):
+        sharding, rows, mesh, axes = now.sharding, now.rows, self._mesh, self._axes
+        along = value.dim() > 1 and value.shape[:2] == (rows, sharding.local)
+        if value.is_meta or not (along or (value.dim() > 1 and value.shape[0] == rows * sharding.local)):
             return value
         inner = value.shape[2:] if along else value.shape[1:]
-        shape = (rows, dealing.length, *inner) if along else (rows * dealing.length, *inner)
+        shape = (rows, sharding.length, *inner) if along else (rows * sharding.length, *inner)
 
         def whole(piece: Tensor) -> Tensor:
-            local = piece.reshape(rows, dealing.local, *inner)
-            return dealing.join(gather_blocks(local, mesh, 1, axes), 1).reshape(shape)
+            local = piece.reshape(rows, sharding.local, *inner)
+            return sharding.join(gather_blocks(local, mesh, 1, axes), 1).reshape(shape)
 
         def piece(grad: Tensor) -> Tensor:
-            rows_of_all = grad.reshape(rows, dealing.length, *inner)
-            dealt = torch.cat([dealing.shard(rows_of_all, rank, 1) for rank in range(dealing.ranks)], 1)
-            return scatter_sums(dealt, mesh, 1, axes).reshape(value.shape)
+            rows_of_all = grad.reshape(rows, sharding.length, *inner)
+            sharded = torch.cat([sharding.shard(rows_of_all, rank, 1) for rank in range(sharding.ranks)], 1)
+            return scatter_sums(sharded, mesh, 1, axes).reshape(value.shape)
 
         return lazy_gather(value, ShardedOutput(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece))
 

@@ -86,8 +86,10 @@ class MeasuredPlans:
             gpu_bytes=available_device_bytes(world.device),
         )
         # A first step reads nothing from a disk: what is written nowhere is zero.
-        paces: dict[StepKind, StepTiming] = {what: pace for what, pace in watcher.paces.items() if what != "disk"}
-        machine = with_observed_rates(machine, self._regime, paces)
+        timings: dict[StepKind, StepTiming] = {
+            what: timing for what, timing in watcher.timings.items() if what != "disk"
+        }
+        machine = with_observed_rates(machine, self._regime, timings)
         told = all_gather_object(
             [as_words(worst(watcher.traces, seconds=min)), asdict(machine)],
             world.stage_group,
@@ -121,25 +123,25 @@ class MeasuredPlans:
         made: Plan,
         *,
         peak: int,
-        paces: Mapping[StepKind, StepTiming],
+        timings: Mapping[StepKind, StepTiming],
         compute: PhaseSeconds | None,
     ) -> Plan:
-        """A plan as its first steps showed it: nothing moves, but its seconds and bytes are of what was seen.
+        """Return a plan with the seconds and bytes that its first steps showed. Nothing moves.
 
-        A trace knows the most at every moment of all that is no model data, and the most of model data, not whether both
-        came at once: what the whole step did not take can be had by chunks. And no step before a plan has its passage.
-        All ranks of a stage must call, and find the same.
+        A trace knows the peak of model data and that of other data at each timestep, but not whether both occurred at
+        once: memory that the step did not use is available to chunks. No step before a plan uses GPU streaming.
+        Collective over the ranks of a stage; all return the same.
 
         Args:
             made: the plan.
             peak: bytes of the device that its steps took at most; 0 where nobody counts them.
-            paces: of the host's steps under it.
+            timings: of the host's steps under it.
             compute: of one micro-step under it; None: as planned with. The slowest rank's counts.
         """
         passed = 0.0
-        if made.machine.passage:
+        if made.machine.gpu_streaming:
             passed = self._regime.first_pass if made.strategy == SPLIT_STEP_ON_DEVICE else self._regime.step
-        machine = with_observed_rates(made.machine, self._regime, paces, passed=passed)
+        machine = with_observed_rates(made.machine, self._regime, timings, passed=passed)
         mine = None if compute is None else [compute.forward, compute.backward]
         told = all_gather_object([peak, asdict(machine), mine], self._world.stage_group, self._world.device)
         most, workload = max(most for most, _, _ in told), made.workload

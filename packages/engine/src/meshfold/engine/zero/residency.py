@@ -141,7 +141,7 @@ class Residency:
         self._pressure, self._recomputes = Pressure(world), recomputes
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
-        self._paces: dict[StepKind, StepTiming] = {}  # of the host's optimizer in them, from the third on
+        self._timings: dict[StepKind, StepTiming] = {}  # of the host's optimizer in them, from the third on
         self._peak_gpu = self._peak_host = 0
         self._shrunk = 0.0
         self._in_flight: InFlight | None = None
@@ -156,7 +156,7 @@ class Residency:
 
     def begin(self) -> None:
         """Before a forward whose backward will follow."""
-        self._watcher.let_go()
+        self._watcher.stop()
         if not self._begun:
             self._begun = time.perf_counter()
             if self.plan is not None and self._world.device.type == "cuda":
@@ -225,8 +225,8 @@ class Residency:
             return
         device, auto = self._world.device, self._spec.placement == "auto"
         if self._is_settled:
-            self._paces |= {
-                what: pace + self._paces.get(what, StepTiming()) for what, pace in self._watcher.paces.items()
+            self._timings |= {
+                what: timing + self._timings.get(what, StepTiming()) for what, timing in self._watcher.timings.items()
             }
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
@@ -249,7 +249,7 @@ class Residency:
         if len(self._took) < 2:
             return None
         steps: dict[str, float] = {
-            what: pace.elements / pace.seconds for what, pace in self._paces.items() if pace.seconds
+            what: timing.elements / timing.seconds for what, timing in self._timings.items() if timing.seconds
         }
         return Measured(
             seconds=median(self._took[1:]), gpu_bytes=self._peak_gpu, host_bytes=self._peak_host, host_steps=steps
@@ -272,7 +272,7 @@ class Residency:
 
     def relieve(self) -> None:
         """Free device memory: by a plan with a lower limit, or before the first plan by moving some chunks to the host."""
-        self._watcher.let_go()
+        self._watcher.stop()
         self._gemini.abandon()
         self._shrunk += SHRINK
         there, kept = self._on_device(), self._kept()
@@ -371,7 +371,7 @@ class Residency:
         self._pressure.forget()
         self._took.clear()
         self._watcher.times.clear()
-        self._paces = {}
+        self._timings = {}
         self._peak_gpu = self._peak_host = 0
         chunks = self._gemini.chunks
         self._gemini.stream_on_gpu(False)
@@ -385,7 +385,7 @@ class Residency:
                     for made in plan.chunks
                 }
             )
-        passes = plan.machine.passage > 0 and any(made.state == "host" for made in plan.chunks)
+        passes = plan.machine.gpu_streaming > 0 and any(made.state == "host" for made in plan.chunks)
         self._gemini.stream_on_gpu(passes, halves=plan.strategy == SPLIT_STEP_ON_DEVICE)
         self._gemini.step_speculatively(plan.strategy == SPECULATIVE_STEP)
         limit = plan.limits.gpu_bytes
@@ -399,7 +399,7 @@ class Residency:
         self._to(Phase.CORRECTED if self.phase is Phase.TRIAL else Phase.STEADY)
         plan = self.plan
         assert plan is not None  # steps are counted from the plan on
-        seen = self._plans.seen(plan, peak=self._peak_gpu, paces=self._paces, compute=self._watcher.compute)
+        seen = self._plans.seen(plan, peak=self._peak_gpu, timings=self._timings, compute=self._watcher.compute)
         if (seen.workload, seen.machine) == (plan.workload, plan.machine):
             return
         self.plan = seen

@@ -38,7 +38,7 @@ class Watcher:
     Attributes:
         traces: so far.
         tokens: of the last forward that was traced.
-        paces: of the optimizer's steps on the host, during the last step.
+        timings: of the optimizer's steps on the host, during the last step.
         times: of the steps whose time was taken.
     """
 
@@ -52,7 +52,7 @@ class Watcher:
         self._model, self._gemini, self._device, self._blocks = model, gemini, device, blocks
         self.traces: list[Trace] = []
         self.tokens = 1
-        self.paces: dict[StepKind, StepTiming] = {}
+        self.timings: dict[StepKind, StepTiming] = {}
         self.times: list[PhaseSeconds] = []
         self._traced = False  # in this optimizer step
         self._tracer: StepTracer | None = None
@@ -62,7 +62,7 @@ class Watcher:
 
     def begin(self) -> None:
         """Before a forward: watch, if nothing of this optimizer step was watched yet."""
-        self.let_go()
+        self.stop()
         if self._traced:
             return
         if self._device.type == "cuda":
@@ -79,7 +79,7 @@ class Watcher:
 
     def time(self) -> None:
         """Before a forward: take its time and its backward's, if it is the first of this optimizer step."""
-        self.let_go()
+        self.stop()
         if not self._traced:
             self._traced = True
             self._phases.begin()
@@ -99,21 +99,21 @@ class Watcher:
         """After the backward."""
         tracer = self._tracer
         self._phases.end()
-        self.let_go()
+        self.stop()
         if tracer is not None:
             self.traces.append(tracer.trace())
             self._traced = True
 
-    def let_go(self) -> None:
+    def stop(self) -> None:
         """Stop watching."""
         self._tracer = None
-        self._phases.let_go()
+        self._phases.stop()
         self._watch.close()
 
     def step_over(self) -> None:
         """After an optimizer step."""
         self._traced = False
-        self.paces = self._gemini.take_step_timings()
+        self.timings = self._gemini.take_step_timings()
         if (took := self._phases.take()) is not None:
             self.times.append(took)
 

@@ -114,10 +114,10 @@ def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
     stages = 2 * waves * ranks
     costs = Costs().for_stages(stages)
 
-    def greedy(window: int, stretch: float) -> tuple[float, Lists] | None:
+    def greedy(window: int, stage_weight: float) -> tuple[float, Lists] | None:
         def key(op: Op, stage: int, microbatch: int) -> float:
             alone = stage if op is Op.F else stages + 2 * (stages - 1 - stage)
-            return stretch * alone + 3 * waves * microbatch
+            return stage_weight * alone + 3 * waves * microbatch
 
         return ListScheduler(
             home=wave_home(ranks, 2 * waves),
@@ -130,7 +130,7 @@ def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
         ).run(ranks)
 
     windows = sorted({min(microbatches, window) for window in (ranks, 2 * ranks - 1, 2 * ranks, 3 * ranks)})
-    tried = [greedy(window, stretch) for window in windows for stretch in (1.0, 1.5, 3.0)]
+    tried = [greedy(window, stage_weight) for window in windows for stage_weight in (1.0, 1.5, 3.0)]
     return min((one for one in tried if one is not None), key=lambda one: one[0])[1]
 
 

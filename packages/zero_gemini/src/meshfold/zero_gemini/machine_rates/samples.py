@@ -135,7 +135,9 @@ def _rates_of(device: torch.device, regime: Regime) -> Machine:
     through, cores = _together(device, regime)
     gained = through / regime.step + (cores - cores_alone) / regime.first_pass  # elements a second
     if gained > (WORTH_IT - 1) * cores_alone / regime.first_pass:
-        machine = replace(machine, passage=through, beside_passage=cores, passage_bytes=STREAMING_BYTES)
+        machine = replace(
+            machine, gpu_streaming=through, host_memory_while_streaming=cores, streaming_bytes=STREAMING_BYTES
+        )
     return replace(machine, gpu_memory=_gpu_memory(device), h2d=up, d2h=down, pcie_both=both)
 
 
@@ -340,7 +342,7 @@ ENOUGH_ELEMS = 2**24
 
 
 def with_observed_rates(
-    machine: Machine, regime: Regime, paces: Mapping[StepKind, StepTiming], *, passed: float = 0.0
+    machine: Machine, regime: Regime, timings: Mapping[StepKind, StepTiming], *, passed: float = 0.0
 ) -> Machine:
     """Return the machine with the host-memory and disk rates that the optimizer's steps showed.
 
@@ -353,31 +355,31 @@ def with_observed_rates(
     first halves before a forward (H200 hosts), and one rate for both made plans 24 to 30 % too slow there.
 
     Where the device steps some of the host's chunks, cores and device share the host's memory as they do in no sample: on
-    H200 hosts the cores were 7 to 34 % faster than beside a sample's passage, the device up to a third slower.
+    H200 hosts the cores were 7 to 34 % faster than beside a sample of GPU streaming, the device up to a third slower.
 
     A disk may be slower for hundreds of GiB than for the one of a sample. Its rates change in proportion.
 
     Args:
         machine: measured by a sample.
         regime: bytes an element.
-        paces: of some steps; with too few elements in them the machine is what it was.
+        timings: of some steps; with too few elements in them the machine is what it was.
         passed: bytes an element that passed through the device in these steps; 0: none did, as before there is a plan.
     """
 
     def rate(moved: Mapping[StepKind, float]) -> float:
         """Bytes a second of steps that move so many an element, by what they do; 0 if they were of too few elements."""
-        seen = {what: pace for what, pace in paces.items() if what in moved and pace.seconds > 0}
-        if sum(pace.elements for pace in seen.values()) < ENOUGH_ELEMS:
+        seen = {what: timing for what, timing in timings.items() if what in moved and timing.seconds > 0}
+        if sum(timing.elements for timing in seen.values()) < ENOUGH_ELEMS:
             return 0.0
-        total = sum(moved[what] * pace.elements for what, pace in seen.items())
-        return total / sum(pace.seconds for pace in seen.values())
+        total = sum(moved[what] * timing.elements for what, timing in seen.items())
+        return total / sum(timing.seconds for timing in seen.values())
 
     up, both_ways = regime.parameter, regime.parameter + regime.gradient
     if passed:
         cores = rate({"parameters": regime.first_pass, "second copy": regime.out_of_place})
-        device = rate({"passage": passed})
+        device = rate({"GPU streaming": passed})
         if cores and device:
-            machine = replace(machine, beside_passage=cores, passage=device)
+            machine = replace(machine, host_memory_while_streaming=cores, gpu_streaming=device)
     elif found := rate(
         {
             "parameters": regime.first_pass + up,
@@ -386,7 +388,9 @@ def with_observed_rates(
         }
     ):
         share = found / machine.host_memory
-        machine = replace(machine, host_memory=found, beside_passage=share * machine.beside_passage)
+        machine = replace(
+            machine, host_memory=found, host_memory_while_streaming=share * machine.host_memory_while_streaming
+        )
     if found := rate({"moments": regime.second_pass + both_ways}):
         machine = replace(machine, moments_memory=found)
     if found := rate({"disk": regime.state}):  # each of its bytes is read and written

@@ -63,7 +63,7 @@ class AdamStepper(AdamValues):
     Attributes:
         disk: where state on disk lies; None without.
         faults: keeps what fails of a promised step, which cannot raise in the middle of a collective.
-        paces: of steps on the host.
+        timings: of steps on the host.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AdamStepper(AdamValues):
         self._groups: dict[Tensor, Any] = {}
         self._coming: list[Piece] = []
         self._streaming: GpuStreaming | None = None
-        self.faults, self.paces = faults or Faults(), StepTimer()
+        self.faults, self.timings = faults or Faults(), StepTimer()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
         """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.
@@ -293,7 +293,7 @@ class AdamStepper(AdamValues):
             first=self._first[chunk],
             seed=self._seed,
             runs=self._runs(chunk, used, groups),
-            paces=self.paces,
+            timings=self.timings,
         )
 
     def _count(self, chunk: Chunk, used: set[str]) -> None:

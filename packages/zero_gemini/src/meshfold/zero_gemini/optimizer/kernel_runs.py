@@ -53,7 +53,7 @@ class ChunkStep:
         first: global number of the shard's first element.
         seed: of stochastic rounding.
         runs: in order.
-        paces: timings of steps in the host's memory are added here.
+        timings: timings of steps in the host's memory are added here.
     """
 
     held: Held
@@ -62,7 +62,7 @@ class ChunkStep:
     first: int
     seed: int
     runs: list[Run]
-    paces: StepTimer
+    timings: StepTimer
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -78,7 +78,7 @@ class ChunkStep:
         return sum(run.end - run.begin for run in self.runs)
 
     def _do_on_host(self, what: StepKind, kernel: Callable[..., None]) -> None:
-        with self.paces.clock("disk" if self.held.place == "disk" else what, self._elements):
+        with self.timings.clock("disk" if self.held.place == "disk" else what, self._elements):
             self._do(kernel)
 
     def _do(self, kernel: Callable[..., None]) -> None:
@@ -155,7 +155,7 @@ class ChunkStep:
             if not wanted():
                 return
             ready()
-            with self.paces.clock("second copy", self._elements):
+            with self.timings.clock("second copy", self._elements):
                 for run in self.runs:
                     before, into = self.held.both(run.begin, run.end)
                     adam_step(
@@ -196,7 +196,7 @@ class ChunkStep:
                 seed=self.seed,
             )
 
-        with self.paces.clock("passage", self._elements):  # until the last pieces are going up
+        with self.timings.clock("GPU streaming", self._elements):  # until the last pieces are going up
             return streaming.step(
                 self.held.in_memory(self.gradient),
                 self.spans,
@@ -221,7 +221,7 @@ def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> A
     )
 
 
-StepKind = Literal["whole", "parameters", "moments", "passage", "second copy", "disk"]
+StepKind = Literal["whole", "parameters", "moments", "GPU streaming", "second copy", "disk"]
 """Kind of an optimizer step: whole, one of its halves (see :mod:`meshfold.zero_gemini.optimizer.cpu_executor`), by the
 device, into a second copy of the state, or of state on a disk."""
 

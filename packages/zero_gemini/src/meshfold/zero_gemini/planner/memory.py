@@ -122,14 +122,14 @@ def gradient_ring(workload: Workload) -> int:
     return 2 * int(np.ceil(workload.regime.gradient * max(sizes, default=0)))
 
 
-def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats, passage_bytes: int = 0) -> Table:
+def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats, streaming_bytes: int = 0) -> Table:
     """Rows: GPU bytes at every moment, then host, then disk. ``gpu`` is the sum of :func:`gpu_kinds`.
 
-    ``passage_bytes`` are the GPU's as soon as state lives on the host.
+    ``streaming_bytes`` are the GPU's as soon as state lives on the host.
     """
     build = Builder(len(workload.chunks), len(workload.layers))
     moments = [f"gpu at moment {t}" for t in range(workload.moments)]
-    others = np.array(workload.non_model_bytes) + (0 if mode == GPU_ONLY else passage_bytes)
+    others = np.array(workload.non_model_bytes) + (0 if mode == GPU_ONLY else streaming_bytes)
     build.add(*moments, base=others, chunk=gpu, layer=layer_bytes(workload))
     host, disk = home_bytes(workload, strategy)
     base = workload.host_base_bytes

@@ -106,13 +106,13 @@ class Case:
         found = self.workload.strategies
         if found is None:
             found = (SPLIT_STEP, SPECULATIVE_STEP) if self.workload.clipping else (NONE,)
-        return (*found, SPLIT_STEP_ON_DEVICE) if SPLIT_STEP in found and self.machine.passage else found
+        return (*found, SPLIT_STEP_ON_DEVICE) if SPLIT_STEP in found and self.machine.gpu_streaming else found
 
     def problem(self, strategy: str, mode: str) -> Problem:
         if strategy not in self._seconds:
             self._seconds[strategy] = seconds_table(self.workload, self.machine, strategy)
         time, phases = self._seconds[strategy]
-        memory = memory_table(self.workload, strategy, mode, self.gpu, self.machine.passage_bytes)
+        memory = memory_table(self.workload, strategy, mode, self.gpu, self.machine.streaming_bytes)
         return Problem(strategy=strategy, mode=mode, time=time, phases=phases, memory=memory, limits=self.bounds)
 
     def problems(self) -> Iterator[Problem]:

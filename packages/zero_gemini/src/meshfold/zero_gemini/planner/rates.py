@@ -10,11 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from meshfold.mesh import SpecError
+from meshfold.zero_gemini.moved import with_old_names
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
-_MAY_BE_NONE = ("disk_bytes", "passage", "beside_passage", "passage_bytes", "moments_memory")
+_MAY_BE_NONE = ("disk_bytes", "gpu_streaming", "host_memory_while_streaming", "streaming_bytes", "moments_memory")
+_OLD_NAMES = {
+    "passage": "gpu_streaming",
+    "beside_passage": "host_memory_while_streaming",
+    "passage_bytes": "streaming_bytes",
+}
 
 
+@with_old_names(_OLD_NAMES, arguments=_OLD_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Rates of one rank's share of a machine. Rates are per second; all of them must be above zero.
@@ -48,15 +55,14 @@ class Machine:
     """bytes of host memory."""
     disk_bytes: int
     """bytes of disk for optimizer state; 0: no disk."""
-    passage: float = 0.0
-    """bytes/s of state, up and down together, that the device steps for the host while the cores step other chunks; 0: it
-    does not."""
-    beside_passage: float = 0.0
-    """bytes/s of host memory that the cores reach meanwhile, while the parameters that both have stepped go up as well."""
+    gpu_streaming: float = 0.0
+    """bytes/s of host state, up and down together, that the GPU steps while the CPU steps other chunks; 0: no GPU streaming."""
+    host_memory_while_streaming: float = 0.0
+    """bytes/s of host memory for the CPU's steps meanwhile, with the copies of stepped parameters to the GPU."""
     moments_memory: float = 0.0
     """bytes/s of host memory beside a backward in which the cores step moments; 0: ``host_memory``."""
-    passage_bytes: int = 0
-    """bytes of GPU memory that state passes through."""
+    streaming_bytes: int = 0
+    """bytes of GPU memory of the buffer for GPU streaming."""
     cpu_optimizer: Mapping[str, float] = field(default_factory=dict)
     """elements/s of a CPU optimizer step in cache, by regime; one that is missing is limited by host memory alone."""
 
@@ -66,8 +72,10 @@ class Machine:
             least = 0 if entry.name in _MAY_BE_NONE else 1
             if isinstance(value, int | float) and not value >= least:
                 raise SpecError(f"machine {self.name!r}: {entry.name}={value!r} must be at least {least}")
-        if self.passage and not self.beside_passage:
-            raise SpecError(f"machine {self.name!r}: passage={self.passage!r} says nothing without beside_passage")
+        if self.gpu_streaming and not self.host_memory_while_streaming:
+            raise SpecError(
+                f"machine {self.name!r}: gpu_streaming={self.gpu_streaming!r} says nothing without host_memory_while_streaming"
+            )
         for regime, rate in self.cpu_optimizer.items():
             if not rate > 0:
                 raise SpecError(f"machine {self.name!r}: cpu_optimizer[{regime!r}]={rate!r} must be above 0")

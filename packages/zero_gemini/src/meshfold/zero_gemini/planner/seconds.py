@@ -200,7 +200,7 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
     cpu = loads.cpu_of(step) if halves else loads.cpu()
     up = loads.up_forward
     # The cores' rate beside the device's steps is one while what both have stepped goes up too.
-    within = regime.parameter * split * (machine.passage > 0)
+    within = regime.parameter * split * (machine.gpu_streaming > 0)
     fresh, more = regime.parameter * loads.elems - within, up - np.minimum(up, within)
     through = (regime.step + regime.gradient) / 2 * (1 - loads.cores) * split
     build.add("compute", base=loads.forward.sum(), chunk=loads.gpu_step + loads.renewed)
@@ -310,20 +310,22 @@ class Loads:
     def _dealt(self, strategy: str) -> tuple[float, float]:
         """The cores' share of what the host steps before a forward, and the host memory's bytes/s that they have then."""
         machine, regime = self.machine, self.regime
-        if not machine.passage:
+        if not machine.gpu_streaming:
             return 1.0, machine.host_memory
-        cores = machine.beside_passage / regime.first_pass
+        cores = machine.host_memory_while_streaming / regime.first_pass
         passed = regime.first_pass if strategy == SPLIT_STEP_ON_DEVICE else regime.step
         # of what only the parameters come down of more goes up: no more than there is room for, beside the parameters
         most = machine.h2d / ((regime.step + regime.gradient) / 2 + regime.parameter)
-        return cores / (cores + min(machine.passage / passed, most)), machine.beside_passage
+        return cores / (cores + min(machine.gpu_streaming / passed, most)), machine.host_memory_while_streaming
 
     def out_of_place(self) -> tuple[Floats, Floats]:
         """Return, for speculative steps, the seconds that cores and device need together, and the elements that are the device's;
         chunk option."""
         machine, regime = self.machine, self.regime
-        cores = (machine.beside_passage if machine.passage else machine.host_memory) / regime.out_of_place
-        device = machine.passage / regime.step
+        cores = (
+            machine.host_memory_while_streaming if machine.gpu_streaming else machine.host_memory
+        ) / regime.out_of_place
+        device = machine.gpu_streaming / regime.step
         together = cores + device
         return self.elems / together, self.elems * device / together
 

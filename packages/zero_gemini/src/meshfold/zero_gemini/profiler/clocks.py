@@ -181,9 +181,9 @@ class PhaseClock:
         """After the backward."""
         if len(self._marks) == 2:
             self._marks.append(self._clock.mark())
-        self.let_go()
+        self.stop()
 
-    def let_go(self) -> None:
+    def stop(self) -> None:
         """Stop watching."""
         self._watching.close()
 

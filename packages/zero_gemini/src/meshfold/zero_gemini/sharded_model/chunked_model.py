@@ -255,7 +255,7 @@ class ChunkedModel(ParameterValues):
 
     def take_step_timings(self) -> dict[StepKind, StepTiming]:
         """Return Adam's step timings on the host since the last call; empty for other optimizers."""
-        return self._stepper.paces.take() if isinstance(self._stepper, AdamStepper) else {}
+        return self._stepper.timings.take() if isinstance(self._stepper, AdamStepper) else {}
 
     def _steps_in_background(self, chunk: Chunk) -> bool:
         return self._stepper is not None and self._stepper.steps_in_background(chunk)
