@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +19,7 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, build
 
+linear_cross_entropy = importlib.import_module("meshfold.kernels.linear_cross_entropy")
 ALWAYS = dict(norm=True, gated=True, rotary=True, loss=True)
 WORDS = 40
 IDS = torch.randint(1, WORDS, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -84,6 +87,10 @@ def gpt() -> nn.Module:
     return GPT(GPTConfig(vocab_size=WORDS, hidden=16, layers=2, heads=2, max_positions=16, dropout=0.1))
 
 
+def deep() -> nn.Module:
+    return build("llama-tiny", hidden=16, layers=4, heads=2, kv_heads=1, ffn=24, vocab_size=WORDS, max_positions=16)
+
+
 def hugging_face() -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="this test trains a model of transformers")
     return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
@@ -103,9 +110,13 @@ def hugging_face() -> nn.Module:
 fused_losses: list[str] = []  # the heads that made one
 
 
+later_losses: list[bool] = []  # for each, whether its gradients wait for the backward
+
+
 class Counted(Head):
     def loss(self, *args: Any) -> Tensor:
         fused_losses.append(self.name)
+        later_losses.append(linear_cross_entropy._later > 0)
         return super().loss(*args)
 
 
@@ -208,14 +219,72 @@ def test_on_two_ranks(model: str, spec: str) -> None:
     make = MODELS[model][0]
     fused_losses.clear()
     (want, weights, _), (got, others, fused) = (trained(make, SPLIT[spec], kernels) for kernels in ("off", ALWAYS))
-    assert "linear + cross entropy" in fused or spec == "pipeline"
+    last = spec != "pipeline" or dist.get_rank() == 1
+    assert ("linear + cross entropy" in fused) == last
     # Under tensor parallelism a model with a loss of its own gets whole logits.
     # Else one a step and one an evaluation, save the first of each, whose operations are looked at where tokens or words are split.
-    assert len(fused_losses) in ((0,) if spec == "pipeline" or (model, spec) == ("own", "tensor") else (2, 3, 4))
+    # In a pipeline one a micro-batch, where the last stage is.
+    known = {"pipeline": (4 * 4 * last,), "tensor": (0,) if model == "own" else (2, 3, 4)}
+    assert len(fused_losses) in known.get(spec, (2, 3, 4))
     tolerance = 1e-4 if model == "Hugging Face" else 1e-9
     assert got == pytest.approx(want, rel=tolerance)
     for name, value in weights.items():
         assert torch.allclose(others[name], value, rtol=tolerance, atol=tolerance / 10), name
+
+
+def staged(schedule: str, **more: Any) -> dict[str, Any]:
+    return dict(pipeline=dict(size=2, schedule=schedule, microbatches=4, **more))
+
+
+STAGED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
+    # A model, a spec, and the rank on the pipeline axis that has the last stage.
+    "gpipe": (OwnModel, staged("gpipe"), 1),
+    "1f1b": (llama, staged("1f1b"), 1),
+    "zb-h1": (OwnModel, staged("zb-h1"), 1),
+    "interleaved": (deep, staged("interleaved", chunks=2), 1),
+    "dualpipe-v": (deep, staged("dualpipe-v"), 0),
+    "zero 2": (OwnModel, {**staged("1f1b"), "zero": dict(stage=2)}, 1),
+}
+
+
+@pytest.mark.parametrize("case", STAGED)
+@ranks(2)
+def test_in_pipelines(case: str) -> None:
+    """No micro-batch has whole logits; of those between F and B only the first holds a gradient of the head."""
+    make, spec, last = STAGED[case]
+    want, weights, _ = trained(make, spec, "off")
+    fused_losses.clear()
+    later_losses.clear()
+    got, others, _ = trained(make, spec, ALWAYS)
+    here = dist.get_rank() == last
+    assert len(fused_losses) == (4 * 4 if here else 0)  # three steps, an evaluation
+    assert sum(later_losses) == (3 * 3 if here and case == "gpipe" else 0)
+    assert got == pytest.approx(want, rel=1e-9)
+    for name, value in weights.items():
+        assert torch.allclose(others[name], value, rtol=1e-9, atol=1e-12), name
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "data, zero 3": dict(data=2, zero=dict(stage=3), **staged("gpipe")),
+    "tensor, zb-h1": dict(tensor=2, **staged("zb-h1")),
+    "ulysses": dict(sequence=dict(mode="ulysses", size=2), **staged("1f1b")),
+}
+
+
+@pytest.mark.parametrize("spec", SPREAD)
+@ranks(4)
+def test_in_pipelines_on_four_ranks(spec: str) -> None:
+    want, weights, _ = trained(llama, SPREAD[spec], "off")
+    fused_losses.clear()
+    got, others, fused = trained(llama, SPREAD[spec], ALWAYS)
+    assert bool(fused_losses) == ("linear + cross entropy" in fused)
+    counts = [0] * 4
+    dist.all_gather_object(counts, len(fused_losses))
+    # With two data ranks each has two rows, so two micro-batches.
+    assert sorted(counts)[:2] == [0, 0] and sorted(counts)[2] >= (8 if "data" in spec else 12), counts
+    assert got == pytest.approx(want, rel=1e-9)
+    for name, value in weights.items():
+        assert torch.allclose(others[name], value, rtol=1e-9, atol=1e-12), name
 
 
 @pytest.mark.parametrize(

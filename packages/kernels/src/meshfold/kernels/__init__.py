@@ -50,7 +50,12 @@ from meshfold.kernels.grad_pass import (
     sum_of_squares,
     write_gradient,
 )
-from meshfold.kernels.linear_cross_entropy import VocabularyShard, linear_cross_entropy, linear_log_probs
+from meshfold.kernels.linear_cross_entropy import (
+    VocabularyShard,
+    gradients_in_backward,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from meshfold.kernels.merge_attention import merge_attention_
 from meshfold.kernels.nf4 import NF4_BLOCK, Nf4Linear, pack_nf4, unpack_nf4
 from meshfold.kernels.norms import (
@@ -103,6 +108,7 @@ __all__ = [
     "fp8_output",
     "fp8_product",
     "fp8_weight_gradient",
+    "gradients_in_backward",
     "join_master",
     "largest_magnitude",
     "layer_norm",

@@ -30,6 +30,8 @@ Sources: Hsu et al., "Liger Kernel", 2024 (chunks, gradients in the forward); Be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +49,24 @@ from meshfold.kernels.logit_chunks import (
     chunk_rows,
 )
 
-__all__ = ["Reduction", "VocabularyShard", "linear_cross_entropy", "linear_log_probs"]
+__all__ = ["Reduction", "VocabularyShard", "gradients_in_backward", "linear_cross_entropy", "linear_log_probs"]
+
+_later = 0  # contexts that are open
+
+
+@contextmanager
+def gradients_in_backward() -> Iterator[None]:
+    """Context manager: losses inside are computed as with ``recompute=True``.
+
+    For who holds the graphs of several losses at a time, as a pipeline those of its micro-batches: each would hold a gradient of
+    the weight.
+    """
+    global _later
+    _later += 1
+    try:
+        yield
+    finally:
+        _later -= 1
 
 
 def linear_cross_entropy(
@@ -89,7 +108,7 @@ def linear_cross_entropy(
             last row of each sequence does not count.
         row_weights: ``...``, factors of the rows' losses, without a gradient. A mean divides by the number of rows still.
         vocabulary: the words of ``weight`` where it is split over ranks; all of them must call.
-        recompute: compute gradients in the backward, from the logits made again.
+        recompute: compute gradients in the backward, from the logits made again; also inside of :func:`gradients_in_backward`.
         accumulate: dtype in which the chunks' gradients of the weight are added up; None: its own. float32 rounds a bfloat16
             gradient once, and holds it in twice the memory.
         chunk: rows at a time; None: as many as fit :data:`meshfold.kernels.logit_chunks.CHUNK_BYTES`.
@@ -115,7 +134,7 @@ def linear_cross_entropy(
         reduction=reduction,
         chunk=_chunk(chunk, *operands),
         shard=vocabulary,
-        recompute=recompute or reduction == "none" or operands[0].dtype == torch.float16,
+        recompute=recompute or _later > 0 or reduction == "none" or operands[0].dtype == torch.float16,
         accumulate=accumulate,
     )
     share = _shares(labels, row_weights, ignore_index, settings.terms.vocab_size, compute_dtype(operands[0]))

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import Mesh, broadcast
 from meshfold.mesh.model_io import eval_mode
 from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
@@ -164,6 +166,11 @@ class Pipeline:
         """This rank's, by number, ascending."""
         return dict(self._stages)
 
+    def defer_logits(self, logits: DeferredLogits) -> None:
+        """Let the loss be computed without whole logits where the last stage is; ``logits``: of ``module``."""
+        for stage in self._stages.values():
+            stage.logits = logits
+
     # -- training ---------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, *, scale: float = 1.0) -> Tensor:
@@ -249,7 +256,12 @@ class Pipeline:
     def assess(self, works: Sequence[Microbatch]) -> Tensor:
         """:meth:`evaluate` for micro-batches that are there already."""
         total: Tensor | None = None
-        with eval_mode(self.module):
+        with eval_mode(self.module), ExitStack() as opened:
+            for work in works:
+                self._plans.of(work)  # before logits wait: it looks at all of a forward
+            last = self._stages.get(len(self.home) - 1)
+            if last is not None and last.logits is not None:
+                opened.enter_context(last.logits.waiting())
             for work, output in zip(works, self._outputs(works), strict=True):
                 if output is not None:
                     loss = loss_in(output, work.given, self._loss_fn)

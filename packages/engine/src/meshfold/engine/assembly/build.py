@@ -116,6 +116,8 @@ def build(
     fused = None if asked.kernels is None else fuse(part.model, **asked.kernels)
     if fused is not None:
         opened.callback(fused.close)
+        if part.pipelined is not None and fused.logits is not None:
+            part.pipelined.pipeline.defer_logits(fused.logits)
     blocks = recomputation.recompute_blocks(recompute, part.model, sequence, part.pipelined)
     if blocks is not None:
         opened.callback(blocks.close)

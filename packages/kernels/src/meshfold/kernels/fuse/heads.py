@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -60,12 +60,23 @@ def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
     def makes_logits(module: nn.Module) -> bool:
         if isinstance(module, DeferrableHead):
             return module.makes_logits
-        return type(module) is nn.Linear and module.out_features in rows
+        return _is_linear(module) and module.out_features in rows
+
+    def is_here(module: nn.Module) -> bool:
+        """Return False for the head of another rank's pipeline stage, of which the name alone is here."""
+        return isinstance(module._parameters.get("weight"), nn.Parameter)
 
     heads = [
-        Head(name, module, always) for name, module in candidates(model) if own_forward(module) and makes_logits(module)
+        Head(name, module, always)
+        for name, module in candidates(model)
+        if own_forward(module) and makes_logits(module) and is_here(module)
     ]
     return DeferredLogits(heads)
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return True for ``nn.Linear``, also one that a pipeline has given a class that says ``computes_linear``."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and hasattr(type(module), "computes_linear"))
 
 
 @runtime_checkable

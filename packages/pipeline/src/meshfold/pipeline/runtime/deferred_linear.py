@@ -55,8 +55,13 @@ class _Product(torch.autograd.Function):
 
 
 class _Deferring:
-    """Mixin that is added to a linear layer's class."""
+    """Mixin that is added to a linear layer's class.
 
+    Attributes:
+        computes_linear: ``nn.Linear``'s product still, so that :mod:`meshfold.kernels.fuse` may take it for a head.
+    """
+
+    computes_linear = True
     _turned = False
 
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ computed twice. What else has parameters (norms, tables) gets its gradient in B,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
+from meshfold.kernels import gradients_in_backward
+from meshfold.kernels.fuse import DeferredLogits, LazyLogits
 from meshfold.mesh import (
     LayoutError,
     Mesh,
@@ -58,6 +60,7 @@ class Stage:
         queue: where its weight gradients wait.
         live: micro-batches between F and B.
         kept: micro-batches between F and W.
+        logits: those of the last stage that wait for their loss, and are not held whole; None: all are computed.
     """
 
     def __init__(self, partition: Partition, number: int, queue: WeightGradQueue, loss_of: LossOf) -> None:
@@ -74,6 +77,7 @@ class Stage:
         self._held: dict[int, _Live] = {}
         self.kept: set[int] = set()
         self._looked_at = False
+        self.logits: DeferredLogits | None = None
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -117,21 +121,36 @@ class Stage:
             MeshfoldError: if what comes out has another shape than was foreseen.
             LayoutError: if a placeholder for a tensor of another stage was used.
         """
-        output, inputs = self.run(work, plan, received)
-        if not self._looked_at:
-            self._looked_at = True
-            self._check_values(output, received)
         loss = None
-        if self.is_last:
-            loss = self._loss_of(output, work.given)
-            output = [loss]
-        else:
+        with self._loss_waits():
+            output, inputs = self.run(work, plan, received)
+            if not self._looked_at:
+                self._looked_at = True
+                self._check_values(output, received)
+            if self.is_last:
+                loss = self._loss_of(output, work.given)
+                output = [loss]
+        if loss is None:
             self._check(output, plan)
         # Edges, not tensors: what has been sent need not be held by the one who sent it.
         edges = [(get_gradient_edge(t), t.dtype) if t.requires_grad else None for t in output]
         self._held[key] = _Live(inputs=inputs, outputs=edges)
         self.kept.add(key)
         return [tensor.detach() for tensor in output], None if loss is None else loss.detach()
+
+    @contextmanager
+    def _loss_waits(self) -> Iterator[None]:
+        """Context manager around F: in the last stage logits wait for their loss.
+
+        Computed in F, the gradient of the head's weight waits for B. So that of one micro-batch is at most: while one is
+        between F and B, others compute it in B, from the logits made again. The order of most schedules has B follow F there.
+        """
+        with ExitStack() as opened:
+            if self.is_last and self.logits is not None:
+                opened.enter_context(self.logits.waiting())
+            if self.is_last and self._held:
+                opened.enter_context(gradients_in_backward())
+            yield
 
     def backward_input(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Run B of micro-batch ``key``: from the gradients of what travelled out to those of what travelled in."""
@@ -170,11 +189,8 @@ class Stage:
 
     def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
         """Check the first micro-batch: only NaN from finite inputs shows that a tensor was used that did not travel."""
-        made = [
-            local_shard(leaf)
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()
-        ]
+        leaves = [leaf.rows if isinstance(leaf, LazyLogits) else leaf for leaf in tree_leaves(output)]
+        made = [local_shard(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()]
         if not received or any(tensor.is_meta for tensor in (*made, *received)):
             return
         lost = [tensor for tensor in made if tensor.is_floating_point() and bool(tensor.isnan().all())]

@@ -263,7 +263,6 @@ class Linear(ShardedLayer):
         return (
             self.makes_logits
             and self.stored == "nk"
-            and self._site is None
             and not self.gather_output
             and self.input_adapter in (_as_given, flattened)
             and not self.plan.extras("y")
