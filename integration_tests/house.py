@@ -17,12 +17,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 _GROUND = {"mesh", "kernels"}
-_PARALLEL = {*_GROUND, "tensor_parallel", "zero_gemini", "pipeline", "checkpoint"}
+_PARALLEL = {*_GROUND, "optimizers", "tensor_parallel", "zero_gemini", "pipeline", "checkpoint"}
 _INTEGRATION = {*_PARALLEL, "engine"}
 # The import rule: which siblings a package may import.
 SIBLINGS: dict[str, set[str]] = {
     "mesh": set(),
     "kernels": set(),
+    "optimizers": set(),
     "tensor_parallel": _GROUND,
     "zero_gemini": _GROUND,
     "pipeline": _GROUND,

@@ -29,6 +29,7 @@ DISTRIBUTIONS = {
     "meshfold": "meshfold.cli",
     "meshfold-mesh": "meshfold.mesh",
     "meshfold-kernels": "meshfold.kernels",
+    "meshfold-optimizers": "meshfold.optimizers",
     "meshfold-tensor-parallel": "meshfold.tensor_parallel",
     "meshfold-pipeline": "meshfold.pipeline",
     "meshfold-zero-gemini": "meshfold.zero_gemini",

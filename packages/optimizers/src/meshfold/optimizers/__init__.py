@@ -1,0 +1,34 @@
+"""Optimizers in plain torch that say what they must see of a tensor: elements, norms, or all of it."""
+
+from __future__ import annotations
+
+from meshfold.optimizers.adafactor import Adafactor, AdafactorHF
+from meshfold.optimizers.base import NormOptimizer, Sight, SquareSums, TensorOptimizer, square_sums
+from meshfold.optimizers.came import Came
+from meshfold.optimizers.lamb import Lamb
+from meshfold.optimizers.lars import Lars
+from meshfold.optimizers.lion import Lion
+from meshfold.optimizers.muon import Muon
+from meshfold.optimizers.newton_schulz import orthogonalize
+from meshfold.optimizers.roles import ROLES, role_groups, roles_of
+from meshfold.optimizers.settings import OptimizerSettingError
+
+__all__ = [
+    "ROLES",
+    "Adafactor",
+    "AdafactorHF",
+    "Came",
+    "Lamb",
+    "Lars",
+    "Lion",
+    "Muon",
+    "NormOptimizer",
+    "OptimizerSettingError",
+    "Sight",
+    "SquareSums",
+    "TensorOptimizer",
+    "orthogonalize",
+    "role_groups",
+    "roles_of",
+    "square_sums",
+]

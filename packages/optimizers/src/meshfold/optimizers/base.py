@@ -1,0 +1,131 @@
+"""Common ground of the optimizers: what they must see of a tensor, its gradient, its step count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from meshfold.optimizers.settings import OptimizerSettingError
+
+__all__ = ["NormOptimizer", "Sight", "SquareSums", "TensorOptimizer", "gradient_of", "square_sums"]
+
+Sight = Literal["elements", "norms", "matrices"]
+"""An optimizer must see: each element alone; two norms of each tensor besides; or whole tensors."""
+
+SquareSums: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], Tensor]
+"""``(parameters, rows)`` to the sums of squares, float64 of shape ``(len(rows), len(parameters))``.
+
+Each row has one tensor for each parameter, of its shape. The sums are over the whole tensors, wherever the rest of them
+is; who holds shards puts in a function that adds up over ranks, all tensors in one all-reduce. All ranks call it in
+every step, also those without parameters.
+"""
+
+
+def square_sums(parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the sums of squares of whole tensors; see :data:`SquareSums`."""
+    if not parameters:
+        return torch.zeros(len(rows), 0, dtype=torch.float64)
+    device = parameters[0].device
+    sums = []
+    for row in rows:
+        wide = torch.float64 if row[0].dtype == torch.float64 else torch.float32
+        norms = torch._foreach_norm(list(row), 2.0, dtype=wide)
+        sums.append(torch.stack([one.to(device, torch.float64) for one in norms]).square())
+    return torch.stack(sums)
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the gradient of a parameter that has one."""
+    assert parameter.grad is not None  # only those are stepped
+    return parameter.grad
+
+
+class TensorOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that says what it must see of a tensor.
+
+    Attributes:
+        sight: what it must see.
+        elementwise: whether that is each element alone.
+    """
+
+    sight: ClassVar[Sight] = "matrices"
+    elementwise: ClassVar[bool] = False
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step once on all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss anew, with gradients; None: they are there.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            OptimizerSettingError: for a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        """Step once; without gradients of gradients."""
+        raise NotImplementedError
+
+    def _trained(self, group: dict[str, Any]) -> list[Tensor]:
+        """Return a group's parameters that have a gradient."""
+        found = [p for p in group["params"] if p.grad is not None]
+        for parameter in found:
+            if gradient_of(parameter).is_sparse:
+                name = type(self).__name__
+                raise OptimizerSettingError(
+                    f"{name}: the gradient of shape {tuple(parameter.shape)} is sparse; use an embedding of sparse=False"
+                )
+        return found
+
+    def _count(self, parameter: Tensor) -> float:
+        """Count a step of a parameter and return the count, which is on the CPU: reading it waits for no device."""
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] += 1
+        return float(state["step"])
+
+    def _moments(self, parameters: Iterable[Tensor], key: str) -> list[Tensor]:
+        """Return a tensor of each parameter's shape from its state, zeros at first."""
+        found = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if key not in state:
+                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            found.append(state[key])
+        return found
+
+
+class NormOptimizer(TensorOptimizer):
+    """An optimizer that must see norms of whole tensors, and else each element alone.
+
+    Attributes:
+        square_sums: sums the squares of whole tensors; who gives the optimizer shards replaces it on the instance.
+    """
+
+    sight: ClassVar[Sight] = "norms"
+    square_sums: SquareSums = staticmethod(square_sums)
+
+    def _norms(self, parameters: Sequence[Tensor], *rows: Sequence[Tensor]) -> list[dict[torch.device, Tensor]]:
+        """Return the norms of each row's tensors, on every device that has parameters."""
+        norms = self.square_sums(parameters, rows).sqrt()
+        devices = {parameter.device for parameter in parameters}
+        return [{device: row.to(device) for device in devices} for row in norms]

@@ -1,0 +1,101 @@
+"""LARS: SGD with momentum, each tensor's rate scaled to the tensor's norm (You et al. 2017, arXiv 1708.03888)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.optimizers.base import NormOptimizer, gradient_of
+from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive
+
+__all__ = ["Lars"]
+
+
+class Lars(NormOptimizer):
+    """LARS as in the paper, in timm's form.
+
+    For a tensor x with gradient g: ratio = trust_coeff · ‖x‖ / (‖g‖ + weight_decay · ‖x‖ + eps), d = ratio · (g +
+    weight_decay · x), v ← momentum · v + d, x ← x − lr · v. Where a norm is 0 the ratio counts as 1. The paper puts the
+    learning rate into v, which is the same as long as it does not change. ``timm.optim.Lars`` with
+    ``always_adapt=True`` is this one; Colossal-AI's clamps norms (1e-4 away after five steps), ``torch_optimizer``'s is
+    1.5e-2 away.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        trust_coeff: float = 0.001,
+        eps: float = 1e-8,
+        always_adapt: bool = True,
+    ) -> None:
+        """Args:
+        params: parameters, or groups of them as in torch.
+        lr: learning rate.
+        momentum: of the direction; 0: none is kept.
+        dampening: by which a new direction counts less.
+        weight_decay: of the weights, in the direction.
+        nesterov: look one step of momentum ahead.
+        trust_coeff: the trust coefficient η of the paper.
+        eps: added to the denominator of the ratio.
+        always_adapt: scale also the tensors of groups without weight decay; timm leaves them out by default.
+
+        Raises:
+            OptimizerSettingError: for a value that is out of range.
+        """
+        learning_rate("Lars", lr)
+        at_least("Lars", "momentum", momentum, 0.0, example="0.9")
+        at_least("Lars", "dampening", dampening, 0.0, example="0")
+        at_least("Lars", "weight_decay", weight_decay, 0.0, example="1e-4")
+        positive("Lars", "trust_coeff", trust_coeff, example="0.001")
+        at_least("Lars", "eps", eps, 0.0, example="1e-8")
+        if nesterov and (not momentum or dampening):
+            raise OptimizerSettingError(
+                f"Lars: nesterov=True with momentum={momentum!r} and dampening={dampening!r}; give a momentum and no dampening"
+            )
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                momentum=momentum,
+                dampening=dampening,
+                weight_decay=weight_decay,
+                nesterov=nesterov,
+                trust_coeff=trust_coeff,
+                eps=eps,
+                always_adapt=always_adapt,
+            ),
+        )
+
+    def _step(self) -> None:
+        groups = [(group, self._trained(group)) for group in self.param_groups]
+        adapted = [p for group, chosen in groups if group["always_adapt"] or group["weight_decay"] for p in chosen]
+        weights, gradients = self._norms(adapted, adapted, [gradient_of(p) for p in adapted])
+        place = {p: number for number, p in enumerate(adapted)}
+        for group, chosen in groups:
+            for p in chosen:
+                direction = torch.add(gradient_of(p), p, alpha=group["weight_decay"])
+                if p in place:
+                    weight, gradient = (norms[p.device][place[p]] for norms in (weights, gradients))
+                    ratio = group["trust_coeff"] * weight / (gradient + weight * group["weight_decay"] + group["eps"])
+                    direction.mul_(torch.where((weight > 0) & (gradient > 0), ratio, 1.0))
+                p.sub_(self._with_momentum(group, p, direction) * group["lr"])
+
+    def _with_momentum(self, group: dict[str, Any], parameter: Tensor, direction: Tensor) -> Tensor:
+        """Return the direction with that of earlier steps."""
+        if not group["momentum"]:
+            return direction
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            kept = state["momentum_buffer"] = direction.clone()
+        else:
+            kept = state["momentum_buffer"]
+            kept.mul_(group["momentum"]).add_(direction, alpha=1 - group["dampening"])
+        return direction.add(kept, alpha=group["momentum"]) if group["nesterov"] else kept

@@ -1,0 +1,183 @@
+"""Muon: matrices step along the orthogonal factor of their momentum, all else by AdamW.
+
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.optimizers.base import TensorOptimizer, gradient_of
+from meshfold.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
+from meshfold.optimizers.roles import MATRICES, ROLES
+from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
+
+__all__ = ["Muon"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64, "same": None}
+_ADJUST = ("original", "match_rms_adamw")
+
+
+class Muon(TensorOptimizer):
+    """Muon on matrices and AdamW on embeddings, head, norms and biases.
+
+    A group's ``role`` says which: ``"matrices"`` are orthogonalised, the other roles of
+    :func:`meshfold.optimizers.role_groups` go to AdamW. Without a role, parameters of two dims count as matrices: so give
+    groups for a model with embeddings. On matrices it is ``torch.optim.Muon``, with Nesterov momentum and rates that grow
+    with the shape. Matrices of one shape are orthogonalised in one batch.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_steps: int = 5,
+        ns_eps: float = 1e-7,
+        ns_dtype: str = "bfloat16",
+        adjust_lr_fn: str = "original",
+        adamw_lr: float | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
+    ) -> None:
+        """Args:
+        params: parameters, or groups of them as :func:`meshfold.optimizers.role_groups` makes.
+        lr: learning rate of matrices.
+        weight_decay: of matrices, times the learning rate.
+        momentum: of the gradient's mean.
+        nesterov: look one step of momentum ahead.
+        ns_coefficients: of Newton-Schulz, for x, x³ and x⁵.
+        ns_steps: iterations.
+        ns_eps: the least norm that a matrix is divided by.
+        ns_dtype: in which Newton-Schulz multiplies: ``"bfloat16"`` as torch does, ``"float32"``, ``"float64"``, or
+            ``"same"`` for the parameter's.
+        adjust_lr_fn: ``"original"``: times √max(1, m/n); ``"match_rms_adamw"``: times 0.2 · √max(m, n), for AdamW's rates.
+        adamw_lr: learning rate of the other roles; None: ``lr``.
+        adamw_betas: decay rates of AdamW.
+        adamw_eps: of AdamW.
+        adamw_weight_decay: of AdamW; None: ``weight_decay``.
+
+        Raises:
+            OptimizerSettingError: for a value that is out of range, an unknown role, or matrices that are none.
+        """
+        learning_rate("Muon", lr)
+        at_least("Muon", "weight_decay", weight_decay, 0.0, example="0.1")
+        decay_rates("Muon", "momentum", (momentum,), example=(0.95,))
+        if len(tuple(ns_coefficients)) != 3:
+            raise OptimizerSettingError(
+                f"Muon: ns_coefficients={ns_coefficients!r}; give 3 numbers, such as {COEFFICIENTS}"
+            )
+        if isinstance(ns_steps, bool) or not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
+            raise OptimizerSettingError(f"Muon: ns_steps={ns_steps!r}; give a count from 1 to 99, such as ns_steps=5")
+        positive("Muon", "ns_eps", ns_eps, example="1e-7")
+        if ns_dtype not in _DTYPES:
+            raise OptimizerSettingError(f"Muon: ns_dtype={ns_dtype!r}; give one of {', '.join(map(repr, _DTYPES))}")
+        if adjust_lr_fn not in _ADJUST:
+            raise OptimizerSettingError(f"Muon: adjust_lr_fn={adjust_lr_fn!r}; give {' or '.join(map(repr, _ADJUST))}")
+        if adamw_lr is not None:
+            at_least("Muon", "adamw_lr", adamw_lr, 0.0, example="3e-4")
+        decay_rates("Muon", "adamw_betas", adamw_betas, example=(0.9, 0.95))
+        at_least("Muon", "adamw_eps", adamw_eps, 0.0, example="1e-8")
+        if adamw_weight_decay is not None:
+            at_least("Muon", "adamw_weight_decay", adamw_weight_decay, 0.0, example="0.1")
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_coefficients=tuple(ns_coefficients),
+                ns_steps=ns_steps,
+                ns_eps=ns_eps,
+                ns_dtype=ns_dtype,
+                adjust_lr_fn=adjust_lr_fn,
+                adamw_betas=adamw_betas,
+                adamw_eps=adamw_eps,
+                role=None,
+            ),
+        )
+        # A group of AdamW has its own rate and decay under torch's names, so that schedulers see them.
+        for group in self.param_groups:
+            if group["role"] in (None, MATRICES):
+                continue
+            group["lr"] = lr if adamw_lr is None else adamw_lr
+            group["weight_decay"] = weight_decay if adamw_weight_decay is None else adamw_weight_decay
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see torch.
+
+        Raises:
+            OptimizerSettingError: for an unknown role, or matrices of other than two dims.
+        """
+        role = param_group.get("role")
+        if role is not None and role not in ROLES:
+            raise OptimizerSettingError(f"Muon: role={role!r}; give one of {', '.join(map(repr, ROLES))}")
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if role == MATRICES and parameter.dim() != 2:
+                raise OptimizerSettingError(
+                    f"Muon: a parameter of shape {tuple(parameter.shape)} in a group of matrices; give it the role norms_and_biases"
+                )
+
+    def _step(self) -> None:
+        for group in self.param_groups:
+            matrices: dict[tuple[torch.Size, torch.device, torch.dtype], list[Tensor]] = {}
+            others = []
+            for parameter in self._trained(group):
+                if group["role"] == MATRICES or (group["role"] is None and parameter.dim() == 2):
+                    key = (parameter.shape, parameter.device, parameter.dtype)
+                    matrices.setdefault(key, []).append(parameter)
+                else:
+                    others.append(parameter)
+            for alike in matrices.values():
+                self._step_on_matrices(group, alike)
+            if others:
+                self._step_by_adamw(group, others)
+
+    def _step_on_matrices(self, group: dict[str, Any], alike: list[Tensor]) -> None:
+        """Step on matrices of one shape."""
+        gradients, means = [gradient_of(p) for p in alike], self._moments(alike, "momentum_buffer")
+        torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
+        orthogonal = orthogonalize(
+            ahead[0] if len(ahead) == 1 else torch.stack(list(ahead)),
+            steps=group["ns_steps"],
+            coefficients=group["ns_coefficients"],
+            eps=group["ns_eps"],
+            dtype=_DTYPES[group["ns_dtype"]],
+        ).to(alike[0].dtype)
+        updates = [orthogonal] if len(ahead) == 1 else list(orthogonal.unbind())
+        rows, columns = alike[0].shape
+        factor = math.sqrt(max(1, rows / columns))
+        if group["adjust_lr_fn"] == "match_rms_adamw":
+            factor = 0.2 * math.sqrt(max(rows, columns))
+        torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_(updates, group["lr"] * factor)
+        torch._foreach_sub_(alike, updates)
+
+    def _step_by_adamw(self, group: dict[str, Any], others: list[Tensor]) -> None:
+        beta1, beta2 = group["adamw_betas"]
+        gradients = [gradient_of(p) for p in others]
+        means, squares = self._moments(others, "exp_avg"), self._moments(others, "exp_avg_sq")
+        counts = [self._count(p) for p in others]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, [math.sqrt(1 - beta2**count) for count in counts])
+        torch._foreach_add_(roots, group["adamw_eps"])
+        updates = torch._foreach_div(means, [1 - beta1**count for count in counts])
+        torch._foreach_div_(updates, roots)
+        torch._foreach_mul_(others, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_mul_(updates, group["lr"])
+        torch._foreach_sub_(others, updates)

@@ -1,0 +1,66 @@
+"""Roles of a model's parameters, which Muon needs: matrices, embeddings, the output head, norms and biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["MATRICES", "ROLES", "role_groups", "roles_of"]
+
+MATRICES = "matrices"
+ROLES = (MATRICES, "embeddings", "head", "norms_and_biases")
+"""Roles, in the order of :func:`role_groups`."""
+
+
+def roles_of(model: nn.Module) -> dict[str, str]:
+    """Return the role of each trained parameter, by name.
+
+    Embeddings are the weights of modules whose class has ``Embedding`` in its name. The head is the weight of
+    ``model.get_output_embeddings()``, or else of the last linear layer, if its rows are as many as those of an embedding.
+    A head that is tied to an embedding counts as that. Of the rest, parameters of two dims are matrices.
+    """
+    embeddings: set[Tensor] = set()
+    rows: set[int] = set()
+    linear: Tensor | None = None
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2:
+            continue
+        if "Embedding" in type(module).__name__:
+            embeddings.add(weight)
+            rows.add(weight.shape[0])
+        else:
+            linear = weight
+    head = _named_head(model)
+    if head is None and linear is not None and linear.shape[0] in rows:
+        head = linear
+    return {name: _role(p, embeddings, head) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def role_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return a group of parameters for each role, for :class:`meshfold.optimizers.Muon`; the empty ones too.
+
+    Example::
+
+        optimizer = Muon(role_groups(model), lr=0.02, adamw_lr=3e-4)
+    """
+    roles, parameters = roles_of(model), dict(model.named_parameters())
+    return [
+        {"params": [parameters[name] for name, found in roles.items() if found == role], "role": role} for role in ROLES
+    ]
+
+
+def _named_head(model: nn.Module) -> Tensor | None:
+    find = getattr(model, "get_output_embeddings", None)
+    found = find() if callable(find) else None
+    weight = getattr(found, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
+
+
+def _role(parameter: Tensor, embeddings: set[Tensor], head: Tensor | None) -> str:
+    if parameter in embeddings:
+        return "embeddings"
+    if parameter is head:
+        return "head"
+    return MATRICES if parameter.dim() == 2 else "norms_and_biases"

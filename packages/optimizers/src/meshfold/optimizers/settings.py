@@ -1,0 +1,68 @@
+"""Checks of an optimizer's settings: a wrong one raises an error with its value and what to write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["OptimizerSettingError", "at_least", "decay_rates", "learning_rate", "positive"]
+
+
+class OptimizerSettingError(ValueError):
+    """A setting that an optimizer cannot use; the message has the value and the remedy."""
+
+
+def learning_rate(optimizer: str, value: object) -> None:
+    """Check a learning rate: a number of at least 0, or a tensor of one element.
+
+    Raises:
+        OptimizerSettingError: for anything else.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return
+        raise OptimizerSettingError(
+            f"{optimizer}: lr is a tensor of shape {tuple(value.shape)}; give a number, or a tensor of one element"
+        )
+    at_least(optimizer, "lr", value, 0.0, example="1e-3")
+
+
+def at_least(optimizer: str, name: str, value: object, least: float, *, example: str) -> None:
+    """Check that a setting is a finite number of at least ``least``.
+
+    Raises:
+        OptimizerSettingError: for anything else.
+    """
+    if not _is_number(value) or value < least:  # type: ignore[operator]
+        raise OptimizerSettingError(
+            f"{optimizer}: {name}={value!r}; give a number of at least {least:g}, such as {name}={example}"
+        )
+
+
+def positive(optimizer: str, name: str, value: object, *, example: str) -> None:
+    """Check that a setting is a finite number above 0.
+
+    Raises:
+        OptimizerSettingError: for anything else.
+    """
+    if not _is_number(value) or value <= 0:  # type: ignore[operator]
+        raise OptimizerSettingError(f"{optimizer}: {name}={value!r}; give a number above 0, such as {name}={example}")
+
+
+def decay_rates(optimizer: str, name: str, value: object, *, example: Sequence[float]) -> None:
+    """Check decay rates of running means: as many numbers in [0, 1) as the example has.
+
+    Raises:
+        OptimizerSettingError: for anything else.
+    """
+    right = isinstance(value, tuple | list) and len(value) == len(example)
+    if not right or any(not _is_number(one) or not 0 <= one < 1 for one in value):  # type: ignore[attr-defined]
+        raise OptimizerSettingError(
+            f"{optimizer}: {name}={value!r}; give {len(example)} numbers in [0, 1), such as {name}={tuple(example)}"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
