@@ -72,6 +72,42 @@ def test_pictures_were_drawn_from_what_the_library_says_now() -> None:
     assert there == wanted, "run python docs/pictures/make.py"
 
 
+def ground_of(picture: str) -> list[str]:
+    """Return the fills of what covers a whole SVG, which a page in dark mode shows as a light box."""
+    root = ElementTree.fromstring(picture)
+    width = float(root.attrib["viewBox"].split()[2])
+    found = []
+    shown = [part for part in root if not part.tag.endswith("defs")]  # clips and hatches are there
+    for shape in (shape for part in shown for shape in part.iter()):
+        kind = shape.tag.rpartition("}")[2]
+        if kind == "rect" and float(shape.get("width", 0)) >= width:
+            found.append(shape.get("fill", "black"))
+        if kind == "path" and re.match(rf"M 0 [\d.]+\s+L {width:g} ", shape.get("d", "")):  # matplotlib's
+            fill = re.search(r"fill: ([^;]+)", shape.get("style", ""))
+            found.append(fill[1] if fill else "black")
+    return [fill for fill in found if fill != "none"]
+
+
+def test_a_ground_is_found() -> None:
+    box = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 48 20">{}</svg>'
+    assert ground_of(box.format('<rect width="48" height="20" fill="#fff"/><rect width="9" height="9"/>')) == ["#fff"]
+    path = '<path d="M 0 20 \nL 48 20 \nz" style="fill: {}; stroke: none"/>'
+    assert ground_of(box.format(path.format("#ffffff"))) == ["#ffffff"]
+    assert ground_of(box.format(path.format("none"))) == []
+
+
+def test_pictures_have_no_ground_of_their_own() -> None:
+    """They are shown on white pages and on dark ones."""
+    from PIL import Image
+
+    for picture in sorted((DOCS / "pictures").iterdir()):
+        if picture.suffix == ".svg":
+            assert not ground_of(read(picture)), picture.name
+        elif picture.suffix == ".png":
+            with Image.open(picture) as image:
+                assert image.convert("RGBA").getpixel((0, 0))[3] == 0, picture.name  # type: ignore[index]
+
+
 def test_every_picture_is_shown() -> None:
     text = "".join(map(read, PAGES))
     assert all(f"pictures/{name})" in text for name in pictures())

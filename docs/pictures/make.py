@@ -111,7 +111,7 @@ def draw_dropout() -> Figure:
     from meshfold.kernels import use
     from meshfold.mesh.random.dropout import dropout_stream
     from meshfold.tensor_parallel.layers.dropout import Dropout
-    from meshfold.tensor_parallel.plot.paint import color, new_figure, tint
+    from meshfold.tensor_parallel.plot.paint import INK, color, new_figure, veil
 
     figure = new_figure((4.2, 9.0))
     for number, (name, sizes) in enumerate(STREAMS.items()):
@@ -120,7 +120,7 @@ def draw_dropout() -> Figure:
         place = Placement(shape=(ROWS, COLUMNS), axes=tuple(residual.values()))
         canvas = figure.add_axes((0.02, 0.01 + (len(STREAMS) - 1 - number) / 3, 0.96, 0.29))
         canvas.set(xlim=(-0.3, COLUMNS + 0.3), ylim=(ROWS + 0.3, -0.3), aspect="equal")
-        canvas.set_title("one rank" if world == 1 else f"{name} on {world} ranks: {residual}", fontsize=9)
+        canvas.set_title("one rank" if world == 1 else f"{name} on {world} ranks: {residual}", fontsize=9, color=INK)
         canvas.set_axis_off()
         for rank in range(world):
             mesh = Mesh(sizes, rank=rank)
@@ -131,7 +131,7 @@ def draw_dropout() -> Figure:
             shade = color(rank, 4)
             for row, flags in zip(down, kept.tolist(), strict=True):
                 for column, flag in zip(across, flags, strict=True):
-                    fill = shade if flag else tint(shade, 0.86)
+                    fill = veil(shade, 1.0 if flag else 0.14)
                     canvas.add_patch(Rectangle((column + 0.08, row + 0.08), 0.84, 0.84, facecolor=fill, linewidth=0))
     return figure
 

@@ -75,7 +75,7 @@ def draw() -> Figure:
             boxes += [(name, number / len(line), top, 1 / len(line)) for number, name in enumerate(line)]
             top += 0.9
         top += 0.2
-    figure = Figure(figsize=(4.9, 0.9 * top), layout="constrained")
+    figure = Figure(figsize=(4.9, 0.9 * top), layout="constrained", facecolor="none")
     axes = figure.add_subplot()
     for name, left, bottom, width in boxes:
         axes.add_patch(
@@ -86,7 +86,7 @@ def draw() -> Figure:
                 boxstyle="round,pad=0,rounding_size=0.02",
                 mutation_aspect=5,  # a unit across is about five times as long as a unit up
                 facecolor="#e8eef7",
-                edgecolor="#345",
+                edgecolor="#6a86a8",
                 linewidth=1.0,
             )
         )

@@ -57,7 +57,7 @@ def test_renamed_classes_attributes_and_arguments_keep_their_old_names() -> None
     with pytest.warns(DeprecationWarning, match="host_arena"):
         assert memory.home is memory.host_arena
     old_rates: Any = {"passage": 2e9, "beside_passage": 3e9, "passage_bytes": 4}
-    with pytest.warns(DeprecationWarning) as warned:
+    with pytest.warns(DeprecationWarning, match="passage") as warned:
         machine: Any = replace(H200, **old_rates)
     assert len(warned) == 3
     assert "Machine(passage=...) is now Machine(gpu_streaming=...)" in {str(one.message) for one in warned}

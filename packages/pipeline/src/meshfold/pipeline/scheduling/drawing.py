@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 Color = tuple[float, float, float]
 
 _PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#4fb0ab", "#d8ae2c", "#9c755f")
-_INK, _FAINT, _ROW = "#222222", "#777777", "#f3f4f6"
+# The ground is transparent; these read on a white page and on a dark one. The last two digits of _ROW are its opacity.
+_INK, _FAINT, _INK_ON_LIGHT, _ROW = "#777777", "#808080", "#222222", "#8080801c"
 _LEFT, _RIGHT, _TOP, _ROW_HEIGHT, _GAP = 58.0, 16.0, 34.0, 30.0, 4.0
 _FONT = "DejaVu Sans, Verdana, sans-serif"
 
@@ -115,7 +116,7 @@ def _box(simulation: Simulation, one: Timed, y: float, scale: float) -> Iterator
     number = str(one.action.microbatch)
     size = min(11.0, 0.6 * height, 1.4 * width / len(number))
     if size >= 5:
-        shade = _INK if one.action.op is Op.F else "#ffffff"
+        shade = _INK_ON_LIGHT if one.action.op is Op.F else "#ffffff"
         yield Text(x + width / 2, y + height * (0.4 if one.action.op is Op.BW else 0.5), number, size, shade)
 
 
@@ -170,13 +171,12 @@ def svg(simulation: Simulation, *, width: float = 1000.0) -> str:
         'xmlns:cc="http://creativecommons.org/ns#" xmlns:dc="http://purl.org/dc/elements/1.1/"><cc:Work>',
         f"<dc:description>{escape(drawn.words, quote=False)}</dc:description>",
         "</cc:Work></rdf:RDF></metadata>",
-        f'<rect width="{_px(drawn.width)}" height="{_px(drawn.height)}" fill="#ffffff"/>',
     ]
     for shape in drawn.shapes:
         if isinstance(shape, Rectangle):
             where = f'x="{_px(shape.x)}" y="{_px(shape.y)}" width="{_px(shape.width)}" height="{_px(shape.height)}"'
             tip = f"><title>{escape(shape.name)}</title></rect>" if shape.name else "/>"
-            lines.append(f'<rect {where} fill="{shape.fill}"{tip}')
+            lines.append(f"<rect {where} {_fill(shape.fill)}{tip}")
         else:
             where = f'x="{_px(shape.x)}" y="{_px(shape.y)}" font-size="{_px(shape.size)}" text-anchor="{shape.anchor}"'
             lines.append(
@@ -196,7 +196,7 @@ def figure(simulation: Simulation, *, width: float = 1000.0) -> Figure:
     from matplotlib.patches import Rectangle as Patch
 
     drawn = scene(simulation, width=width)
-    made = Figure(figsize=(drawn.width / 100, drawn.height / 100), dpi=200, facecolor="white")
+    made = Figure(figsize=(drawn.width / 100, drawn.height / 100), dpi=200, facecolor="none")
     FigureCanvasAgg(made)
     canvas = made.add_axes((0, 0, 1, 1))
     canvas.set(xlim=(0, drawn.width), ylim=(drawn.height, 0))
@@ -276,6 +276,12 @@ def _mix(base: Color, other: float, share: float) -> Color:
 
 def _hex(color: Color) -> str:
     return "#" + "".join(f"{round(255 * x):02x}" for x in color)
+
+
+def _fill(color: str) -> str:
+    """Return the attributes of SVG for ``#rrggbb`` or ``#rrggbbaa``, which not every reader of SVG knows."""
+    opacity = f' fill-opacity="{_px(int(color[7:], 16) / 255)}"' if len(color) == 9 else ""
+    return f'fill="{color[:7]}"{opacity}'
 
 
 def _px(value: float) -> str:

@@ -1,4 +1,7 @@
-"""Elements of pictures: colours, discs for ranks, arrows for collectives. Imports matplotlib."""
+"""Elements of pictures: colours, discs for ranks, arrows for collectives. Imports matplotlib.
+
+Grounds are transparent and inks of middle lightness, so that a picture reads on a white page and on a dark one.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ from matplotlib.patches import Circle, FancyArrowPatch
 from meshfold.tensor_parallel.plot.figures import Box
 
 Color = tuple[float, float, float]
+Fill = tuple[float, float, float, float]
 Point = tuple[float, float]
 
 _PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#4fb0ab", "#d8ae2c", "#9c755f")
-INK, FAINT, PAPER = "#222222", "#777777", "#f3f4f6"
+INK, FAINT, INK_ON_LIGHT = "#777777", "#808080", "#222222"
+PAPER = (0.5, 0.5, 0.55, 0.1)
+"""Fill of what has no colour of its own: red, green, blue, opacity."""
 MONO = "DejaVu Sans Mono"
 
 
@@ -40,6 +46,11 @@ def tint(base: Color, share: float) -> Color:
     return mix(base, (1.0, 1.0, 1.0), share)
 
 
+def veil(base: Color, opacity: float) -> Fill:
+    """Return a colour through which the page shows."""
+    return *base, opacity
+
+
 class Picture(Figure):
     """Figure that a notebook shows: matplotlib's own is shown there only after ``%matplotlib inline``."""
 
@@ -51,8 +62,8 @@ class Picture(Figure):
 
 
 def new_figure(size: Point) -> Picture:
-    """Return a white figure, without pyplot and its state; its size in inches."""
-    figure = Picture(figsize=size, dpi=150, facecolor="white")
+    """Return a figure with a transparent ground, without pyplot and its state; its size in inches."""
+    figure = Picture(figsize=size, dpi=150, facecolor="none")
     FigureCanvasAgg(figure)
     return figure
 

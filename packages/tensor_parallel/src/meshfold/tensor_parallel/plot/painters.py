@@ -12,7 +12,6 @@ from itertools import pairwise, product
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle
 
@@ -22,6 +21,7 @@ from meshfold.tensor_parallel.plot.figures import Box, holders, matmul_layout, r
 from meshfold.tensor_parallel.plot.paint import (
     FAINT,
     INK,
+    INK_ON_LIGHT,
     MONO,
     PAPER,
     Color,
@@ -35,9 +35,10 @@ from meshfold.tensor_parallel.plot.paint import (
     rectangle_of,
     spread,
     tint,
+    veil,
 )
 
-_MOVES = {"all_gather": "#1a5fb4", "reduce_scatter": "#c64600", "all_reduce": "#7a3fa0"}
+_MOVES = {"all_gather": "#3f7fd0", "reduce_scatter": "#d2601a", "all_reduce": "#a06cc4"}
 _NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
 _GAP = 0.42  # between the squares, for their names and arrows
 
@@ -92,7 +93,7 @@ def _paint_tensor(canvas: Axes, name: str, layout: Layout, work: Layout, mesh: M
     for box, ranks in blocks.items():
         x, y, width, height = rectangle_of(box, corner)
         alone = len(ranks) == 1
-        fill = tint(color(ranks[0], mesh.world_size), 0.72) if alone else to_rgb(PAPER)
+        fill = veil(color(ranks[0], mesh.world_size), 0.28) if alone else PAPER
         canvas.add_patch(
             FancyBboxPatch(
                 (x + gap, y + gap),
@@ -100,15 +101,15 @@ def _paint_tensor(canvas: Axes, name: str, layout: Layout, work: Layout, mesh: M
                 height - 2 * gap,
                 boxstyle=f"round,pad=0,rounding_size={min(0.03, small / 6)}",
                 facecolor=fill,
-                edgecolor="#c4c8ce",
+                edgecolor="#a0a4aa",
                 linewidth=0.7,
             )
         )
         for at, holder in zip(spread(x, y, width, height, len(ranks)), ranks, strict=True):
             (centre, radius) = at
             disc(canvas, centre, radius, holder, color(holder, mesh.world_size), f"{name}-{holder}")
-    shade = mix(color(rank, mesh.world_size), (0.0, 0.0, 0.0), 0.45)
-    hatched: dict[str, Any] = dict(edgecolor=(*shade, 0.32), hatch="////", linewidth=0, zorder=3)
+    shade = mix(color(rank, mesh.world_size), (0.0, 0.0, 0.0), 0.12)
+    hatched: dict[str, Any] = dict(edgecolor=veil(shade, 0.4), hatch="////", linewidth=0, zorder=3)
     dashed: dict[str, Any] = dict(edgecolor=shade, linewidth=1.1, linestyle=(0, (4, 2)), zorder=5)
     solid: dict[str, Any] = dict(edgecolor=shade, linewidth=2.6, zorder=6)
     for held, style in ((work, hatched), (work, dashed), (layout, solid)):
@@ -207,7 +208,7 @@ def _paint_cube(canvas: Axes, plan: MatmulPlan, mesh: Mesh, corner: Point, size:
             number = "white"
         elif m == 0:
             centre = at(m0, (k0 + k1) / 2, (n0 + n1) / 2)
-            number = INK
+            number = INK_ON_LIGHT
         elif n == 0:
             centre = at((m0 + m1) / 2, (k0 + k1) / 2, n0)
             number = "white"
@@ -305,5 +306,5 @@ def _link(canvas: Axes, a: Point, b: Point, shade: Color) -> None:
     near = math.dist(a, b) < 1.5
     curve, width = ("arc3,rad=0", 5.0) if near else ("arc3,rad=0.25", 1.3)
     canvas.add_patch(
-        FancyArrowPatch(a, b, arrowstyle="-", connectionstyle=curve, linewidth=width, color=tint(shade, 0.5), zorder=1)
+        FancyArrowPatch(a, b, arrowstyle="-", connectionstyle=curve, linewidth=width, color=veil(shade, 0.5), zorder=1)
     )

@@ -13,7 +13,7 @@ from meshfold.zero_gemini.planner.result import Plan
 from meshfold.zero_gemini.planner.timeline import Moment
 
 _PALETTE = ("#bab0ac", "#f28e2b", "#4e79a7", "#4fb0ab", "#59a14f", "#b07aa1")
-_INK, _FAINT, _LIMIT = "#222222", "#777777", "#e15759"
+_INK, _FAINT, _LIMIT = "#777777", "#808080", "#e15759"  # they read on a white page and on a dark one
 
 
 def formats() -> set[str]:
@@ -23,9 +23,12 @@ def formats() -> set[str]:
 
 def timeline_figure(plan: Plan, moments: Sequence[Moment]) -> Figure:
     """Stacked bytes by kind at every moment, the limit as a line, the turn from forward to backward marked."""
-    figure = Figure(figsize=(5.4, 4.6), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(5.4, 4.6), dpi=150, facecolor="none", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    axes.set_facecolor("none")
+    axes.tick_params(colors=_INK)
+    axes.spines[:].set_color(_INK)
     limit = plan.limits.as_tuple()[0]
     unit, name = next(((u, n) for u, n in ((GiB, "GiB"), (MiB, "MiB")) if limit >= u), (KiB, "KiB"))
     edges = [moment.moment - 0.5 for moment in moments] + [moments[-1].moment + 0.5]
@@ -39,9 +42,9 @@ def timeline_figure(plan: Plan, moments: Sequence[Moment]) -> Figure:
     axes.axvline(plan.workload.forward_moments - 0.5, color=_FAINT, linewidth=0.8, linestyle=":")
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1.05 * max(limit / unit, max(base)))
-    axes.set_xlabel("units in order: forward, then backward")
-    axes.set_ylabel(f"{name} on the GPU")
+    axes.set_xlabel("units in order: forward, then backward", color=_INK)
+    axes.set_ylabel(f"{name} on the GPU", color=_INK)
     binding = "; ".join(plan.binding)
     axes.set_title(f"{plan.workload.name}: {plan.seconds:.3g} s a step\n{binding}", color=_INK, fontsize=10)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=_INK)
     return figure
