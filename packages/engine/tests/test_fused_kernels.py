@@ -113,11 +113,19 @@ fused_losses: list[str] = []  # the heads that made one
 later_losses: list[bool] = []  # for each, whether its gradients wait for the backward
 
 
+whole_logits: list[str] = []  # the heads whose logits waited and were computed all the same
+
+
 class Counted(Head):
     def loss(self, *args: Any) -> Tensor:
         fused_losses.append(self.name)
         later_losses.append(linear_cross_entropy._later > 0)
         return super().loss(*args)
+
+    def logits(self, x: Tensor) -> Tensor:
+        if self._loss is None:
+            whole_logits.append(self.name)
+        return super().logits(x)
 
 
 def trained(
@@ -218,6 +226,7 @@ CASES = [
 def test_on_two_ranks(model: str, spec: str) -> None:
     make = MODELS[model][0]
     fused_losses.clear()
+    whole_logits.clear()
     (want, weights, _), (got, others, fused) = (trained(make, SPLIT[spec], kernels) for kernels in ("off", ALWAYS))
     last = spec != "pipeline" or dist.get_rank() == 1
     assert ("linear + cross entropy" in fused) == last
@@ -226,6 +235,7 @@ def test_on_two_ranks(model: str, spec: str) -> None:
     # In a pipeline one a micro-batch, where the last stage is.
     known = {"pipeline": (4 * 4 * last,), "tensor": (0,) if model == "own" else (2, 3, 4)}
     assert len(fused_losses) in known.get(spec, (2, 3, 4))
+    assert not whole_logits
     tolerance = 1e-4 if model == "Hugging Face" else 1e-9
     assert got == pytest.approx(want, rel=tolerance)
     for name, value in weights.items():

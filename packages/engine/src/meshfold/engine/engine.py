@@ -386,6 +386,7 @@ class Engine:
             CheckpointError: if names or shapes are not the model's.
         """
         self.saver.before_change()
+        self.runner.forward.weights_change()
         self.model_state.load(state)
 
     def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> BackgroundSave | None:

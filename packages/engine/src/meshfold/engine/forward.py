@@ -21,7 +21,7 @@ from meshfold.engine.states.replicated import States
 from meshfold.engine.world import World
 from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE_INDEX, eval_mode, is_encoder_decoder, labels_are_shifted
+from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, eval_mode, is_encoder_decoder, labels_are_shifted
 
 
 class Forward:
@@ -110,6 +110,21 @@ class Forward:
             if isinstance(error, IndexError) and (note := rows_of_tables(self._model, work.args, work.kwargs)):
                 error.add_note(note)
             raise
+
+    def output_with_loss(self, work: batches.Batch) -> Any:
+        """The model's output for a loop of the user's own.
+
+        Where the model computes a loss of its own, logits are computed only if they are read, before :meth:`weights_change`.
+        """
+        if self._logits is None or not any(work.kwargs.get(name) is not None for name in LABEL_NAMES):
+            return self.output(work)
+        with self._logits.waiting(until_expired=True):
+            return self.output(work)
+
+    def weights_change(self) -> None:
+        """Let logits that were not computed until now raise an error when they are read: they would be others."""
+        if self._logits is not None:
+            self._logits.expire()
 
     def loss_of(self, output: Any, work: batches.Batch) -> Tensor:
         """The scalar loss in the model's output, or what ``loss_fn`` makes of it.

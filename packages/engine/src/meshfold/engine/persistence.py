@@ -79,6 +79,7 @@ def load_checkpoint(engine: Engine, path: str | os.PathLike[str], *, weights_onl
     _check_path(path, "load")
     engine.saver.finish()
     engine.saver.before_change()
+    engine.runner.forward.weights_change()
     optimizer: Mapping[str, Tensor] = {}
     scheduler: dict[str, Any] | None = None
     error: Exception | None = None

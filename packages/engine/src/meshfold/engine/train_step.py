@@ -192,7 +192,7 @@ class TrainStep:
         if torch.is_grad_enabled():
             self.gradients.begin()
         with self.random(self.forward.shares(work)):
-            output = self.forward.output(work)
+            output = self.forward.output_with_loss(work)
         self.micro_step += 1
         return output
 
@@ -217,6 +217,7 @@ class TrainStep:
         Raises:
             TrainingError: if there was no backward since the last step.
         """
+        self.forward.weights_change()
         optimizer = self.gradients.finish()
         self._norm = self.clipping.apply(self._states)
         self._lr = float(optimizer.param_groups[0]["lr"])

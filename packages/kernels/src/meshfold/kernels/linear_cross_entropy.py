@@ -349,7 +349,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if getattr(ctx, "was_used", False):
                 raise RuntimeError(
                     "a second backward through linear_cross_entropy: the first one took its gradients. Add up the losses, or "
-                    "write recompute=True with retain_graph=True"
+                    "write recompute=True with retain_graph=True (in an engine kernels=dict(loss=False))"
                 )
             ctx.was_used = not ctx.settings.recompute
         if not ctx.settings.recompute:

@@ -20,6 +20,7 @@ from meshfold.engine.batches.packed import Documents
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.sequence.incoming import Forward, Incoming, Labels, next_token_losses
 from meshfold.engine.world import World
+from meshfold.kernels.fuse import LazyLogits
 from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
 from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors
@@ -201,7 +202,10 @@ class Outgoing:
             sharded = torch.cat([sharding.shard(rows_of_all, rank, 1) for rank in range(sharding.ranks)], 1)
             return scatter_sums(sharded, mesh, 1, axes).reshape(value.shape)
 
-        return lazy_gather(value, ShardedOutput(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece))
+        pieces = ShardedOutput(what=name, mesh=mesh, axes=axes, shape=shape, whole=whole, piece=piece)
+        if isinstance(value, LazyLogits):
+            return value.finished(shape, lambda values: lazy_gather(values, pieces))
+        return lazy_gather(value, pieces)
 
 
 def _place_of_loss(output: Any) -> str | None:

@@ -38,10 +38,12 @@ class DeferredLogits:
         self.heads = heads
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, *, until_expired: bool = False) -> Iterator[None]:
         """Context manager: logits that are made inside wait for their loss.
 
-        Outside they cannot be read any more, because weights may have changed: that is an error.
+        Args:
+            until_expired: outside they can be read until :meth:`expire` is called. Without it they cannot be read outside: that is
+                an error, because weights may have changed.
         """
         for head in self.heads:
             head.open += 1
@@ -50,7 +52,13 @@ class DeferredLogits:
         finally:
             for head in self.heads:
                 head.open -= 1
-                head.closed += not head.open
+            if not until_expired and not any(head.open for head in self.heads):
+                self.expire()
+
+    def expire(self) -> None:
+        """Let no logits be read any more that were not computed until now, because weights change."""
+        for head in self.heads:
+            head.closed += 1
 
 
 def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
@@ -103,7 +111,7 @@ class Head:
     Attributes:
         name: of the layer in its model.
         open: number of contexts inside of which its logits wait.
-        closed: number of times that the outermost of them has ended.
+        closed: number of times that logits made before could no longer be read.
     """
 
     def __init__(self, name: str, layer: Any, always: bool) -> None:

@@ -31,6 +31,7 @@ class LazyLogits(Tensor):
     rows: Tensor  # ``... k``: the head's input
     made_in: int  # the context of the head, by number
     changes: tuple[Change, ...]  # elementwise, in order, to what the head makes of the rows
+    finish: tuple[Callable[[Tensor], Tensor], ...]  # carried out after the changes, once the values are read
     _computed: Tensor | None
 
     @staticmethod
@@ -45,7 +46,7 @@ class LazyLogits(Tensor):
             device=rows.device,
             requires_grad=torch.is_grad_enabled() and (rows.requires_grad or head.trains),
         )
-        made.head, made.rows, made.changes, made._computed = head, rows, changes, None
+        made.head, made.rows, made.changes, made.finish, made._computed = head, rows, changes, (), None
         made.made_in = head.closed
         return made
 
@@ -56,6 +57,8 @@ class LazyLogits(Tensor):
             found = self.head.logits(self.rows)
             for what, by in self.changes:
                 found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()
+            for finish in self.finish:
+                found = finish(found)
             self._computed = found
         return self._computed
 
@@ -64,8 +67,15 @@ class LazyLogits(Tensor):
         if self.made_in != self.head.closed:
             raise RuntimeError(
                 f"logits of {self.head.name} are read after their loss was computed, and were never held: read them where the "
-                "loss is computed (in loss_fn), or have them computed with kernels=dict(loss=False)"
+                "loss is computed (in loss_fn; in a loop of your own before engine.step()), or have them computed with "
+                "kernels=dict(loss=False)"
             )
+
+    def finished(self, shape: tuple[int, ...], finish: Callable[[Tensor], Tensor]) -> LazyLogits:
+        """Return what ``finish`` makes of these logits, of a shape; carried out once the values are read."""
+        made = self._like(self.rows, shape, self.dtype, self.changes)
+        made.finish = (*self.finish, finish)
+        return made
 
     def changed(self, what: str, by: Any) -> LazyLogits:
         """Return these logits with one more change."""
@@ -140,7 +150,7 @@ class LazyLogits(Tensor):
         if func in _FACTS or getattr(func, "__self__", None) in _PROPERTIES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
-        if isinstance(first, LazyLogits) and first._computed is None:
+        if isinstance(first, LazyLogits) and first._computed is None and not first.finish:
             handler = _HANDLERS.get(func)
             if handler is not None and (found := handler(first, *args[1:], **given)) is not None:
                 return found

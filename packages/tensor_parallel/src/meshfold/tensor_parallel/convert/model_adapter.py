@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from meshfold.kernels.fuse import LazyLogits
 from meshfold.mesh import LayoutError, Mesh
 from meshfold.mesh.collectives import bind_collect, take_block
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, ShardedOutput, lazy_gather, map_tensors
@@ -303,7 +304,10 @@ class LazyOutputs(OnMesh):
         split = self._split(name, value)
         head = self._heads.get(value.shape[-1]) if value.dim() > 1 else None
         if head is not None and (split is None or (split[-1] in (None, self._words) and not any(split[1:-1]))):
-            return lazy_gather(value, self._pieces(name, value, head, rows, padded))
+            pieces = self._pieces(name, value, head, rows, padded)
+            if isinstance(value, LazyLogits):
+                return value.finished(pieces.shape, lambda values: lazy_gather(values, pieces))
+            return lazy_gather(value, pieces)
         axes = tuple(dict.fromkeys(axis for dim in split or () for axis in dim or ()))
         return lazy_gather(value, self._refused(name, value, axes)) if axes else None
 
