@@ -159,6 +159,16 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (tensor(size=4, grid=(2, 2)), ["mode '1d' takes no grid", "size=4, or mode='2d'"]),
     # tensor: modes
     (tensor(mode="1d+sequence", size=4), ["two entries", "Write tensor=4, sequence=dict(mode='megatron')."]),
+    (tensor(mode="1d+tokens", size=4), ["key of its own", "tensor=dict(mode='1d', size=4, attention='tokens')"]),
+    (tensor(mode="1d", size=4, attention="token"), ["no attention 'token'", "Did you mean 'tokens'?"]),
+    (
+        tensor(mode="2d", size=4, attention="tokens"),
+        ["needs a stream split by tokens", "mode is '2d'", "Write mode='1d'"],
+    ),
+    (
+        dict(**tensor(size=2, attention="tokens"), sequence=dict(mode="ring", size=2)),
+        ["attention='tokens'", "splits the sequence over the axis tensor by itself", "Leave sequence out"],
+    ),
     (tensor(mode="2D", size=4), ["no mode '2D'", "Did you mean '2d'?", "1d, 2d, 2.5d, 3d"]),
     (tensor(mode="4d", size=4), ["no mode '4d'", "Known: 1d, 2d, 2.5d, 3d"]),
     (tensor(mode="", size=4), ["no mode ''"]),

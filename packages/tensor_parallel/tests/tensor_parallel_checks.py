@@ -20,7 +20,7 @@ def case(mode: str, **axes: int) -> Case:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    2: (case("1d", tensor=2), case("2d", row=1, col=2)),
+    2: (case("1d", tensor=2), case("1d+tokens", tensor=2), case("2d", row=1, col=2)),
     4: (
         case("1d", tensor=4),
         case("1d+sequence", tensor=4),
@@ -31,6 +31,8 @@ CASES: dict[int, tuple[Case, ...]] = {
         case("3d", a=1, b=1, c=4),
         case("1d", data=2, tensor=2),
         case("1d+sequence", data=2, tensor=2),
+        case("1d+tokens", tensor=4),
+        case("1d+tokens", data=2, tensor=2),
     ),
     8: (
         case("2d", row=2, col=4),

@@ -123,7 +123,7 @@ def test_modes_are_rows_of_the_table(mode: str, role: str, row: str) -> None:
 
 
 def test_every_mode_has_five_matmuls() -> None:
-    assert set(MODES) == {"1d", "1d+sequence", "2d", "2.5d", "3d"}
+    assert set(MODES) == {"1d", "1d+sequence", "1d+tokens", "2d", "2.5d", "3d"}
     for mode in MODES.values():
         assert set(mode.plans) == {"column", "row", "embedding", "head", "tied_head"}
 

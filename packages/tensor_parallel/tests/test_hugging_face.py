@@ -106,6 +106,14 @@ def test_variant_is_the_serial_one(place: int, kind: str, settings: dict[str, An
     run_on_ranks(4, compare, kind, settings, COVERING[:3:2][place % 2 :][:1], 4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("llama", {}), ("llama", dict(num_key_value_heads=1)), ("gpt2", {}), ("opt", {})]
+)
+def test_attention_by_tokens_is_the_serial_one(kind: str, settings: dict[str, Any]) -> None:
+    """Projections apart and fused, with and without biases, and fewer key/value heads than ranks."""
+    run_on_ranks(4, compare, kind, settings, (("1d+tokens", (("tensor", 4),)),), 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize(("kind", "settings"), [*((kind, {}) for kind in KINDS), *VARIANTS])

@@ -25,6 +25,7 @@ SQUARE, CUBE = {"row": 2, "col": 2}, {"a": 2, "b": 2, "c": 1}
 MESHES: dict[str, tuple[dict[str, int], ...]] = {
     "1d": ({"tensor": 2}, {"tensor": 8}, {"data": 8, "tensor": 64}),
     "1d+sequence": ({"tensor": 4}, {"data": 2, "tensor": 3}, {"data": 8, "tensor": 64}),
+    "1d+tokens": ({"tensor": 4}, {"data": 8, "tensor": 64}),
     "2d": (
         SQUARE,
         {"row": 2, "col": 3},
@@ -52,7 +53,9 @@ ROWS = {
 def cases() -> Iterator[tuple[str, MatmulPlan, dict[str, int]]]:
     for mode, meshes in MESHES.items():
         for axes in meshes:
-            for role, derived in MODES[mode].plans.items():
+            found = MODES[mode]
+            by_tokens = {f"{role} of attention": derived for role, derived in found.attention_plans.items()}
+            for role, derived in {**found.plans, **by_tokens}.items():
                 yield f"{mode} {role}", derived, axes
     for name, (layouts, axes) in ROWS.items():
         yield name, plan(*layouts.split(" | ")), axes

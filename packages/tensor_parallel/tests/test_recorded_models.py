@@ -29,6 +29,8 @@ MESHES: tuple[tuple[str, dict[str, int]], ...] = (
     ("1d", {"tensor": 512}),
     ("1d+sequence", {"tensor": 8}),
     ("1d+sequence", {"tensor": 512}),
+    ("1d+tokens", {"tensor": 8}),
+    ("1d+tokens", {"data": 8, "tensor": 64}),
     ("2d", {"row": 2, "col": 2}),
     ("2d", {"row": 4, "col": 8}),
     ("2d", {"data": 2, "row": 16, "col": 16}),
@@ -65,6 +67,19 @@ class ByHand:
     def bias(self, plan: MatmulPlan, n: int) -> None:
         """Summed over the axes that split tokens."""
         self.add("dw", "all_reduce", plan.y[plan.m], self.local(n, *plan.y[plan.n]))
+
+    def by_tokens(self, *widths: int, bias: bool) -> None:
+        """Attention by tokens: each projection's features, then those that it sends with key/value heads repeated."""
+        plan, axes = self.mode.attention_plans["column"], self.mode.layout("hidden")["n"]
+        for features, sent in zip(widths[::2], widths[1::2], strict=True):
+            self.plan(plan, HIDDEN, features)
+            for phase in ("forward", "dx"):
+                self.add(phase, "all_to_all", axes, self.local(TOKENS * sent, *axes))
+        self.plan(plan, HIDDEN, HIDDEN)
+        for phase in ("forward", "dx"):
+            self.add(phase, "all_to_all", axes, self.local(TOKENS * HIDDEN, *axes))
+        for features in (*widths[::2], HIDDEN) if bias else ():
+            self.add("dw", "all_reduce", axes, features)
 
     def norm(self, mode: Mode, layer: bool) -> None:
         """Row statistics over the axes of the hidden dim; weights summed over those of the tokens."""
@@ -138,9 +153,14 @@ def derive_flat(hand: ByHand, gated: bool, kv_heads: int, vocab: int) -> Cost:
         for _ in range(2):
             hand.norm(mode, layer=not gated)
         qkv = HIDDEN + 2 * kv_heads * repeat * HEAD_DIM
-        hand.plan(column, HIDDEN, qkv)
-        hand.plan(row, HIDDEN, HIDDEN)
-        if repeat > 1:  # the gradient of keys and values is summed over the ranks that hold the same
+        if mode.attention:
+            hand.by_tokens(HIDDEN + 2 * kv_heads * HEAD_DIM, qkv, bias=not gated)
+        else:
+            hand.plan(column, HIDDEN, qkv)
+            hand.plan(row, HIDDEN, HIDDEN)
+        if (
+            repeat > 1 and not mode.attention
+        ):  # the gradient of keys and values is summed over the ranks that hold the same
             (axis,) = mode.layout("hidden")["n"]
             span = kv_heads * repeat * HEAD_DIM // blocks * hand.local(HIDDEN, *column.w[column.k])
             for _ in range(2):
@@ -149,7 +169,9 @@ def derive_flat(hand: ByHand, gated: bool, kv_heads: int, vocab: int) -> Cost:
         hand.plan(column, HIDDEN, 2 * inner if gated else inner)
         hand.plan(row, inner, HIDDEN)
         if not gated:
-            hand.bias(column, qkv), hand.bias(row, HIDDEN), hand.bias(column, inner), hand.bias(row, HIDDEN)
+            hand.bias(column, inner), hand.bias(row, HIDDEN)
+        if not gated and not mode.attention:
+            hand.bias(column, qkv), hand.bias(row, HIDDEN)
     hand.norm(mode, layer=not gated)
     hand.plan(mode.plans["head" if gated else "tied_head"], HIDDEN, padded(vocab, mode, mesh))
     hand.loss(mode, smoothing=True)
@@ -159,23 +181,27 @@ def derive_flat(hand: ByHand, gated: bool, kv_heads: int, vocab: int) -> Cost:
 def derive_classic(hand: ByHand, vocab: int) -> Cost:
     """The decoder on ``b s h`` with separate projections, whose loss is computed by the caller."""
     mode, mesh = hand.mode, hand.mesh
-    by_tokens = mode.name == "1d+sequence"
-    outer = outside_blocks(mode) if by_tokens else mode
+    split_in_sequences = mode.name in ("1d+sequence", "1d+tokens")
+    outer = outside_blocks(mode) if split_in_sequences else mode
     column, row = mode.plans["column"], mode.plans["row"]
     hand.embedding(outer, vocab)
     hand.positions(outer)
-    if by_tokens:
+    if split_in_sequences:
         hand.boundary(mode)
     for _ in range(LAYERS):
         hand.norm(mode, layer=True), hand.norm(mode, layer=True)
-        hand.region(column)
-        for _ in range(3):
-            hand.plan(column.enter(), HIDDEN, HIDDEN)
-            hand.bias(column, HIDDEN)
-        hand.plan(row, HIDDEN, HIDDEN)
+        if mode.attention:
+            hand.by_tokens(HIDDEN, HIDDEN, HIDDEN, HIDDEN, HIDDEN, HIDDEN, bias=True)
+        else:
+            hand.region(column)
+            for _ in range(3):
+                hand.plan(column.enter(), HIDDEN, HIDDEN)
+                hand.bias(column, HIDDEN)
+            hand.plan(row, HIDDEN, HIDDEN)
+            hand.bias(row, HIDDEN)
         hand.plan(column, HIDDEN, 4 * HIDDEN)
         hand.plan(row, 4 * HIDDEN, HIDDEN)
-        hand.bias(row, HIDDEN), hand.bias(column, 4 * HIDDEN), hand.bias(row, HIDDEN)
+        hand.bias(column, 4 * HIDDEN), hand.bias(row, HIDDEN)
     hand.norm(outer, layer=True)
     head = outer.plans["head"]
     hand.plan(head, HIDDEN, padded(vocab, outer, mesh))

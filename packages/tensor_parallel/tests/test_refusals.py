@@ -388,6 +388,26 @@ REFUSALS: dict[str, Refusal] = {
         ("attn.out_proj cannot stay whole inside attention", "is 'row'"),
         settings=dict(rules={"*.out_proj": "replicate"}),
     ),
+    # attention by tokens
+    "no attention by tokens": Refusal(
+        mlp, ("no attention with linear layers was found", "'1d+sequence'"), mode="1d+tokens"
+    ),
+    "torch's own attention by tokens": Refusal(
+        lambda: Model(embed=nn.Embedding(8, HIDDEN), attn=nn.MultiheadAttention(HIDDEN, 4), up=nn.Linear(HIDDEN, 64)),
+        ("attn", "nn.MultiheadAttention has no linear layers", "'1d'"),
+        mode="1d+tokens",
+    ),
+    "attention by tokens in one module with an MLP": Refusal(
+        lambda: Model(embed=nn.Embedding(8, HIDDEN), blocks=nn.ModuleList([FlatBlock()])),
+        ("blocks.0: in mode '1d+tokens'", "blocks.0.q_proj", "module of their own"),
+        mode="1d+tokens",
+    ),
+    "heads that tokens cannot be exchanged for": Refusal(
+        Block,
+        ("attn: 4 attention heads cannot be split over tensor (3 blocks)",),
+        Mesh({"tensor": 3}, rank=0),
+        "1d+tokens",
+    ),
     # what the caller says
     "unknown mode": Refusal(mlp, ("no tensor-parallel mode '2.5'", "Did you mean '2.5d'?", "1d+sequence"), mode="2.5"),
     "mode of another type": Refusal(mlp, ("no tensor-parallel mode 2",), mode=2),

@@ -16,6 +16,7 @@ SLOW_LINKS = Machine(bandwidth=dict.fromkeys(Machine().bandwidth, 50e9))
 MESHES = {
     "1d": Mesh({"tensor": 4}),
     "1d+sequence": Mesh({"tensor": 4}),
+    "1d+tokens": Mesh({"tensor": 4}),
     "2d": Mesh({"row": 2, "col": 2}),
     "2.5d": Mesh({"depth": 2, "row": 2, "col": 2}),
     "3d": Mesh({"a": 2, "b": 2, "c": 2}),

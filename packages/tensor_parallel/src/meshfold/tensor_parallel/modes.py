@@ -40,6 +40,9 @@ class Mode:
             table a rank looks up, ``m v``.
         head: the LM head's weight, ``k v``.
         logits: its output, ``m v``.
+        attention: ``"tokens"``: attention's linear layers have whole weights and multiply a rank's own tokens; an all-to-all
+            exchanges tokens for heads behind the projections, and heads for tokens in front of the output projection
+            (:mod:`meshfold.tensor_parallel.layers.head_exchange`). Empty: they are split as ``column`` and ``row`` say.
         paper: where it comes from.
 
     Raises:
@@ -56,6 +59,7 @@ class Mode:
     ids: str
     head: str
     logits: str
+    attention: str = ""
     paper: str = ""
 
     def __post_init__(self) -> None:
@@ -81,7 +85,34 @@ class Mode:
                         f"mode {self.name!r}: {role}={str(layout)!r} names the axis {axis!r}, which is not one of its axes "
                         f"{', '.join(self.axes)}.{did_you_mean(axis, self.axes)}"
                     )
+        self._check_attention()
         _ = self.plans  # made here, so that what does not fit is refused here
+        _ = self.attention_plans
+
+    def _check_attention(self) -> None:
+        if self.attention not in ("", "tokens"):
+            raise LayoutError(
+                f"mode {self.name!r}: attention={self.attention!r} is not known: write attention='tokens', or leave it out"
+            )
+        residual, hidden = self.layout("residual"), self.layout("hidden")
+        if self.attention and (residual["h"] or hidden["m"] or residual["m"] not in ((), hidden["n"])):
+            raise LayoutError(
+                f"mode {self.name!r}: attention='tokens' exchanges tokens for heads over one set of axes, so it needs a stream "
+                f"split by tokens alone, as in residual='m:tensor h', hidden='m n:tensor'; these are {self.residual!r} and "
+                f"{self.hidden!r}"
+            )
+
+    @cached_property
+    def attention_plans(self) -> Mapping[str, MatmulPlan]:
+        """The matmuls of attention's linear layers, column and row, where they are computed by tokens; else none.
+
+        Whole weights, ``k n``, on a rank's own tokens: nothing is sent but the sum of the weights' gradients.
+        """
+        tokens = self.layout("residual")["m"]
+        if not self.attention:
+            return {}
+        own = plan(Layout({"m": tokens, "k": ()}), Layout({"k": (), "n": ()}), Layout({"m": tokens, "n": ()}))
+        return {"column": own, "row": own}
 
     def layout(self, role: str) -> Layout:
         """Return one of the layouts, parsed."""
@@ -121,10 +152,13 @@ class Mode:
     def __str__(self) -> str:
         lines = [f"mode {self.name!r} on axes {', '.join(self.axes)}" + (f" ({self.paper})" if self.paper else "")]
         for field in fields(self):
-            if field.name not in ("name", "axes", "paper"):
+            if field.name not in ("name", "axes", "attention", "paper"):
                 lines.append(f"  {field.name:<10}{self.layout(field.name)}")
         for role, matmul in self.plans.items():
             lines += ["", f"{role.replace('_', ' ')}: {matmul}"]
+        for role, matmul in self.attention_plans.items():
+            where = "exchanged for heads behind it" if role == "column" else "exchanged for tokens in front of it"
+            lines += ["", f"{role} of attention, {where}: {matmul}"]
         return "\n".join(lines)
 
 
@@ -172,6 +206,20 @@ MODES: dict[str, Mode] = {
             ids="m v:tensor",
             head="k v:tensor",
             logits="m v:tensor",
+        ),
+        Mode(
+            name="1d+tokens",
+            axes=("tensor",),
+            paper="arXiv 2309.14509",
+            residual="m:tensor h",
+            column="k n:tensor",
+            hidden="m n:tensor",
+            row="k:tensor n",
+            embedding="v:tensor h",
+            ids="m v:tensor",
+            head="k v:tensor",
+            logits="m v:tensor",
+            attention="tokens",
         ),
         Mode(name="2d", axes=("row", "col"), paper="arXiv 2104.05343", **_GRID_2D),
         Mode(
@@ -229,7 +277,7 @@ def outside_blocks(mode: Mode) -> Mode:
     """
     residual = mode.layout("residual").replace(m=())
     try:
-        return replace(mode, name=f"{mode.name} (all tokens)", residual=str(residual))
+        return replace(mode, name=f"{mode.name} (all tokens)", residual=str(residual), attention="")
     except LayoutError as error:
         raise LayoutError(
             f"mode {mode.name!r} splits tokens within sequences, from the first block of a model to the last. Outside of "

@@ -70,6 +70,7 @@ class ParallelSpec:
             written=f"parallel={format_value(parallel)}",
         )
         spec._check_megatron(parallel)
+        spec._check_attention(parallel)
         return spec if world_size is None else spec.with_world_size(world_size)
 
     def with_world_size(self, world_size: int) -> ParallelSpec:
@@ -110,6 +111,16 @@ class ParallelSpec:
         if self.tensor.mode_name != "1d":
             written = f"tensor={format_value(parallel['tensor'])}"
             raise entry.error(f"mode 'megatron' needs tensor mode '1d', and there is {written}.", change)
+
+    def _check_attention(self, parallel: dict[str, object]) -> None:
+        """Refuse attention by tokens beside a sequence that ranks of another axis share."""
+        if self.tensor is None or self.tensor.attention is None:
+            return
+        if self.sequence is not None and self.sequence.mode != "megatron":
+            raise Entry(name="sequence", value=parallel["sequence"]).error(
+                f"tensor has attention={self.tensor.attention!r}, which splits the sequence over the axis tensor by itself.",
+                "Leave sequence out, or leave attention out of tensor.",
+            )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -197,7 +208,8 @@ def _table(spec: ParallelSpec) -> str:
         add("sequence", spec.sequence.axes, spec.sequence.mode_name + over)
     if spec.tensor is not None:
         overlap = "" if spec.tensor.overlap is None else f", overlap {spec.tensor.overlap}"
-        add("tensor", spec.tensor.axes, spec.tensor.mode_name + overlap)
+        attention = "" if spec.tensor.attention is None else f", attention by {spec.tensor.attention}"
+        add("tensor", spec.tensor.axes, spec.tensor.mode_name + attention + overlap)
     if spec.zero is not None:
         rows.append(("zero", "", "", _zero_settings(spec.zero)))
     order = f"rank order {' > '.join(shown)}, the last varies fastest" if shown else "one rank"

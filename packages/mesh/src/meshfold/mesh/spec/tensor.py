@@ -1,4 +1,4 @@
-"""The entry ``tensor``: 1d, 2d, 2.5d, 3d or a mode of one's own, and the sizes of its axes.
+"""The entry ``tensor``: 1d, 2d, 2.5d, 3d or a mode of one's own, the sizes of its axes, and how attention is computed.
 
 Every mode is treated alike: it has named axes. One called ``depth`` is given by ``depth``; the others are all
 equal when only ``size`` is given (a square, a cube), and free when ``grid`` names them.
@@ -33,7 +33,8 @@ MODES: dict[str, tuple[str, ...]] = {
     "3d": ("a", "b", "c"),
 }
 OVERLAPS = ("auto", "gather", "stream", "ring")
-KEYS = ("mode", "size", "depth", "grid", "overlap")
+ATTENTIONS = ("tokens",)
+KEYS = ("mode", "size", "depth", "grid", "overlap", "attention")
 RESERVED = ("data", "pipe", "seq", "ring", "ulysses")  # axes of the other dimensions
 
 _POWERS = {2: "a square", 3: "a cube"}
@@ -55,11 +56,16 @@ class TensorSpec:
 
     ``overlap`` is how gathers and matmuls are interleaved: ``"gather"``, ``"stream"`` or ``"ring"``;
     ``"auto"`` takes whichever is expected to be fastest for each matmul. None is ``"gather"``.
+
+    ``attention="tokens"``, in mode ``"1d"``: attention's linear layers have whole weights on every rank and multiply a rank's own
+    tokens; the stream between layers is split by tokens, as under ``sequence=dict(mode="megatron")``. None: they are split by
+    heads as the mode says.
     """
 
     mode: str | TensorMode
     sizes: tuple[int, ...]
     overlap: str | None = None
+    attention: str | None = None
 
     @property
     def mode_name(self) -> str:
@@ -94,13 +100,18 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, value: object) -> TensorSpec:
-        """Check ``4`` (1d) or a dict with the keys mode, size, depth, grid, overlap. Raises SpecError."""
+        """Check ``4`` (1d) or a dict with the keys mode, size, depth, grid, overlap, attention. Raises SpecError."""
         entry = Entry(name="tensor", value=value)
         if isinstance(value, int):
             return cls(mode="1d", sizes=(entry.count("tensor", value, 2),))
         fields = entry.fields(KEYS, "tensor=4 (1d) or tensor=dict(mode='2d', size=4)")
         mode, name, axes = _mode(entry, fields.get("mode", "1d"))
-        return cls(mode=mode, sizes=_sizes(entry, name, axes, fields), overlap=_overlap(entry, mode, fields))
+        return cls(
+            mode=mode,
+            sizes=_sizes(entry, name, axes, fields),
+            overlap=_overlap(entry, mode, fields),
+            attention=_attention(entry, mode, name, fields),
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Return the entry that parses to this."""
@@ -110,14 +121,16 @@ class TensorSpec:
 def _mode(entry: Entry, value: object) -> tuple[str | TensorMode, str, tuple[str, ...]]:
     """Return the mode, its name and its axes."""
     if isinstance(value, str):
+        size = meant(entry.fields(KEYS, "").get("size")) or 2
         if value == "sequence":
-            size = meant(entry.fields(KEYS, "").get("size")) or 2
             problem = "'sequence' is no mode of tensor; it is a dimension of its own."
             raise entry.error(problem, f"Write sequence=dict(mode='ring', size={size}) instead.")
         if value == "1d+sequence":  # what parallelize calls it
-            size = meant(entry.fields(KEYS, "").get("size")) or 2
             problem = "mode '1d+sequence' is written as two entries in a spec."
             raise entry.error(problem, f"Write tensor={size}, sequence=dict(mode='megatron').")
+        if value == "1d+tokens":  # likewise
+            problem = "mode '1d+tokens' is written with a key of its own in a spec."
+            raise entry.error(problem, f"Write tensor=dict(mode='1d', size={size}, attention='tokens').")
         name = entry.choice("mode", value, tuple(MODES), ", or a mode object with a name and axes")
         return name, name, MODES[name]
     own_name, own_axes = getattr(value, "name", None), getattr(value, "axes", None)
@@ -157,6 +170,19 @@ def _overlap(entry: Entry, mode: str | TensorMode, fields: Mapping[str, object])
             "Write overlap='ring' or overlap='gather', or leave it to overlap='auto'.",
         )
     return overlap
+
+
+def _attention(entry: Entry, mode: str | TensorMode, name: str, fields: Mapping[str, object]) -> str | None:
+    value = fields.get("attention")
+    if value is None:
+        return None
+    attention = entry.choice("attention", value, ATTENTIONS, ", or None")
+    if mode != "1d":
+        raise entry.error(
+            f"attention={attention!r} needs a stream split by tokens alone, as mode '1d' can have; mode is {name!r}.",
+            f"Write mode='1d', or leave attention={attention!r} out.",
+        )
+    return attention
 
 
 def _sizes(entry: Entry, name: str, axes: tuple[str, ...], fields: Mapping[str, object]) -> tuple[int, ...]:

@@ -94,6 +94,13 @@ class Analysis:
             return False
         return self.mode_at(name).plans["column"].changes_tokens or self.flat_at(name) is not None
 
+    def is_by_tokens(self, name: str) -> bool:
+        """Return True if a linear layer is one of attention's that are computed by tokens (``Mode.attention``)."""
+        attention = name.rpartition(".")[0]
+        if attention not in self.heads or not self.mode_at(name).attention:
+            return False
+        return self.roles.role.get(name) in ("column", "row")
+
     def _is_whole(self, name: str) -> bool:
         """Return True if a module stays whole, or lies in one that does."""
         whole = [name for role in WHOLE for name in self.roles.named(role)]

@@ -58,6 +58,7 @@ class LayerBuilder:
                 head_dim=self._head_dim(name),
                 stored="kn" if is_conv1d(module) else "nk",
                 lowering=self._lowering(mode, role),
+                by_tokens=self.analysis.is_by_tokens(name),
                 batch=self.batch if role in ("head", "tied_head") else None,
             )
         if role == "norm":

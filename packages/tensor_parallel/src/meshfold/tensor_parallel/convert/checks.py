@@ -46,6 +46,7 @@ def check_analysis(analysis: Analysis) -> None:
     for name, heads in analysis.heads.items():
         heads.check(name, analysis.mesh, analysis.mode)
         _check_region(analysis, name)
+    _check_by_tokens(analysis)
     for name in analysis.roles.named("head_norm"):
         _check_head_norm(analysis, name)
     for name in (*analysis.roles.named("norm"), *analysis.roles.named("head_norm")):
@@ -298,6 +299,30 @@ def _check_whole(analysis: Analysis, name: str) -> None:
             f"heads. Its role there is {role}; or keep all of the attention whole: "
             f"{attention!r}: 'replicate'"
         )
+
+
+def _check_by_tokens(analysis: Analysis) -> None:
+    """Raise a LayoutError for attention whose linear layers cannot be computed by tokens, if the mode asks for that."""
+    mode = analysis.mode
+    if not mode.attention:
+        return
+    where = f"mode {mode.name!r} computes attention's linear layers by tokens (attention='tokens')"
+    if own := analysis.roles.named("attention"):
+        raise LayoutError(
+            f"{own[0]}: {where}, and nn.MultiheadAttention has no linear layers that could be: use mode '1d', in a spec "
+            f"without attention='tokens'"
+        )
+    if not analysis.heads:
+        raise LayoutError(
+            f"{where}, and no attention with linear layers was found in {type(analysis.model).__name__}: use mode "
+            "'1d+sequence', in a spec sequence=dict(mode='megatron') in place of attention='tokens'"
+        )
+    for name, heads in analysis.heads.items():
+        if not _only_attention(analysis, name):
+            raise LayoutError(
+                f"{name or '(root)'}: {where}, with an exchange behind its projections and in front of the layer that writes "
+                f"its output: let a module of their own hold {', '.join(heads.projections)} and that layer, without norms or MLP"
+            )
 
 
 def _only_attention(analysis: Analysis, name: str) -> bool:

@@ -5,7 +5,8 @@
 :class:`Region` is for attention that has other tokens than the stream, in 3D and where tokens are split within sequences. Its
 code reads batch and length from its input. So the input is gathered in front of the module, and gets the batch and length of
 its layers' outputs. Code that takes its width from its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a
-stand-in as wide as this rank's heads, with a shape and no values; its linear layers read the gathered input.
+stand-in as wide as this rank's heads, with a shape and no values; its linear layers read the gathered input. So does
+attention whose linear layers are computed by tokens: no rank gathers their input.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Region(StreamAdapter):
         self.mesh, self.mode, self.folds, self.boundary = first.mesh, first.mode.name, first.folds, boundary
         self._gather_input = bind_enter_operand(first.plan, first.mesh, "x")
         self._stand_in, self._readers = stand_in, len(columns)
+        self._shares = 1 if first.exchange is None else first.exchange.ranks
         self._forget()
         for linear in columns:
             linear.use_entered_input(self._read if stand_in else unfolded(self.folds))
@@ -70,12 +72,12 @@ class Region(StreamAdapter):
             self._check_order(x)
         whole = self._gather_input(to_autocast_dtype(x.reshape(-1, x.shape[-1])))
         if self.boundary is None:
-            lead = lead_shape(x.shape[:-1], whole.shape[0])
+            lead = lead_shape(x.shape[:-1], whole.shape[0] * self._shares)
         else:
             lead = self.boundary.lead
-            if lead.numel() != whole.shape[0]:
+            if lead.numel() != whole.shape[0] * self._shares:
                 raise LayoutError(
-                    f"{whole.shape[0]} tokens, but the last forward had {' × '.join(map(str, lead))}: recompute a "
+                    f"{whole.shape[0] * self._shares} tokens, but the last forward had {' × '.join(map(str, lead))}: recompute a "
                     f"forward before one of another shape begins"
                 )
         if self._stand_in:

@@ -76,7 +76,7 @@ def parallelize(
     Args:
         module: an nn.Module with real or meta weights; every rank must have the same real weights.
         mesh: has the mode's axes.
-        mode: ``"1d"``, ``"1d+sequence"``, ``"2d"``, ``"2.5d"``, ``"3d"`` or a Mode of your own.
+        mode: ``"1d"``, ``"1d+sequence"``, ``"1d+tokens"``, ``"2d"``, ``"2.5d"``, ``"3d"`` or a Mode of your own.
         rules: role by pattern of full names, where names and shapes do not tell: ``{"*.router": "replicate"}``. Roles
             are column, row, head, stem, embedding, positions, norm, head_norm, head_bias, dropout, loss, patch, source,
             mixture and replicate.
@@ -261,7 +261,11 @@ class _Conversion:
                 rows = [self._linear(row) for row in self.analysis.children(name, "row")]
                 reads = [self._linear(column) for column in columns]
                 boundary = self.analysis.flat_at(name)
+                if self.analysis.mode_at(name).attention:  # no rank has the whole input
+                    stand_in = stand_in or reads[0].in_features
                 Region(reads, rows, boundary, batch=self.builder.batch, stand_in=stand_in).attach(module)
+            elif any(self.analysis.is_by_tokens(column) for column in columns):
+                continue
             elif len(columns) > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict):
                 SharedInput([self._linear(column) for column in columns]).around(module)
             else:

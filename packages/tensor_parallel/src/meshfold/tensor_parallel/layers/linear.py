@@ -37,6 +37,7 @@ from meshfold.tensor_parallel.layers.base import (
     shard_parameter,
     to_autocast_dtype,
 )
+from meshfold.tensor_parallel.layers.head_exchange import HeadExchange
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
@@ -114,18 +115,24 @@ class Linear(ShardedLayer):
         matmul: MatmulPlan | None = None,
         batch: BatchShape | None = None,
         head_dim: int = 0,
+        by_tokens: bool = False,
     ) -> Linear:
         """Return a sharded layer with the blocks of a module with ``weight`` (and ``bias``); real or meta weights.
 
         Args:
             stored: how the weight lies: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
             matmul: of a layer whose role is none of the mode's: ``"adapter"``.
+            by_tokens: it is one of attention's in a mode with ``attention="tokens"``: its weight is whole, and it exchanges
+                tokens for heads behind the product (column), or heads for tokens in front of it (row).
             batch: of the forward that runs, to a head: it says whether logits come out whole.
             head_dim: elements of the output that stay together, those of a head, of queries, keys or values.
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._take_over(module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul)
+        matmul = mode.attention_plans[role] if by_tokens else matmul
+        made._take_over(
+            module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul, by_tokens=by_tokens
+        )
         made._batch, made.head_dim = batch, head_dim
         made.train(module.training)
         return made
@@ -141,6 +148,7 @@ class Linear(ShardedLayer):
         stored: Literal["nk", "kn"],
         lowering: str,
         matmul: MatmulPlan | None = None,
+        by_tokens: bool = False,
     ) -> None:
         self.mesh, self.mode, self.role, self.lowering, self.stored = mesh, mode, role, lowering, stored
         self.plan = matmul or (stem_plan(mode) if role == "stem" else mode.plans[role])
@@ -152,7 +160,13 @@ class Linear(ShardedLayer):
         out_dim = 0 if stored == "nk" else 1
         self.out_features, self.in_features = weight.shape[out_dim], weight.shape[1 - out_dim]
         self.parts = parts
-        _check_sizes(self, mesh)
+        self.exchange: HeadExchange | None = None
+        if by_tokens:
+            width = self.out_features if role == "column" else self.in_features
+            self.exchange = HeadExchange(mesh, mode.layout("hidden")["n"], width, parts)
+            parts = ()  # of the weight nothing is split
+        else:
+            _check_sizes(self, mesh)
         multiple = {0: vocabulary_multiple(mode, mesh)} if role in ("head", "tied_head") else {}
         w, fused = self.plan.w, {0: parts} if parts else {}
         place = Placement(
@@ -235,7 +249,9 @@ class Linear(ShardedLayer):
     def forward(self, x: Tensor) -> Tensor:
         weight = to_autocast_dtype(self._sum_weight(self.weight))
         x, lead = self.input_adapter(x)
-        bias = self.bias
+        exchange, bias = self.exchange, self.bias
+        if exchange is not None and self.role == "row":
+            x = exchange.to_tokens(x.reshape(-1, x.shape[-1]))
         if (
             self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x)
         ):  # else dw waits for the parameter, not for a copy in another dtype
@@ -245,11 +261,16 @@ class Linear(ShardedLayer):
             y, bias = functional.linear(x, weight if self.stored == "nk" else weight.t(), bias), None
         else:
             y = self._multiply(x, weight if self.stored == "nk" else weight.t())
+        if exchange is not None and self.role == "column":
+            y = exchange.to_heads(self._plus_bias(y, bias).reshape(-1, y.shape[-1]))
+            bias = None
         if lead is not None:
             y = y.view(*lead_shape(lead, y.numel() // y.shape[-1]), y.shape[-1])
-        if bias is not None:
-            y = y + self._enter_bias(self._sum_bias(bias)).to(y.dtype)
+        y = self._plus_bias(y, bias)
         return self.whole(y) if self.gather_output else y
+
+    def _plus_bias(self, y: Tensor, bias: nn.Parameter | None) -> Tensor:
+        return y if bias is None else y + self._enter_bias(self._sum_bias(bias)).to(y.dtype)
 
     # What meshfold.kernels.fuse asks a head whose logits wait for their loss.
 

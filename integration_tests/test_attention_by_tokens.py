@@ -1,0 +1,105 @@
+"""``tensor=dict(mode="1d", attention="tokens")`` beside other entries of a spec: trained as one process trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from integration_tests.composition import ADAMW, CLIP, SIZES, Run, run, train_and_go_on
+from integration_tests.test_matrix import agree, check
+from meshfold.engine import Engine
+from meshfold.mesh import ParallelSpec, SpecError
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.planner import estimate
+
+Spec = dict[str, Any]
+TOKENS: Spec = dict(tensor=dict(mode="1d", size=2, attention="tokens"))
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "then"),
+    [
+        pytest.param("llama", dict(data=2, **TOKENS, zero=dict(stage=3)), dict(data=2, tensor=2), id="zero 3"),
+        pytest.param("gpt", dict(data=2, tensor=2), dict(data=2, **TOKENS, zero=dict(stage=1)), id="from 1d, zero 1"),
+        pytest.param(
+            "gpt", dict(data=2, **TOKENS, zero=dict(stage=2)), dict(data=2, tensor=2), id="zero 2", marks=SLOW
+        ),
+        pytest.param("llama", dict(pipeline=2, **TOKENS), dict(data=2, **TOKENS), id="pipeline"),
+        pytest.param(
+            "gpt", dict(pipeline=dict(size=2, schedule="zb-h1"), **TOKENS), dict(data=4), id="zb-h1", marks=SLOW
+        ),
+        pytest.param(
+            "llama",
+            dict(tensor=dict(mode="1d", size=4, attention="tokens")),
+            dict(tensor=4),
+            id="more ranks than key/value heads",
+        ),
+    ],
+)
+def test_it_trains_as_one_process_and_goes_on_under_another_spec(
+    model: str, spec: Spec, then: Spec, tmp_path: Path
+) -> None:
+    runs = run_on_ranks(4, train_and_go_on, model, spec, then, str(tmp_path / "checkpoint"), 3, 1)
+    check(agree([first for first, _ in runs]), model, 3)
+    check(agree([second for _, second in runs]), model, 1, done=3)
+
+
+def hugging_face(kv_heads: int = 2) -> nn.Module:
+    """A small ``LlamaForCausalLM``."""
+    import transformers
+
+    model: nn.Module = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=SIZES["vocab_size"],
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=16,
+            tie_word_embeddings=False,
+        )
+    )
+    return model
+
+
+def train_hugging_face(parallel: Spec) -> Run:
+    """Three steps in float64, every block recomputed."""
+    with Engine(
+        hugging_face,
+        parallel,
+        optimizer=ADAMW,
+        precision="fp64",
+        clip_grad_norm=CLIP,
+        gradient_accumulation=2,
+        recompute="blocks",
+        seed=5,
+    ) as engine:
+        return run(engine, 3)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=SLOW), pytest.param(0, marks=SLOW)])
+def test_hugging_face_llama_recomputed_in_float64(stage: int) -> None:
+    """As under plain ``tensor=2``, to 1e-9; one process rounds its norms and angles to float32, as transformers writes them."""
+    pytest.importorskip("transformers")
+    spec = dict(data=2, **TOKENS, **(dict(zero=dict(stage=stage)) if stage else {}))
+    found = agree(run_on_ranks(4, train_hugging_face, spec))
+    for other, tolerance in ((dict(data=2, tensor=2), 1e-9), ({}, 1e-5)):
+        wanted = run_on_ranks(4 if other else 1, train_hugging_face, other)[0]
+        assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+        assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
+        assert all(norm > CLIP for norm in wanted.norms), "clipping has to be at work"
+        for name, value in wanted.state.items():
+            torch.testing.assert_close(found.state[name], value, rtol=tolerance, atol=tolerance, msg=name)
+    assert found.differing == []
+
+
+def test_heads_that_do_not_divide_are_refused_before_the_start() -> None:
+    spec = dict(tensor=dict(mode="1d", size=3, attention="tokens"))
+    with pytest.raises(SpecError, match=r"8 attention heads cannot be split over tensor \(3 blocks\)"):
+        estimate(hugging_face, ParallelSpec.parse(spec, 3), batch_size=3, seq_len=8)
