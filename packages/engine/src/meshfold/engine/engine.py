@@ -46,6 +46,7 @@ class Engine:
         report: what tensor parallelism did to each submodule; None if the model was left whole.
         loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
         compiled_blocks: what ``compile`` compiled; its ``str()`` is one line. None if nothing is.
+        fp8_layers: the linear layers that multiply in fp8, and why others do not, to be printed; None if none was asked to.
         optimizer: over the master weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
             TrainingError. None for evaluation only.
         pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
@@ -94,7 +95,8 @@ class Engine:
                 :func:`meshfold.engine.pretrained` of a Hugging Face folder, read straight into place.
             parallel: the spec, as in ``dict(data=2, tensor=dict(mode="2d", size=4))``.
             optimizer: ``dict(name="adamw", lr=...)``, or a class or function of the parameters. None: evaluation only.
-            precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, or ``dict(name="fp16", initial_scale=...)``.
+            precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, or ``dict(name="fp16", initial_scale=...)``, or
+                ``dict(name="bf16", matmul="fp8", recipe=..., keep=("head", "router"))``: linear layers in fp8.
             clip_grad_norm: largest norm of the whole model's gradient.
             clip_norm_type: which norm: 2.0, 1.0 or math.inf.
             clip_grad_value: largest absolute value of a gradient's element; not with ``clip_grad_norm``.
@@ -157,7 +159,7 @@ class Engine:
             self.model, self.report, self.loaded = part.model, part.report, part.loaded
             self.pipeline = None if part.pipelined is None else part.pipelined.pipeline
             self.precision, self.recomputed_blocks = asked.precision, built.blocks
-            self.fused_kernels, self.compiled_blocks = built.fused, built.compiled
+            self.fused_kernels, self.compiled_blocks, self.fp8_layers = built.fused, built.compiled, built.fp8
             self.states, self.model_state = built.states, built.model_state
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()

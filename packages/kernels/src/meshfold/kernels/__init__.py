@@ -35,6 +35,8 @@ from meshfold.kernels.dropout import dropout
 from meshfold.kernels.fp8 import (
     FP8_MULTIPLE,
     FP8_RECIPES,
+    Fp8Dim,
+    Fp8Maximum,
     Fp8Recipe,
     Fp8Tensor,
     bind_fp8_matmul,
@@ -83,6 +85,8 @@ __all__ = [
     "AdamSettings",
     "AdamState",
     "Availability",
+    "Fp8Dim",
+    "Fp8Maximum",
     "Fp8Recipe",
     "Fp8Tensor",
     "KernelError",

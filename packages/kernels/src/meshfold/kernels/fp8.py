@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Dim = Literal["m", "k", "n"]
-Maximum = Callable[[Tensor, tuple[Dim, ...]], Tensor]
+Fp8Dim = Literal["m", "k", "n"]
+Fp8Maximum = Callable[[Tensor, tuple[Fp8Dim, ...]], Tensor]
 """From an amax that was taken over the named dims of a block to the one of the whole: the largest over ranks."""
 
 FP8_MULTIPLE = 16
@@ -136,21 +136,21 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
     )
 
 
-def fp8_output(x: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Maximum | None = None) -> Tensor:
+def fp8_output(x: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
     """Compute ``y = x wᵀ``, ``m k, n k -> m n``, in the dtype of ``x``."""
     a = to_fp8(x, rows=recipe.rows, maximum=_over(maximum, recipe, "m", "k"))
     b = to_fp8(w, rows=recipe.rows, maximum=_over(maximum, recipe, "n", "k"))
     return fp8_product(a, b, dtype=x.dtype)
 
 
-def fp8_input_gradient(dy: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Maximum | None = None) -> Tensor:
+def fp8_input_gradient(dy: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
     """Compute ``dx = dy w``, ``m n, n k -> m k``, in the dtype of ``dy``."""
     a = to_fp8(dy, rows=recipe.rows, dtype=recipe.gradient, maximum=_over(maximum, recipe, "m", "n"))
     b = to_fp8(w.t(), rows=recipe.rows, maximum=_over(maximum, recipe, "k", "n"))
     return fp8_product(a, b, dtype=dy.dtype, fast=recipe.rows)
 
 
-def fp8_weight_gradient(dy: Tensor, x: Tensor, recipe: Fp8Recipe, maximum: Maximum | None = None) -> Tensor:
+def fp8_weight_gradient(dy: Tensor, x: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
     """Compute ``dw = dyᵀ x``, ``m n, m k -> n k``, in the dtype of ``dy``; not in fp8 if the recipe says so."""
     if not recipe.weight_gradient:
         return dy.t() @ x
@@ -162,7 +162,7 @@ def fp8_weight_gradient(dy: Tensor, x: Tensor, recipe: Fp8Recipe, maximum: Maxim
     return fp8_product(a, b, dtype=dy.dtype, fast=recipe.rows)
 
 
-def bind_fp8_matmul(recipe: Fp8Recipe, maximum: Maximum | None = None) -> Callable[[Tensor, Tensor], Tensor]:
+def bind_fp8_matmul(recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the differentiable product ``.. k, n k -> .. n`` of one recipe; torch.compile can trace it.
 
     ``maximum``: takes an amax over the ranks that hold the rest of the operands; None if there are none.
@@ -188,7 +188,9 @@ def bind_fp8_matmul(recipe: Fp8Recipe, maximum: Maximum | None = None) -> Callab
     return product
 
 
-def _over(maximum: Maximum | None, recipe: Fp8Recipe, row: Dim, summed: Dim) -> Callable[[Tensor], Tensor] | None:
+def _over(
+    maximum: Fp8Maximum | None, recipe: Fp8Recipe, row: Fp8Dim, summed: Fp8Dim
+) -> Callable[[Tensor], Tensor] | None:
     """Bind the dims that an amax is taken over: the summed one, or both."""
     if maximum is None:
         return None

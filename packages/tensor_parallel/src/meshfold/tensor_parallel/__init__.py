@@ -2,6 +2,7 @@
 
 from meshfold.tensor_parallel.convert import Placed, Report, parallelize
 from meshfold.tensor_parallel.cost import Cost, CostEntry
+from meshfold.tensor_parallel.fp8_matmul import bind_fp8_maximum
 from meshfold.tensor_parallel.layers import (
     CausalLMLoss,
     Embedding,
@@ -30,6 +31,7 @@ __all__ = [
     "Placed",
     "RMSNorm",
     "Report",
+    "bind_fp8_maximum",
     "cross_entropy",
     "draw_matmul",
     "draw_mesh",

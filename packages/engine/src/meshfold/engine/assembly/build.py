@@ -17,6 +17,7 @@ from meshfold.engine.forward import Forward
 from meshfold.engine.model import recompute as recomputation
 from meshfold.engine.model.checks import NoCopies
 from meshfold.engine.model.compile_blocks import CompiledBlocks
+from meshfold.engine.model.fp8_layers import Fp8Layers, check_fp8, use_fp8
 from meshfold.engine.model.ownership import AsGiven, check_free, claim
 from meshfold.engine.model.pipelined_model import PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks
@@ -44,6 +45,7 @@ class Built:
         part: this rank's part of the model.
         blocks: those of its blocks that backward recomputes; None if none is.
         fused: the fused kernels in it; None if none were asked for.
+        fp8: the linear layers that multiply in fp8; None if none was asked to.
         compiled: what is compiled; None if nothing is.
         states: its master weights, their gradients and the optimizer's state.
         step_guard: lets nobody but the engine step the optimizer.
@@ -56,6 +58,7 @@ class Built:
     part: Assembled
     blocks: RecomputedBlocks | None
     fused: FusedModel | None
+    fp8: Fp8Layers | None
     compiled: CompiledBlocks | None
     states: States
     step_guard: StepGuard
@@ -97,6 +100,8 @@ def build(
     recompute = recomputation.check_recompute(recompute, world.spec)
     if asked.compile is not None:
         asked.compile.check(world.spec)
+    if asked.precision.fp8 is not None:
+        check_fp8(world)
 
     # This rank's part of the model: split, given its first values, in place.
     if asked.make_optimizer is not None:
@@ -105,6 +110,9 @@ def build(
         check_given(model, world, own_loss=asked.loss_fn is not None)
     stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
     part = assemble(model, world, asked.precision, asked.seed, rules, stages)
+    fp8 = None if asked.precision.fp8 is None else use_fp8(part.model, asked.precision.fp8, world)
+    if fp8 is not None:
+        opened.callback(fp8.close)
     compiled = None
     if asked.compile is not None:  # first: modes and checkpoints are around a graph, not in it
         stages_blocks = None if part.pipelined is None else part.pipelined.blocks()
@@ -141,6 +149,7 @@ def build(
         part=part,
         blocks=blocks,
         fused=fused,
+        fp8=fp8,
         compiled=compiled,
         states=states,
         step_guard=step_guard,

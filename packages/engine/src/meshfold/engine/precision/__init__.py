@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine.precision.fp8 import FP8_KEYS, Fp8Settings
 from meshfold.engine.precision_names import precision_name
 from meshfold.mesh import SpecError, annotate, metadata
 from meshfold.mesh.spec import argument_checks as settings
@@ -141,14 +142,17 @@ class Precision:
     Attributes:
         name: ``fp32``, ``fp64``, ``bf16`` or ``fp16``.
         scale: how the loss scale moves; None for a precision that needs none.
+        fp8: how linear layers multiply in fp8; None if none does.
     """
 
     name: str
     scale: ScaleSettings | None = None
+    fp8: Fp8Settings | None = None
 
     @classmethod
     def parse(cls, value: object) -> Precision:
-        """From a name, or ``dict(name="fp16", initial_scale=...)`` with fields of :class:`ScaleSettings`.
+        """From a name, or ``dict(name="fp16", initial_scale=...)`` with fields of :class:`ScaleSettings`, or
+        ``dict(name="bf16", matmul="fp8", recipe=..., keep=...)``.
 
         Raises:
             SpecError: for an unknown name or key, or a value out of range.
@@ -160,10 +164,13 @@ class Precision:
             and (name := precision_name(written))
         ):
             raise SpecError(f"precision={value!r}: it is called {name!r} here. Known: {', '.join(_DTYPES)}")
+        if written in ("fp8", "float8"):
+            raise SpecError(f"precision={value!r}: fp8 is of matmuls: write precision=dict(name='bf16', matmul='fp8')")
         name, rest = settings.named("precision", value, _DTYPES)
+        fp8 = Fp8Settings.parse(value, name, {key: rest.pop(key) for key in FP8_KEYS if key in rest})
         known = {field.name: None for field in fields(ScaleSettings)} if name == "fp16" else {}
-        settings.known_keys("precision", value, rest, known)
-        return cls(name=name, scale=ScaleSettings(**rest) if name == "fp16" else None)
+        settings.known_keys("precision", value, rest, known or (dict.fromkeys(FP8_KEYS) if name == "bf16" else {}))
+        return cls(name=name, scale=ScaleSettings(**rest) if name == "fp16" else None, fp8=fp8)
 
     @property
     def dtype(self) -> torch.dtype:

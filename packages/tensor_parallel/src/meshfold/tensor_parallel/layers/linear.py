@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshfold.kernels import FP8_MULTIPLE, Fp8Recipe
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
-from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take
+from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
+from meshfold.tensor_parallel.fp8_matmul import bind_fp8_product
 from meshfold.tensor_parallel.layers.base import (
     BatchShape,
     ShardedLayer,
@@ -227,6 +229,30 @@ class Linear(ShardedLayer):
         self.lowering = "gather"
         self._multiply = bind_matmul(self.plan, self.mesh)
         self.input_adapter = adapter
+
+    def fp8_refusal(self) -> str:
+        """Return why the layer cannot multiply in fp8; empty if it can."""
+        if self.makes_logits or self.stored != "nk":
+            return "it makes logits" if self.makes_logits else "its weight lies transposed"
+        if self.lowering != "gather" or self._site is not None:
+            return "its matmul is done in pieces"
+        if self._sum_weight is not identity:
+            return "several ranks hold some of its heads, each with a part of their gradient"
+        blocks = {dim: self.mesh.size(*(a for d, a in self.plan.extras("w") if d == dim)) for dim in self.plan.w}
+        n, k = self.weight.shape[0] * blocks[self.plan.n], self.weight.shape[1] * blocks[self.plan.k]
+        return f"its width on a rank is no multiple of {FP8_MULTIPLE}" if n % FP8_MULTIPLE or k % FP8_MULTIPLE else ""
+
+    def use_fp8(self, recipe: Fp8Recipe | None, outer_axes: Sequence[str] = ()) -> None:
+        """Multiply in fp8 from now on, in all three products as the recipe says; None: in the operands' own dtype again.
+
+        ``outer_axes``: those that split the tokens beside the mode's, of data and of sequences.
+        """
+        if recipe is None:
+            self._multiply = bind_matmul(self.plan, self.mesh, lowering=self.lowering)
+            self._alone = on_one_rank(self.plan, self.mesh)
+        else:
+            self._multiply = bind_fp8_product(self.plan, self.mesh, recipe, tuple(outer_axes))
+            self._alone = False
 
     def defer_weight_gradient(self) -> WeightGradSite:
         """From now on let dw wait where the site says (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is made with dx."""

@@ -1,0 +1,186 @@
+"""Linear layers that multiply in fp8: which of a model's do, and why the others stay in bf16.
+
+A layer's class is changed, not its forward: blocks of one class still share their compiled code, and names, parameters and state
+dicts stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.precision.fp8 import Fp8Settings
+from meshfold.engine.world import World
+from meshfold.kernels import FP8_MULTIPLE, bind_fp8_matmul
+from meshfold.mesh import SpecError, did_you_mean
+from meshfold.mesh.tracking import is_whole, tracker, untracked, whole
+from meshfold.tensor_parallel import Linear, bind_fp8_maximum
+
+_HEADS = ("head", "lm_head", "embed_out", "score", "classifier", "classification_head", "qa_outputs")
+_ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
+_EXPERTS = "experts"
+
+
+class Fp8Linear(nn.Linear):
+    """``y = x wᵀ + b`` with operands in fp8, for inputs in bf16; anything else is computed as by ``nn.Linear``.
+
+    Attributes:
+        product: of an input and the weight.
+    """
+
+    product: Callable[[Tensor, Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrong = x.dtype is not torch.bfloat16 or self.weight.dtype is not torch.bfloat16
+        if wrong or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+            return super().forward(x)
+        y = self._multiply(x)
+        return y if self.bias is None else y + self.bias
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        tracking = tracker()  # of a forward that sees to it that no split dim is mixed: an amax may be, of the tokens
+        if tracking is None or not is_whole(tracking.dims(x)[-1]):
+            return self.product(x, self.weight)
+        with untracked():
+            y = self.product(x, self.weight)
+        tracking.mark(y, (*tracking.dims(x)[:-1], whole(self.out_features)))
+        tracking.rows.keep(y, x)
+        return y
+
+
+@dataclass(kw_only=True)
+class Fp8Layers:
+    """The linear layers of a model that multiply in fp8; printed in a few lines.
+
+    Attributes:
+        recipe: its name.
+        layers: names of the layers in fp8.
+        kept: for each linear layer that stays in bf16 the reason.
+    """
+
+    recipe: str
+    layers: tuple[str, ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return a line of what is in fp8, and one for each reason to stay in bf16."""
+        lines = [f"fp8 ({self.recipe}): {_listed(self.layers)}"]
+        for why in dict.fromkeys(self.kept.values()):
+            lines.append(f"bf16: {_listed([name for name, each in self.kept.items() if each == why])}: {why}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Let every layer multiply in its own dtype again."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def check_fp8(world: World) -> None:
+    """Check that layers can multiply in fp8 under a spec.
+
+    Raises:
+        SpecError: under a pipeline, or with an overlap of collectives and matmuls.
+    """
+    spec = world.spec
+    if spec.pipeline is not None:
+        raise SpecError(
+            "precision=dict(matmul='fp8') with pipeline: weight gradients of stages are computed apart, in bf16 only. Leave "
+            "matmul='fp8' out, or use data, zero, tensor or sequence"
+        )
+    if spec.tensor is not None and spec.tensor.overlap not in (None, "gather"):
+        raise SpecError(
+            f"precision=dict(matmul='fp8') with overlap={spec.tensor.overlap!r}, whose pieces are multiplied in bf16 only: "
+            "leave overlap out"
+        )
+
+
+def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
+    """Let a model's linear layers multiply in fp8, in place; all ranks must call.
+
+    Raises:
+        SpecError: for a name in ``keep`` that no layer has.
+    """
+    _check_names(model, settings)
+    found = Fp8Layers(recipe=settings.recipe.name)
+    split = world.spec.tensor is not None and world.spec.tensor.size > 1
+    heads = _output_weights(model)
+    reduced = None if world.data_size == 1 else bind_fp8_maximum(world.mesh, None, world.outer_axes)
+    product = bind_fp8_matmul(settings.recipe, reduced)
+    names = []
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear) and type(module) is not nn.Linear:
+            continue
+        why = _kept_by_name(name, module, settings, heads)
+        if isinstance(module, Linear):
+            why = why or module.fp8_refusal()
+            if not why:
+                module.use_fp8(settings.recipe, world.outer_axes)
+                found._undo.append(lambda layer=module: layer.use_fp8(None))  # type: ignore[misc]
+        else:
+            why = why or ("tensor parallelism does not split it" if split else "")
+            if not why and (module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE):
+                why = f"its width is no multiple of {FP8_MULTIPLE}"
+            if not why:
+                module.__class__ = Fp8Linear
+                module.__dict__["product"] = product
+                found._undo.append(lambda layer=module: _restore(layer))  # type: ignore[misc]
+        if why:
+            found.kept[name] = why
+        else:
+            names.append(name)
+    found.layers = tuple(names)
+    return found
+
+
+def _restore(layer: nn.Linear) -> None:
+    layer.__class__ = nn.Linear
+    layer.__dict__.pop("product", None)
+
+
+def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: set[int]) -> str:
+    """Return why a layer stays in bf16, whatever its shape; empty if nothing says so."""
+    leaf, parts = name.rpartition(".")[2], name.split(".")
+    is_head = leaf in _HEADS or id(module.weight) in heads or (isinstance(module, Linear) and module.makes_logits)
+    if "head" in settings.keep and is_head:
+        return "keep='head'"
+    if "router" in settings.keep and leaf in _ROUTERS:
+        return "keep='router'"
+    for entry in settings.keep:
+        if _has(parts, entry):
+            return f"keep={entry!r}"
+    return "an expert, which not every rank calls" if _EXPERTS in parts else ""
+
+
+def _has(parts: list[str], entry: str) -> bool:
+    """Return True if the parts of an entry follow one another among those of a name."""
+    wanted = entry.split(".")
+    return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))
+
+
+def _check_names(model: nn.Module, settings: Fp8Settings) -> None:
+    names = [name.split(".") for name, _ in model.named_modules()]
+    for entry in settings.keep:
+        if entry not in ("head", "router") and not any(_has(parts, entry) for parts in names):
+            known = {part: None for parts in names for part in parts if part and not part.isdigit()}
+            raise SpecError(
+                f"precision=dict(keep={settings.keep!r}): no layer is called {entry!r}.{did_you_mean(entry, known)} An entry "
+                "is 'head', 'router', or a part of a layer's name, as in 'blocks.0' or 'down'"
+            )
+
+
+def _output_weights(model: nn.Module) -> set[int]:
+    """Return the ids of weights that make logits: a Hugging Face model's, and those that an embedding has as well."""
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    asked: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return tied if asked is None else tied | {id(asked.weight)}
+
+
+def _listed(names: tuple[str, ...] | list[str]) -> str:
+    if not names:
+        return "no linear layer"
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,61 @@
+"""The keys of ``precision=dict(name="bf16", matmul="fp8", ...)``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshfold.kernels import FP8_RECIPES, Fp8Recipe
+from meshfold.mesh import SpecError, did_you_mean
+
+FP8_KEYS = ("matmul", "recipe", "keep")
+_RECIPE = "rowwise_hp_dw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Settings:
+    """Settings of linear layers that multiply in fp8.
+
+    Attributes:
+        recipe: scales and formats of the three products.
+        keep: layers that stay in bf16: ``"head"``, ``"router"``, or parts of names such as ``"blocks.0"``.
+    """
+
+    recipe: Fp8Recipe = FP8_RECIPES[_RECIPE]
+    keep: tuple[str, ...] = ("head", "router")
+
+    @classmethod
+    def parse(cls, value: object, name: str, keys: Mapping[str, Any]) -> Fp8Settings | None:
+        """From the keys of a precision; None if it does not multiply in fp8.
+
+        Args:
+            value: the precision as it was written.
+            name: of the precision.
+            keys: those of :data:`FP8_KEYS` that it has.
+
+        Raises:
+            SpecError: for fp8 beside another precision than bf16, an unknown recipe, or keys without ``matmul``.
+        """
+        if not keys:
+            return None
+        if name != "bf16":
+            raise SpecError(
+                f"precision={value!r}: matmuls in fp8 are of a model in bf16: write dict(name='bf16', matmul='fp8')"
+            )
+        if "matmul" not in keys:
+            raise SpecError(f"precision={value!r}: {', '.join(keys)} without matmul: add matmul='fp8', or leave it out")
+        if keys["matmul"] != "fp8":
+            raise SpecError(
+                f"precision={value!r}: matmul={keys['matmul']!r}: write matmul='fp8', or leave it out for bf16"
+            )
+        recipe = keys.get("recipe", _RECIPE)
+        if not isinstance(recipe, str) or recipe not in FP8_RECIPES:
+            hint = did_you_mean(recipe, FP8_RECIPES) if isinstance(recipe, str) else ""
+            raise SpecError(
+                f"precision={value!r}: there is no recipe {recipe!r}.{hint} Known: {', '.join(FP8_RECIPES)}"
+            )
+        keep = keys.get("keep", cls.keep)
+        if isinstance(keep, str) or not isinstance(keep, tuple | list) or not all(isinstance(k, str) for k in keep):
+            raise SpecError(f"precision={value!r}: keep is a tuple of names of layers, as in keep=('head', 'router')")
+        return cls(recipe=FP8_RECIPES[recipe], keep=tuple(keep))

@@ -1,0 +1,287 @@
+"""``precision=dict(name="bf16", matmul="fp8")``: trains as bf16 does, and under every spec as the serial model in fp8 does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshfold.engine import Engine
+from meshfold.kernels import FP8_RECIPES, Fp8Tensor, fp8
+from meshfold.mesh import SpecError
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.models import GPT, GPTConfig, build
+
+WORDS, LENGTH = 64, 16
+
+
+def llama() -> nn.Module:
+    return build(
+        "llama-tiny", hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab_size=WORDS, max_positions=LENGTH
+    )
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab_size=WORDS, hidden=64, layers=2, heads=4, max_positions=LENGTH, dropout=0.0))
+
+
+def hugging_face() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="this test trains a model of transformers")
+    return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
+        transformers.LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+        )
+    )
+
+
+def in_fp8(recipe: str = "rowwise_hp_dw", **keys: Any) -> dict[str, Any]:
+    return dict(name="bf16", matmul="fp8", recipe=recipe, **keys)
+
+
+def batches(steps: int) -> list[dict[str, Tensor]]:
+    """Sequences that count in threes, from words drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.randint(0, WORDS, (8, 1), generator=generator) for _ in range(steps)]
+    ids = [(each + 3 * torch.arange(LENGTH)) % WORDS for each in first]
+    return [dict(input_ids=each, labels=each) for each in ids]
+
+
+def losses(
+    model: Callable[[], nn.Module],
+    precision: object,
+    parallel: dict[str, Any] | None = None,
+    steps: int = 5,
+    **given: Any,
+) -> tuple[list[float], str]:
+    """Losses of some steps, and what is in fp8."""
+    torch.manual_seed(1)
+    optimizer = dict(name="adamw", lr=3e-3)
+    engine = Engine(model, parallel or {}, optimizer=optimizer, precision=precision, **given)
+    found = [engine.train_step(engine.shard_batch(batch)) for batch in batches(steps)]
+    report = str(engine.fp8_layers)
+    engine.close()
+    return found, report
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("model", [llama, gpt])
+def test_losses_are_those_of_bf16_to_one_percent(model: Callable[[], nn.Module], recipe: str) -> None:
+    (wanted, none), (found, report) = (losses(model, each, steps=60) for each in ("bf16", in_fp8(recipe)))
+    assert none == "None"
+    assert f"fp8 ({recipe}): blocks.0.attn.qkv and 7 more\nbf16: head: keep='head'" == report
+    assert wanted[-1] < 0.1 * wanted[0]  # it learns
+    assert found != wanted
+    assert sum(found) == pytest.approx(sum(wanted), rel=0.01)
+    for start in range(0, 60, 10):
+        one, other = (sum(each[start : start + 10]) for each in (found, wanted))
+        assert one == pytest.approx(other, rel=0.01, abs=0.02), start
+
+
+def test_a_hugging_face_model() -> None:
+    (wanted, _), (found, report) = (losses(hugging_face, each) for each in ("bf16", in_fp8()))
+    assert report == ("fp8 (rowwise_hp_dw): model.layers.0.self_attn.q_proj and 13 more\nbf16: lm_head: keep='head'")
+    assert found == pytest.approx(wanted, rel=0.01)
+
+
+SPECS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data": (2, dict(data=2)),
+    "zero 1": (2, dict(data=2, zero=dict(stage=1))),
+    "zero 2": (2, dict(data=2, zero=dict(stage=2))),
+    "zero 3": (2, dict(data=2, zero=dict(stage=3))),
+    "zero 3 on the host": (2, dict(data=2, zero=dict(stage=3, placement="cpu"))),
+    "tensor": (2, dict(tensor=2)),
+    "megatron": (2, dict(tensor=2, sequence=dict(mode="megatron"))),
+    "ring": (2, dict(sequence=dict(mode="ring", size=2))),
+    "ulysses": (2, dict(sequence=dict(mode="ulysses", size=2))),
+    "tokens": (2, dict(tensor=dict(mode="1d", size=2, attention="tokens"))),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
+    "tensor, zero 3": (4, dict(data=2, tensor=2, zero=dict(stage=3, placement="cpu"))),
+}
+
+
+@cache
+def alone(model: Callable[[], nn.Module], recipe: str) -> list[float]:
+    """Losses of one process."""
+    return losses(model, in_fp8(recipe))[0]
+
+
+def compare(model: Callable[[], nn.Module], recipe: str, parallel: dict[str, Any], wanted: list[float]) -> None:
+    found, report = losses(model, in_fp8(recipe), parallel)
+    assert report.startswith(f"fp8 ({recipe}): ")
+    assert report.endswith("head: keep='head'")
+    assert found == pytest.approx(wanted, rel=0.004)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_several_ranks_train_as_one(spec: str, recipe: str) -> None:
+    size, parallel = SPECS[spec]
+    run_on_ranks(size, compare, llama, recipe, parallel, alone(llama, recipe))
+
+
+@pytest.mark.parametrize("spec", ["zero 3", "tensor"])
+def test_several_ranks_train_a_hugging_face_model_as_one(spec: str) -> None:
+    size, parallel = SPECS[spec]
+    run_on_ranks(size, compare, hugging_face, "rowwise", parallel, alone(hugging_face, "rowwise"))
+
+
+def first_operands(recipe: str, parallel: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Operands in 8 bits, and their scales, of the first layer's forward, and the last two casts of its backward: of dw."""
+    seen: list[Fp8Tensor] = []
+    own = fp8.to_fp8
+
+    def to_fp8(*args: Any, **kwargs: Any) -> Fp8Tensor:
+        seen.append(own(*args, **kwargs))
+        return seen[-1]
+
+    fp8.to_fp8 = to_fp8
+    try:
+        losses(llama, in_fp8(recipe), parallel, steps=1)
+    finally:
+        fp8.to_fp8 = own
+    return [(each.values.view(torch.uint8), each.inverse) for each in (seen[0], seen[1], seen[-1])]
+
+
+def compare_operands(recipe: str, parallel: dict[str, Any], wanted: list[tuple[Tensor, Tensor]]) -> None:
+    (x, scale), (w, w_scale), (turned, turned_scale) = wanted
+    rank = dist.get_rank()
+    (mine, my_scale), my_w, (my_turned, my_turned_scale) = first_operands(recipe, parallel)
+    assert torch.equal(mine, x.chunk(2)[rank])
+    assert torch.equal(my_scale, scale if recipe == "tensorwise" else scale.chunk(2)[rank])
+    assert torch.equal(my_w[0], w) and torch.equal(my_w[1], w_scale)
+    assert torch.equal(my_turned_scale, turned_scale)
+    assert torch.equal(my_turned, turned.chunk(2, dim=1)[rank])
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("spec", ["data", "zero 3"])
+def test_operands_of_data_ranks_are_blocks_of_the_serial_ones(spec: str, recipe: str) -> None:
+    run_on_ranks(2, compare_operands, recipe, SPECS[spec][1], first_operands(recipe, {}))
+
+
+def test_beside_other_arguments() -> None:
+    wanted = alone(llama, "rowwise")
+    for given in (dict(recompute="blocks"), dict(compile=dict(backend="aot_eager")), dict(kernels="off")):
+        found, _ = losses(llama, in_fp8("rowwise"), **given)
+        assert found == pytest.approx(wanted, rel=0.004), given
+
+
+def test_compiled_blocks_share_their_graph() -> None:
+    graphs: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph
+
+    torch.compiler.reset()
+    losses(llama, in_fp8(), compile=dict(backend=counting))
+    assert len(graphs) == 1
+
+
+def test_a_checkpoint_has_the_weights_of_a_model_in_bf16(tmp_path: Path) -> None:
+    with Engine(llama, precision=in_fp8(), optimizer=dict(name="sgd", lr=0.1)) as engine:
+        engine.train_step(batches(1)[0])
+        weights = engine.full_state_dict()
+        engine.save(tmp_path / "saved")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    with Engine(llama, precision="bf16", optimizer=dict(name="sgd", lr=0.1)) as other:
+        other.load(tmp_path / "saved")
+        assert all(torch.equal(value, weights[name]) for name, value in other.full_state_dict().items())
+        assert other.steps == 1
+
+
+def test_a_closed_engine_gives_the_layers_back() -> None:
+    model = llama()
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    engine = Engine(model, precision=in_fp8())
+    assert {name: type(module) for name, module in model.named_modules()} != kinds
+    engine.close()
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+
+
+class Odd(nn.Module):
+    """Layers of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.router, self.narrow, self.wide = nn.Linear(16, 16), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.experts = nn.ModuleList([nn.Linear(16, 16)])
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.tied = nn.Linear(16, 32, bias=False)
+        self.tied.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.tied(self.second(self.first(self.embed(ids))))
+        return out
+
+
+def test_what_stays_in_bf16_is_listed() -> None:
+    with Engine(Odd, precision=in_fp8(keep=("head", "router", "first"))) as engine:
+        assert engine.fp8_layers is not None
+        assert engine.fp8_layers.layers == ("second",)
+        assert engine.fp8_layers.kept == {
+            "router": "keep='router'",
+            "narrow": "its width is no multiple of 16",
+            "wide": "its width is no multiple of 16",
+            "experts.0": "an expert, which not every rank calls",
+            "first": "keep='first'",
+            "tied": "keep='head'",
+        }
+    with Engine(Odd, precision=in_fp8(keep=())) as engine:
+        assert engine.fp8_layers is not None
+        assert set(engine.fp8_layers.layers) == {"router", "first", "second", "tied"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [
+        ("fp8", "write precision=dict(name='bf16', matmul='fp8')"),
+        (dict(name="fp32", matmul="fp8"), "matmuls in fp8 are of a model in bf16"),
+        (dict(name="bf16", matmul="int8"), "matmul='int8': write matmul='fp8'"),
+        (dict(name="bf16", recipe="rowwise"), "recipe without matmul: add matmul='fp8'"),
+        (
+            in_fp8("rowise"),
+            "there is no recipe 'rowise'. Did you mean 'rowwise'? Known: rowwise, rowwise_hp_dw, tensorwise",
+        ),
+        (in_fp8("block128"), "there is no recipe 'block128'"),
+        (in_fp8(keep="head"), "keep is a tuple of names"),
+        (in_fp8(keep=("frist",)), "no layer is called 'frist'. Did you mean 'first'?"),
+        (
+            dict(name="bf16", matmull="fp8"),
+            "there is no key 'matmull'. Did you mean 'matmul'? Known: matmul, recipe, keep",
+        ),
+    ],
+)
+def test_mistakes(precision: object, said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        Engine(Odd, precision=precision)
+    assert said in str(refused.value)
+
+
+def refused(parallel: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        Engine(llama, parallel, precision=in_fp8())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        (dict(pipeline=dict(size=2, microbatches=2)), "with pipeline"),
+        (dict(tensor=dict(mode="1d", size=2, overlap="ring"), sequence=dict(mode="megatron")), "leave overlap out"),
+    ],
+)
+def test_specs_that_cannot_are_refused(parallel: dict[str, Any], said: str) -> None:
+    run_on_ranks(2, refused, parallel, said)
