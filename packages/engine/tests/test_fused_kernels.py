@@ -200,6 +200,18 @@ def test_beside_other_arguments(settings: dict[str, Any]) -> None:
         check(OwnModel, {}, MODELS["own"][1], **settings)
 
 
+def with_z_loss() -> nn.Module:
+    return build("llama-tiny", hidden=16, layers=2, heads=2, ffn=24, vocab_size=WORDS, max_positions=16, z_loss=0.1)
+
+
+@pytest.mark.parametrize("spec", ["none", "zero 3"])
+@ranks(1)
+def test_z_loss_reads_no_logits(spec: str) -> None:
+    whole_logits.clear()
+    check(with_z_loss, ALONE[spec], (NORM, LOSS))
+    assert not whole_logits
+
+
 SPLIT: dict[str, dict[str, Any]] = {
     "data": dict(data=2),
     "zero 3": dict(data=2, zero=dict(stage=3)),

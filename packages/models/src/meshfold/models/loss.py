@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshfold.kernels.fuse import LazyLogits
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX
 
@@ -62,13 +64,11 @@ class CausalLMLoss(nn.Module):
         shifted = F.pad(labels[:, 1:], (0, 1), value=self.ignore_index) if self.shifts else labels
         targets = shifted.reshape(-1)
         counts = targets != self.ignore_index
-        total = F.cross_entropy(
-            wide,
-            targets,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            reduction="sum",
-        )
+        settings: dict[str, Any] = dict(ignore_index=self.ignore_index, label_smoothing=self.label_smoothing)
+        if self.z_loss and isinstance(wide, LazyLogits):  # torch has no function for it, which would not read them
+            total = wide.cross_entropy(targets, **settings, z_loss=self.z_loss, reduction="sum")
+            return total / counts.sum().clamp(min=1)
+        total = F.cross_entropy(wide, targets, **settings, reduction="sum")
         if self.z_loss:
             total = total + self.z_loss * (wide.logsumexp(-1).square() * counts).sum()
         return total / counts.sum().clamp(min=1)
