@@ -211,6 +211,38 @@ def test_what_is_compiled_and_given_back() -> None:
     assert "forward" not in model.h[0].__dict__ and model.h[0].forward == own
 
 
+@pytest.mark.parametrize("recompute", [None, "auto"], ids=["kept", "recompute auto"])
+@ranks(1)
+def test_compiled_under_a_memory_limit(recompute: Any) -> None:
+    """Steps that are profiled for the plan run the blocks' own operations, all others their graphs."""
+    runs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append(1)
+            return graph(*args)
+
+        return run
+
+    seen, counts = [], []
+    for compile in (False, dict(backend=backend)):
+        spec = dict(zero=dict(placement="auto", gpu_memory_limit="4MB"))
+        engine = Engine(
+            llama, spec, optimizer=dict(name="adamw", lr=1e-2), precision="fp64", compile=compile, recompute=recompute
+        )
+        seen.append([])
+        for step in range(5):
+            before, watching = len(runs), engine.residency is not None and engine.residency.is_watching
+            seen[-1].append(engine.train_step(batch(step)))
+            counts.append((watching, len(runs) - before))
+        engine.close()
+    assert seen[1] == pytest.approx(seen[0], rel=1e-9)
+    assert [many for _, many in counts[:5]] == [0] * 5  # not compiled
+    watched = [many for watching, many in counts[5:] if watching]
+    assert watched and not any(watched)
+    assert all(many >= 4 for watching, many in counts[5:] if not watching)  # four blocks
+
+
 @ranks(1)
 def test_a_model_without_blocks_is_compiled_as_a_whole() -> None:
     GRAPHS.clear()

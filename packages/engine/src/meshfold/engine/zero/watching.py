@@ -5,8 +5,9 @@ Before there is a plan, unit by unit; under it, how long compute takes all in al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -70,6 +71,7 @@ class Watcher:
             tracer = StepTracer(self._model, memory=memory, clock=CudaClock(self._device))
         else:
             tracer = StepTracer(self._model, memory=LiveBytes(), clock=WallClock())
+            self._watch.enter_context(_uncompiled())
         handle = self._model.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
         self._watch.callback(handle.remove)
         if self._blocks is not None:
@@ -120,6 +122,19 @@ class Watcher:
     def _count_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self.tokens = max([1, *(x.numel() for x in given if not x.is_floating_point())])
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Context manager: what is compiled runs its own operations, as a mode that counts them needs.
+
+    Otherwise torch.compile, called under such a mode, would leave the code alone from then on too.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def as_words(trace: Trace) -> dict[str, Any]:
