@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class AdafactorHF(TensorOptimizer):
     """Adafactor as in ``transformers.optimization.Adafactor``, which follows fairseq's.
 
     It differs from torch's: the rate may be relative to the step and to the parameter, a first moment is optional, and
-    squares are raised by ``eps[0]`` before they are averaged.
+    squares are raised by ``eps[0]`` before they are averaged. With ``relative_step`` a group's ``lr`` is no setting: it shows the
+    rate of its last step, before that of the parameter.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class AdafactorHF(TensorOptimizer):
         super().__init__(
             params,
             dict(
-                lr=lr,
+                lr=_relative_rate(1.0, warmup_init) if lr is None else lr,
                 eps=eps,
                 clip_threshold=clip_threshold,
                 decay_rate=decay_rate,
@@ -126,9 +128,13 @@ class AdafactorHF(TensorOptimizer):
         parameter.sub_(update)
 
 
+def _relative_rate(count: float, warmup_init: bool) -> float:
+    return min(1e-6 * count if warmup_init else 1e-2, 1.0 / math.sqrt(count))
+
+
 def _rate(group: dict[str, Any], count: float, parameter: Tensor) -> float | Tensor:
     """Return the learning rate of one parameter's step."""
     rate: float | Tensor = group["lr"]
     if group["relative_step"]:
-        rate = min(1e-6 * count if group["warmup_init"] else 1e-2, count**-0.5)
+        rate = group["lr"] = _relative_rate(count, group["warmup_init"])
     return rms(parameter).clamp(min=group["eps"][1]) * rate if group["scale_parameter"] else rate

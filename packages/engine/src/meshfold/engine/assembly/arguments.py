@@ -17,7 +17,7 @@ from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.engine.optimizers import Factory, optimizer_factory
 from meshfold.engine.precision import Precision
 from meshfold.engine.states.replicated import States
-from meshfold.engine.world import check_watchdog, has_zero
+from meshfold.engine.world import check_watchdog, has_tensor, has_zero
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import argument_checks as settings
 
@@ -80,7 +80,7 @@ class Arguments:
             SpecError: for the first that is wrong.
         """
         checked_precision = Precision.parse(precision)
-        make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel))
+        make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel) or not has_tensor(parallel))
         clip = Clipping.parse(clip_grad_norm, clip_norm_type, clip_grad_value)
         mode = check_mode(nonfinite)
         accumulation = settings.count("gradient_accumulation", gradient_accumulation)

@@ -1,4 +1,7 @@
-"""Optimizers by name or class, and the guard of their steps. All are elementwise, so a rank may step on its own shards alone.
+"""Optimizers by name or class, and the guard of their steps.
+
+A rank steps on its own shards alone where an optimizer sees elements; it is given norms of whole tensors where it must see
+those, and whole parameters, by ``zero``, where it must see them.
 
 ``dict(name="adamw", lr=3e-4, weight_decay=0.1, no_decay="norms_and_biases")``, or a class or function that takes a
 list of parameters and returns a ``torch.optim.Optimizer``. Weight decay goes to all parameters, as in torch, unless
@@ -17,8 +20,9 @@ from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
 from meshfold.mesh import SpecError, did_you_mean
-from meshfold.mesh.parameters import OptimizerProbeError, probe_optimizer
+from meshfold.mesh.parameters import OptimizerProbeError, ShardedSquareSums, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
+from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion
 
 __all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class"]
 
@@ -29,7 +33,14 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
+    "lion": Lion,
+    "lamb": Lamb,
+    "lars": Lars,
+    "adafactor": Adafactor,
+    "adafactor_hf": AdafactorHF,
+    "came": Came,
 }
+_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 NO_DECAY = "norms_and_biases"
 
 # These look at whole matrices: on a part of one they would do something else.
@@ -47,7 +58,7 @@ _OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
 def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
     """Return a function that makes the optimizer from the list of parameters; None for None (evaluation only).
 
-    ``whole``: optimizers that look at whole matrices will have them, as ``zero`` sees to.
+    ``whole``: optimizers that look at whole matrices will have them: as ``zero`` sees to, or without tensor parallelism.
 
     Settings are tried on a parameter of one element, so that mistakes show before anything starts.
 
@@ -123,7 +134,7 @@ def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stage
     if not (split or stages) or type(optimizer).__module__.startswith("torch.optim"):
         return
     name, declared = type(optimizer).__name__, getattr(optimizer, "elementwise", None)
-    if declared is True:
+    if declared is True or isinstance(getattr(optimizer, "square_sums", None), ShardedSquareSums):
         return
     try:
         seen = {"matrices"} if declared is False else {probe_optimizer(optimizer, g) for g in optimizer.param_groups}
@@ -224,7 +235,7 @@ def _is_number(value: object) -> bool:
 
 def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
     """One kernel for many parameters, where the class has it."""
-    return {"fused": True} if cls in OPTIMIZERS.values() else {}
+    return {"fused": True} if cls in _FUSED else {}
 
 
 def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
@@ -233,10 +244,10 @@ def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
     known = f"Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
     if name in _NEVER:
         raise SpecError(f"optimizer={value!r}: {name} {_NEVER[name]}. {known}")
-    if name in _WHOLE and not whole:
+    if (name in _WHOLE or getattr(cls, "sight", None) == "matrices") and not whole:
         raise SpecError(
-            f"optimizer={value!r}: {name} does not treat each element on its own, so it cannot step on shards. With "
-            f"zero=dict(stage=1) each matrix is stepped whole by one rank. {known}"
+            f"optimizer={value!r}: {name} does not treat each element on its own, so it cannot step on shards of tensor "
+            f"parallelism: leave the entry tensor out; with zero=dict(stage=1) each matrix is stepped whole by one rank. {known}"
         )
 
 

@@ -26,7 +26,7 @@ from meshfold.engine.states.data_parallel import GradientReducer
 from meshfold.engine.states.optimizer_state import OptimizerState, gather, global_shape, put
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
-from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
+from meshfold.mesh.parameters import ParameterMeta, StoredValue, square_sums_of_blocks, uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -212,6 +212,9 @@ class PlainStates:
         self.targets = {uncompiled_name(name): masters.of(p) for name, p in parameters.items()}
         self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
         if self.optimizer is not None:
+            if getattr(self.optimizer, "sight", None) == "norms":
+                sums = square_sums_of_blocks(list(self.targets.values()), world.mesh, world.device)
+                self.optimizer.square_sums = sums  # type: ignore[attr-defined]
             split = [name for name, target in self.targets.items() if _is_split(target)]
             check_sight(self.optimizer, split=split, stages=world.pipelined)
         self.trained = list(parameters.values()) if trains else []

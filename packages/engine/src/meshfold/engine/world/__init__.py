@@ -201,6 +201,13 @@ def has_zero(parallel: Mapping[str, object] | ParallelSpec) -> bool:
     return isinstance(parallel, Mapping) and parallel.get("zero") is not None
 
 
+def has_tensor(parallel: Mapping[str, object] | ParallelSpec) -> bool:
+    """Return whether a spec, parsed or not, has the entry ``tensor``."""
+    if isinstance(parallel, ParallelSpec):
+        return parallel.tensor is not None
+    return isinstance(parallel, Mapping) and parallel.get("tensor") is not None
+
+
 def require_runnable(spec: ParallelSpec) -> None:
     """Check that the engine can run a spec.
 

@@ -31,6 +31,12 @@ from meshfold.mesh.parameters.parameter_meta import (
     metadata_on,
     uncompiled_name,
 )
+from meshfold.mesh.parameters.square_sums import (
+    ShardedSquareSums,
+    ShardOfTensor,
+    holders_factor,
+    square_sums_of_blocks,
+)
 
 __all__ = [
     "DefersWeightGrad",
@@ -38,6 +44,8 @@ __all__ = [
     "MatmulOperands",
     "OptimizerProbeError",
     "ParameterMeta",
+    "ShardOfTensor",
+    "ShardedSquareSums",
     "StoredValue",
     "WeightGradQueue",
     "WeightGradSite",
@@ -52,10 +60,12 @@ __all__ = [
     "gradient_norm",
     "gradient_scope",
     "gradient_shards",
+    "holders_factor",
     "max_over_ranks",
     "metadata",
     "metadata_on",
     "number_keys",
     "probe_optimizer",
+    "square_sums_of_blocks",
     "uncompiled_name",
 ]

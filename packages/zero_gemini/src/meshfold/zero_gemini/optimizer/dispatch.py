@@ -16,8 +16,8 @@ from meshfold.zero_gemini.errors import MemoryPlanError
 from meshfold.zero_gemini.optimizer.adam import suits
 from meshfold.zero_gemini.optimizers import FlatAdam
 
-OptimizerKind = Literal["adam", "elementwise", "matrices"]
-"""Run by our kernels; stepped on shards; stepped on whole parameters."""
+OptimizerKind = Literal["adam", "elementwise", "norms", "matrices"]
+"""Run by our kernels; stepped on shards; on shards with norms of whole tensors; stepped on whole parameters."""
 
 _ELEMENTWISE = (
     "SGD",
@@ -41,9 +41,10 @@ def optimizer_kind(
 ) -> OptimizerKind:
     """Return how an optimizer runs on chunks.
 
-    ``optimizer.elementwise``, True or False, is believed. Without it, an optimizer that is not of torch steps on two
-    small random matrices: whole, each by itself, and in flat pieces. If pieces come out as the whole it is
-    ``"elementwise"``; if only each matrix by itself does, ``"matrices"``.
+    ``optimizer.sight == "norms"`` is believed: it is given norms over all ranks, see
+    :class:`meshfold.mesh.parameters.ShardedSquareSums`. ``optimizer.elementwise``, True or False, is believed. Without it,
+    an optimizer that is not of torch steps on two small random matrices: whole, each by itself, and in flat pieces. If
+    pieces come out as the whole it is ``"elementwise"``; if only each matrix by itself does, ``"matrices"``.
 
     Args:
         optimizer: with its groups; it is not changed and does not step.
@@ -71,6 +72,8 @@ def optimizer_kind(
         return "elementwise"
     if type(optimizer) in _of_torch(_MATRICES):
         return "matrices"
+    if getattr(optimizer, "sight", None) == "norms":
+        return "norms"
     declared = getattr(optimizer, "elementwise", None)
     if declared is not None:
         if not isinstance(declared, bool):

@@ -1,0 +1,134 @@
+"""Sums of squares of whole tensors whose shards ranks hold: what LAMB and LARS must see, all tensors in one all-reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.collectives import operations
+from meshfold.mesh.group import Group
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.parameters.grad_norm import gradient_shards
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta, metadata_on
+
+Pieces = Callable[[Tensor], Iterable[tuple[Tensor, float | Tensor]]]
+"""Cuts a tensor of a shard's shape into pieces, each with the number of ranks of the group that hold it.
+
+The number may be a tensor with one for each element of the piece.
+"""
+
+
+class ShardOfTensor(NamedTuple):
+    """This rank's shard of a tensor.
+
+    Attributes:
+        place: number of the tensor; all ranks of the group number alike.
+        pieces: see :data:`Pieces`.
+    """
+
+    place: int
+    pieces: Pieces
+
+
+class ShardedSquareSums:
+    """Sums squares over shards and ranks: ``(parameters, rows)`` to float64 of shape ``(len(rows), len(parameters))``.
+
+    Each row has one tensor for each parameter, shaped like its shard. One all-reduce of ``8 · rows · tensors`` bytes sums all;
+    all ranks of the group call it in every step, also those that hold nothing. The result is the same bits on every rank,
+    and nothing waits for the device that ranks communicate from.
+    """
+
+    def __init__(
+        self, shards: Mapping[Tensor, ShardOfTensor], tensors: int, group: Group, device: torch.device
+    ) -> None:
+        """Args:
+        shards: of the parameters that this rank holds.
+        tensors: how many there are on all ranks of the group.
+        group: the ranks that hold shards.
+        device: where ranks communicate from.
+        """
+        self._shards, self._tensors, self._group, self._device = dict(shards), tensors, group, device
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def __deepcopy__(self, memo: object) -> ShardedSquareSums:
+        """Return one for whole tensors: a copy of an optimizer is tried out on tensors of its own, by one rank."""
+        return _WholeSquareSums({}, 0, self._group, self._device)
+
+    def __call__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the sums; see the class."""
+        shards = [self._shards[parameter] for parameter in parameters]
+        sums = torch.zeros(len(rows), self._tensors, dtype=torch.float64, device=self._device)
+        for row, into in zip(rows, sums.unbind(), strict=True):
+            _add_squares(row, shards, into, self._index)
+        summed = operations.all_reduce(sums, self._group)
+        return summed.index_select(1, self._index([shard.place for shard in shards]))
+
+    def _index(self, places: Sequence[int]) -> Tensor:
+        """Return numbers as a tensor on the device, made once: a copy from the host would be in the way in every step."""
+        key = tuple(places)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(key, dtype=torch.int64, device=self._device)
+        return self._indices[key]
+
+
+class _WholeSquareSums(ShardedSquareSums):
+    def __call__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.stack([torch.stack([one.double().square().sum() for one in row]) for row in rows])
+
+
+def _add_squares(
+    row: Sequence[Tensor], shards: Sequence[ShardOfTensor], into: Tensor, index: Callable[[Sequence[int]], Tensor]
+) -> None:
+    """Add the sums of squares of shards to the places of their tensors."""
+    found: dict[tuple[float, torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
+    for tensor, shard in zip(row, shards, strict=True):
+        for piece, holders in shard.pieces(tensor):
+            if not piece.numel():
+                continue
+            if isinstance(holders, Tensor):
+                piece, holders = piece.double() / holders.to(piece.device, torch.float64).sqrt(), 1.0
+            places, alike = found.setdefault((float(holders), piece.dtype, piece.device), ([], []))
+            places.append(shard.place)
+            alike.append(piece)
+    for (holders, dtype, _), (places, alike) in found.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(alike, 2.0, dtype=wide)).to(into.device, torch.float64)
+        into.index_add_(0, index(places), norms.square() / holders)
+
+
+def holders_factor(meta: ParameterMeta, mesh: Mesh, axes: Collection[str]) -> float:
+    """Return what turns the number of ranks of the mesh that hold an element into that of a group over ``axes``.
+
+    The axes have all that split the parameter, and none of those whose ranks have different parameters.
+    """
+    apart = meta.mesh.size(*meta.only_at)
+    return mesh.size(*axes) * apart / (mesh.world_size * math.prod(map(len, meta.only_at.values())))
+
+
+def square_sums_of_blocks(parameters: Sequence[Tensor], mesh: Mesh, device: torch.device) -> ShardedSquareSums:
+    """Return the function for parameters that are this rank's blocks over tensor axes, equal on all data ranks.
+
+    The all-reduce is over the axes that split any of them, by their metadata; without such axes there is none.
+    """
+    metas = [metadata_on(parameter, mesh) for parameter in parameters]
+    split = {axis for meta in metas for axis in meta.placement.split_axes}
+    axes = [axis for axis in mesh.names if axis in split]
+    shards = {}
+    for place, (parameter, meta) in enumerate(zip(parameters, metas, strict=True)):
+        shards[parameter] = ShardOfTensor(place, _BlockPieces(meta, mesh, holders_factor(meta, mesh, axes)))
+    return ShardedSquareSums(shards, len(shards), mesh.group(*axes), device)
+
+
+class _BlockPieces:
+    """The pieces of a block, with how many ranks of the group hold each."""
+
+    def __init__(self, meta: ParameterMeta, mesh: Mesh, factor: float) -> None:
+        self._meta, self._mesh, self._factor = meta, mesh, factor
+
+    def __call__(self, tensor: Tensor) -> Iterable[tuple[Tensor, float]]:
+        for piece, holders in gradient_shards(tensor, self._meta, self._mesh):
+            yield piece, holders * self._factor

@@ -1,0 +1,61 @@
+"""Norms of whole tensors for an optimizer that steps on shards, such as LAMB and LARS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import Group, Mesh
+from meshfold.mesh.parameters import ShardedSquareSums, ShardOfTensor, holders_factor
+from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.parameter_table import ParameterFacts
+from meshfold.zero_gemini.optimizer.interface import Stepper
+
+
+def give_square_sums(
+    stepper: Stepper,
+    facts: Mapping[str, ParameterFacts],
+    chunks: Iterable[Chunk],
+    everyone: Group,
+    mesh: Mesh,
+    device: torch.device,
+) -> None:
+    """Let an optimizer whose ``sight`` is norms sum squares over the ranks, once a step; do nothing for others.
+
+    Args:
+        stepper: has the optimizer, whose groups have this rank's shards.
+        facts: of all parameters, by name.
+        chunks: which have the shards.
+        everyone: the ranks that have shards of the same parameters.
+        mesh: where they lie.
+        device: where ranks communicate from.
+    """
+    optimizer: Any = stepper.optimizer
+    if getattr(optimizer, "sight", None) != "norms":
+        return
+    shards: dict[Tensor, ShardOfTensor] = {}
+    slices = {part.name: part for chunk in chunks for part in chunk.slices}
+    trained = [name for name, one in facts.items() if one.kind.trained]
+    for place, name in enumerate(trained):
+        parameter = stepper.optimizer_parameter(name)
+        if parameter is None or name not in slices:
+            continue
+        part, one = slices[name], facts[name]
+        factor, holders = holders_factor(one.meta, mesh, everyone.axes), one.holders
+        if isinstance(holders, Tensor):
+            holders = holders[part.parameter_start : part.parameter_start + part.length]
+        shards[parameter] = ShardOfTensor(place, _WithHolders(holders * factor))
+    optimizer.square_sums = ShardedSquareSums(shards, len(trained), everyone, device)
+
+
+class _WithHolders:
+    """A shard in one piece, with how many ranks hold it."""
+
+    def __init__(self, holders: float | Tensor) -> None:
+        self._holders = holders
+
+    def __call__(self, tensor: Tensor) -> Iterable[tuple[Tensor, float | Tensor]]:
+        yield tensor, self._holders
