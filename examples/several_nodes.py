@@ -26,7 +26,7 @@ engine.print("ranks that sum gradients:", engine.mesh.groups("data"))
 rows = torch.randint(8, (4, 8, 32), generator=torch.Generator().manual_seed(0))  # four batches
 if checkpoint.exists():  # when the agents have started all ranks anew, or somebody has started the job again
     engine.load(checkpoint)
-    engine.print(f"going on from step {engine.steps}")
+    engine.print(f"resuming from step {engine.steps}")
 for batch in rows[engine.steps :]:
     loss = engine.train_step(engine.shard_batch(batch))
     engine.save(checkpoint)

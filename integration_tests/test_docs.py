@@ -107,8 +107,8 @@ def test_readme_starts_with_a_short_example(package: Package) -> None:
 
 
 CONCEPTS = (
-    "checkpoints choosing composition hugging-face kernels layouts-and-algebra mesh-and-spec modes/README parallelize pipeline "
-    "random-numbers sequence training zero zero-chunks zero-disk zero-optimizers zero-plan"
+    "checkpoints choosing composition hugging-face kernels layouts-and-algebra long-runs mesh-and-spec modes/README parallelize "
+    "pipeline random-numbers sequence training zero zero-chunks zero-disk zero-optimizers zero-plan"
 )
 
 

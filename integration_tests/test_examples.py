@@ -68,7 +68,7 @@ def test_the_nodes_go_on_from_their_checkpoint(warm: WarmPython, tmp_path: Path)
     losses = tuple(line for line in promised if line.startswith("step"))
     first, second = again[:7], again[7:]
     assert not differences(first[3:], losses)
-    assert second == (*first[:3], "going on from step 4")
+    assert second == (*first[:3], "resuming from step 4")
 
 
 def test_every_file_is_in_the_table_and_short() -> None:

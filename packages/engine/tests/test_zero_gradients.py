@@ -179,7 +179,7 @@ def half_a_step(folder: str, when: str) -> None:
         lambda: engine.zero_grad(),
         lambda: engine.load(f"{folder}/ckpt"),
     ):
-        with pytest.raises(MeshfoldError, match=r"cannot go on.*resume\s+from the last checkpoint"):
+        with pytest.raises(MeshfoldError, match=r"cannot continue.*resume\s+from the last checkpoint"):
             attempt()
     engine.close()
     with engine_of(zero=dict(stage=3)) as again:

@@ -193,8 +193,8 @@ def _not_installed(name: str) -> str:
             [*TRAIN, "--warmup", "9", "--steps", "4", "--lr", "1e-3"],
             "--warmup 9 with --steps 4: the learning rate would never reach --lr 0.001; write a --warmup of 4 at most",
         ),
-        ([*TRAIN, "--resume"], "--resume: there is no checkpoint in 'x' to go on from; leave --resume out"),
-        (["train", "--data", "t", "--out", "done"], "is there already: go on from it with --resume"),
+        ([*TRAIN, "--resume"], "--resume: there is no checkpoint in 'x' to resume from; leave --resume out"),
+        (["train", "--data", "t", "--out", "done"], "already exists: resume it with --resume"),
         (["train", "--data", "t", "--out", "damaged", "--resume"], "cannot read"),
         (["train", "--data", "t", "--out", "t/0.txt/x"], "--out 't/0.txt/x' cannot be made: "),
         (["train", "--data", "t", "--out", "t/0.txt"], "--out 't/0.txt' is a file; give a folder"),
@@ -415,7 +415,7 @@ def test_train_here_and_on_ranks_and_resume_under_another_spec(
     capfd.readouterr()
     assert main([*words, "--out", str(split), "--resume", "--parallel", "tensor=2", "--json"]) == 0
     out, err = capfd.readouterr()
-    assert "going on from step 3" in err
+    assert "resuming from step 3" in err
     rows = [json.loads(line) for line in out.splitlines()]
     assert [row["step"] for row in rows] == [4, 5, 6]
     assert losses(split) == pytest.approx(whole, abs=1e-5)

@@ -43,7 +43,7 @@ def test_the_command_keeps_the_newest_few(tmp_path: Path, capfd: pytest.CaptureF
     assert "nothing to do: the checkpoint is at step 2" in capfd.readouterr().out
     assert not [*out.glob(".checkpoint*")]
     assert main([*words, "--resume", "auto", "--stop-after", "3", "--keep", "2"]) == 0
-    assert f"going on from step 2 of {out}/checkpoint\n" in capfd.readouterr().out
+    assert f"resuming from step 2 of {out}/checkpoint\n" in capfd.readouterr().out
     assert (there(), Checkpoint(out / "checkpoint").state["step"]) == (["step-00000003"], 2)  # two in all
     assert main([*words, "--resume", "auto", "--stop-after", "5", "--save-asynchronously"]) == 0
     assert there() == ["step-00000004", "step-00000005"]  # the folder remembers that there are two
@@ -54,14 +54,14 @@ def test_the_command_keeps_the_newest_few(tmp_path: Path, capfd: pytest.CaptureF
     assert main([*words, "--resume", "auto", "--stop-after", "5"]) == 0
     said = capfd.readouterr().out
     assert f"warning: {out}/checkpoints/step-00000005 is not complete, and is passed over" in said
-    assert f"going on from step 4 of {out}/checkpoints/step-00000004" in said
+    assert f"resuming from step 4 of {out}/checkpoints/step-00000004" in said
     assert losses() == first  # the lost step again
     for path in out.glob("checkpoints/step-*"):
         (path / "state.json").write_text("{")
     assert main([*words, "--resume", "auto"]) != 0  # not from the start: a person has to look at it
     assert "step-00000005" in capfd.readouterr().err
     assert main(words) != 0
-    assert "is there already: go on from it with --resume" in capfd.readouterr().err
+    assert "already exists: resume it with --resume" in capfd.readouterr().err
 
 
 def test_older_checkpoints_stay_until_a_newer_one_is_complete(tmp_path: Path) -> None:

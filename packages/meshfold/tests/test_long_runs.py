@@ -97,7 +97,7 @@ def test_sigterm_ends_with_a_checkpoint_that_fewer_ranks_go_on_from(
     log = (tmp_path / "log.txt").read_text()
     done = len(losses(out))
     assert 3 <= done < 400
-    assert f"stopped on request after step {done}, checkpoint: run/checkpoint; go on with --resume" in log
+    assert f"stopped on request after step {done}, checkpoint: run/checkpoint; resume with --resume" in log
     assert "Traceback" not in log and "exited with" not in log
     assert json.loads((out / "checkpoint" / "state.json").read_text())["step"] == done
 
@@ -106,7 +106,7 @@ def test_sigterm_ends_with_a_checkpoint_that_fewer_ranks_go_on_from(
     assert main([*words, *more, "--out", str(out), "--resume", "auto", "--ranks", "1"]) == 0
     said = capfd.readouterr().out
     assert "the world size is 1 now: data=1 in place of 2; the global batch stays as it is" in said
-    assert f"going on from step {done} " in said
+    assert f"resuming from step {done} " in said
     assert main([*words, *more, "--out", str(tmp_path / "whole"), "--ranks", "2", "--parallel", "dict()"]) == 0
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
@@ -191,7 +191,7 @@ def test_a_restart_goes_on_with_the_same_losses(text: Path, tmp_path: Path) -> N
     wait_for_steps(tmp_path / "run", 4, job)
     os.kill(ranks_in(tmp_path)[1], signal.SIGKILL)
     assert job.wait(LIMIT_S) == 0, (tmp_path / "log.txt").read_text()[-3000:]
-    assert "going on from step " in (tmp_path / "log.txt").read_text()
+    assert "resuming from step " in (tmp_path / "log.txt").read_text()
     assert main([*train, "--out", str(tmp_path / "whole")]) == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
@@ -235,7 +235,7 @@ def test_two_nodes_meet_and_meet_again_after_a_kill(text: Path, tmp_path: Path) 
             job.kill()
     logs = [(folder / "log.txt").read_text() for folder in folders]
     assert codes == [0, 0], logs
-    assert any("is gone" in log for log in logs) and any("going on from step " in log for log in logs)
+    assert any("is gone" in log for log in logs) and any("resuming from step " in log for log in logs)
     assert main([*train, "--out", str(tmp_path / "whole")]) == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 

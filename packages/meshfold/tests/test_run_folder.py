@@ -118,7 +118,7 @@ def test_resume_and_the_folder_are_enough(
 @pytest.mark.usefixtures("text")
 def test_a_folder_that_does_not_say_what_to_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", "--out", "run"]) == 2
-    assert "--resume: there is no checkpoint in 'run' to go on from" in capsys.readouterr().err
+    assert "--resume: there is no checkpoint in 'run' to resume from" in capsys.readouterr().err
     assert main(["train", "--data", "texts", *TINY, "--steps", "1", "--out", "run"]) == 0
     capsys.readouterr()
     Path("run/settings.json").unlink()

@@ -317,7 +317,7 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
             progress.say(sentence)
     elif there:
         free = next(name for name in (f"{settings.out}{n}" for n in count(2)) if not os.path.exists(name))
-        raise Failure(f"{there[0]} is there already: go on from it with --resume, or start a new run with --out {free}")
+        raise Failure(f"{there[0]} already exists: resume it with --resume, or start a new run with --out {free}")
 
 
 def must_go_on(out: str) -> Path:
@@ -332,7 +332,7 @@ def must_go_on(out: str) -> Path:
     path = KeptCheckpoints(out, keep=1).to_go_on_from()
     if path is None:
         raise Failure(
-            f"--resume: there is no checkpoint in {out!r} to go on from; leave --resume out to start a new run"
+            f"--resume: there is no checkpoint in {out!r} to resume from; leave --resume out to start a new run"
         )
     return path
 

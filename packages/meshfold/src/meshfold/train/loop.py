@@ -151,7 +151,7 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
         path = checkpoints.to_go_on_from() or path
         _load(engine, settings, path)
         first = engine.steps + engine.skipped_steps
-        progress.say(f"going on from step {first} of {path}")
+        progress.say(f"resuming from step {first} of {path}")
     if engine.mesh.rank == 0 and first < settings.last_step:
         write_settings(settings, engine.mesh.size("data"))
     metrics = MetricsFile(settings.metrics, keep=first, write=engine.mesh.rank == 0)
@@ -202,7 +202,7 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
             _prune(checkpoints, progress)
 
     if stopped:
-        progress.say(f"stopped on request after step {saved}, checkpoint: {path}; go on with --resume")
+        progress.say(f"stopped on request after step {saved}, checkpoint: {path}; resume with --resume")
         return metrics.rows
     if saved > first:
         progress.say(f"checkpoint: {path}")

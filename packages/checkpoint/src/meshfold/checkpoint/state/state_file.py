@@ -24,7 +24,7 @@ FORMAT_WHOLE, FORMAT_SHARDED = 2, 3
 _READ = (1, FORMAT_WHOLE, FORMAT_SHARDED)
 CHECKSUM, FILES, CHECKSUMS = "checksum", "files", "sums"
 
-_ELSEWHERE = "Copy the checkpoint again from where it came, or go on from an earlier one"
+_ELSEWHERE = "Copy the checkpoint again from where it came, or resume from an earlier one"
 
 
 def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:

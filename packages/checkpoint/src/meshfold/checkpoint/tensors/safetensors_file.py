@@ -379,7 +379,7 @@ class TensorFile(Mapping[str, Tensor]):
             if f"{found:0{_DIGITS}x}" != wanted:
                 raise CheckpointError(
                     f"{self._path} is damaged: {name!r} has the checksum {found:0{_DIGITS}x} and was written with {wanted}. Copy "
-                    "the file again from where it came, or go on from an earlier checkpoint"
+                    "the file again from where it came, or resume from an earlier checkpoint"
                 )
 
     def __iter__(self) -> Iterator[str]:

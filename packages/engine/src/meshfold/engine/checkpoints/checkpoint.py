@@ -64,7 +64,7 @@ from meshfold.engine.world import World, agree, fail_together
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
-_ELSEWHERE = "Copy the checkpoint again from where it came, or go on from an earlier one"
+_ELSEWHERE = "Copy the checkpoint again from where it came, or resume from an earlier one"
 
 
 def write_checkpoint(

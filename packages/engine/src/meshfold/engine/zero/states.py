@@ -247,7 +247,7 @@ class ZeroStates:
     def can_relieve(self, error: BaseException) -> bool:
         if self.gemini.is_half_stepped:
             error.add_note(
-                "Some chunks had made the optimizer's step by then and others had not, so training cannot go on from here: make "
+                "Some chunks had made the optimizer's step by then and others had not, so training cannot continue from here: make "
                 "the engine anew and resume from the last checkpoint."
             )
             return False

@@ -275,7 +275,7 @@ class Ring:
             pending.wait()
         except DiskError as error:
             lost = DiskError(
-                f"the optimizer state of {piece.what} could not be {doing} disk, so training cannot go on from here: "
+                f"the optimizer state of {piece.what} could not be {doing} disk, so training cannot continue from here: "
                 f"{error} Put that right, and resume from the last checkpoint."
             )
             lost.errno = error.errno

@@ -101,8 +101,8 @@ class EarlySteps:
         if self.is_half:
             raise ChunkError(
                 "the last backward was broken off when some chunks had made the optimizer's step and others had not (without "
-                "clipping they make it while backward runs), so training cannot go on from here: make the engine anew and resume "
-                "from the last checkpoint"
+                "clipping they make it while backward runs), so training cannot continue from here: make the engine anew and "
+                "resume from the last checkpoint"
             )
 
     def close(self) -> None:
