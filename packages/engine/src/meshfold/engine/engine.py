@@ -44,23 +44,23 @@ class Engine:
         mesh: the ranks, by named axes.
         spec: the checked spec.
         report: what tensor parallelism did to each submodule; None if the model was left whole.
-        loaded: what the weights of a Hugging Face folder were to the model; None if it is of no folder.
-        compiled_blocks: what ``compile`` compiled; its ``str()`` is one line. None if nothing is.
-        fp8_layers: the linear layers that multiply in fp8, and why others do not, to be printed; None if none was asked to.
-        optimizer: over the master weights of this rank's blocks; :meth:`step` steps it, and its own ``step()`` raises a
-            TrainingError. None for evaluation only.
-        pipeline: runs the model where the spec has ``pipeline``, without gradients if it is called; else None.
+        loaded: how the weights of a Hugging Face folder matched the model; None without a folder.
+        compiled_blocks: what ``compile`` compiled; its ``str()`` is one line. None if nothing was compiled.
+        fp8_layers: the linear layers that multiply in fp8, and why others do not, to be printed; None if fp8 is off.
+        optimizer: holds the master weights of this rank's shards. Only :meth:`step` and :meth:`train_step` step it; its own
+            ``step()`` raises a TrainingError. None for evaluation only.
+        pipeline: runs the stages of the model under ``pipeline``; calling it computes no gradients. None without ``pipeline``.
 
     Attributes for packages that build on the engine:
         world: the ranks that hold each part of the model, and the groups that they communicate in.
         precision: the checked argument.
         states: weights, gradients and optimizer state.
-        model_state: the whole model, as checkpoints have it.
+        model_state: the state of the whole model, in the form that checkpoints store.
         runner: forward, backward and the optimizer's step.
         recomputed_blocks: the blocks that backward recomputes; None if there are none.
         fused_kernels: the fused kernels in the model, to be printed; None with ``kernels="off"``.
-        saver: saves that run beside the training.
-        data_positions: of the loaders that checkpoints know.
+        saver: background saves.
+        data_positions: positions of the loaders that checkpoints include.
     """
 
     @report_errors
@@ -90,40 +90,40 @@ class Engine:
         check_collectives: bool | None = None,
     ) -> None:
         """Args:
-            model: a module (rank 0's weights are used), or a function that builds one, which is then never
-                materialised whole and starts from the same weights under every spec; or
-                :func:`meshfold.engine.pretrained` of a Hugging Face folder, read straight into place.
+            model: a module (rank 0's weights are used); a function that builds one, which is then never materialised whole
+                and starts from the same weights under every spec; or :func:`meshfold.engine.pretrained` of a Hugging Face
+                folder, whose weights are read directly into their shards.
             parallel: the spec, as in ``dict(data=2, tensor=dict(mode="2d", size=4))``.
             optimizer: ``dict(name="adamw", lr=...)``, or a class or function of the parameters. None: evaluation only.
-            precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, or ``dict(name="fp16", initial_scale=...)``, or
-                ``dict(name="bf16", matmul="fp8", recipe=..., keep=("head", "router"))``: linear layers in fp8.
-            clip_grad_norm: largest norm of the whole model's gradient.
+            precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, ``dict(name="fp16", initial_scale=...)``, or
+                ``dict(name="bf16", matmul="fp8", recipe=..., keep=("head", "router"))`` for linear layers in fp8.
+            clip_grad_norm: maximum norm of the whole model's gradient.
             clip_norm_type: which norm: 2.0, 1.0 or math.inf.
-            clip_grad_value: largest absolute value of a gradient's element; not with ``clip_grad_norm``.
-            gradient_accumulation: calls of ``train_step`` to one optimizer step.
-            loss_fn: ``loss_fn(output, batch)``: a mean over the batch's targets; a model that can do without ``labels`` is then
-                not given them. None: ``output.loss``, the model's own.
-            lr_scheduler: makes a torch scheduler of the optimizer.
+            clip_grad_value: maximum absolute value of a gradient's element; not with ``clip_grad_norm``.
+            gradient_accumulation: calls of ``train_step`` per optimizer step.
+            loss_fn: ``loss_fn(output, batch)`` returns the mean over the batch's targets; the model is then called without
+                ``labels`` if it can be. None: ``output.loss``, the model's own.
+            lr_scheduler: function that makes a torch scheduler for the optimizer.
             seed: of initial weights, dropout and the order of data.
             device: by default this rank's GPU, or the CPU.
-            rules: roles of submodules that tensor parallelism cannot tell by name and shape.
-            recompute: which activations backward recomputes: None: the model's own business. ``"blocks"``: those of every
-                repeated block. ``"auto"``: under ``zero=dict(placement="auto")``, of the blocks that the plan says.
-            kernels: fused kernels in the place of the model's own operations (:func:`meshfold.kernels.fuse.fuse`): ``"auto"``
-                (where they pay), ``"off"``, or a dict of ``norm``, ``gated``, ``rotary``, ``loss``: True, False, None (auto).
-            compile: True: every repeated block is compiled by torch.compile, one by one, or the model where it has none and the
-                spec has neither ``zero`` nor ``pipeline``; or ``dict(backend=..., mode=..., dynamic=...)``.
-            example: a small batch, for ``pipeline`` with a model that is not called with token ids: to see what comes before
-                its blocks. Values do not matter. Under other specs the model's signature is all that it is held against.
-            nonfinite: what to do before a step whose loss or gradient is nan or infinite: ``"error"``, ``"skip"`` (leave it
-                out) or ``"report"`` (and step); each says where it arose. None: do not look.
-            watchdog: seconds after which a collective that does not finish ends the job, naming the ranks that did not
-                come (default: ``MESHFOLD_WATCHDOG``, else 600); 0 for none.
-            check_collectives: compare every collective's shapes, dtypes and kinds between its ranks before it runs; slow
-                (default: whether ``MESHFOLD_DEBUG=collectives``).
+            rules: roles of submodules that tensor parallelism cannot infer from name and shape.
+            recompute: which activations backward recomputes. ``"blocks"``: those of every repeated block. ``"auto"``: under
+                ``zero=dict(placement="auto")``, those of the blocks that the plan selects. None: as the model itself does.
+            kernels: replaces the model's own operations by fused kernels (:func:`meshfold.kernels.fuse.fuse`): ``"auto"`` (where
+                they are faster), ``"off"``, or a dict of ``norm``, ``gated``, ``rotary``, ``loss``: True, False, None (auto).
+            compile: True, or ``dict(backend=..., mode=..., dynamic=...)``: torch.compile compiles every repeated block, one by
+                one. A model without repeated blocks is compiled as a whole, except under ``zero`` and ``pipeline``.
+            example: a small batch that ``pipeline`` needs to partition a model whose input is not token ids. Its values do not
+                matter. Under other specs it is only checked against the model's signature.
+            nonfinite: what to do if the loss or the gradient of a step is nan or infinite: ``"error"``, ``"skip"`` the step, or
+                ``"report"`` and step; each reports where it arose. None: no check.
+            watchdog: seconds after which an unfinished collective ends the job; the error names the ranks that did not join
+                it (default: ``MESHFOLD_WATCHDOG``, else 600). 0 turns it off.
+            check_collectives: compare the kind, shape and dtype of every collective among its ranks before it runs; slow
+                (default: True if ``MESHFOLD_DEBUG=collectives``).
 
         Raises:
-            SpecError: for every setting that is wrong, and for a name that is none of these, before anything starts.
+            SpecError: for an invalid setting or an unknown argument, before anything starts.
         """
         asked = Arguments.check(
             parallel=parallel,
@@ -142,7 +142,7 @@ class Engine:
             check_collectives=check_collectives,
             compile=compile,
         )
-        with ExitStack() as self._open:  # what is to be closed, the last first
+        with ExitStack() as self._open:  # closed in reverse order
             built = build(
                 self,
                 model,
@@ -164,19 +164,19 @@ class Engine:
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()
             self.runner = TrainStep(built, asked, self.saver)
-            self._open = self._open.pop_all()  # it stands: not before close()
+            self._open = self._open.pop_all()  # construction succeeded: close() closes them
 
     # -- training -----------------------------------------------------------------------------------------------
 
     @report_errors
     def train_step(self, batch: Any) -> float:
-        """One micro-step on this data coordinate's batch; every ``gradient_accumulation``-th call steps the optimizer.
+        """Run one micro-step on this data coordinate's batch; every ``gradient_accumulation``-th call steps the optimizer.
 
-        Each micro-step's gradient is that of the mean over all tokens of the global batch, however many each rank
-        has; micro-steps are averaged.
+        The gradient of a micro-step is that of the mean over all tokens of the global batch, even if ranks have different
+        numbers of them. Micro-steps are averaged.
 
         Returns:
-            The mean loss over all tokens of the global batch, the same on every rank; nan if none counts.
+            The mean loss over all tokens of the global batch, the same on every rank; nan if no token counts.
 
         Raises:
             SpecError: for a batch the model cannot be called with.
@@ -187,9 +187,9 @@ class Engine:
 
     @report_errors
     def run_step(self, batch: Any) -> None:
-        """Run :meth:`train_step` without reading its loss, for which the host would wait for the device.
+        """Run :meth:`train_step` without reading its loss, so that the host does not wait for the device.
 
-        :attr:`last` reads loss and norm when it is asked for.
+        Reading :attr:`last` waits for the loss and the norm.
         """
         self.runner.run(batch)
 
@@ -200,17 +200,17 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps that were left out so far, for an overflow or by ``nonfinite="skip"``."""
+        """Optimizer steps skipped so far, because of an overflow or by ``nonfinite="skip"``."""
         return self.runner.skipped_steps
 
     @property
     def micro_step(self) -> int:
-        """Forwards that were trained so far: calls of :meth:`train_step`, or of the engine itself."""
+        """Training forwards so far: calls of :meth:`train_step`, or of the engine itself."""
         return self.runner.micro_step
 
     @property
     def lr_scheduler(self) -> Any:
-        """Scheduler that is stepped after each optimizer step; None for none."""
+        """Scheduler that is stepped after each optimizer step, or None."""
         return self.runner.lr_scheduler
 
     @lr_scheduler.setter
@@ -222,57 +222,57 @@ class Engine:
         """Metrics of the last :meth:`train_step` or :meth:`step`; None before the first."""
         return self.runner.last
 
-    # The halves of a train step, for a loop of one's own.
+    # The parts of a train step, for your own training loop.
 
     @report_errors
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, to be trained on: on this rank's inputs, in training mode, with dropout.
+        """Return the model's output on this rank's inputs, in training mode, with dropout.
 
-        Tensors are brought to the device and floating ones to the model's precision. Of several calls before a
-        backward each drops other elements. Rows of the first tensor are taken for this data coordinate's part of
-        the global batch. For evaluation call ``engine.model`` under ``torch.no_grad()`` in evaluation mode.
+        Tensors are moved to the device, and floating-point ones cast to the model's precision. Each call uses new dropout
+        masks. The rows of the first tensor are this data coordinate's part of the global batch. For evaluation call
+        ``engine.model`` in eval mode under ``torch.no_grad()``.
         """
         check_own_loop(self.runner.stages, "engine(...)")
         return self.runner.output(args, kwargs)
 
     @report_errors
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Add a loss's gradient to what the next :meth:`step` steps with; call it as often as there are losses.
+        """Add the gradient of a loss to those for the next :meth:`step`; call it once for each loss.
 
-        ``loss`` is a mean over this rank's own batch, and what counts is the mean over the data ranks: the serial
-        gradient if they all have equally many rows. Gradients of several backwards are summed, as in torch. Those
-        that come into this model in any other way (another engine's backward goes through it, say) do not count.
+        ``loss`` is a mean over this rank's own batch, and the engine averages over the data ranks: this equals the serial
+        gradient if all of them have the same number of rows. Gradients of several backwards are summed, as in torch.
+        Gradients that reach this model in another way, such as a backward of another engine through it, do not count.
 
-        Gradients are summed over the data axes while backward runs, unless :meth:`no_sync` says that more will come.
-        All ranks must call; parameters that a rank's loss does not depend on count as zero there.
+        Gradients are summed over the data axes during backward, except inside :meth:`no_sync`. All ranks must call;
+        a parameter that a rank's loss does not depend on has a zero gradient there.
 
         Args:
-            loss: a scalar; multiplied with the loss scale here.
-            retain_graph: whether another backward will go through the same forward.
+            loss: a scalar; the engine multiplies it by the loss scale.
+            retain_graph: keep the graph for another backward through the same forward.
 
         Raises:
-            SpecError: for a loss that is no scalar that depends on parameters.
+            SpecError: if the loss is not a scalar, or does not depend on parameters.
             TrainingError: without an optimizer.
         """
         check_own_loop(self.runner.stages, "engine.backward(loss)")
         self.runner.backward(loss, retain_graph=retain_graph)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside are not the last of an accumulation: their gradients are not summed over the data axes yet.
+        """Context manager: backwards inside do not sum gradients over the data axes.
 
-        The sum is made in the first :meth:`backward` outside, or in :meth:`step`. Until then every rank holds whole
-        gradients: under ``zero`` from stage 2 on as many times its share of them as there are data ranks, and those where
-        the optimizer's state lives. ``gradient_accumulation`` holds no more than the share, and sums every time.
+        The first :meth:`backward` outside, or :meth:`step`, sums them. Until then every rank holds whole gradients; under
+        ``zero`` stages 2 and 3 these are stored with the optimizer state, and are as many times larger than a shard as there
+        are data ranks. ``gradient_accumulation`` keeps only the shard, and reduces in every micro-step.
         """
         check_own_loop(self.runner.stages, "engine.no_sync()")
         return self.runner.gradients.no_sync()
 
     @report_errors
     def step(self) -> bool:
-        """End an accumulation: unscale, clip, and let optimizer and scheduler step; gradients are gone then.
+        """End an accumulation: unscale, clip, step the optimizer and the scheduler, and release the gradients.
 
         Returns:
-            Whether the optimizer stepped: under fp16 a step whose gradients overflowed is left out.
+            True if the optimizer stepped; False if the step was skipped, as under fp16 when gradients overflow.
 
         Raises:
             TrainingError: if there was no backward since the last step.
@@ -280,19 +280,19 @@ class Engine:
         return self.runner.finish()
 
     def zero_grad(self) -> None:
-        """Let go of the gradients since the last step; :meth:`step` does so by itself."""
+        """Release the gradients since the last step; :meth:`step` does this itself."""
         self.runner.forget()
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Any) -> float:
-        """The mean loss over all tokens of the global batch, without dropout and without training."""
+        """Return the mean loss over all tokens of the global batch, without dropout and gradients."""
         return self.eval_loss(batch)[0]
 
     @report_errors
     @torch.no_grad()
     def eval_loss(self, batch: Any) -> tuple[float, int]:
-        """Return :meth:`eval_step`'s loss, and over how many targets it is a mean; nan and 0 if none counts."""
+        """Return the loss of :meth:`eval_step` and the number of targets that it is the mean of; nan and 0 if none counts."""
         forward = self.runner.forward
         work = forward.prepare(batch)
         shares = forward.shares(work, places=False)
@@ -322,21 +322,21 @@ class Engine:
 
     @property
     def residency(self) -> Residency | None:
-        """Under ``zero``: what was planned of where the model's state lives, and what came of it; else None."""
+        """Plan of the model's state in memory under ``zero``, with its measurements; None without ``zero``."""
         residency: Residency | None = self.states.residency
         return residency
 
     def print(self, *values: object, **options: Any) -> None:
-        """Print on rank 0 alone, at once; arguments as of Python's ``print``. Any ranks may call."""
+        """Print on rank 0 only and flush; arguments as for Python's ``print``. It is not a collective."""
         if self.mesh.rank == 0:
             print(*values, **{"flush": True, **options})
 
     # -- data ---------------------------------------------------------------------------------------------------
 
     def shard_batch(self, global_batch: Any) -> Any:
-        """This data coordinate's rows of a global batch, in the same form.
+        """Return this data coordinate's rows of a global batch, in the same structure.
 
-        Rows are dealt in order and as evenly as possible; a coordinate that gets none has a row that does not count.
+        Coordinates get consecutive rows, as evenly as possible. One without rows gets a row that does not count.
         """
         return shard_batch(global_batch, self.world.row_index, self.world.row_size)
 
@@ -350,15 +350,15 @@ class Engine:
         name: str = "train",
         **options: Any,
     ) -> ShardedLoader:
-        """Serve a dataset: each rank its rows of global batches of ``batch_size``, the same ones under every spec.
+        """Return a loader that yields this rank's rows of global batches, which are the same under every spec.
 
         Args:
-            dataset: has a length and gives an example for a number.
+            dataset: map-style: it has a length, and an example for each index.
             batch_size: rows of the *global* batch of one micro-step.
-            shuffle: a new order each epoch.
-            seed: of the orders; by default the engine's.
-            name: under which checkpoints keep the position.
-            options: ``drop_last`` and what torch.utils.data.DataLoader takes.
+            shuffle: use a new order in each epoch.
+            seed: of the shuffling; by default the engine's.
+            name: under which checkpoints store the position.
+            options: ``drop_last``, and arguments of torch.utils.data.DataLoader.
         """
         loader = ShardedLoader(
             dataset,
@@ -377,15 +377,15 @@ class Engine:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return a single process's ``state_dict()``, on every rank and in CPU memory; all ranks must call.
 
-        Under bf16 and fp16 trained parameters come as their float32 masters.
+        Under bf16 and fp16, trained parameters are returned as their float32 master weights.
         """
         return self.model_state.full()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the whole model's state dict, the same on every rank.
+        """Load the whole model's state dict, the same on every rank.
 
         Raises:
-            CheckpointError: if names or shapes are not the model's.
+            CheckpointError: if names or shapes do not match the model.
         """
         self.saver.before_change()
         self.runner.forward.weights_change()
@@ -396,9 +396,9 @@ class Engine:
 
         Args:
             path: the folder.
-            asynchronous: copy what this rank keeps to host memory, and write it while training goes on. What comes back has
-                ``wait()``, ``done`` and ``error``; nobody has to ask: what fails is raised on all ranks by the next step, save,
-                load or close, and a later save waits for this one. Until it is complete the checkpoint before stays.
+            asynchronous: copy this rank's state to host memory, and write it while training continues. The result has
+                ``wait()``, ``done`` and ``error``, which you need not check: the next step, save, load or close raises an error
+                of the save on all ranks, and a later save waits for this one. Until it is complete, the previous checkpoint stays.
 
         Raises:
             CheckpointError: in the middle of an accumulation, or if a rank cannot write.
@@ -406,16 +406,16 @@ class Engine:
         return save_checkpoint(self, path, asynchronous=asynchronous)
 
     def load(self, path: str | os.PathLike[str], *, weights_only: bool = False, verify: bool = True) -> None:
-        """Go on from a checkpoint, saved under whatever spec; all ranks must call. Gradients since the last step are let go.
+        """Resume from a checkpoint saved under any spec; all ranks must call. Gradients since the last step are released.
 
         Args:
             path: the folder.
-            weights_only: take the model and leave optimizer, counters and data positions as they are.
-            verify: compare every tensor with its checksum first; the ranks share this out.
+            weights_only: load the model and leave optimizer, counters and data positions as they are.
+            verify: first compare every tensor with its checksum; the ranks divide this work.
 
         Raises:
-            CheckpointError: if there is none, it is damaged, it is of another model or optimizer, or it has the model alone;
-                then nothing has changed.
+            CheckpointError: if it does not exist, is damaged, belongs to another model or optimizer, or has no optimizer state;
+                nothing has changed then.
         """
         load_checkpoint(self, path, weights_only=weights_only, verify=verify)
 
@@ -427,20 +427,20 @@ class Engine:
         dtype: str | None = None,
         shard_bytes: int = 5 * 10**9,
     ) -> None:
-        """Write the model as a folder that transformers loads; all ranks must call. Tensor by tensor: none holds the whole.
+        """Write the model as a folder that transformers loads; all ranks must call. No rank ever holds the whole model.
 
-        Our own GPT and Llama are written as GPT-2 and Llama, or Mistral if it has a window.
+        Meshfold's own GPT and Llama are written as GPT-2 and Llama, or as Mistral if the model has a sliding window.
 
         Args:
-            folder: not there yet, or empty.
-            like: a Hugging Face folder, such as the model came from: tokenizer files are taken from it, and the dtype that
-                each tensor has there.
-            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all floating tensors; None: as in ``like``, else as they
-                are here, trained ones in float32 under bf16 and fp16.
-            shard_bytes: of a file of weights, at most, unless one tensor is larger.
+            folder: must not exist, or be empty.
+            like: a Hugging Face folder, such as the one that the model was loaded from: its tokenizer files are copied, and each
+                tensor gets the dtype that it has there.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all floating-point tensors; None: as in ``like``. Without
+                ``like`` the dtypes of the model, but float32 for trained parameters under bf16 and fp16.
+            shard_bytes: maximum size of a file of weights, except for a larger tensor.
 
         Raises:
-            CheckpointError: if it cannot be written, or there is no such model in transformers.
+            CheckpointError: if it cannot be written, or transformers has no such model.
         """
         integration("meshfold.huggingface").save_hugging_face(
             self, folder, like=like, dtype=dtype, shard_bytes=shard_bytes
@@ -449,12 +449,12 @@ class Engine:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back the mesh's process groups and take the hooks off the model. The processes stay connected.
+        """Release the mesh's process groups and remove the hooks from the model. The default process group stays.
 
-        The model keeps what this rank has of it: all, or with ``tensor`` and ``pipeline`` its part; under ``zero`` stage 3 its
-        share of the chunks goes too. Ask for :meth:`full_state_dict` before.
+        The model keeps this rank's parameters: all of them, or its shards under ``tensor`` and ``pipeline``. Under ``zero`` stage
+        3 the shards are released too: call :meth:`full_state_dict` before.
 
-        Waits for a save that is under way; if it failed, that is raised on all ranks.
+        Waits for a save in progress; if it failed, all ranks raise its error.
         """
         try:
             if sys.exc_info()[0] is None:

@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 
 class TrainStep:
-    """Makes optimizer steps out of micro-steps; :class:`meshfold.engine.Engine` adds the checks and the words around it.
+    """Micro-steps and the optimizer steps that they add up to; :class:`meshfold.engine.Engine` is its public interface.
 
     Attributes:
         forward: calls the model on a batch.
-        gradients: those since the last optimizer step.
-        scaler: of the loss, under fp16.
-        clipping: of the gradients, before the optimizer steps.
-        accumulation: micro-steps of an optimizer step.
+        gradients: accumulated since the last optimizer step.
+        scaler: scales the loss under fp16.
+        clipping: clips the gradients before the optimizer steps.
+        accumulation: micro-steps per optimizer step.
         needs_all_gradients: no parameter may be stepped before all gradients are complete.
-        stages: run the model where the spec has ``pipeline``; else None.
-        lr_scheduler: stepped after each optimizer step, if ``steps_scheduler``; None for none.
-        guard: looks for losses and gradients that are not finite.
+        stages: runs the model under ``pipeline``; None without it.
+        lr_scheduler: stepped after each optimizer step if ``steps_scheduler`` is True; or None.
+        guard: checks for losses and gradients that are not finite.
         seed: of dropout.
         steps, micro_step, skipped_steps: see :class:`meshfold.engine.Engine`.
     """
@@ -52,7 +52,7 @@ class TrainStep:
         """Args:
         built: the parts of the engine.
         asked: the arguments of the engine.
-        saver: may copy, in the background, what a step changes.
+        saver: its background copies must finish before a step changes what they read.
         """
         self._model, self._world, self._states = built.part.model, built.world, built.states
         self.stages: PipelinedModel | None = built.part.pipelined
@@ -83,8 +83,8 @@ class TrainStep:
         """Run a micro-step on this data coordinate's batch; the last one of an accumulation steps the optimizer.
 
         Args:
-            batch: as the model takes it.
-            steps: False leaves the optimizer's step to a later call of :meth:`finish`.
+            batch: arguments of the model.
+            steps: False leaves the optimizer step to a later call of :meth:`finish`.
 
         Raises:
             SpecError: for a batch the model cannot be called with.
@@ -110,7 +110,7 @@ class TrainStep:
         return work, self.forward.shares(work)
 
     def _put_in_training_mode(self) -> None:
-        """Call ``model.train()`` where the model is not in training mode; a part that its user put in eval mode stays so."""
+        """Call ``model.train()`` if the model is in eval mode; submodules that the user put in eval mode stay in it."""
         if not self._model.training:
             self._model.train()
 
@@ -120,7 +120,7 @@ class TrainStep:
         Args:
             work: the batch, on the device.
             shares: its part of the global batch.
-            backward: takes the part of the step's loss whose gradient is wanted.
+            backward: called with this micro-step's part of the step's loss.
         """
         with self.random(shares):
             loss = self.forward.loss(work, shares)
@@ -132,7 +132,7 @@ class TrainStep:
         """Add a micro-step's gradient to those since the last step, and return this rank's share of the global loss."""
         if self.stages is not None:
             return self._through_stages(self.stages, work, shares, last=last, shown=shown)
-        # Where nobody looks at the gradients before the optimizer does, it may step as they come.
+        # If nothing reads the gradients before the optimizer, it may step each one as soon as it is complete.
         kind: BackwardRole = "more" if not last else "last" if self.needs_all_gradients else "final"
         while True:
             try:
@@ -144,14 +144,14 @@ class TrainStep:
                 self.gradients.break_off()
                 if self.gradients.backwards or not self._states.can_relieve(error):
                     raise
-            # Memory ran out, and more can be made: here, where the error no longer holds on to the graph.
+            # Out of memory, but some can be freed: outside the except block, where the error no longer keeps the graph alive.
             self._saver.before_change()  # chunks move
             self._states.relieve()
 
     def _through_stages(
         self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool, shown: bool
     ) -> Tensor:
-        """Do the same with the stages of a pipeline: forwards and backwards of micro-batches take turns."""
+        """Do the same with a pipeline's stages, which interleave forwards and backwards of micro-batches."""
         self.gradients.begin(anew=True)
         with self.random(shares):
             works = stages.look_ahead(work)
@@ -161,7 +161,7 @@ class TrainStep:
         return loss * share
 
     def _in_step(self, share: Any) -> Any:
-        """Return the part of a micro-step's share that counts in its optimizer step."""
+        """Return a micro-step's share of the loss, weighted as a part of its optimizer step."""
         return share / self.accumulation if self._weight is None else share * self._weight
 
     @contextmanager
@@ -169,8 +169,8 @@ class TrainStep:
         """Context manager: micro-steps inside belong to an optimizer step of ``steps`` micro-steps.
 
         Args:
-            steps: how many.
-            weight: of a micro-step's mean loss in the step's; None: 1 / steps.
+            steps: number of micro-steps.
+            weight: of a micro-step's mean loss in the loss of the step; None: 1 / steps.
         """
         before = self.accumulation, self._weight
         self.accumulation, self._weight = steps, weight
@@ -180,13 +180,13 @@ class TrainStep:
             self.accumulation, self._weight = before
 
     def random(self, shares: Shares) -> AbstractContextManager[object]:
-        """Context manager of a micro-step's dropout: an element of the global batch has one fate under every spec."""
+        """Context manager for a micro-step's dropout, which drops the same elements of the global batch under every spec."""
         return randomness(self.seed, self.micro_step, shares, self._world.device, torch_too=self._torch_dropout)
 
-    # -- the halves of a micro-step, for a loop of the user's own ---------------------------------------------------
+    # -- the parts of a micro-step, for the user's own training loop --------------------------------------------------
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model on this rank's inputs, to be trained on; return its output."""
+        """Return the model's output on this rank's inputs, in training mode."""
         work = self.forward.inputs(args, kwargs)
         self._put_in_training_mode()
         if torch.is_grad_enabled():
@@ -197,10 +197,10 @@ class TrainStep:
         return output
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Add the gradient of a loss, a mean over this rank's own batch.
+        """Add the gradient of a loss, which is a mean over this rank's own batch.
 
         Raises:
-            SpecError: for a loss that is no scalar that depends on parameters.
+            SpecError: if the loss is not a scalar, or does not depend on parameters.
         """
         check_loss(loss)
         kind: BackwardRole = "last" if self.gradients.summed else "apart"
@@ -212,7 +212,7 @@ class TrainStep:
         """End an accumulation: unscale, clip, step optimizer and scheduler, and release the gradients.
 
         Returns:
-            False if the step was left out: its gradients overflowed, or were not finite.
+            False if the step was skipped because its gradients overflowed or were not finite.
 
         Raises:
             TrainingError: if there was no backward since the last step.
@@ -248,11 +248,11 @@ class TrainStep:
         self.guard.forget()
 
     def replay(self, micro_steps: Sequence[MicroStep], *, keep: bool) -> Finding | None:
-        """Repeat the micro-steps of this step, and return what was not finite first; all ranks must call.
+        """Repeat the micro-steps of this step, and return the first value that was not finite; all ranks must call.
 
         Args:
-            micro_steps: their numbers, batches and losses; weights and random numbers are the same as before.
-            keep: make the gradients complete and clipped, as they were.
+            micro_steps: their numbers, batches and losses; weights and random numbers are the same as in the first run.
+            keep: reduce and clip the gradients, as in the first run.
         """
         before = self.micro_step, self.gradients.micro_steps
         self.gradients.forget()
@@ -272,16 +272,16 @@ class TrainStep:
             self._norm = self.clipping.apply(self._states)
         return search.first_of_all()
 
-    # -- what came of it --------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> StepMetrics | None:
-        """The numbers of the last micro-step or step; None before the first. To read them the host waits for the device."""
+        """Metrics of the last micro-step or step; None before the first. The host waits for the device to read them."""
         return None if self._values is None else self._values.metrics
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the last micro-step over all tokens of the global batch, on the device; nan if none counts."""
+        """The last micro-step's mean loss over all tokens of the global batch, on the device; nan if no token counts."""
         if self._values is None:
             raise TrainingError("there is no loss before the first train_step")
         return self._values.mean_loss
@@ -313,16 +313,16 @@ class StepMetrics:
     """Metrics of one call of ``train_step``, the same on every rank.
 
     Attributes:
-        step: optimizer steps so far, skipped ones left out.
+        step: optimizer steps so far, without skipped ones.
         micro_step: calls of ``train_step`` so far.
         loss: mean over the tokens of the global batch.
         tokens: targets in the global batch that counted.
-        stepped: whether this call ended an accumulation, so that the rest says something new.
-        grad_norm: norm of the whole model's gradient before clipping; None until the first accumulation ended.
+        stepped: True if this call ended an accumulation; the following attributes are of the last one that ended.
+        grad_norm: norm of the whole model's gradient before clipping; None before the end of the first accumulation.
         lr: learning rate of the first parameter group at the last optimizer step.
-        loss_scale: what the loss is multiplied with (1 save in fp16).
-        skipped: whether the last accumulation was thrown away because of an overflow.
-        skipped_steps: how many were, so far.
+        loss_scale: factor of the loss (1 except under fp16).
+        skipped: True if the last accumulation was discarded, because of an overflow or by ``nonfinite="skip"``.
+        skipped_steps: number of discarded accumulations so far.
     """
 
     step: int
@@ -338,27 +338,27 @@ class StepMetrics:
 
 
 class StepValues:
-    """The numbers of a step, some of them still on the device."""
+    """Values of a step, some of them still on the device."""
 
     def __init__(
         self, loss: Tensor | None, tokens: Tensor | None, grad_norm: Tensor | None, known: Mapping[str, Any]
     ) -> None:
         """Args:
-        loss, tokens, grad_norm: scalars; None where there is none.
-        known: the rest of :class:`StepMetrics`.
+        loss, tokens, grad_norm: scalar tensors, or None.
+        known: the other fields of :class:`StepMetrics`.
         """
         self._loss, self._tokens, self._grad_norm, self._known = loss, tokens, grad_norm, known
 
     @property
     def mean_loss(self) -> Tensor:
-        """The loss on the device; nan where no token counts."""
+        """The loss on the device; nan if no token counts."""
         if self._loss is None or self._tokens is None:
             return torch.full((), math.nan, dtype=torch.float64)
         return torch.where(self._tokens > 0, self._loss, math.nan)
 
     @cached_property
     def metrics(self) -> StepMetrics:
-        """All of them. The first time the host waits for the device."""
+        """Metrics as Python numbers. The host waits for the device the first time."""
         tokens = 0 if self._tokens is None else int(self._tokens)
         return StepMetrics(
             loss=float(self._loss) if self._loss is not None and tokens else math.nan,
