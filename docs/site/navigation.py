@@ -29,6 +29,7 @@ REFERENCE = (
     "sequence",
     "zero_gemini",
     "checkpoint",
+    "optimizers",
     "models",
     "engine",
     "planner",
