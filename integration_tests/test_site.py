@@ -108,7 +108,7 @@ def is_documented(found: object, name: str, module: ModuleType) -> bool:
     if get_origin(found) is None:
         return bool(getattr(found, "__doc__", None))
     sources = Path(str(module.__file__)).parent.rglob("*.py")
-    return any(re.search(rf'^{name} = [^\n]*\n"""\w', path.read_text(), re.MULTILINE) for path in sources)
+    return any(re.search(rf'^{name}(: TypeAlias)? = [^\n]*\n"""\w', path.read_text(), re.MULTILINE) for path in sources)
 
 
 DOCSTRING = """\

@@ -16,7 +16,7 @@ Sight = Literal["elements", "norms", "matrices"]
 """An optimizer must see: each element alone; two norms of each tensor besides; or whole tensors."""
 
 SquareSums: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], Tensor]
-"""``(parameters, rows)`` to the sums of squares, float64 of shape ``(len(rows), len(parameters))``.
+"""Function of ``(parameters, rows)`` that returns the sums of squares, float64 of shape ``(len(rows), len(parameters))``.
 
 Each row has one tensor for each parameter, of its shape. The sums are over the whole tensors, wherever the rest of them
 is; who holds shards puts in a function that adds up over ranks, all tensors in one all-reduce. All ranks call it in
