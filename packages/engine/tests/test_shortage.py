@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.engine import Engine
-from meshfold.engine.zero.memory import bytes_asked, describe_shortage
+from meshfold.engine.zero.memory import bytes_asked, describe_shortage, largest_output
 from meshfold.mesh.testing import ranks
 from meshfold.zero_gemini import MemoryPlanError
 
@@ -81,8 +81,52 @@ def test_a_plan_that_does_not_fit_names_the_moment() -> None:
         loss_fn=loss_fn,
     )
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    with pytest.raises(MemoryPlanError, match=r"take [\d,]+ bytes \([\d.]+ MiB\) in the (for|back)ward of 'head'"):
+    with pytest.raises(
+        MemoryPlanError, match=r"take [\d,]+ bytes \([\d.]+ MiB\) in the (for|back)ward of 'head'"
+    ) as refused:
         train(engine, ids)
+    said = str(refused.value)
+    assert "logits of 'head': 64 tokens × 40,000 = 2,560,000 elements, 9.77 MiB in float32" in said
+    assert "kernels='auto'" in said
+    engine.close()
+
+
+@ranks(1)
+def test_logits_that_are_left_out_are_not_named() -> None:
+    engine = Engine(Model(runs_out=False), optimizer="sgd", loss_fn=loss_fn, kernels=dict(loss=True))
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    assert largest_output(engine.model, 64)["whole_logits"]
+    train(engine, ids)
+    assert largest_output(engine.model, 64) == {}  # no other layer
+    engine.close()
+    engine = Engine(
+        Model(runs_out=False),
+        optimizer="sgd",
+        kernels=dict(loss=True),
+        loss_fn=lambda logits, batch: loss_fn(logits, batch) + 1e-3 * logits.square().mean(),
+    )
+    train(engine, ids)
+    assert largest_output(engine.model, 64)["whole_logits"]  # they were read
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Triton Error [CUDA]: out of memory"), torch.OutOfMemoryError(MESSAGE)])
+@ranks(1)
+def test_errors_of_others_and_own_loops_name_no_parameters(error: RuntimeError) -> None:
+    """Memory that cuBLAS, Triton or NCCL asked for, perhaps inside of an error of compiled code."""
+
+    class Raises(Model):
+        def upcast(self, logits: Tensor) -> Tensor:
+            raise RuntimeError("the compiled graph failed") from error
+
+    engine = Engine(Raises(), dict(zero=dict(stage=3)), optimizer="sgd", loss_fn=loss_fn)
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    for call in (lambda: engine.train_step((ids, ids)), lambda: engine(ids)):
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        notes = "\n".join(raised.value.__notes__)
+        assert "is there while the module that holds it runs" not in notes
+        assert "logits (4 × 16 × 40,000, float32, 9.77 MiB)" in notes and notes.count("fewer tokens at once") == 1
     engine.close()
 
 

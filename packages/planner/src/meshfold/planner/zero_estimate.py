@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from meshfold.engine.model import RecomputedBlocks
 from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
-from meshfold.engine.zero import PROCESS_BYTES, InFlight, limits_of, plan_for, regime_of, workload_of_stages
+from meshfold.engine.zero import (
+    PROCESS_BYTES,
+    InFlight,
+    largest_output,
+    limits_of,
+    plan_for,
+    regime_of,
+    workload_of_stages,
+)
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
@@ -118,7 +126,7 @@ def estimate_zero(
         # Adam alone steps chunk by chunk in the backward.
         clipping=engine.runner.needs_all_gradients or moments != 2 or precision.name == "fp64",
     )
-    workload = replace(workload, recomputed=recomputed)
+    workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
     found, refusal, memory = fit(spec, workload, rates)
     if found is not None and blocks is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshfold.engine.zero.measured_plans import InFlight, workload_of_stages
-from meshfold.engine.zero.memory import PROCESS_BYTES
+from meshfold.engine.zero.memory import PROCESS_BYTES, largest_output
 from meshfold.engine.zero.plan import limits_of, plan_for, regime_of
 from meshfold.engine.zero.states import ZeroStates
 
@@ -11,6 +11,7 @@ __all__ = [
     "PROCESS_BYTES",
     "InFlight",
     "ZeroStates",
+    "largest_output",
     "limits_of",
     "plan_for",
     "regime_of",

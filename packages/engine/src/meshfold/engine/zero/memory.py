@@ -11,14 +11,17 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshfold.engine.world import World
+from meshfold.kernels.fuse import leaves_out_logits
 from meshfold.mesh import all_reduce
 from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.spec import format_bytes, parse_bytes
+from meshfold.zero_gemini import OutOfBudget
 
 PROCESS_BYTES = 5 * 2**28
 """What a process has of the host's memory besides a model: Python, torch and CUDA (measured: 1.2 to 1.3 GiB)."""
@@ -157,6 +160,47 @@ def describe_shortage(error: BaseException, model: nn.Module, tokens: int) -> st
     if alive:
         words.append(f"The largest tensors in use there: {', '.join(alive)}.")
     return " ".join(words)
+
+
+def largest_output(model: nn.Module, tokens: int) -> dict[str, Any]:
+    """Describe the largest output of a linear layer that a micro-step holds whole, as fields of a Workload.
+
+    Args:
+        model: after a step, so that a head is known whose logits are left out.
+        tokens: of a micro-step.
+    """
+    words = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    layers = [
+        (module.out_features, uncompiled_name(name), module.weight.dtype)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not leaves_out_logits(module)
+    ]
+    if not layers:
+        return {}
+    features, name, dtype = max(layers, key=lambda layer: layer[0])
+    count, is_head = tokens * features, features in words
+    text = (
+        f"{'logits of ' if is_head else 'that of '}{name!r}: {tokens:,} tokens × {features:,} = {count:,} elements, "
+        f"{format_bytes(count * dtype.itemsize)} in {str(dtype).removeprefix('torch.')}"
+    )
+    return dict(largest_output=text, whole_logits=is_head)
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error says that memory ran out, or was raised because of one that does.
+
+    cuBLAS, Triton, NCCL and the host's allocator raise errors of their own, and compiled code wraps what it raises.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | OutOfBudget | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in _OUT_OF_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def shortage_remedy(*, chunks_on_device: bool, recomputes: bool) -> str:

@@ -25,6 +25,8 @@ from meshfold.engine.zero.measured_plans import MARGIN, InFlight, MeasuredPlans,
 from meshfold.engine.zero.memory import (
     Pressure,
     describe_shortage,
+    is_out_of_memory,
+    largest_output,
     limit_allocator,
     resident_bytes,
     shortage_remedy,
@@ -260,15 +262,19 @@ class Residency:
 
         With several ranks one may have run out while the others wait for it: then the error is raised.
         """
-        if not isinstance(error, torch.OutOfMemoryError | OutOfBudget):
-            return False
-        alone, auto = self._world.mesh.world_size == 1, self._spec.placement == "auto"
-        if alone and auto and (self._on_device() or self._kept()):
+        alone = self._world.mesh.world_size == 1 and self._spec.placement == "auto"
+        if isinstance(error, torch.OutOfMemoryError | OutOfBudget) and alone and (self._on_device() or self._kept()):
             return True
+        if is_out_of_memory(error):
+            self.describe(error)
+        return False
+
+    def describe(self, error: BaseException) -> None:
+        """Say in a note, once, what did not fit and what to change, for an error that says that memory ran out."""
         found = describe_shortage(error, self._model, self._watcher.tokens)
         remedy = shortage_remedy(chunks_on_device=bool(self._on_device()), recomputes=self._recomputes)
-        error.add_note(" ".join(part for part in (found, remedy) if part))
-        return False
+        if not any(note.endswith(remedy) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{found} {remedy}".strip())
 
     def relieve(self) -> None:
         """Free device memory: by a plan with a lower limit, or before the first plan by moving some chunks to the host."""
@@ -340,7 +346,7 @@ class Residency:
 
     def _decide(self) -> None:
         workload, machine = self._plans.problem(self._watcher, self._in_flight)
-        workload = replace(workload, recomputed=self._recomputes)
+        workload = replace(workload, recomputed=self._recomputes, **largest_output(self._model, self._watcher.tokens))
         plan, refusal = None, None
         try:
             plan = self._plans.plan(workload, machine, shrunk=self._shrunk)

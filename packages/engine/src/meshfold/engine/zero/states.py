@@ -27,12 +27,12 @@ from meshfold.engine.states.optimizer_state import put
 from meshfold.engine.states.replicated import Source, Sources, source_like
 from meshfold.engine.world import PIPE, World
 from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
-from meshfold.engine.zero.memory import grow_segments, ranks_per_host
+from meshfold.engine.zero.memory import grow_segments, is_out_of_memory, ranks_per_host
 from meshfold.engine.zero.plan import Sizes, first_placements, gradient_dtype, regime_of
 from meshfold.engine.zero.residency import Residency
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
-from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory, OutOfBudget
+from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory
 from meshfold.zero_gemini.machine_rates import measure_rank_rates
 from meshfold.zero_gemini.optimizer import DiskSettings, optimizer_kind
 
@@ -234,8 +234,9 @@ class ZeroStates:
         self.gemini.rest(unlearn=True)
 
     def explain(self, error: BaseException) -> None:
-        if isinstance(error, torch.OutOfMemoryError | OutOfBudget):
-            return  # it does not come from a parameter that is not there
+        if is_out_of_memory(error):  # it does not come from a parameter that is not there
+            self.residency.describe(error)
+            return
         released = [name for name, p in self._model.named_parameters() if p.data.numel() == 0]
         if released:
             error.add_note(

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from meshfold.kernels.fuse.activations import fuse_gated
-from meshfold.kernels.fuse.heads import DeferredLogits, defer_logits
+from meshfold.kernels.fuse.heads import DeferredLogits, defer_logits, leaves_out_logits
 from meshfold.kernels.fuse.logits import LazyLogits
 from meshfold.kernels.fuse.norms import fuse_norms
 from meshfold.kernels.fuse.replaced import Replaced, is_compiled
 from meshfold.kernels.fuse.rotary import fuse_rotary
 
-__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse", "is_compiled"]
+__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse", "is_compiled", "leaves_out_logits"]
 
 RULES: Mapping[str, str] = {
     "norm": "RMSNorm in one launch",

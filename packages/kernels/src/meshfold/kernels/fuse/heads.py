@@ -82,6 +82,12 @@ def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
     return DeferredLogits(heads)
 
 
+def leaves_out_logits(layer: nn.Module) -> bool:
+    """Return True if a layer is a head whose losses were all computed without whole logits; False before the first."""
+    head = layer.__dict__.get(_CALL)
+    return isinstance(head, Head) and head.losses > 0 and not head.reads
+
+
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return True for ``nn.Linear``, also one that a pipeline has given a class that says ``computes_linear``."""
     return type(module) is nn.Linear or (isinstance(module, nn.Linear) and hasattr(type(module), "computes_linear"))
@@ -112,10 +118,13 @@ class Head:
         name: of the layer in its model.
         open: number of contexts inside of which its logits wait.
         closed: number of times that logits made before could no longer be read.
+        losses: number of losses that were computed with the layer.
+        reads: number of logits that waited, and were computed all the same.
     """
 
     def __init__(self, name: str, layer: Any, always: bool) -> None:
         self.name, self.open, self.closed = name, 0, 0
+        self.losses = self.reads = 0
         self._layer, self._always = layer, always
         self._kind = type(layer)
         self._loss: Callable[[Tensor], Tensor] | None = None  # computed in the layer's forward, if it is called now
@@ -165,6 +174,7 @@ class Head:
 
     def loss(self, x: Tensor, loss: Callable[[Operands], Tensor]) -> Tensor:
         """Call the layer on ``x`` for a loss: ``loss(operands)`` is run as the layer's forward, between its hooks."""
+        self.losses += 1
         self._loss = lambda rows: loss(self.operands(rows))
         try:
             return self.logits(x)

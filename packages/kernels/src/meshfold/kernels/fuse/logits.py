@@ -54,6 +54,7 @@ class LazyLogits(Tensor):
         """Return the logits, computed the first time; with their gradient."""
         if self._computed is None:
             self._check_open()
+            self.head.reads += 1
             found = self.head.logits(self.rows)
             for what, by in self.changes:
                 found = found.to(by) if what == "cast" else found * by if what == "scale" else found.tanh()

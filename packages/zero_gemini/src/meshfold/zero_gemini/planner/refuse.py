@@ -50,10 +50,14 @@ def refusal(case: Case) -> DoesNotFit:
         words.append("No amount of host memory helps.")
     if binds == "gpu":
         words.append(_largest_moment(workload))
-        words.append(
-            "Raise the GPU's limit, or lower what a moment needs: fewer tokens at once"
-            + ("." if workload.layers or workload.recomputed else ", or activations recomputed (recompute='blocks').")
-        )
+        if workload.largest_output:
+            words.append(f"The largest output of a layer is {workload.largest_output}.")
+        lower = ["fewer tokens at once"]
+        if workload.whole_logits:
+            lower.append("a loss without whole logits (kernels='auto', and cross entropy of all that the head returns)")
+        if not workload.layers and not workload.recomputed:
+            lower.append("activations recomputed (recompute='blocks')")
+        words.append(f"Raise the GPU's limit, or lower what a moment needs: {', or '.join(lower)}.")
     else:
         smaller = {"A": "B (8 bytes an element)", "B": "C (6 bytes an element)", "fp16": "A in bf16"}
         change = ["raise the host's limit", "give it disk" if not disk_limit else "give it more disk"]

@@ -180,6 +180,10 @@ class Workload:
     """host bytes for blocks in flight, as soon as anything lives on disk."""
     units: tuple[str, ...] = ()
     """name of the unit that runs in each moment, for display; empty if unknown."""
+    largest_output: str = ""
+    """description of the largest output of a layer that a micro-step holds whole, for display; empty if unknown."""
+    whole_logits: bool = False
+    """that output is of a head, whose loss might be computed without it."""
 
     def __post_init__(self) -> None:
         moments = len(self.non_model_bytes)
