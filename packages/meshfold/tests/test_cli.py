@@ -17,7 +17,9 @@ import pytest
 
 from meshfold.cli import COMMANDS, main
 from meshfold.cli.arguments import Failure, read_parallel
-from meshfold.cli.train_arguments import configure, settings_of, words_of
+from meshfold.cli.train_arguments import OPTIMIZER_NAMES, configure, settings_of, words_of
+from meshfold.engine.optimizers import OPTIMIZERS
+from meshfold.planner.estimates import MOMENTS
 from meshfold.train.metrics import read_metrics
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -456,6 +458,17 @@ def test_a_resumed_run_follows_the_schedule_of_its_settings(
     assert rates(out)[6:] == pytest.approx([2 * rate for rate in whole[6:]])
     state = json.loads((out / "checkpoint" / "state.json").read_text())
     assert {group["initial_lr"] for group in state["optimizer"]["groups"]} == {4e-3}
+
+
+@pytest.mark.parametrize("name", ["lamb", "came"])
+def test_a_run_with_another_optimizer_is_planned_and_goes_on(name: str, text: Path, tmp_path: Path) -> None:
+    run = ["train", "--data", str(text), *TINY, "--optimizer", name, "--lr", "1e-2", "--parallel", "zero.stage=1"]
+    out = tmp_path / "run"
+    assert main([*run, "--out", str(out), "--steps", "1"]) == 0
+    assert main(["train", "--out", str(out), "--resume", "--steps", "2"]) == 0
+    state = json.loads((out / "checkpoint" / "state.json").read_text())
+    assert state["optimizer"]["class"].lower() == name
+    assert OPTIMIZERS.keys() == MOMENTS.keys() >= set(OPTIMIZER_NAMES)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from meshfold.cli.arguments import (
     read_parallel,
     read_rules,
 )
-from meshfold.cli.train_arguments import RECOMPUTE
+from meshfold.cli.train_arguments import OPTIMIZER_NAMES, RECOMPUTE
 
 if TYPE_CHECKING:
     from meshfold.planner import Estimate, Machine, Times
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
     parser.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
     parser.add_argument("--no-clip", action="store_true", help="gradients are not clipped, and so none is held")
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "adam", "sgd"), help="(adamw)")
+    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_NAMES, help="(adamw)")
     parser.add_argument(
         "--machine",
         metavar="NAME",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from meshfold.train.settings import TrainSettings
 
 _OF_THE_COMMAND = ("help", "out", "ranks", "resume", "no_plan", "report", "json", "model", "hf")
+OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came")
+"""Those of the engine that take a learning rate and a weight decay as they are."""
 RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
 
 
@@ -84,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--batch-size", type=positive, metavar="N", help="sequences of a step, over all ranks (8)")
     steps.add_argument("--seq-len", type=several, metavar="N", help="tokens of a sequence (128)")
     steps.add_argument("--accumulate", type=positive, metavar="N", help="micro-steps of a step (1)")
-    steps.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), help="(adamw)")
+    steps.add_argument("--optimizer", choices=OPTIMIZER_NAMES, help="(adamw)")
     steps.add_argument("--lr", type=rate, help="highest learning rate (3e-4)")
     steps.add_argument("--warmup", type=natural, metavar="N", help="steps on the way up to it (0)")
     steps.add_argument("--schedule", choices=("cosine", "linear", "constant"), help="(cosine)")

@@ -17,8 +17,22 @@ if TYPE_CHECKING:
     from meshfold.zero_gemini.planner import Plan
 
 
-MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0}
-"""Numbers that an optimizer keeps for an element, each as wide as the master weight."""
+MOMENTS = {
+    "adamw": 2,
+    "adam": 2,
+    "sgd": 0,
+    "lion": 1,
+    "lamb": 2,
+    "lars": 1,
+    "adafactor": 0,
+    "adafactor_hf": 0,
+    "came": 1,
+}
+"""Numbers that an optimizer keeps for an element, each as wide as the master weight.
+
+With default settings: SGD without momentum, LARS with it. Means of rows and columns (Adafactor, CAME) are not counted: of a
+matrix of n columns they are about 1/n of its elements.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

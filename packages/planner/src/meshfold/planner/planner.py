@@ -57,7 +57,7 @@ def estimate(
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
         precision: as the engine takes it.
-        optimizer: adamw, adam or sgd.
+        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
         accumulate: micro-steps of an optimizer step.
         rules: as the engine takes them.
         recompute: as the engine takes it.
