@@ -108,6 +108,17 @@ def test_the_linear_loss_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| ours, chunks of 64 |" in out.with_suffix(".md").read_text()
 
 
+def test_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert main(["bench", "fp8", "--tiny", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    ours = [name for name in found["milliseconds"] if name.startswith("ours, fp8")]
+    assert len(ours) == 3 and all(len(found["milliseconds"][name]) == 2 for name in ours)
+    assert found["error"]["ours, bf16"] < 1e-6
+    assert all(1e-6 < found["error"][name] < 0.03 for name in ours), found["error"]
+    assert "| ours, fp8 rowwise_hp_dw |" in out.with_suffix(".md").read_text()
+
+
 @pytest.mark.parametrize("area", ["tensor-parallel", "attention", "pipeline"])
 def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
     area: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -123,7 +134,7 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
 
 
 @pytest.mark.parametrize(
-    "area", ["tensor-parallel", "tensor-parallel-checks", "attention", "pipeline", "cpu-adam", "linear-loss"]
+    "area", ["tensor-parallel", "tensor-parallel-checks", "attention", "pipeline", "cpu-adam", "linear-loss", "fp8"]
 )
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
     area: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,221 @@
+"""Blocks of Llama in fp8, forward and backward: our recipes beside our bf16 and torchao's recipes, all compiled.
+
+`meshfold bench fp8` times all in rounds, after clocks have settled, with the power that each draws. It writes JSON;
+`--report FILE.json` makes the table from it. The gradients of each are compared with those of bf16, weight by weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import Contestant, add_output, check_out, machine, median, parse_with_tiny, ratios, write
+from benchmarks.linear_loss import measure_memory, rounds
+from benchmarks.reports import ratio, read_bars, table
+
+TINY = dict(
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=128,
+    blocks=2,
+    rows=2,
+    length=16,
+    backend="aot_eager",
+    rounds=2,
+    window_s=0.0,
+    settle_s=0.0,
+)
+BF16, OURS, TORCHAO = "ours, bf16", "ours, fp8", "torchao"
+RECIPES = ("rowwise_hp_dw", "rowwise", "tensorwise")
+THEIR_RECIPES = dict(zip(RECIPES, ("rowwise_with_gw_hp", "rowwise", "tensorwise"), strict=True))
+BARS = read_bars("fp8", ("bf16", "torchao"))
+JUDGED = dict(hidden=4096, heads=32, kv_heads=8, ffn=14336, blocks=8)
+"""The blocks that the bars are for; at 16,384 tokens."""
+WORDS = 1024
+"""A small vocabulary: what is measured are the blocks."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench fp8`."""
+    parser = argparse.ArgumentParser(prog="meshfold bench fp8", description=__doc__.split("\n")[0])
+    for name, value in JUDGED.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--rows", type=int, default=4, help="sequences")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of each")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window-s", type=float, default=2.5, help="seconds of a contestant in a round")
+    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
+    add_output(parser, "fp8")
+    options = parse_with_tiny(parser, argv, TINY)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    check_out(options.out)
+    torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
+    with ExitStack() as opened:
+        found = [*contestants(options, opened)]
+        compare(found)
+        for contestant in found:
+            measure_memory(contestant)
+        times, power = rounds([each for each in found if each.step is not None], options)
+    settings = {name: getattr(options, name) for name in (*JUDGED, "rows", "length", "backend", "window_s")}
+    result: dict[str, Any] = dict(
+        area="fp8",
+        machine=machine(),
+        settings=settings,
+        milliseconds=times,
+        power=power,
+        peak_bytes={each.name: each.peak_bytes for each in found},
+        notes={each.name: each.note for each in found if each.note},
+        error={each.name: each.error for each in found},
+    )
+    write(options.out, result)
+    report(options.out)
+    return 0
+
+
+def contestants(options: argparse.Namespace, opened: ExitStack) -> Iterator[Contestant]:
+    """Yield all, each with a model of its own of the same weights, on the same tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(WORDS, (options.rows, options.length), generator=generator)
+    yield Contestant(BF16, step_of(engine_model(options, opened, "bf16"), ids))
+    for recipe in RECIPES:
+        precision = dict(name="bf16", matmul="fp8", recipe=recipe)
+        yield Contestant(f"{OURS} {recipe}", step_of(engine_model(options, opened, precision), ids))
+    for recipe in RECIPES:
+        name = f"{TORCHAO} {recipe}"
+        try:
+            yield Contestant(name, step_of(torchao_model(options, opened, recipe), ids))
+        except ImportError as error:
+            yield Contestant(name, note=str(error))
+
+
+def engine_model(
+    options: argparse.Namespace, opened: ExitStack, precision: object, *, compiled: bool = True
+) -> nn.Module:
+    """Return blocks of Llama in an engine, which puts fp8 and compiled code in place."""
+    from meshfold.engine import Engine
+    from meshfold.models import LlamaConfig, build
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden=options.hidden,
+        layers=options.blocks,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        ffn=options.ffn,
+        max_positions=options.length,
+    )
+    compile = dict(backend=options.backend) if compiled else False
+    engine = opened.enter_context(Engine(lambda: build(config), precision=precision, compile=compile))
+    model: nn.Module = engine.model
+    return model.train()
+
+
+def torchao_model(options: argparse.Namespace, opened: ExitStack, recipe: str) -> nn.Module:
+    """Return the same blocks with torchao's linear layers, each block compiled.
+
+    Raises:
+        ImportError: if torchao is not there.
+    """
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig.from_recipe_name(THEIR_RECIPES[recipe])
+    if not torch.cuda.is_available():
+        object.__setattr__(config, "emulate", True)
+    model = engine_model(options, opened, "bf16", compiled=False)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend=options.backend)
+    return model
+
+
+def step_of(model: nn.Module, ids: Tensor) -> Callable[[], dict[str, Tensor]]:
+    """Return a forward and backward: gradients of every weight, by name."""
+    ids = ids.to(next(model.parameters()).device)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def step() -> dict[str, Tensor]:
+        loss = model(input_ids=ids, labels=ids).loss
+        return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+    return step
+
+
+def compare(found: Sequence[Contestant]) -> None:
+    """Note for each contestant how far the direction of a gradient is from bf16's: 1 − cosine of the worst weight."""
+    wanted: dict[str, Tensor] = found[0].step()  # type: ignore[misc]
+    for each in found:
+        if each.step is not None:
+            got = each.step()
+            each.error = max(
+                1.0 - float(torch.cosine_similarity(got[name].flatten().float(), want.flatten().float(), dim=0))
+                for name, want in wanted.items()
+            )
+
+
+def report(path: Path) -> None:
+    """Write the table beside a result, and print it."""
+    found = json.loads(path.read_text())
+    settings, times = found["settings"], found["milliseconds"]
+    tokens = settings["rows"] * settings["length"]
+    rows = []
+    for name, values in times.items():
+        power, gib = found["power"][name], found["peak_bytes"][name] / 2**30
+        joules = power["watts"] * median(values) / 1e3 if power else 0.0
+        rows.append(
+            (
+                name,
+                f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})",
+                ratio(values, times[BF16]),
+                f"{gib:.1f}" if gib else "–",
+                f"{joules:.1f}" if power else "–",
+                f"{joules * 1e3 / tokens:.2f}" if power else "–",
+                f"{power['watts']:.0f}" if power else "–",
+                f"{power['mhz']:.0f}" if power else "–",
+                f"{found['error'][name]:.1e}",
+                found["notes"].get(name, ""),
+            )
+        )
+    rows += [(name, *["–"] * 8, note) for name, note in found["notes"].items() if name not in times]
+    head = ("contestant", "ms", "bf16 ÷ this", "GiB", "J a step", "mJ a token", "W", "MHz", "1 − cosine", "note")
+    lines = [
+        f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",
+        "",
+        f"{settings['blocks']} blocks, hidden {settings['hidden']:,}, heads {settings['heads']} and {settings['kv_heads']}, ffn "
+        f"{settings['ffn']:,}, {settings['rows']} × {settings['length']:,} tokens, forward and backward, compiled by "
+        f"{settings['backend']}. Median of the rounds, with the lowest and the highest. 1 − cosine: of the gradient of the "
+        "worst weight with bf16's.",
+        "",
+        *table(head, rows),
+        "",
+    ]
+    if all(settings[name] == value for name, value in JUDGED.items()) and tokens == 16_384:
+        best = fastest(times, OURS)
+        theirs = fastest(times, TORCHAO)
+        lines.append(BARS["bf16"].line(ratios(times[best], times[BF16])[0], 1, best=best))
+        if theirs:
+            lines.append(BARS["torchao"].line(ratios(times[best], times[theirs])[0], 1, best=best))
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def fastest(times: dict[str, list[float]], who: str) -> str:
+    """Return the name of the fastest of somebody's contestants; empty if none ran."""
+    return min((name for name in times if name.startswith(who)), key=lambda name: median(times[name]), default="")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
