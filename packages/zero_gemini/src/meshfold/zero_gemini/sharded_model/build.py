@@ -34,14 +34,14 @@ def take_parameters(
     dtype: torch.dtype | None,
     other: Mapping[Tensor, torch.dtype],
 ) -> tuple[dict[str, ParameterFacts], dict[str, Tensor]]:
-    """Return the facts about a model's parameters, and their first values, by name; parameters on meta become real.
+    """Return the facts about a model's parameters and their initial values, by name; meta parameters become real.
 
     Args:
-        model: its parameters on meta are replaced, without elements yet.
-        mesh: where blocks over the tensor axes lie.
-        device: of the parameters that take the place of those on meta.
-        dtype: in which the model will compute; None keeps each parameter's.
-        other: parameters that will be in another dtype.
+        model: its meta parameters are replaced by real ones, still without elements.
+        mesh: the ranks, whose tensor axes split parameters.
+        device: of the parameters that replace those on meta.
+        dtype: compute dtype of the model; None keeps each parameter's.
+        other: compute dtypes of parameters that differ from it.
     """
     first = {name: p.detach() for name, p in model.named_parameters()}
     facts = parameter_facts(model, mesh, dtype, other)
@@ -53,7 +53,7 @@ def take_parameters(
 def lay_out_parameters(
     facts: Mapping[str, ParameterFacts], mesh: Mesh, *, chunk_elems: int | None, slot_align_elems: int
 ) -> Iterator[tuple[Group, Sequence[ChunkSpec], list[list[ShardSlice]]]]:
-    """Group, chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
+    """Yield the group, the chunks and this rank's slices of each, for every set of axes that gradients are summed over."""
     for axes, layout in lay_out_members(
         members_of(facts), mesh, slot_align_elems=slot_align_elems, chunk_elems=chunk_elems
     ):
@@ -66,9 +66,9 @@ class MadeStepper:
     """Stepper of shards, with its settings.
 
     Attributes:
-        stepper: it.
+        stepper: steps the shards.
         group_names: names of the parameters in each of the optimizer's groups.
-        regime: what Adam keeps.
+        regime: of Adam's state.
     """
 
     stepper: Stepper
@@ -93,7 +93,7 @@ def make_stepper(
     """
     trained = {name: one for name, one in facts.items() if one.kind.trained}
     stand_ins = {name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()}
-    # torch refuses to make an optimizer of nothing, which is all that a stage has whose layers are frozen.
+    # torch refuses to make an optimizer without parameters, as for a stage whose layers are all frozen.
     made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
     looked_at = (trained or facts).values()
     kind = optimizer_kind(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in looked_at})
@@ -126,7 +126,7 @@ def make_stepper(
 
 
 def give_parameters(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> None:
-    """Put this rank's parameters into the optimizer's groups, in place of what they were made with."""
+    """Replace the stand-in parameters in the optimizer's groups by this rank's parameters."""
     for group, names in zip(stepper.optimizer.param_groups, group_names, strict=True):
         found = (stepper.optimizer_parameter(name) for name in names)
         group["params"] = [parameter for parameter in found if parameter is not None]
@@ -135,7 +135,7 @@ def give_parameters(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> N
 
 
 def _replace_meta(model: nn.Module, device: torch.device) -> None:
-    """Put real parameters, without elements yet, in the place of those on the meta device; ties stay ties."""
+    """Replace meta parameters by real ones, still without elements; tied parameters stay tied."""
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

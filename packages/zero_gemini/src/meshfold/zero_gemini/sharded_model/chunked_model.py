@@ -1,6 +1,6 @@
-"""A model held in chunks: put together from its parts, gathered as it runs, with a placement for every chunk.
+"""A model in chunks: its construction, its placements, and the hooks that gather chunks while it runs.
 
-What is done with it in a training step is :mod:`meshfold.zero_gemini.gemini`.
+:mod:`meshfold.zero_gemini.gemini` adds the training step.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class ChunkedModel(ParameterValues):
         stage: 1, 2 or 3.
         memory: where the model computes and where chunks live, with budgets.
         placements: rule that gives each chunk its placement; stages 1 and 2 keep parameters on the device.
-        dtype: in which the model computes; None keeps each parameter's.
-        other_dtypes: parameters that it has in another dtype.
-        master_dtype: of the master weights; None: as the model computes.
+        dtype: compute dtype of the model; None keeps each parameter's.
+        other_dtypes: compute dtypes of parameters that differ from it.
+        master_dtype: of the master weights; None: the compute dtype.
         gradient_dtype: in which gradients are summed over micro-steps and ranks; None: ``master_dtype``.
         make_optimizer: makes an elementwise torch optimizer of parameters. Adam and AdamW are carried out by our kernels.
         regime: what Adam keeps of a bfloat16 model, see :mod:`meshfold.zero_gemini.optimizer.adam`.
@@ -219,7 +219,7 @@ class ChunkedModel(ParameterValues):
         whole: Tensor,
         values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
     ) -> None:
-        """Give a parameter its first value."""
+        """Set a parameter's initial value."""
         if whole.is_meta:
             if values is None:
                 raise ChunkError(f"{name!r} is on the meta device and nothing says its first values")
@@ -227,7 +227,7 @@ class ChunkedModel(ParameterValues):
         self._contents.fill(name, whole)
 
     def _power_sum(self, chunk: Chunk, norm_type: float, shard: Tensor) -> Tensor:
-        """This rank's part of a norm: of a chunk's shard of the gradient, wherever that lies."""
+        """Return this rank's part of a norm, from a chunk's shard of the gradient on any device."""
         alike = self._facts[chunk.spec.names[0]].kind.holders
         if alike:
             return power_sum(shard, alike, norm_type)
@@ -246,7 +246,7 @@ class ChunkedModel(ParameterValues):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """Has the groups with their settings, for schedulers; None if there is none."""
+        """Optimizer with the parameter groups and their settings, for schedulers; or None."""
         return None if self._stepper is None else self._stepper.optimizer
 
     @property
@@ -265,11 +265,11 @@ class ChunkedModel(ParameterValues):
     # -- pending steps -----------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Finish every promised step. All ranks must call.
+        """Finish every pending step. All ranks must call.
 
         Raises:
-            DiskError: if one could not be on some rank: on all of them, naming the rank and the cause. So does every
-                further call: training cannot go on from there.
+            DiskError: on all ranks, if a step failed on one of them; it names the rank and the cause. Every later call raises
+                it too: training cannot continue.
         """
         self._check()
         if self._stepper is not None:
@@ -279,18 +279,18 @@ class ChunkedModel(ParameterValues):
         self._agree()
 
     def _check(self) -> None:
-        """Raise an error that was reported to all ranks, or that a step was broken off in the middle."""
+        """Raise the error that was reported to all ranks, if any, or an error if a step was interrupted."""
         self._faults.check()
         if self._early is not None:
             self._early.check()
 
     def _agree(self) -> None:
-        """Finish the last step and raise its errors, on all ranks."""
+        """Finish the last step; raise its errors on all ranks."""
         if self._promised:
             self._promised = False
             self._faults.agree()
 
-    # -- where chunks live --------------------------------------------------------------------------------------
+    # -- placements ---------------------------------------------------------------------------------------------
 
     @property
     def placements(self) -> dict[Chunk, ChunkPlacement]:
@@ -298,19 +298,19 @@ class ChunkedModel(ParameterValues):
         return dict(self._residents.placements)
 
     def uses(self) -> list[ChunkUse]:
-        """The chunks, in the order of ``chunks``, with the units that need them: what a plan is made of."""
+        """Return the chunks, in the order of ``chunks``, with the units that use them: the input of the planner."""
         chunks = (Named(str(number), chunk.spec, chunk in self._gradients) for number, chunk in enumerate(self.chunks))
         return uses_of(chunks, self._units, self._facts)
 
     def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:
-        """Switch GPU streaming: the device steps some of the host's chunks. Return True if it is on from now on.
+        """Switch GPU streaming, with which the GPU steps some of the host's chunks. Return True if it is on now.
 
-        It takes :data:`~meshfold.zero_gemini.optimizer.gpu_streaming.STREAMING_BYTES` of the device, and changes no bit. Only
-        Adam is stepped like this.
+        It takes :data:`~meshfold.zero_gemini.optimizer.gpu_streaming.STREAMING_BYTES` of GPU memory and gives bit-identical
+        results. Only Adam supports it.
 
         Args:
-            on: or not.
-            halves: the device writes parameters alone, and the cores the moments, beside the backward.
+            on: True to turn it on.
+            halves: the GPU writes only parameters, and the CPU steps the moments during backward.
         """
         self.flush()
         return self._residents.stream_on_gpu(on, halves=halves)
@@ -319,10 +319,10 @@ class ChunkedModel(ParameterValues):
         """Switch speculative steps of chunks on the host, into a shadow copy
         (:mod:`meshfold.zero_gemini.optimizer.speculative_steps`).
 
-        Changes no bit. Another placement ends it for a chunk.
+        Results are bit-identical. A chunk that moves to another placement no longer steps speculatively.
 
         Returns:
-            Whether it is so from now on: False where the host has no memory for the copies, and for others than Adam.
+            True if they are on now: False if the host has no memory for the copies, or the optimizer is not Adam.
         """
         self.flush()
         return self._speculative is not None and self._speculative.turn(on)

@@ -20,7 +20,7 @@ from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
 
 
 class Contents:
-    """Reads and writes by the names of parameters; nothing may be under way."""
+    """Reads and writes values by parameter name. No step and no backward may be running."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class Contents:
         faults: Faults,
     ) -> None:
         """Args:
-        chunk_of: the chunk that a parameter lies in; may grow later, as ``trained`` may.
+        chunk_of: the chunk of each parameter; it may grow later, and so may ``trained``.
         shapes: of this rank's blocks over the tensor axes, in order of registration.
-        trained: chunks that the stepper has.
-        stepper: keeps master weights and state.
-        device: where blocks are put together.
-        faults: keeps what could not be read on this rank; the others have what this one reads as NaN (0 of integers).
+        trained: chunks of the stepper.
+        stepper: stores master weights and state.
+        device: where blocks are assembled.
+        faults: records reads that failed on this rank; their values are NaN on all ranks (0 for integers).
         """
         self._chunk_of, self._shapes, self._trained = chunk_of, shapes, trained
         self._stepper, self._device, self._faults = stepper, device, faults
@@ -49,7 +49,7 @@ class Contents:
     # -- master weights -------------------------------------------------------------------------------------------
 
     def fill(self, name: str, block: Tensor) -> None:
-        """Take a parameter's master weights: this rank keeps its share of it."""
+        """Set a parameter's master weights; this rank stores its shard."""
         stepper = self._stepper_of(name)
         if stepper is None:
             self._chunk_of[name].fill(name, block)
@@ -57,7 +57,7 @@ class Contents:
             stepper.fill(name, block)
 
     def read(self, name: str) -> Tensor:
-        """This rank's block over the tensor axes of a parameter's master weights. All ranks of its chunk's group must call."""
+        """Return this rank's block over the tensor axes of a parameter's master weights. Collective over its chunk's group."""
         stepper, chunk = self._stepper_of(name), self._chunk_of[name]
         if isinstance(stepper, WholeStepper):
             return stepper.gather_master(name)
@@ -71,7 +71,7 @@ class Contents:
         return self._joined(name, values)
 
     def kept(self, name: str) -> range:
-        """Return the flat elements of a parameter that this rank keeps, of its master weights and of state laid out like them."""
+        """Return the range of flat elements that this rank stores, of the master weights and of state of the same shape."""
         stepper, chunk = self._stepper_of(name), self._chunk_of[name]
         if isinstance(stepper, WholeStepper):
             return range(self._shapes[name].numel() if stepper.owns(name) else 0)
@@ -79,14 +79,14 @@ class Contents:
         return range(0) if mine is None else range(mine.parameter_start, mine.parameter_start + mine.length)
 
     def parts(self, name: str, key: str | None = None) -> StoredValue:
-        """These elements of the master weights, or of an optimizer's tensor (the whole of one that does not lie so).
+        """Return the elements of :meth:`kept`, of the master weights or of an optimizer tensor, flat as in memory.
 
-        Flat, as they lie in memory; none where this rank keeps none. Without communication.
+        An optimizer tensor of another shape is returned whole. Empty if this rank stores none. No communication.
         """
         return self._parts(name, key, self._stepper)
 
     def snapshot(self) -> Callable[[str, str | None], StoredValue] | None:
-        """Return a snapshot of :meth:`parts` for any thread, valid until the next step or move; None if there is none."""
+        """Return a snapshot of :meth:`parts` for any thread, valid until the next step or move; None if not possible."""
         adam = self._stepper.snapshot() if isinstance(self._stepper, AdamStepper) else None
         return None if adam is None else lambda name, key: self._parts(name, key, adam)
 
@@ -123,7 +123,7 @@ class Contents:
         return {name: dict(sorted(found[name].items())) for name in self._shapes if found.get(name)}
 
     def read_state(self, name: str, key: str, entry: Entry) -> Tensor:
-        """This rank's block over the tensor axes of an optimizer's tensor; a number as it is. The chunk's group must call."""
+        """Return this rank's block of an optimizer tensor over the tensor axes, or a number. Collective over the chunk's group."""
         stepper, chunk, dtype = self._stepper, self._chunk_of[name], getattr(torch, entry.dtype)
         if isinstance(stepper, WholeStepper):
             return stepper.gather_state(name, key, entry)
@@ -137,7 +137,7 @@ class Contents:
         return all_reduce(number.to(self._device, torch.float64), chunk.group, "max").to("cpu", dtype)
 
     def write_state(self, name: str, key: str, value: Tensor) -> None:
-        """Take an optimizer's tensor: this rank's block over the tensor axes, or a number."""
+        """Set an optimizer tensor: this rank's block over the tensor axes, or a number."""
         if self._stepper is None or self._stepper.optimizer_parameter(name) is None:
             return
         whole = isinstance(self._stepper, WholeStepper)
@@ -145,14 +145,14 @@ class Contents:
         self._stepper.write(name, key, self._chunk_of[name].cut(name, value) if like else value)
 
     def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
-        """Read on this rank alone; on failure return a tensor of the same length, as the others are in the collective."""
+        """Read on this rank. If that fails, return a tensor of the same length, because the other ranks wait in a collective."""
         found: list[Tensor] = []
         if not self._faults.keep(lambda: found.append(read())):
             found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]
         return found[0]
 
     def _joined(self, name: str, values: Tensor) -> Tensor:
-        """A parameter's elements from all ranks of its chunk's group, in its shape."""
+        """Gather a parameter's elements from the ranks of its chunk's group, and return them in its shape."""
         chunk = self._chunk_of[name]
         lengths = chunk.lengths(name)
         padded = torch.zeros(max(lengths), dtype=values.dtype, device=self._device)

@@ -21,7 +21,7 @@ from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
 
 class Residents:
-    """Knows where chunks live, and moves them with their gradients and their state.
+    """Placements of chunks; moves chunks together with their gradients and state.
 
     Attributes:
         placements: of every chunk.
@@ -38,12 +38,12 @@ class Residents:
         regime: str,
     ) -> None:
         """Args:
-        memory: that they live in.
-        faults: so that all ranks move a chunk or none does.
-        stepper: has the state; None: there is none.
+        memory: the arenas of the chunks.
+        faults: makes all ranks move a chunk, or none.
+        stepper: stores the optimizer state; None without an optimizer.
         gradients: of the chunks that it steps; may grow later.
         stage: of ZeRO: 1 and 2 keep parameters on the device.
-        regime: what Adam keeps.
+        regime: of Adam's state.
         """
         self._memory, self._faults, self._stepper, self._gradients = memory, faults, stepper, gradients
         self._stage, self._regime = stage, regime
@@ -52,7 +52,7 @@ class Residents:
     def choose(
         self, placements: PlacementRule, specs: Sequence[ChunkSpec], kinds: Sequence[Kind]
     ) -> list[ChunkPlacement]:
-        """Return the placements of chunks, with room reserved on disk for state that goes there."""
+        """Return the placements of chunks, and reserve space on disk for the state placed there."""
         found = [self._allowed(placement) for placement in placements([spec.shard_elems for spec in specs])]
         self._reserve(
             (kind.dtype, spec.shard_elems)
@@ -62,17 +62,17 @@ class Residents:
         return found
 
     def move(self, placements: Mapping[Chunk, ChunkPlacement]) -> None:
-        """Move chunks to other placements; nothing may be under way, nothing gathered, no gradient kept. All ranks must call.
+        """Move chunks to other placements. All ranks must call.
 
-        They go in turns, so that memory does not run out on the way. A chunk that cannot be moved on
-        one of the ranks stays where it was on all, and all raise.
+        No step may be pending, no chunk gathered and no gradient stored. The order of moves keeps the peak of memory low. If one
+        rank cannot move a chunk, no rank moves it, and all raise.
         """
         self._reserve(
             (chunk.dtype, chunk.spec.shard_elems)
             for chunk, placement in placements.items()
             if placement.state == "disk" != self.placements[chunk].state and chunk in self._gradients
         )
-        synchronize(self._memory.device)  # copies that are under way read what is about to go
+        synchronize(self._memory.device)  # running copies read memory that is about to be released
         moves = [
             self._as_move(chunk, self._allowed(placement))
             for chunk, placement in placements.items()
@@ -84,7 +84,7 @@ class Residents:
     def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:
         """Switch GPU streaming; return True if it is on from now on. No step may be pending.
 
-        ``halves``: it does first halves alone.
+        With ``halves`` the GPU does only the first half of a step.
         """
         if not isinstance(self._stepper, AdamStepper):
             return False
@@ -106,7 +106,7 @@ class Residents:
                 self._stepper.reserve(shards)
 
     def _as_move(self, chunk: Chunk, placement: ChunkPlacement) -> Move[tuple[Chunk, ChunkPlacement]]:
-        """Return the bytes that a chunk's move adds to both memories; of torch optimizers' state, an estimate."""
+        """Return a chunk's move, with the bytes that it adds to both memories; those of torch optimizers' state are estimated."""
         elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self.placements[chunk]
         state = 0.0
         if chunk in self._gradients:
@@ -120,14 +120,14 @@ class Residents:
         return Move(what=(chunk, placement), device_bytes=more("device"), host_bytes=more("host"))
 
     def _carry(self, chunk: Chunk, placement: ChunkPlacement) -> None:
-        """Move a chunk, on all ranks or, if one cannot, on none."""
+        """Move a chunk on all ranks, or on none if one rank cannot."""
         was, moved = self.placements[chunk], False
         try:
             with self._faults.raised_on_all():
                 self._move(chunk, placement)
                 moved = True
         except BaseException:
-            if moved:  # here, and not on another rank
+            if moved:  # on this rank, but not on another
                 self._move(chunk, was)
             raise
         self.placements[chunk] = placement

@@ -19,7 +19,7 @@ from meshfold.zero_gemini.sharded_model.moves import Residents
 
 
 class ParameterValues(ABC):
-    """The part of :class:`~meshfold.zero_gemini.gemini.Gemini` that checkpoints are made of."""
+    """The part of :class:`~meshfold.zero_gemini.gemini.Gemini` that checkpoints use: reads and writes by parameter."""
 
     _names: dict[Tensor, str]
     _chunk_of: dict[str, Chunk]
@@ -31,29 +31,29 @@ class ParameterValues(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Let every step that was only promised be done."""
+        """Finish every pending step."""
 
     def holds(self, parameter: Tensor) -> bool:
-        """Return whether a tensor is one of the parameters that lie in chunks."""
+        """Return whether a tensor is one of the parameters in chunks."""
         return parameter in self._names
 
     def read(self, parameter: Tensor) -> Tensor:
-        """This rank's block over the tensor axes of a parameter's master weights. All ranks of its chunk's group must call.
+        """Return this rank's block over the tensor axes of a parameter's master weights. Collective over its chunk's group.
 
-        What a rank cannot read from its disk is NaN, and :meth:`check` and :meth:`agree` raise then.
+        Values that a rank cannot read from its disk are NaN, and :meth:`check` and :meth:`agree` then raise.
         """
         self.flush()
         return self._contents.read(self._name_of(parameter))
 
     def check(self) -> None:
-        """Raise what could not be read or written on this rank since all agreed; in its place NaN was read.
+        """Raise the error of a read or write that failed on this rank since the last :meth:`agree`.
 
-        Readers of many tensors go through the collectives of all, and let the other ranks know then.
+        A failed read returned NaN, so that a reader of many tensors completes all collectives before it tells the other ranks.
         """
         self._faults.check_own()
 
     def agree(self) -> None:
-        """Raise on all ranks what could not be read or written on any. All ranks must call."""
+        """Raise on all ranks if a read or write failed on any of them. All ranks must call."""
         self._faults.agree()
 
     def master_dtype(self, parameter: Tensor) -> torch.dtype:
@@ -61,7 +61,7 @@ class ParameterValues(ABC):
         return self._contents.master_dtype(self._name_of(parameter))
 
     def write(self, parameter: Tensor, block: Tensor) -> None:
-        """Take a parameter's master weights, this rank's block over the tensor axes; then ``publish``."""
+        """Set a parameter's master weights from this rank's block over the tensor axes. Call ``publish`` afterwards."""
         self.flush()
         self._faults.keep(partial(self._contents.fill, self._name_of(parameter), block))
 
@@ -71,18 +71,18 @@ class ParameterValues(ABC):
         return self._contents.state_entries()
 
     def read_state(self, name: str, key: str, entry: Entry) -> Tensor:
-        """This rank's block over the tensor axes of an optimizer's tensor; a number as it is. The chunk's group must call."""
+        """Return this rank's block of an optimizer tensor over the tensor axes, or a number. Collective over the chunk's group."""
         return self._contents.read_state(name, key, entry)
 
     def kept(self, parameter: Tensor) -> range:
-        """Return the elements of its block that only this rank of the chunk's group keeps, row by row."""
+        """Return the range of elements of a parameter's block, in row-major order, that this rank of the chunk's group stores."""
         return self._contents.kept(self._name_of(parameter))
 
     def parts(self, parameter: Tensor, key: str | None = None) -> StoredValue:
-        """These elements of a parameter's master weights, or of an optimizer's tensor, flat and as they lie in memory.
+        """Return the elements of :meth:`kept`, of a parameter's master weights or of an optimizer tensor, flat as in memory.
 
-        A number as it is. After ``flush``, no communication. They change with the next step, and mean nothing after
-        ``move``; what lives on disk was read.
+        A number is returned as it is. Call ``flush`` before; there is no communication. The next step changes the result, and
+        ``move`` makes it invalid. State on disk is read.
 
         Raises:
             DiskError: if they cannot be read.
@@ -90,34 +90,34 @@ class ParameterValues(ABC):
         return self._contents.parts(self._name_of(parameter), key)
 
     def noted_parts(self) -> Callable[[Tensor, str | None], StoredValue] | None:
-        """:meth:`parts` as they are now, to be asked for later and in any thread, until the next step or ``move``.
+        """Return a snapshot of :meth:`parts` that any thread may call until the next step or ``move``. All ranks must call.
 
-        None where that cannot be: of state on a disk, and of other optimizers than Adam. All ranks must call.
+        None for state on disk, and for optimizers other than Adam.
         """
         self.flush()
         found = self._contents.snapshot()
         return None if found is None else lambda parameter, key: found(self._name_of(parameter), key)
 
     def axes_over(self, parameter: Tensor) -> tuple[str, ...]:
-        """The axes whose ranks share a parameter's chunk."""
+        """Return the axes whose ranks share a parameter's chunk."""
         return self._chunk_of[self._name_of(parameter)].group.axes
 
     def is_on_disk(self, parameter: Tensor, key: str | None = None) -> bool:
-        """Return whether some of a parameter's master weights, or of one of the optimizer's tensors of it, lives on disk."""
+        """Return whether a part of a parameter's master weights, or of one of its optimizer tensors, is on disk."""
         chunk = self._chunk_of[self._name_of(parameter)]
         if chunk not in self._gradients or self._residents.placements[chunk].state != "disk":
             return False
-        # What the model computes with never does, and how often it was stepped is a number.
+        # Compute weights are never on disk, and the step count is a number.
         return chunk.dtype != self.master_dtype(parameter) if key is None else key != "step"
 
     def clear_state(self) -> None:
-        """Forget the optimizer's state, as if it had not stepped yet."""
+        """Reset the optimizer's state to that before the first step."""
         self.flush()
         if self._stepper is not None:
             self._faults.keep(self._stepper.reset)
 
     def write_state(self, name: str, key: str, value: Tensor) -> None:
-        """Take an optimizer's tensor: this rank's block over the tensor axes, or a number."""
+        """Set an optimizer tensor: this rank's block over the tensor axes, or a number."""
         self.flush()
         self._faults.keep(partial(self._contents.write_state, name, key, value))
 

@@ -1,7 +1,7 @@
-"""Gradients of all chunks: collected as autograd makes them, reduced in order, measured, passed to the optimizer.
+"""Gradients of all chunks: collected from autograd, reduced in order, measured, passed to the optimizer.
 
-Backward reaches the last chunk first. Chunks are reduced in that order on every rank, whatever order gradients arrive in:
-a chunk that is ready early waits for those behind it.
+Backward reaches the last chunk first. Chunks are reduced in that order on every rank, even if gradients arrive in another
+order: a chunk that is complete early waits for those after it in the model.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class GradientFlow:
 
     @property
     def was_broken_off(self) -> bool:
-        """Return whether a backward began and did not end."""
+        """True if a backward began and did not end."""
         return self._in_backward
 
     def expect(self, kind: BackwardRole) -> None:
-        """Prepare for a backward; in a final one chunks are stepped if the optimizer can."""
+        """Prepare for a backward. A final one steps chunks if the optimizer can do early steps."""
         self._came = False
         self.kind = "last" if kind == "final" and self._early is None else kind
         if self.kind == "final" and self._early is not None:
@@ -88,7 +88,7 @@ class GradientFlow:
 
     @property
     def _speculating(self) -> SpeculativeSteps | None:
-        """Speculative steps of the backward that runs or comes next; None if it makes none."""
+        """Speculative steps of the current or next backward; None if it makes none."""
         is_on = self.kind == "last" and self._speculative is not None and self._speculative.are_made
         return self._speculative if is_on else None
 
@@ -98,7 +98,7 @@ class GradientFlow:
         def arrive(parameter: Tensor) -> None:
             if isinstance(parameter.grad, GradientProxy):
                 return  # a backward outside of the engine, while the gradient here is shown
-            found, parameter.grad = parameter.grad, None  # in any case: autograd would add to one that stays
+            found, parameter.grad = parameter.grad, None  # always: autograd would add to a gradient that stays
             if self.takes and found is not None:
                 if not self._in_backward:
                     self._in_backward = self._came = True
@@ -121,7 +121,7 @@ class GradientFlow:
         return gradient.is_full and not self._calls.will_be_repeated(gradient.chunk)
 
     def _reduce(self, gradient: ChunkGradient) -> None:
-        """Start one reduction, and end those of earlier units: they are done by now, and their inputs can be freed."""
+        """Start a reduction, and finish those of earlier units, which are complete by now, to free their inputs."""
         unsure = gradient in self._in_parts or self._calls.is_unsure(gradient.chunk)
         if not gradient.is_full:  # the end of a backward, and perhaps of one inside of another
             unsure |= not self._calls.is_over(gradient.chunk)
@@ -131,8 +131,10 @@ class GradientFlow:
             self._collect_first()
 
     def _ends(self, place: int, gradient: ChunkGradient) -> bool:
-        """Return whether to end the oldest reduction. The chunks of a compiled block are ready all at once: to end the first of
-        them for the last would be to wait for it."""
+        """Return whether to finish the oldest reduction.
+
+        The chunks of a compiled block are ready at the same time: finishing the first when the last one starts would wait.
+        """
         if not gradient.is_pending or place < self._runtime.place or len(self._under_way) > _MOST_UNDER_WAY:
             return True
         free = gradient.chunk.memory.compute.free_bytes
@@ -161,11 +163,11 @@ class GradientFlow:
 
     @property
     def came(self) -> bool:
-        """Return whether the backward has come to a parameter."""
+        """True if the backward has reached a parameter."""
         return self._came
 
     def end(self) -> None:
-        """After a backward: one that reached no parameter takes part in the sums all the same."""
+        """End a backward. One that reached no parameter still takes part in the reductions."""
         if not self._came:
             self._came = True
             self._ended()
@@ -178,34 +180,34 @@ class GradientFlow:
     # -- afterwards ---------------------------------------------------------------------------------------------
 
     def reduce_rest(self) -> None:
-        """Reduce what backwards that were not the last have left. All ranks must call."""
+        """Reduce the gradients that backwards other than the last have accumulated. All ranks must call."""
         for gradient in self._waiting:
             gradient.reduce("last")
             gradient.begin()
 
     def shards(self) -> dict[Chunk, Tensor]:
-        """Return the complete gradient of every chunk, where the chunk's optimizer state is."""
+        """Return the complete gradient of every chunk, on the device of its optimizer state."""
         return {chunk: gradient.finish() for chunk, gradient in self._gradients.items()}
 
     @property
     def steps_early(self) -> bool:
-        """Return whether chunks are stepped in the backward that ran last."""
+        """True if the last backward stepped chunks."""
         return self.kind == "final"
 
     def complete(self) -> None:
-        """After the backward: complete all gradients; after a final one all steps are made or promised."""
+        """Complete all gradients after the backward; after a final one, complete or queue all steps."""
         if self._early is not None and self.steps_early:
             self._early.finish(self._waiting)
         else:
             self.shards()
 
     def norm(self, norm_type: float, measure: Callable[[Chunk, float, Tensor], Tensor], everyone: Group) -> Tensor:
-        """The norm of the whole model's gradient: float64, the same on every rank.
+        """Return the norm of the whole model's gradient: float64, the same on every rank.
 
         Args:
-            norm_type: which.
-            measure: computes a rank's part of it from a chunk's shard.
-            everyone: all ranks.
+            norm_type: 2.0, 1.0 or math.inf.
+            measure: computes this rank's part of it from a chunk's shard.
+            everyone: the group of all ranks.
 
         Raises:
             ChunkError: for a norm other than 2 of gradients that were already consumed.
@@ -225,7 +227,7 @@ class GradientFlow:
         return total_norm(sums, norm_type, everyone, self._device)
 
     def changed(self) -> None:
-        """Drop the measured norms, as gradients were changed in place."""
+        """Drop the measured norms, because gradients were changed in place."""
         for gradient in self._gradients.values():
             gradient.measured = None
 
@@ -254,12 +256,12 @@ class GradientFlow:
             gradient.clear()
 
     def abandon(self) -> None:
-        """Forget a backward that raised in the middle, with all gradients so far."""
+        """Drop all gradients after a backward that raised."""
         self._reset()
         self.forget()
 
     def close(self) -> None:
-        """Take the hooks off, and give all memory back."""
+        """Remove the hooks and release all memory."""
         for handle in self._handles:
             handle.remove()
         for gradient in self._gradients.values():
