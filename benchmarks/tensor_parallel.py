@@ -37,6 +37,7 @@ from benchmarks.common import (
 MODES: dict[str, tuple[str, dict[str, int]]] = {
     "1d+sequence": ("1d+sequence", {"tensor": 4}),
     "1d": ("1d", {"tensor": 4}),
+    "1d+tokens": ("1d+tokens", {"tensor": 4}),
     "2d": ("2d", {"row": 2, "col": 2}),
     "3d": ("3d", {"a": 2, "b": 2, "c": 1}),
 }
@@ -389,7 +390,9 @@ def table(result: dict[str, Any]) -> str:
 def _in_words(name: str) -> str:
     """Return a contestant as the plot names it."""
     mode, _, rest = name.partition(" ")
-    words = {"1d+sequence": "1D + sequence", "dtensor": "torch DTensor"}.get(mode, mode.upper())
+    words = {"1d+sequence": "1D + sequence", "1d+tokens": "attention by tokens", "dtensor": "torch DTensor"}.get(
+        mode, mode.upper()
+    )
     return f"{words} {rest}".strip()
 
 

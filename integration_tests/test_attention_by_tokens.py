@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from integration_tests.composition import ADAMW, CLIP, SIZES, Run, run, train_and_go_on
+from integration_tests.composition import ADAMW, CLIP, MODELS, SIZES, Run, run, train_and_go_on
 from integration_tests.test_matrix import agree, check
 from meshfold.engine import Engine
 from meshfold.mesh import ParallelSpec, SpecError
+from meshfold.mesh.spec import format_bytes
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.planner import estimate
+from meshfold.planner.report import traffic_table
 
 Spec = dict[str, Any]
 TOKENS: Spec = dict(tensor=dict(mode="1d", size=2, attention="tokens"))
@@ -103,3 +105,21 @@ def test_heads_that_do_not_divide_are_refused_before_the_start() -> None:
     spec = dict(tensor=dict(mode="1d", size=3, attention="tokens"))
     with pytest.raises(SpecError, match=r"8 attention heads cannot be split over tensor \(3 blocks\)"):
         estimate(hugging_face, ParallelSpec.parse(spec, 3), batch_size=3, seq_len=8)
+
+
+def test_a_plan_says_what_the_next_product_waits_for() -> None:
+    """By hand for four ranks: of two blocks, the exchanges, and the sums of attention's weights in float32."""
+    sizes: Spec = dict(batch_size=4, seq_len=8, precision="fp32")
+    parallel = ParallelSpec.parse(dict(tensor=dict(mode="1d", size=4, attention="tokens")), 4)
+    found = estimate(MODELS["llama"], parallel, **sizes)
+    other = estimate(MODELS["llama"], ParallelSpec.parse(dict(tensor=4, sequence=dict(mode="megatron")), 4), **sizes)
+    (weights,) = (entry for entry in found.traffic if entry.phase == "weights")
+    layers, hidden, kv, repeat, tokens = SIZES["layers"], SIZES["hidden"], 2 * 4, 2, 4 * 8
+    qkv = hidden + 2 * kv
+    assert (weights.kind, weights.axes, weights.calls) == ("all_reduce", ("tensor",), 2 * layers)
+    assert weights.bytes == found.hideable == 2 * 3 / 4 * layers * (qkv + hidden) * hidden * 4
+    exchanged = sum(entry.bytes for entry in found.traffic if entry.kind == "all_to_all")
+    assert exchanged == 2 * 3 / 4 * layers * tokens / 4 * (hidden + 2 * kv * repeat + hidden) * 4
+    assert found.critical < other.critical and not [entry for entry in other.traffic if entry.phase == "weights"]
+    assert f"hideable, gradients and parameters: {format_bytes(weights.bytes)}" in traffic_table(found)
+    assert "hideable" not in traffic_table(other)

@@ -23,10 +23,12 @@ from meshfold.tensor_parallel.modes import find_mode
 MODES: tuple[Case, ...] = (
     case("1d", tensor=4),
     case("1d+sequence", tensor=4),
+    case("1d+tokens", tensor=4),
     case("2d", row=2, col=2),
     case("2.5d", depth=2, row=2, col=1),
     case("3d", a=1, b=2, c=2),
 )
+SPLIT_ROUND_BLOCKS = ("1d+sequence", "1d+tokens")
 compiled = partial(torch.compile, fullgraph=True, backend="aot_eager", dynamic=False)
 
 
@@ -101,7 +103,7 @@ def step_of(model: nn.Module) -> None:
         output.sum().backward()
 
 
-@pytest.mark.parametrize(("mode", "axes"), MODES[1:2], ids=[MODES[1][0]])
+@pytest.mark.parametrize(("mode", "axes"), MODES[1:3], ids=SPLIT_ROUND_BLOCKS)
 def test_blocks_alike_share_one_graph(mode: str, axes: tuple[tuple[str, int], ...]) -> None:
     """Names of modules, of which dropout needs some, make no difference. Where the stream is split round the blocks
     the first and the last differ: what splits and joins the stream is a graph beside the block's."""
@@ -116,7 +118,7 @@ def share(mode: str, axes: tuple[tuple[str, int], ...], dropout: float) -> None:
         compile_blocks(list(model.blocks))
         for _ in range(2):
             step_of(model)
-        assert graphs() == (3 if mode == "1d+sequence" else 1)
+        assert graphs() == (3 if mode in SPLIT_ROUND_BLOCKS else 1)
 
 
 @pytest.mark.slow
@@ -142,7 +144,7 @@ def test_hugging_face_blocks_share_one_graph(mode: str, axes: tuple[tuple[str, i
         ids = torch.zeros(4, 8, dtype=torch.int64)
         for _ in range(2):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        assert graphs() == (3 if mode == "1d+sequence" else 1)
+        assert graphs() == (3 if mode in SPLIT_ROUND_BLOCKS else 1)
 
 
 def test_a_part_of_a_model_is_traced() -> None:

@@ -91,7 +91,8 @@ class Traffic:
     """Collectives of one kind over the same axes in one part of an optimizer step.
 
     Attributes:
-        phase: forward, backward, loss, norm; over data axes gradients and, under ``zero``, parameters.
+        phase: forward, backward, loss, norm; weights, sums of weights' gradients over tensor axes; over data axes gradients and,
+            under ``zero``, parameters.
         kind: the collective.
         axes: mesh axes.
         ranks: how many take part.
@@ -151,6 +152,16 @@ class Estimate:
         """Bytes that rank 0 sends a step."""
         return sum(entry.bytes for entry in self.traffic)
 
+    @property
+    def critical(self) -> int:
+        """Bytes of activations and their gradients, which the next product waits for; part of :attr:`moved`."""
+        return sum(entry.bytes for entry in self.traffic if entry.phase in ("forward", "backward"))
+
+    @property
+    def hideable(self) -> int:
+        """Bytes that no product of the same layer waits for: gradients of weights, and parameters gathered ahead."""
+        return sum(entry.bytes for entry in self.traffic if entry.phase in ("weights", "gradients", "parameters"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
@@ -187,7 +198,7 @@ def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[
     for entry in entries:
         # Buckets are sent in the middle of backward; they alone are summed over the data axes there.
         bucket = entry.kind == "all_reduce" and set(entry.axes) <= set(outer)
-        phase = "gradients" if entry.phase == "backward" and bucket else entry.phase
+        phase = "gradients" if entry.phase == "backward" and bucket else "weights" if entry.of_weights else entry.phase
         found.setdefault((phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
     for (phase, kind, axes, ranks), sent in found.items():
         yield Traffic(phase=phase, kind=kind, axes=axes, ranks=ranks, calls=len(sent), bytes=round(sum(sent)))

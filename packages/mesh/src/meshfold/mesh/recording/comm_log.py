@@ -45,6 +45,7 @@ class Entry:
         group_size: ranks that took part.
         block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.comm_log`).
         phase: the log's phase when it was issued.
+        of_weights: it sums a weight's gradient, which no product of the backward waits for.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Entry:
     group_size: int
     block_bytes: int
     phase: str
+    of_weights: bool = False
 
     @property
     def bytes(self) -> Fraction:
@@ -108,10 +110,23 @@ def record() -> Iterator[Log]:
         _active.remove(log)
 
 
+_of_weights: list[bool] = []
+
+
+@contextmanager
+def weight_gradients() -> Iterator[None]:
+    """Context manager: the collectives inside sum gradients of weights (:attr:`Entry.of_weights`)."""
+    _of_weights.append(True)
+    try:
+        yield
+    finally:
+        _of_weights.pop()
+
+
 def note(kind: Kind, axes: tuple[str, ...], group_size: int, block_bytes: int) -> None:
     """Tell the active recordings of a collective; called by :mod:`meshfold.mesh.collectives.operations` alone."""
     for log in _active:
-        log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase))
+        log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase, bool(_of_weights)))
 
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift", "send"]

@@ -128,7 +128,13 @@ def traffic_table(found: Estimate) -> str:
         (e.phase, e.kind, ",".join(e.axes), str(e.ranks), f"{e.calls:,}", format_bytes(e.bytes)) for e in found.traffic
     ]
     rows.append(("together", "", "", "", f"{sum(e.calls for e in found.traffic):,}", format_bytes(found.moved)))
-    return "\n".join([f"a rank moves in a step of {found.tokens:,} tokens", *format_table(rows, "<<<>")])
+    lines = [f"a rank moves in a step of {found.tokens:,} tokens", *format_table(rows, "<<<>")]
+    if any(e.phase == "weights" for e in found.traffic):
+        lines.append(
+            f"critical, as the next product waits for it: {format_bytes(found.critical)}; hideable, gradients and parameters: "
+            f"{format_bytes(found.hideable)}"
+        )
+    return "\n".join(lines)
 
 
 def time_table(found: Estimate, times: Times, machine: Machine, nodes: int) -> str:

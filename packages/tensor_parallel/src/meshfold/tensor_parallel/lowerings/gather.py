@@ -23,6 +23,7 @@ from torch import Tensor
 
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.mesh.collectives import wide_reshape
+from meshfold.mesh.recording import weight_gradients
 from meshfold.tensor_parallel.cost import Cost, CostBuilder
 from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
@@ -202,7 +203,11 @@ def start_sum(plan: MatmulPlan, mesh: Mesh, operand: Operand, scattered: Pending
     """All-reduce over the summed axes that no scatter has summed over."""
     if mesh.size(*plan.sums(operand)) == 1:
         return scattered
-    return collectives.all_reduce(scattered.wait(), mesh.group(*plan.sums(operand)), async_op=True)
+    group = mesh.group(*plan.sums(operand))
+    if operand != "w" or torch.compiler.is_compiling():
+        return collectives.all_reduce(scattered.wait(), group, async_op=True)
+    with weight_gradients():
+        return collectives.all_reduce(scattered.wait(), group, async_op=True)
 
 
 def start_leave(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tensor) -> Pending:
