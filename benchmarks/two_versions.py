@@ -57,15 +57,16 @@ class Case:
     seconds: Callable[[dict[str, Any]], list[float]] = lambda found: list(found["seconds"])
 
 
-def _specs(name: str) -> Case:
+def _specs(name: str, model: str = "llama-8b") -> Case:
     def seconds(found: dict[str, Any]) -> list[float]:
         (run,) = found["contestants"][name]
         if run.get("error"):
             raise RuntimeError(str(run["error"]))
         return list(run["seconds"][6:])
 
-    words = ("specs", "--ranks", "2", "--rows", "4", "--only", name, "--steps", "16", "--warm-up", "6")
-    return Case(f"Llama 8B, two ranks, {name}", words, ("--tiny", "--steps", "8"), seconds)
+    words = ("specs", "--ranks", "2", "--rows", "4", "--model", model, "--only", name, "--steps", "16", "--warm-up", "6")
+    size = model.removeprefix("llama-").upper()
+    return Case(f"Llama {size}, two ranks, {name}", words, ("--tiny", "--steps", "8"), seconds)
 
 
 def _tensor(name: str) -> Case:
@@ -91,6 +92,7 @@ def _offload(name: str) -> Case:
 CASES: dict[str, Case] = {
     **{f"{size}, {spec}": Case(f"GPT-2 of transformers, {size}, {spec}, eager") for size in SIZES for spec in SPECS},
     **{name: _specs(name) for name in SPECS_2},
+    **{f"1B, {name}": _specs(name, "llama-1b") for name in SPECS_2},
     **{name: _tensor(name) for name in ("1d+sequence", "1d", "2d")},
     **{name: _offload(name) for name in ("6.7B-40", "6.7B-24")},
 }
@@ -220,9 +222,11 @@ def work(job: dict[str, Any]) -> int:
 
 
 def _commit(tree: Path) -> str:
-    """Return the commit of a checkout, or its folder's name where it is none."""
-    ended = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
-    return ended.stdout.strip() if ended.returncode == 0 else tree.name
+    """Return the commit of a checkout, or the folder's name where it is not the root of one."""
+    words = ["git", "-C", str(tree), "rev-parse", "--show-toplevel", "--short=9", "HEAD"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    root, _, commit = ended.stdout.strip().partition("\n")
+    return commit if ended.returncode == 0 and Path(root).resolve() == tree.resolve() else tree.name
 
 
 def ratio(runs: dict[str, Any]) -> float:

@@ -224,7 +224,7 @@ class Linear(ShardedLayer):
         return self._batch is not None and self._batch.gather_logits
 
     def use_entered_input(self, adapter: InputAdapter) -> None:
-        """Let an adapter gather the input (``convert/region.py``, ``convert/shared_input.py``); dx leaves as partial sums."""
+        """Let an adapter gather the input (``convert/gathered_input.py``); dx leaves as partial sums."""
         self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
         self.lowering = "gather"
         self._multiply = bind_matmul(self.plan, self.mesh)
