@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.kernels import activations as plain
 from meshfold.kernels._triton import launch, programs, tile
+from meshfold.kernels.inputs import contiguous_like
 
 _WIDEST_BLOCK = 1024
 
@@ -135,7 +136,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     if up.dtype is torch.float64:
         return plain.gated(gate, up)
     rows, columns = gate.shape
-    y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
+    y = contiguous_like(gate)
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
         _gated,
@@ -184,7 +185,7 @@ def gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
 
 def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     rows, columns = x.shape
-    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    y = contiguous_like(x)
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
         _gelu,

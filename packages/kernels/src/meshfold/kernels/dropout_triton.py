@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels._triton import bits_at, launch, tile
+from meshfold.kernels.inputs import contiguous_like
 
 
 @triton.jit(do_not_specialize=["state", "row_numbers", "count", "threshold", "scale", "col_offset", "global_cols"])
@@ -58,7 +59,7 @@ def drop(
     global_cols: int,
 ) -> Tensor:
     count, columns = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = contiguous_like(x)
     high, wide, warps = tile(columns, elements=1024, widest=1024)
     launch(
         _dropout,

@@ -36,6 +36,15 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
 
 
+def contiguous_like(x: Tensor) -> Tensor:
+    """Return memory for a result of the same shape, dtype and device, contiguous.
+
+    ``empty_like`` and not ``empty``: who follows the layouts of tensors by their operations (tensor parallelism does) sees
+    that the result lies like ``x``, while what a Triton kernel writes into it cannot be seen.
+    """
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def check_vector(name: str, vector: Tensor | None, size: int) -> None:
     """Raise ValueError unless ``vector`` is None or has shape ``[size]``."""
     if vector is not None and vector.shape != (size,):

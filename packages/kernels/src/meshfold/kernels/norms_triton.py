@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.kernels import norms as plain
 from meshfold.kernels._triton import launch, programs, tile
+from meshfold.kernels.inputs import contiguous_like
 
 # Wider rows than this do not fit a block; no model has them, and the reference takes them.
 _WIDEST = 65536
@@ -249,7 +250,7 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor) -> Tensor:
     if x.shape[1] > _WIDEST:
         return plain.normalise(x, weight, bias, mean, rstd)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = contiguous_like(x)
     _run_normalise(x, None, weight, bias, y, x, mean, rstd, 0.0, given=True)
     return y
 
@@ -259,8 +260,8 @@ def whole(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     if x.shape[1] > _WIDEST or (residual is not None and residual.dtype is torch.float64):
         return plain.whole(x, residual, weight, bias, eps, centred)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    summed = x if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    y = contiguous_like(x)
+    summed = x if residual is None else contiguous_like(residual)
     rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if centred else None
     _run_normalise(x, residual, weight, bias, y, summed, mean, rstd, eps, given=False)

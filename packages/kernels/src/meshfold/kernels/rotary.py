@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
-from meshfold.kernels.inputs import compute_dtype
+from meshfold.kernels.inputs import compute_dtype, contiguous_like
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,8 +92,7 @@ class _Rotary(torch.autograd.Function):
 def _rotated(
     run: Callable[..., None], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    q_out, k_out = contiguous_like(q), contiguous_like(k)
     run(q, k, cos, sin, q_out, k_out, inverse)
     return q_out, k_out
 
