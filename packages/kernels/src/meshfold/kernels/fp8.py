@@ -33,8 +33,9 @@ from torch import Tensor
 from torch.nn import functional
 
 Fp8Dim = Literal["m", "k", "n"]
+"""Dim of a matmul ``y[m, n] = x[m, k] w[k, n]``."""
 Fp8Maximum = Callable[[Tensor, tuple[Fp8Dim, ...]], Tensor]
-"""From an amax that was taken over the named dims of a block to the one of the whole: the largest over ranks."""
+"""Function of a block's amax over the named dims that returns that of the whole tensor: the maximum over ranks."""
 
 FP8_MULTIPLE = 16
 """Elements: k and n of an fp8 matmul are multiples of it (cuBLAS); m may be any."""
