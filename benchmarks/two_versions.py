@@ -64,7 +64,21 @@ def _specs(name: str, model: str = "llama-8b") -> Case:
             raise RuntimeError(str(run["error"]))
         return list(run["seconds"][6:])
 
-    words = ("specs", "--ranks", "2", "--rows", "4", "--model", model, "--only", name, "--steps", "16", "--warm-up", "6")
+    words = (
+        "specs",
+        "--ranks",
+        "2",
+        "--rows",
+        "4",
+        "--model",
+        model,
+        "--only",
+        name,
+        "--steps",
+        "16",
+        "--warm-up",
+        "6",
+    )
     size = model.removeprefix("llama-").upper()
     return Case(f"Llama {size}, two ranks, {name}", words, ("--tiny", "--steps", "8"), seconds)
 
