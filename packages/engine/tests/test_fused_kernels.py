@@ -166,7 +166,7 @@ def check(model: Callable[[], nn.Module], parallel: dict[str, Any], rules: tuple
         assert torch.allclose(got[1][name], value, **tolerance), name
 
 
-NORM, GATED, ROTARY, LOSS = "RMSNorm", "silu(gate) * up", "rotary embedding", "linear + cross entropy"
+NORM, GATED, ROTARY, LOSS = "RMSNorm", "activation(gate) * up", "rotary embedding", "linear + cross entropy"
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "own": (OwnModel, (NORM, GATED, LOSS)),
     "Hugging Face": (hugging_face, (NORM, GATED, ROTARY, LOSS)),

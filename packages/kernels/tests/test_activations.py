@@ -52,6 +52,19 @@ def test_swiglu_of_two_tensors(dtype: torch.dtype, rounded_once: Check) -> None:
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_geglu_of_two_tensors(approximate: str, dtype: torch.dtype, rounded_once: Check) -> None:
+    gate, up = seeded(5, 7, dtype=dtype), seeded(5, 7, dtype=dtype, seed=1)
+    compare(
+        lambda a, b: K.geglu2(a, b, approximate),
+        lambda a, b: F.gelu(a, approximate=approximate) * b,
+        rounded_once,
+        gate,
+        up,
+    )
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 3, 10), (1, 1), (17, 5), (6,), (0, 4)], ids=str)
 def test_bias_gelu(approximate: str, dtype: torch.dtype, shape: tuple[int, ...], rounded_once: Check) -> None:
     x, bias = seeded(*shape, dtype=dtype), seeded(shape[-1], dtype=dtype, seed=1)

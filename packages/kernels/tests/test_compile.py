@@ -27,6 +27,7 @@ WHOLE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "add_rms_norm": (lambda x, r, w: K.add_rms_norm(x, r, w), (X, R, W)),
     "add_layer_norm": (lambda x, r, w, b: K.add_layer_norm(x, r, w, b), (X, R, W, B)),
     "swiglu": (lambda x: K.swiglu(x), (X,)),
+    "geglu2": (lambda x, r: K.geglu2(x, r, "tanh"), (X, R)),
     "swiglu2": (lambda x, r: K.swiglu2(x, r), (X, R)),
     "bias_gelu": (lambda x, b: K.bias_gelu(x, b, "tanh"), (X, B)),
     "apply_rotary": (lambda q, k: K.apply_rotary(q, k, COS, SIN), (Q, KEY)),

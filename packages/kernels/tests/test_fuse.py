@@ -85,6 +85,18 @@ class NamespaceGate(Gate):
         return self.down(self.up(x) * torch.nn.functional.silu(self.gate(x)))  # type: ignore[no-any-return]
 
 
+class GeluGate(Gate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class TanhGeluGate(Gate):
+    """A call with more arguments is left as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x))  # type: ignore[no-any-return]
+
+
 class NnGate(Gate):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
@@ -157,7 +169,11 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "gate with torch.nn.functional": (NamespaceGate, "gated"),
     "gate with nn.functional": (NnGate, "gated"),
     "gate with an imported silu": (ImportedGate, "gated"),
-    "gate with GELU": (lambda: ModuleGate(nn.GELU()), None),
+    "gate with GELU": (lambda: ModuleGate(nn.GELU()), "gated"),
+    "gate with GELU by tanh": (lambda: TurnedGate(nn.GELU(approximate="tanh")), "gated"),
+    "gate with F.gelu": (GeluGate, "gated"),
+    "gate with F.gelu by tanh": (TanhGeluGate, None),
+    "gate with ELU": (lambda: ModuleGate(nn.ELU()), None),
     "activation used twice": (TwiceUsed, None),
     "mere SiLU between layers": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()), None),
     "rotary": (Attention, "rotary"),

@@ -90,6 +90,7 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     K.swiglu(x).sum().backward()
     for approximate in ("none", "tanh"):
         K.bias_gelu(x, b, approximate).sum().backward()
+        K.geglu2(x, x.detach(), approximate).sum().backward()
     K.cross_entropy(x, labels, label_smoothing=0.1).sum().backward()
     for recompute in (False, True):
         K.linear_cross_entropy(x, x.detach(), labels, softcap=30.0, label_smoothing=0.1, recompute=recompute).backward()

@@ -171,6 +171,8 @@ def test_activations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     agree(K.swiglu, torch.cat((gate, up), -1))
     agree(K.swiglu2, gate, up)
     for approximate in ("none", "tanh"):
+        agree(lambda a, b, how=approximate: K.geglu2(a, b, how), gate, up)
+    for approximate in ("none", "tanh"):
         agree(lambda x, b, how=approximate: K.bias_gelu(x, b, how), gate, bias, scale=rows)
         agree(lambda x, how=approximate: K.bias_gelu(x, None, how), gate)
 

@@ -10,7 +10,7 @@ package imports torch alone: Triton and numba come with the first kernel that ne
 
 from __future__ import annotations
 
-from meshfold.kernels.activations import bias_gelu, swiglu, swiglu2
+from meshfold.kernels.activations import bias_gelu, geglu2, swiglu, swiglu2
 from meshfold.kernels.adam import (
     AdamSettings,
     AdamState,
@@ -112,6 +112,7 @@ __all__ = [
     "fp8_output",
     "fp8_product",
     "fp8_weight_gradient",
+    "geglu2",
     "gradients_in_backward",
     "join_master",
     "largest_magnitude",

@@ -1,6 +1,7 @@
-"""Activations fused with their neighbours: SwiGLU and bias + GELU.
+"""Activations fused with their neighbours: SwiGLU, GEGLU and bias + GELU.
 
     swiglu      y = silu(gate) * up,  silu(v) = v * sigmoid(v)
+    geglu       y = gelu(gate) * up,  exact (erf) or the tanh approximation
     bias_gelu   y = gelu(x + bias),   exact (erf) or the tanh approximation
 
 Computed in float32 (float64 for float64), rounded once at the output. The backward recomputes from the inputs and
@@ -10,7 +11,7 @@ Error Linear Units", 2016.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype
+
+Activation = Literal["silu", "gelu", "gelu tanh"]
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -33,7 +36,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
             f"swiglu takes [gate | up] side by side, so an even last dim; the shape is {list(gate_up.shape)}"
         )
     if torch.compiler.is_compiling():
-        return gated(*gate_up.chunk(2, -1))
+        gate, up = gate_up.chunk(2, -1)
+        return gated(gate, up)
     y: Tensor = _Fused.apply(gate_up)
     return y
 
@@ -47,7 +51,25 @@ def swiglu2(gate: Tensor, up: Tensor) -> Tensor:
     check_alike("gate and up", gate, up)
     if torch.compiler.is_compiling():
         return gated(gate, up)
-    y: Tensor = _Separate.apply(gate, up)
+    y: Tensor = _Separate.apply(gate, up, "silu")
+    return y
+
+
+def geglu2(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(gate) * up of two tensors: ``... f, ... f -> ... f``, in the dtype of ``gate``.
+
+    Args:
+        gate, up: of one shape.
+        approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation, as Gemma has; torch's words.
+
+    Raises:
+        ValueError: for another word, or if the shapes differ.
+    """
+    check_alike("gate and up", gate, up)
+    kind: Activation = "gelu tanh" if _is_tanh(approximate) else "gelu"
+    if torch.compiler.is_compiling():
+        return gated(gate, up, kind)
+    y: Tensor = _Separate.apply(gate, up, kind)
     return y
 
 
@@ -72,10 +94,10 @@ class _Fused(torch.autograd.Function):
 
 class _Separate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.gradients = dispatch.twin(gated_gradients, gate)
-        y = dispatch.twin(gated, gate)(as_rows(gate), as_rows(up))
+        ctx.gradients, ctx.kind = dispatch.twin(gated_gradients, gate), kind
+        y = dispatch.twin(gated, gate)(as_rows(gate), as_rows(up), kind)
         return y.reshape(gate.shape)
 
     @staticmethod
@@ -85,8 +107,8 @@ class _Separate(torch.autograd.Function):
         rows, others = as_rows(gate), as_rows(up)
         dgate = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         dup = torch.empty(others.shape, dtype=others.dtype, device=others.device)
-        ctx.gradients(as_rows(dy), rows, others, dgate, dup)
-        return dgate.view(gate.shape), dup.view(up.shape)
+        ctx.gradients(as_rows(dy), rows, others, dgate, dup, ctx.kind)
+        return dgate.view(gate.shape), dup.view(up.shape), None
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
@@ -100,14 +122,18 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
     Raises:
         ValueError: for another word, or if ``bias`` is not [n].
     """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"approximate is {approximate!r}; it must be 'none' (exact) or 'tanh'")
+    tanh = _is_tanh(approximate)
     check_vector("bias", bias, x.shape[-1])
-    tanh = approximate == "tanh"
     if torch.compiler.is_compiling():
         return gelu(x, bias, tanh)
     y: Tensor = _BiasGelu.apply(x, bias, tanh)
     return y
+
+
+def _is_tanh(approximate: str) -> bool:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate is {approximate!r}; it must be 'none' (exact) or 'tanh'")
+    return approximate == "tanh"
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -130,18 +156,28 @@ class _BiasGelu(torch.autograd.Function):
 # The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``m f, m f -> m f``: silu(gate) * up in the dtype of gate; differentiable."""
+def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
+    """``m f, m f -> m f``: activation(gate) * up in the dtype of gate; differentiable."""
     dtype = compute_dtype(gate)
-    return (F.silu(gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
+    return (_activated(gate.to(dtype), kind) * up.to(dtype)).to(gate.dtype)
 
 
-def gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def gated_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, kind: Activation = "silu"
+) -> None:
     """Write the gradients of gate and up into dgate and dup, whose rows may be part of wider ones."""
     dtype = compute_dtype(gate)
     dy, gate = dy.to(dtype), gate.to(dtype)
-    dup.copy_(F.silu(gate).mul_(dy))
-    dgate.copy_(torch.ops.aten.silu_backward(dy * up.to(dtype), gate))
+    dup.copy_(_activated(gate, kind).mul_(dy))
+    to_activation = dy * up.to(dtype)
+    if kind == "silu":
+        dgate.copy_(torch.ops.aten.silu_backward(to_activation, gate))
+    else:
+        dgate.copy_(torch.ops.aten.gelu_backward(to_activation, gate, approximate=_mode(kind == "gelu tanh")))
+
+
+def _activated(gate: Tensor, kind: Activation) -> Tensor:
+    return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=_mode(kind == "gelu tanh"))
 
 
 def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from meshfold.kernels import activations as plain
 from meshfold.kernels._triton import launch, programs, tile
+from meshfold.kernels.activations import Activation
 from meshfold.kernels.inputs import contiguous_like
 
 _WIDEST_BLOCK = 1024
+_KINDS = {"silu": 0, "gelu": 1, "gelu tanh": 2}
 
 
 @triton.jit
@@ -23,11 +25,22 @@ def _block(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gated(gate, up, y, rows, columns, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated(
+    gate,
+    up,
+    y,
+    rows,
+    columns,
+    gate_stride,
+    up_stride,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row, column, mask = _block(rows, columns, ROWS, COLUMNS)
     g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
-    value = g * tl.sigmoid(g) * u
+    value = _activation(g, KIND) * u
     tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -45,6 +58,7 @@ def _gated_gradients(
     up_stride,
     dgate_stride,
     dup_stride,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -52,11 +66,10 @@ def _gated_gradients(
     d = tl.load(dy + row * dy_stride + column, mask=mask).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
-    share = tl.sigmoid(g)
-    silu = g * share
-    to_gate = d * u * (share + silu * (1.0 - share))
+    to_gate = d * u * _slope(g, KIND)
+    to_up = d * _activation(g, KIND)
     tl.store(dgate + row * dgate_stride + column, to_gate.to(dgate.dtype.element_ty), mask=mask)
-    tl.store(dup + row * dup_stride + column, (d * silu).to(dup.dtype.element_ty), mask=mask)
+    tl.store(dup + row * dup_stride + column, to_up.to(dup.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -73,6 +86,22 @@ def _gelu_slope(v, TANH: tl.constexpr):
         share = tl.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v))
         return share + v * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * v * v)
     return 0.5 * (1.0 + tl.erf(v * 0.7071067811865476)) + v * tl.exp(-0.5 * v * v) * 0.3989422804014327
+
+
+@triton.jit
+def _activation(v, KIND: tl.constexpr):
+    """silu (KIND 0), gelu (1) or its tanh approximation (2)."""
+    if KIND == 0:
+        return v * tl.sigmoid(v)
+    return _gelu_value(v, KIND == 2)
+
+
+@triton.jit
+def _slope(v, KIND: tl.constexpr):
+    if KIND == 0:
+        share = tl.sigmoid(v)
+        return share + v * share * (1.0 - share)
+    return _gelu_slope(v, KIND == 2)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -132,9 +161,9 @@ def _gelu_gradients(
         tl.store(dbias + tl.program_id(0).to(tl.int64) * columns + column, total, mask=in_columns)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     if up.dtype is torch.float64:
-        return plain.gated(gate, up)
+        return plain.gated(gate, up, kind)
     rows, columns = gate.shape
     y = contiguous_like(gate)
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
@@ -149,6 +178,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
         columns,
         gate.stride(0),
         up.stride(0),
+        KIND=_KINDS[kind],
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,
@@ -156,9 +186,11 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-def gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def gated_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, kind: Activation = "silu"
+) -> None:
     if up.dtype is torch.float64:
-        return plain.gated_gradients(dy, gate, up, dgate, dup)
+        return plain.gated_gradients(dy, gate, up, dgate, dup, kind)
     rows, columns = gate.shape
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
     launch(
@@ -177,6 +209,7 @@ def gated_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
         up.stride(0),
         dgate.stride(0),
         dup.stride(0),
+        KIND=_KINDS[kind],
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,

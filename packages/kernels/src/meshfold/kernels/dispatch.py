@@ -32,7 +32,7 @@ CHOICES = ("auto", "reference", "triton", "numba")
 # Each family: the public functions it serves and the implementations it has beside the reference.
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "norms": ("rms_norm, layer_norm, add_rms_norm, add_layer_norm and their pieces", ("triton",)),
-    "activations": ("swiglu, swiglu2, bias_gelu", ("triton",)),
+    "activations": ("swiglu, swiglu2, geglu2, bias_gelu", ("triton",)),
     "rotary": ("apply_rotary", ("triton",)),
     "merge_attention": ("merge_attention_", ("triton",)),
     "cross_entropy": ("cross_entropy and its pieces, linear_cross_entropy, linear_log_probs", ("triton",)),

@@ -1,7 +1,7 @@
 """Fused kernels in the place of a model's own operations: any ``nn.Module``, found by shape and by trial.
 
     RMSNorm                 a module that computes what :func:`meshfold.kernels.rms_norm` does, whatever it is called
-    gated activations       silu(gate) * up, where an ``nn.SiLU`` of a module is only ever multiplied
+    gated activations       silu(gate) * up or gelu(gate) * up, where the activation of a module is only ever multiplied
     rotary embedding        a function (q, k, cos, sin) of the Hugging Face kind that a module's forward calls
     linear + cross entropy  a head whose logits nobody reads but the loss: they are never held whole
 
@@ -28,7 +28,7 @@ __all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse", "is_co
 
 RULES: Mapping[str, str] = {
     "norm": "RMSNorm in one launch",
-    "gated": "silu(gate) * up in one launch",
+    "gated": "activation(gate) * up in one launch",
     "rotary": "rotary embedding of queries and keys in one launch",
     "loss": "linear + cross entropy, without whole logits",
 }

@@ -1,6 +1,7 @@
-"""Gated activations, ``silu(gate) * up``, where a module multiplies its activation and does nothing else with it.
+"""Gated activations: ``silu(gate) * up`` or ``gelu(gate) * up``, where a module only ever multiplies its activation.
 
-The activation may be a module of any name (``nn.SiLU``, Hugging Face's) or a call ``F.silu(...)`` in the forward's own code.
+The activation may be a module of any name (``nn.SiLU``, Hugging Face's) or a call ``F.silu(...)`` or ``F.gelu(...)`` in the
+forward's own code. GELU is the exact one, or as a module also its tanh approximation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from meshfold.kernels.activations import swiglu2
+from meshfold.kernels.activations import geglu2, swiglu2
 from meshfold.kernels.fuse.replaced import (
     ReplacedForward,
     candidates,
@@ -30,8 +31,13 @@ from meshfold.kernels.fuse.replaced import (
 Activation = Callable[[Tensor], Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]  # of gate and up
 
-_FUSED: tuple[tuple[Activation, Product], ...] = ((F.silu, swiglu2),)
-"""Each activation with the kernel of its product."""
+_FUNCTIONS: tuple[tuple[Activation, Product], ...] = ((F.silu, swiglu2), (F.gelu, geglu2))
+"""Each activation that a forward may call, with the kernel of its product."""
+_FUSED: tuple[tuple[Activation, Product], ...] = (
+    *_FUNCTIONS,
+    (partial(F.gelu, approximate="tanh"), partial(geglu2, approximate="tanh")),
+)
+"""The same, with those that a module may compute."""
 
 
 def fuse_gated(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
@@ -192,9 +198,9 @@ _PATHS: Mapping[Any, tuple[str, ...]] = {F: (), nn: ("functional",), torch: ("nn
 
 
 def _with_lazy_function(module: nn.Module, always: bool) -> Callable[..., Any] | None:
-    """Return a forward in which ``F.silu`` waits for its product; None if it calls none, or uses it in another way."""
+    """Return a forward in which ``F.silu`` or ``F.gelu`` waits for its product; None if it calls none, or uses it otherwise."""
     forward = type(module).forward
-    for own, product in _FUSED:
+    for own, product in _FUNCTIONS:
         bind = _binding(forward, own)
         if bind is None:
             continue
