@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "adafactor": dict(name="adafactor", lr=0.01),
     "adafactor_hf": dict(name="adafactor_hf", beta1=0.9),
     "came": dict(name="came", lr=1e-3),
+    "muon": dict(name="muon", lr=0.02, adamw_lr=3e-3, adamw_eps=1e-4, ns_dtype="same"),
 }
 TENSOR: list[dict[str, Any]] = [
     dict(tensor=dict(mode="1d", size=2)),
@@ -60,6 +61,22 @@ def test_norms_in_cubes_and_over_sequences() -> None:
 def test_elements() -> None:
     specs = [TENSOR[2], *TENSOR_ZERO, ZERO[2], *HOST, PIPELINE[1]]
     compare(4, cases("lion", "llama", specs), batches(STEPS))
+
+
+def test_muon_by_roles() -> None:
+    compare(4, cases("muon", "llama", [{}, *ZERO, *HOST]), batches(STEPS))
+    compare(4, cases("muon", "tied", [ZERO[2]]), batches(STEPS))
+    with engine_of(dict(zero=dict(stage=1)), "llama", optimizer=SMALL["muon"]) as engine:
+        assert engine.optimizer is not None
+        groups = {group["role"]: len(group["params"]) for group in engine.optimizer.param_groups}
+        assert groups == {"matrices": 4 * 4, "embeddings": 1, "head": 1, "norms_and_biases": 4 * 2 + 1}
+        assert engine.optimizer.param_groups[2]["lr"] == 3e-3
+    run_on_ranks(2, muon_in_stages)
+
+
+def muon_in_stages() -> None:
+    with pytest.raises(SpecError, match="leave pipeline out"):
+        engine_of(dict(pipeline=2), "llama", optimizer=SMALL["muon"])
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adafactor_hf", "came"])
@@ -136,7 +153,15 @@ def test_state_of_owners_goes_on_elsewhere(one: Callable[..., Any], tmp_path: Pa
     relay([(4, ZERO[2]), (2, PIPELINE[0]), (1, {})], one, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adafactor_hf", "came"])
+def muon_leg(*arguments: Any) -> Any:
+    return leg("muon", *arguments)
+
+
+def test_state_of_muon_goes_on_without_zero(tmp_path: Path) -> None:
+    relay([(4, ZERO[2]), (2, {}), (1, ZERO[0])], muon_leg, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adafactor_hf", "came", "muon"])
 def test_whole_matrices_and_tensor_parallelism_are_refused(name: str) -> None:
     with pytest.raises(SpecError, match=r"leave the entry tensor out.*Known: adamw"):
         engine_of(dict(tensor=dict(mode="1d", size=1)), "llama", optimizer=SMALL[name])

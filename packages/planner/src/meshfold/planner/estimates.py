@@ -27,11 +27,12 @@ MOMENTS = {
     "adafactor": 0,
     "adafactor_hf": 0,
     "came": 1,
+    "muon": 1,
 }
 """Numbers that an optimizer keeps for an element, each as wide as the master weight.
 
 With default settings: SGD without momentum, LARS with it. Means of rows and columns (Adafactor, CAME) are not counted: of a
-matrix of n columns they are about 1/n of its elements.
+matrix of n columns they are about 1/n of its elements. Muon keeps two of embeddings, head, norms and biases.
 """
 
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.errors import TrainingError
+from meshfold.engine.optimizers.roles import groups_by_role
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.parameters import OptimizerProbeError, ShardedSquareSums, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion
+from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, Muon
 
 __all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class"]
 
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adafactor": Adafactor,
     "adafactor_hf": AdafactorHF,
     "came": Came,
+    "muon": Muon,
 }
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 NO_DECAY = "norms_and_biases"
@@ -206,15 +208,20 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [{"params": list(parameters)}]
-        if no_decay:
+        if cls is Muon:
+            groups = groups_by_role(parameters)
+        elif no_decay:
             groups = [
                 {"params": [p for p in parameters if p.dim() > 1]},
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ]
         # Also empty ones: which there are must not depend on what a stage of a pipeline happens to have.
         made: torch.optim.Optimizer = cls(groups, **rest, **_fast(cls))
+        if cls is Muon and no_decay:
+            made.param_groups[-1]["weight_decay"] = 0.0
         return made
 
+    make.needs_roles = cls is Muon  # type: ignore[attr-defined]
     return make
 
 

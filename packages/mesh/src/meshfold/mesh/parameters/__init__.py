@@ -23,6 +23,7 @@ from meshfold.mesh.parameters.grad_norm import (
 from meshfold.mesh.parameters.gradient_proxy import GradientProxy
 from meshfold.mesh.parameters.optimizer_probe import OptimizerProbeError, number_keys, probe_optimizer
 from meshfold.mesh.parameters.parameter_meta import (
+    ROLE,
     ParameterMeta,
     StoredValue,
     annotate,
@@ -39,6 +40,7 @@ from meshfold.mesh.parameters.square_sums import (
 )
 
 __all__ = [
+    "ROLE",
     "DefersWeightGrad",
     "GradientProxy",
     "MatmulOperands",

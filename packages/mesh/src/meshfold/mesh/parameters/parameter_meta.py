@@ -17,6 +17,8 @@ from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.placement import Placement
 
 _ATTRIBUTE = "_meshfold"
+ROLE = "_meshfold_role"
+"""Attribute of a parameter, and of what stands for it, that tells an optimizer its role in the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import Group, Mesh
-from meshfold.mesh.parameters import copy_parameter_hooks
+from meshfold.mesh.parameters import ROLE, copy_parameter_hooks
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.parameter_table import (
     ParameterFacts,
@@ -93,6 +93,9 @@ def make_stepper(
     """
     trained = {name: one for name, one in facts.items() if one.kind.trained}
     stand_ins = {name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()}
+    for name, stand_in in stand_ins.items():
+        if hasattr(trained[name].parameter, ROLE):
+            setattr(stand_in, ROLE, getattr(trained[name].parameter, ROLE))
     # torch refuses to make an optimizer without parameters, as for a stage whose layers are all frozen.
     made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
     looked_at = (trained or facts).values()
