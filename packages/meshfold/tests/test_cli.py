@@ -230,7 +230,10 @@ def _not_installed(name: str) -> str:
         ),
         (["convert", "t/0.txt", "x"], "it is a file; give the folder of a checkpoint or of a Hugging Face model"),
         (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
-        (["bench"], "say which one; there are: attention, cpu-adam, hugging-face, linear-loss, longest-sequence, "),
+        (
+            ["bench"],
+            "say which one; there are: attention, cpu-adam, fp8, hugging-face, linear-loss, longest-sequence, ",
+        ),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],

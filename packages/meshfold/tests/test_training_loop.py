@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from meshfold.checkpoint.tensors import TensorWriter
+from meshfold.cli import main
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
 from meshfold.mesh import CollectiveError
@@ -142,3 +143,25 @@ def test_what_fails_in_the_loop_on_one_rank_ends_all_and_no_watchdog_stays(tmp_p
     assert other.startswith("CollectiveError: rank 0 failed in step 3, so the others end: Hole: a hole in the data\n")
     assert all(seconds < 60.0 for _, seconds, _ in found)
     assert not any(watched for *_, watched in found)
+
+
+def test_linear_layers_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("one line of text, " * 200)
+    words = [
+        "train",
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--model",
+        "llama-tiny",
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+    ]
+    words += ["--seq-len", "32", "--fp8", "rowwise", "--out", str(tmp_path / "run"), "--device", "cpu"]
+    assert main([*words, "--precision", "bf16"]) == 0
+    said = capsys.readouterr().out
+    assert "fp8 (rowwise): blocks.0.attn.qkv and 7 more\nbf16: head: keep='head'\n" in said
+    assert "step 2/2" in said
+    assert main([*words, "--out", str(tmp_path / "other")]) == 1
+    assert "matmuls in fp8 are of a model in bf16" in capsys.readouterr().err

@@ -61,6 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
     work.add_argument(
+        "--fp8",
+        choices=("rowwise_hp_dw", "rowwise", "tensorwise"),
+        help="recipe of linear layers in fp8, with --precision bf16 (none)",
+    )
+    work.add_argument(
         "--nonfinite",
         choices=("error", "skip", "report"),
         help="a loss or gradient that is nan or infinite: stop, leave the step out, or say where it arose (report)",

@@ -120,7 +120,9 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
             inputs.model.source,
             parallel=settings.parallel,
             optimizer=optimizer_of(settings),
-            precision=settings.precision,
+            precision=settings.precision
+            if settings.fp8 is None
+            else dict(name=settings.precision, matmul="fp8", recipe=settings.fp8),
             clip_grad_norm=settings.clip or None,
             gradient_accumulation=settings.accumulate,
             lr_scheduler=lr_schedule(settings.schedule, warmup=settings.warmup, steps=settings.steps),
@@ -145,6 +147,8 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
         progress.say(str(engine.loaded).partition("\n")[0])
     if engine.compiled_blocks is not None:
         progress.say(str(engine.compiled_blocks))
+    if engine.fp8_layers is not None:
+        progress.say(str(engine.fp8_layers))
     first, checkpoints = 0, settings.checkpoints
     path = checkpoints.place(0)
     if settings.resume:

@@ -41,6 +41,7 @@ class TrainSettings:
         weight_decay: of matrices.
         clip: largest norm of the gradient; 0 not to clip.
         precision: fp32, bf16, fp16 or fp64.
+        fp8: recipe of linear layers in fp8, in a model in bf16; None for none.
         recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: the model's own business.
         compile: every block is compiled.
         seed: of weights, dropout and the order of data.
@@ -85,6 +86,7 @@ class TrainSettings:
     weight_decay: float = 0.1
     clip: float = 1.0
     precision: str = "fp32"
+    fp8: str | None = None
     recompute: str | None = None
     compile: bool = False
     kernels: str = "auto"
