@@ -20,6 +20,7 @@ from meshfold.mesh.collectives import primitives
 from meshfold.mesh.parameters.deferred_wgrad import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.sequence import attention
+from meshfold.tensor_parallel.fp8_matmul import bind_fp8_product
 from meshfold.tensor_parallel.layers.loss import bind_cross_entropy
 from meshfold.tensor_parallel.layers.norm import bind_layer_norm, bind_rms_norm
 from meshfold.tensor_parallel.lowerings import LOWERINGS
@@ -265,6 +266,16 @@ def deferred_product(ranks: int, lowering: str, dtype: torch.dtype) -> Called:
     return lambda x, w: multiply(x, w.detach(), site.ticket), (x, w)
 
 
+def fp8_product(recipe: str, dtype: torch.dtype) -> Called:
+    multiply = K.bind_fp8_matmul(K.FP8_RECIPES[recipe])
+    return multiply, (leaf(dtype, ROWS, 32), leaf(dtype, 16, 32, seed=1))
+
+
+def split_fp8_product(ranks: int, recipe: str, dtype: torch.dtype) -> Called:
+    multiply = bind_fp8_product(find_mode("1d").plans["column"], mesh(ranks), K.FP8_RECIPES[recipe], ())
+    return multiply, (leaf(dtype, ROWS, 32), leaf(dtype, 16, 32, seed=1))
+
+
 NONE, BOTH = frozenset[str](), frozenset({"x", "w"})
 MATRICES = (
     Case("pipeline.runtime.deferred_linear._Product", "", 1, partial(deferred, True)),
@@ -292,6 +303,23 @@ MATRICES = (
         for ranks in (1, 2)
         for lowering in ("stream", "gather", "ring")
         if not LOWERINGS[lowering].refuses(MODES["2d"].plans["column"])
+    ),
+)
+
+FP8 = (
+    *(
+        Case("kernels.fp8.bind_fp8_matmul.Fp8Matmul", recipe, 1, partial(fp8_product, recipe))
+        for recipe in K.FP8_RECIPES
+    ),
+    *(
+        Case(
+            "tensor_parallel.fp8_matmul._make.Fp8Matmul",
+            f"{recipe} on {ranks}",
+            ranks,
+            partial(split_fp8_product, ranks, recipe),
+        )
+        for ranks in (1, 2)
+        for recipe in K.FP8_RECIPES
     ),
 )
 
@@ -346,7 +374,7 @@ WATCHED = Case(
     breaks="what it says in the backward changes things outside of a graph",
 )
 
-CASES = (*KERNELS, *PRIMITIVES, *SEQUENCE, *MATRICES, *LAYERS, WATCHED)
+CASES = (*KERNELS, *PRIMITIVES, *SEQUENCE, *MATRICES, *FP8, *LAYERS, WATCHED)
 
 NOT_COMPILED = {
     "mesh.model_io.dry_run._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
