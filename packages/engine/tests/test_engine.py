@@ -540,7 +540,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(optimizer=dict(name="adamw", fused=True)), "no key 'fused'"),
     (dict(optimizer=dict(name="adamw", no_decay="biases")), "norms_and_biases"),
     (dict(optimizer=torch.optim.LBFGS), "LBFGS needs all gradients as one vector"),
-    (dict(optimizer=dict(name=torch.optim.Adafactor)), "Adafactor"),
+    (dict(optimizer=dict(name=torch.optim.Adafactor), parallel=dict(tensor=1)), "Adafactor"),
     (dict(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0)), "made already.*name=torch.optim.SGD"),
     (dict(optimizer=lambda parameters: 3), "made 3"),
     (dict(optimizer=3), "optimizer=3"),
