@@ -150,7 +150,7 @@ def test_hugging_face_blocks_share_one_graph(mode: str, axes: tuple[tuple[str, i
 def test_a_part_of_a_model_is_traced() -> None:
     with fake_world(4):
         model = GatedMLP()
-        parallelize(model, Mesh(dict(MODES[2][1])), "2d")
+        parallelize(model, Mesh(dict(next(axes for mode, axes in MODES if mode == "2d"))), "2d")
         model.forward = compiled(model.forward)  # type: ignore[method-assign]
         model(torch.randn(4, 8, HIDDEN))  # the first forward of a kind is looked at, and not compiled
         model(torch.randn(4, 8, HIDDEN, requires_grad=True)).sum().backward()
