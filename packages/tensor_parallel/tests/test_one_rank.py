@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,9 +42,10 @@ def one_rank(mode: Mode) -> None:
     ours = Linear.convert(plain, mesh, mode, "column")
     x = torch.randn(2, 3, 6, dtype=torch.float64)
     assert launches(lambda: ours(x)) == launches(lambda: plain(x))
-    assert torch.equal(ours(x), plain(x))
-    found = [torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias]) for layer in (ours, plain)]
-    assert all(map(torch.equal, *found))
+    # Not to the bit: a weight that is stored transposed takes another kernel of BLAS on some processors.
+    close = partial(torch.testing.assert_close, rtol=1e-14, atol=1e-14)
+    close(ours(x), plain(x))
+    close(*(torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias]) for layer in (ours, plain)))
 
     table = nn.Embedding(11, 4, padding_idx=3, dtype=torch.float64)
     split = Embedding.convert(table, mesh, mode)
