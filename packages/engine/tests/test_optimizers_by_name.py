@@ -88,7 +88,7 @@ Sums = list[list[tuple[str, tuple[str, ...], int]]]
 
 
 def norm_collectives(specs: list[dict[str, Any]]) -> Sums:
-    """What two steps with LAMB send that they do not with Lion: kind, axes and bytes."""
+    """Return the collectives that two steps send with LAMB and not with Lion: kind, axes and bytes."""
     found = []
     for spec in specs:
         counts = []

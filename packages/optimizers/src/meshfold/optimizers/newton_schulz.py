@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["COEFFICIENTS", "orthogonalize"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic a·x + b·x³ + c·x⁵: singular values come near 1 in few steps."""
+"""Coefficients of the quintic a·x + b·x³ + c·x⁵: singular values come near 1 in few steps."""
 
 
 def orthogonalize(
