@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -11,13 +12,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import meshfold.colossalai as colossalai
+from meshfold import optimizers
 from meshfold.colossalai import (
     Booster,
     CPUAdam,
+    DistributedAdaFactor,
+    DistributedCAME,
+    DistributedLamb,
     DPPluginBase,
     GeminiPlugin,
     HybridAdam,
     HybridParallelPlugin,
+    Lamb,
+    Lars,
+    LowLevelZeroPlugin,
     MigrationNote,
     get_accelerator,
     initialize,
@@ -31,7 +39,8 @@ LowLevelZeroPlugin TorchDDPPlugin TorchFSDPPlugin; booster.plugin.dp_plugin_base
 ProcessGroupMesh; context: Config ParallelMode ParallelContext; context.parallel_mode: ParallelMode; core: global_context gpc;
 lazy: LazyInitContext; legacy.amp: AMP_TYPE; legacy.context: ParallelMode; legacy.core: global_context; legacy.zero.init_ctx:;
 legacy.zero.shard_utils: TensorShardStrategy; legacy.utils: get_dataloader; logging: disable_existing_loggers get_dist_logger;
-nn.lr_scheduler: CosineAnnealingWarmupLR LinearWarmupLR; nn.optimizer: CPUAdam HybridAdam; nn.optimizer.hybrid_adam: HybridAdam;
+nn.lr_scheduler: CosineAnnealingWarmupLR LinearWarmupLR; nn.optimizer: CPUAdam HybridAdam Lamb Lars CAME Adafactor DistributedLamb
+DistributedCAME DistributedAdaFactor; nn.optimizer.hybrid_adam: HybridAdam; nn.optimizer.distributed_lamb: DistributedLamb;
 utils: get_current_device get_dataloader is_using_pp is_using_ddp; utils.model.colo_init_context:; zero: ColoInitContext
 ZeroInitContext; zero.init_ctx:; zero.shard_utils: BucketTensorShardStrategy TensorShardStrategy; interface:; initialize:
 """
@@ -42,7 +51,8 @@ PipelineSchedule InterleavedPipelineSchedule; inference: InferenceConfig; kernel
 legacy.nn: CrossEntropyLoss Linear1D_Col LayerNorm1D; legacy.nn.metric: Accuracy; legacy.pipeline.pipelinable: PipelinableContext;
 legacy.registry: HOOKS; legacy.trainer: Trainer hooks; legacy.utils: MultiTimer clip_grad_norm_fp32 save_checkpoint; moe: SparseMLP;
 nn: Accuracy CrossEntropyLoss Linear; nn.layer: VanillaLayerNorm WrappedDropout; nn.layer.parallel_1d: Embedding1D; nn.lr_scheduler:
-MultiStepLR PolynomialLR; nn.optimizer: FusedAdam FusedLAMB FusedSGD Lamb Lars; nn.parallel: GeminiDDP ZeroDDP; pipeline:
+MultiStepLR PolynomialLR; nn.optimizer: FusedAdam FusedLAMB FusedSGD GaLoreAdamW8bit DistGaloreAwamW cast_to_distributed;
+nn.parallel: GeminiDDP ZeroDDP; pipeline:
 PipelineStageManager; shardformer: ShardConfig ShardFormer; tensor: ColoParameter ComputePattern ComputeSpec ProcessGroup
 ReplicaSpec ShardSpec; trainer: Trainer hooks; utils: MultiTimer Timer free_port load_checkpoint print_rank_0 report_memory_usage
 save_checkpoint sync_cuda; utils.profiler: CommProfiler; zero: ShardedModelV2 ShardedOptimizerV2 ZeroOptimizer zero_model_wrapper
@@ -110,6 +120,55 @@ def test_adams_take_what_the_originals_take(cls: Any) -> None:
     weight.grad = torch.ones(3)
     made.step()
     assert (weight < 1).all()
+
+
+SERIAL: list[tuple[Any, Any]] = [
+    (
+        lambda params: DistributedLamb(params, 1e-2, weight_decay=0.1),
+        lambda params: optimizers.Lamb(params, 1e-2, weight_decay=0.1),
+    ),
+    (lambda params: Lamb(params, 1e-2), lambda params: optimizers.Lamb(params, 1e-2, bias_correction=False)),
+    (
+        lambda params: Lars(params, 1.0, 0.5, 1e-2, 0.1),
+        lambda params: optimizers.Lars(params, 1.0, 0.5, weight_decay=0.1, trust_coeff=1e-2, eps=0.0),
+    ),
+    (lambda params: DistributedCAME(params, 1e-2), lambda params: optimizers.Came(params, 1e-2)),
+    (lambda params: DistributedAdaFactor(params), lambda params: optimizers.AdafactorHF(params)),
+]
+
+
+@ranks(2)
+def test_distributed_optimizers_step_as_one_process() -> None:
+    """Made of a model and taken over with shards; the engine has the class that its checkpoints name."""
+    rows, rank = torch.arange(8.0, dtype=torch.float64).view(2, 4), torch.distributed.get_rank()
+    for named, serial in SERIAL:
+        torch.manual_seed(0)
+        model: Any = Net().double()
+        alone = copy.deepcopy(model)
+        reference = serial(alone.parameters())
+        model, optimizer, *_ = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp64")).boost(
+            model, named(model.parameters())
+        )
+        assert type(model.engine.optimizer) is type(reference)
+        for _ in range(3):
+            optimizer.backward((model(rows[rank : rank + 1]) - 1).square().mean())
+            (alone(rows) - 1).square().mean().backward()
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-12, atol=1e-12)
+        model.engine.close()
+
+
+def test_what_optimizers_cannot_be_here_is_said() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(SpecError, match=r"adam=True is Adam.*write torch.optim.Adam"):
+        Lamb([weight], adam=True)
+    with pytest.raises(SpecError, match="lr=None; give a rate, such as lr=2e-4"):
+        DistributedCAME([weight])
+    with pytest.warns(MigrationNote, match=r"setup_distributed\(...\) does nothing"):
+        DistributedLamb([weight]).setup_distributed(None, None)
 
 
 class Net(nn.Module):

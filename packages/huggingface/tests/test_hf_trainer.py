@@ -15,6 +15,7 @@ from meshfold.engine import Engine
 from meshfold.huggingface import EngineTrainer
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.optimizers import Lamb
 
 ROWS = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(0))
 DATASET = [dict(input_ids=row, labels=row) for row in ROWS]
@@ -75,6 +76,17 @@ def test_the_same_curve_as_the_trainer_alone(tmp_path: Path) -> None:
     mine, theirs = curve(ours), curve(alone)
     assert len(mine) == 6 and len({lr for _, _, lr in mine}) > 3
     for own, other in zip(mine, theirs, strict=True):
+        assert own == pytest.approx(other, rel=1e-4)
+
+
+def test_lamb_by_name_has_the_curve_of_the_trainer_with_it(tmp_path: Path) -> None:
+    by_name = dict(name="lamb", lr=1e-2, weight_decay=0.1)
+    ours = EngineTrainer(engine(optimizer=by_name), args=arguments(tmp_path / "a", max_steps=3), train_dataset=DATASET)
+    whole = model()
+    lamb = Lamb(whole.parameters(), lr=1e-2, weight_decay=0.1)
+    alone = InOrder(whole, args=arguments(tmp_path / "b", max_steps=3), train_dataset=DATASET, optimizers=(lamb, None))
+    alone.served = ours.get_train_dataloader()
+    for own, other in zip(curve(ours), curve(alone), strict=True):
         assert own == pytest.approx(other, rel=1e-4)
 
 

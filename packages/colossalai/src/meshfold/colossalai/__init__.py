@@ -36,6 +36,15 @@ if TYPE_CHECKING:
     )
     from meshfold.colossalai.loaders import get_dataloader
     from meshfold.colossalai.make_engine import initialize
+    from meshfold.colossalai.optimizer_classes import (
+        CAME,
+        Adafactor,
+        DistributedAdaFactor,
+        DistributedCAME,
+        DistributedLamb,
+        Lamb,
+        Lars,
+    )
     from meshfold.colossalai.optimizers import CPUAdam, HybridAdam
     from meshfold.colossalai.plugins import (
         DPPluginBase,
@@ -64,7 +73,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AMP_TYPE",
+    "CAME",
     "Accelerator",
+    "Adafactor",
     "Booster",
     "BucketTensorShardStrategy",
     "CPUAdam",
@@ -73,10 +84,15 @@ __all__ = [
     "CosineAnnealingWarmupLR",
     "DPPluginBase",
     "DistCoordinator",
+    "DistributedAdaFactor",
+    "DistributedCAME",
+    "DistributedLamb",
     "DistributedLogger",
     "GeminiPlugin",
     "HybridAdam",
     "HybridParallelPlugin",
+    "Lamb",
+    "Lars",
     "LazyInitContext",
     "LinearWarmupLR",
     "LowLevelZeroPlugin",
@@ -132,6 +148,15 @@ _MODULES = {
     ),
     "loaders": ("get_dataloader",),
     "make_engine": ("initialize",),
+    "optimizer_classes": (
+        "CAME",
+        "Adafactor",
+        "DistributedAdaFactor",
+        "DistributedCAME",
+        "DistributedLamb",
+        "Lamb",
+        "Lars",
+    ),
     "optimizers": (
         "CPUAdam",
         "HybridAdam",

@@ -77,7 +77,7 @@ def _freeze(model: nn.Module, group_of: dict[str, int]) -> None:
 
 
 def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[str, int]) -> Factory:
-    cls, defaults = type(optimizer), _arguments(optimizer)
+    cls, defaults = _class_of(optimizer), _arguments(optimizer)
     settings = [
         {key: value for key, value in group.items() if key not in _NOT_SETTINGS} for group in optimizer.param_groups
     ]
@@ -97,10 +97,18 @@ def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[
     return make
 
 
+def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class that the engine makes: the optimizer's own, or the one that it stands for."""
+    found: type[torch.optim.Optimizer] = getattr(optimizer, "stands_for", type(optimizer))
+    return found
+
+
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the arguments that an optimizer was made with, as far as it says."""
-    takes = inspect.signature(type(optimizer)).parameters
-    return {name: value for name, value in optimizer.defaults.items() if name in takes}
+    takes = inspect.signature(_class_of(optimizer)).parameters
+    # Adafactor's relative rate is no argument: what its groups show as lr is the rate of a step.
+    shown = {"lr"} if optimizer.defaults.get("relative_step") else set()
+    return {name: value for name, value in optimizer.defaults.items() if name in takes and name not in shown}
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -108,7 +116,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     advice = f"give a function that makes it, optimizer=lambda parameters: {name}(parameters, ...)"
     try:
-        again = type(optimizer)([nn.Parameter(torch.zeros(1))], **_arguments(optimizer))
+        again = _class_of(optimizer)([nn.Parameter(torch.zeros(1))], **_arguments(optimizer))
     except Exception as error:
         raise SpecError(
             f"optimizer={name}(...) cannot be made again from its defaults ({type(error).__name__}: {error}): {advice}"
