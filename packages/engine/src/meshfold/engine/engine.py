@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.engine import evaluation
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.build import build
 from meshfold.engine.batches.loader import DataPositions, ShardedLoader
@@ -21,8 +21,7 @@ from meshfold.engine.model.pipelined_model import check_own_loop
 from meshfold.engine.moved import integration
 from meshfold.engine.persistence import load_checkpoint, save_checkpoint
 from meshfold.engine.train_step import TrainStep
-from meshfold.mesh import ParallelSpec, all_reduce
-from meshfold.mesh.model_io import eval_mode
+from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec import reject_unknown_arguments
 from meshfold.mesh.watchdog import report_errors
 
@@ -142,17 +141,9 @@ class Engine:
             check_collectives=check_collectives,
             compile=compile,
         )
-        with ExitStack() as self._open:  # closed in reverse order
+        with ExitStack() as opened:  # closed in reverse order
             built = build(
-                self,
-                model,
-                parallel,
-                asked,
-                self._open,
-                device=device,
-                rules=rules,
-                recompute=recompute,
-                example=example,
+                self, model, parallel, asked, opened, device=device, rules=rules, recompute=recompute, example=example
             )
             self.world, part = built.world, built.part
             self.spec, self.mesh, self.device = built.world.spec, built.world.mesh, built.world.device
@@ -164,7 +155,7 @@ class Engine:
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()
             self.runner = TrainStep(built, asked, self.saver)
-            self._open = self._open.pop_all()  # construction succeeded: close() closes them
+            self._open = opened.pop_all()  # construction succeeded: close() closes them
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -290,30 +281,18 @@ class Engine:
         return self.eval_loss(batch)[0]
 
     @report_errors
-    @torch.no_grad()
     def eval_loss(self, batch: Any) -> tuple[float, int]:
         """Return the loss of :meth:`eval_step` and the number of targets that it is the mean of; nan and 0 if none counts."""
-        forward = self.runner.forward
-        work = forward.prepare(batch)
-        shares = forward.shares(work, places=False)
-        loss = all_reduce(forward.assess(work, shares) * shares.weight(), self.world.data_group)
-        count = int(shares.total())
-        return (float(loss) if count else math.nan), count
+        return evaluation.eval_loss(self, batch)
 
     @report_errors
     def count_targets(self, batch: Any) -> int:
         """Return how many targets of the global batch count in its loss."""
-        forward = self.runner.forward
-        return int(forward.shares(forward.prepare(batch), places=False).total())
+        return evaluation.count_targets(self, batch)
 
     def predict(self, batch: Any) -> Any:
         """Return the model's output on a batch, whole on every rank, without dropout and without gradients."""
-        forward = self.runner.forward
-        work = forward.prepare(batch)
-        if forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
-            work.kwargs.pop("labels", None)
-        with eval_mode(self.model), torch.no_grad():
-            return self.generator(*work.args, **work.kwargs)
+        return evaluation.predict(self, batch)
 
     @property
     def generator(self) -> Any:
@@ -369,8 +348,7 @@ class Engine:
             seed=self.runner.seed if seed is None else seed,
             **options,
         )
-        self.data_positions.follow(name, loader)
-        return loader
+        return self.data_positions.follow(name, loader)
 
     # -- state --------------------------------------------------------------------------------------------------
 

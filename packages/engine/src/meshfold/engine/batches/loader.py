@@ -202,11 +202,12 @@ class DataPositions:
         self._loaders: dict[str, ShardedLoader] = {}
         self._waiting: dict[str, dict[str, int]] = {}
 
-    def follow(self, name: str, loader: ShardedLoader) -> None:
-        """Save this loader's position from now on; it goes on where a checkpoint has stopped."""
+    def follow(self, name: str, loader: ShardedLoader) -> ShardedLoader:
+        """Include this loader's position in later checkpoints, resume it where a loaded one stopped, and return it."""
         self._loaders[name] = loader
         if name in self._waiting:
             loader.load_state_dict(self._waiting.pop(name))
+        return loader
 
     def __contains__(self, name: object) -> bool:
         return name in self._loaders
