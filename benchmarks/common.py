@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import secrets
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +20,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.power import PowerLog
+
 RESULTS = Path(__file__).parent / "results"
+_AVERAGED_S = 1.0
+"""nvidia-smi's power is an average over this time: samples in the first second of a window are of the contestant before."""
 _LAUNCH = (
     "import sys; from meshfold.mesh.processes import launch; raise SystemExit(launch(sys.argv[2:], int(sys.argv[1])))"
 )
@@ -28,6 +34,13 @@ def add_output(parser: argparse.ArgumentParser, name: str) -> None:
     """Add ``--out``, which is ``results/NAME.json`` unless given, and ``--report``."""
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json")
     parser.add_argument("--report", type=Path, help="make table and plot from this JSON instead of measuring")
+
+
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of :func:`measure`: ``--rounds``, ``--window-s`` and ``--settle-s``."""
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window-s", type=float, default=2.5, help="seconds of a contestant in a round")
+    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
 
 
 def parse_with_tiny(
@@ -124,8 +137,6 @@ def synchronize() -> None:
 def milliseconds(step: Callable[[], Any], repeats: int) -> float:
     """Mean time of a few steps in a row, by events on the GPU, by the clock on the CPU."""
     if not torch.cuda.is_available():
-        import time
-
         start = time.perf_counter()
         for _ in range(repeats):
             step()
@@ -159,6 +170,79 @@ def interleave(
             between()
             times[contestant.name].append(milliseconds(contestant.step, repeats))  # type: ignore[arg-type]
     return times
+
+
+def measure_memory(contestant: Contestant) -> None:
+    """Note the largest memory of a call beyond what was there before it."""
+    if contestant.step is None or not torch.cuda.is_available():
+        return
+    contestant.step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    contestant.step()
+    torch.cuda.synchronize()
+    contestant.peak_bytes = torch.cuda.max_memory_allocated() - before
+
+
+def timed_windows(
+    contestants: Sequence[Contestant], *, rounds: int, window_s: float, settle_s: float
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Time rounds A B C A B C, each contestant for a window of seconds, after a warm-up in which clocks settle.
+
+    Returns:
+        By name: the milliseconds a step of each round, and the mean watts and MHz.
+    """
+    running = [each for each in contestants if each.step is not None]
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < settle_s:
+        running[0].step()  # type: ignore[misc]
+        synchronize()
+    repeats = {
+        each.name: max(1, math.ceil(window_s * 1e3 / milliseconds(each.step, 2)))  # type: ignore[arg-type]
+        for each in running
+    }
+    times: dict[str, list[float]] = {each.name: [] for each in running}
+    windows: dict[str, list[tuple[float, float]]] = {each.name: [] for each in running}
+    with PowerLog() as log:
+        for _ in range(rounds):
+            for each in running:
+                first = time.time()
+                times[each.name].append(milliseconds(each.step, repeats[each.name]))  # type: ignore[arg-type]
+                windows[each.name].append((first + _AVERAGED_S, time.time()))
+    power = {}
+    for name, spans in windows.items():
+        means = [mean for span in spans if (mean := log.mean(*span, 1))]
+        power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in ("watts", "mhz") if means}
+    return times, power
+
+
+def measure(area: str, contestants: Sequence[Contestant], options: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Measure memory, time and power of all contestants that can run, and write the result to ``--out``.
+
+    Args:
+        area: name of the benchmark.
+        contestants: those that cannot run have a note that says why.
+        options: parsed arguments, with those of :func:`add_output` and :func:`add_rounds`.
+        settings: names of the options that are written with the result.
+    """
+    for each in contestants:
+        measure_memory(each)
+    times, power = timed_windows(
+        contestants, rounds=options.rounds, window_s=options.window_s, settle_s=options.settle_s
+    )
+    result: dict[str, Any] = dict(
+        area=area,
+        machine=machine(),
+        settings={name: getattr(options, name) for name in settings},
+        milliseconds=times,
+        power=power,
+        peak_bytes={each.name: each.peak_bytes for each in contestants},
+        notes={each.name: each.note for each in contestants if each.note},
+        error={each.name: each.error for each in contestants},
+    )
+    write(options.out, result)
 
 
 def median(values: Sequence[float]) -> float:

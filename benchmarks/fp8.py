@@ -13,15 +13,22 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Contestant, add_output, check_out, machine, median, parse_with_tiny, ratios, write
-from benchmarks.linear_loss import measure_memory, rounds
+from benchmarks.common import (
+    Contestant,
+    add_output,
+    add_rounds,
+    check_out,
+    measure,
+    median,
+    parse_with_tiny,
+    ratios,
+)
 from benchmarks.reports import ratio, read_bars, table
 
 TINY = dict(
@@ -55,9 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=4, help="sequences")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--window-s", type=float, default=2.5, help="seconds of a contestant in a round")
-    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
+    add_rounds(parser)
     add_output(parser, "fp8")
     options = parse_with_tiny(parser, argv, TINY)
     if options.report is not None:
@@ -68,21 +73,7 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as opened:
         found = [*contestants(options, opened)]
         compare(found)
-        for contestant in found:
-            measure_memory(contestant)
-        times, power = rounds([each for each in found if each.step is not None], options)
-    settings = {name: getattr(options, name) for name in (*JUDGED, "rows", "length", "backend", "window_s")}
-    result: dict[str, Any] = dict(
-        area="fp8",
-        machine=machine(),
-        settings=settings,
-        milliseconds=times,
-        power=power,
-        peak_bytes={each.name: each.peak_bytes for each in found},
-        notes={each.name: each.note for each in found if each.note},
-        error={each.name: each.error for each in found},
-    )
-    write(options.out, result)
+        measure("fp8", found, options, settings=(*JUDGED, "rows", "length", "backend", "window_s"))
     report(options.out)
     return 0
 

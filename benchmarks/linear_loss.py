@@ -11,7 +11,6 @@ import importlib
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,15 +25,12 @@ from torch.nn import functional as F
 from benchmarks.common import (
     Contestant,
     add_output,
+    add_rounds,
     check_out,
-    machine,
+    measure,
     median,
-    milliseconds,
     parse_with_tiny,
-    synchronize,
-    write,
 )
-from benchmarks.power import PowerLog
 from benchmarks.reports import met, ratio, read_bars, table
 
 TINY = dict(rows=256, width=32, words=1000, dtype="float32", rounds=2, window_s=0.0, settle_s=0.0, chunks=[64])
@@ -42,8 +38,6 @@ MATMULS, OURS, LIGER = "three matmuls", "ours", "Liger"
 BARS = read_bars("linear_loss", ("milliseconds", "gib"))
 JUDGED = dict(rows=8192, width=4096, words=128_256, dtype="bfloat16")
 """The work that the bars are for."""
-AVERAGED_S = 1.0
-"""nvidia-smi's power is an average over this time: samples in the first second of a window are of the contestant before."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,9 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="sizes to try beside our own choice")
     parser.add_argument("--variants", action="store_true", help="add the other ways of ours, such as recomputed logits")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--window-s", type=float, default=2.5, help="seconds of a contestant in a round")
-    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
+    add_rounds(parser)
     add_output(parser, "linear_loss")
     options = parse_with_tiny(parser, argv, TINY)
     if options.report is not None:
@@ -65,21 +57,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check_out(options.out)
     found = contestants(options)
-    for contestant in found:
-        measure_memory(contestant)
-    times, power = rounds([each for each in found if each.step is not None], options)
-    settings = {name: getattr(options, name) for name in ("rows", "width", "words", "dtype", "window_s")}
-    result: dict[str, Any] = dict(
-        area="linear-loss",
-        machine=machine(),
-        settings=settings,
-        milliseconds=times,
-        power=power,
-        peak_bytes={each.name: each.peak_bytes for each in found},
-        notes={each.name: each.note for each in found if each.note},
-        error={each.name: each.error for each in found},
-    )
-    write(options.out, result)
+    measure("linear-loss", found, options, settings=("rows", "width", "words", "dtype", "window_s"))
     report(options.out)
     return 0
 
@@ -157,47 +135,6 @@ def in_two_kernels(step: Callable[[], Any]) -> Callable[[], Any]:
             return step()
 
     return run
-
-
-def measure_memory(contestant: Contestant) -> None:
-    """Note the largest memory of a call beyond what was there before it."""
-    if contestant.step is None or not torch.cuda.is_available():
-        return
-    contestant.step()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    contestant.step()
-    torch.cuda.synchronize()
-    contestant.peak_bytes = torch.cuda.max_memory_allocated() - before
-
-
-def rounds(
-    found: Sequence[Contestant], options: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Return milliseconds of each round, and mean watts and clock, of each contestant; A B C A B C, each for a window."""
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < options.settle_s:
-        found[0].step()  # type: ignore[misc]
-        synchronize()
-    repeats = {
-        each.name: max(1, math.ceil(options.window_s * 1e3 / milliseconds(each.step, 2)))  # type: ignore[arg-type]
-        for each in found
-    }
-    times: dict[str, list[float]] = {each.name: [] for each in found}
-    windows: dict[str, list[tuple[float, float]]] = {each.name: [] for each in found}
-    with PowerLog() as log:
-        for _ in range(options.rounds):
-            for each in found:
-                first = time.time()
-                times[each.name].append(milliseconds(each.step, repeats[each.name]))  # type: ignore[arg-type]
-                windows[each.name].append((first + AVERAGED_S, time.time()))
-    power = {}
-    for name, spans in windows.items():
-        means = [mean for span in spans if (mean := log.mean(*span, 1))]
-        power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in ("watts", "mhz") if means}
-    return times, power
 
 
 def report(path: Path) -> None:
