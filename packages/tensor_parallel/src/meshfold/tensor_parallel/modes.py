@@ -167,6 +167,17 @@ def _named(layout: Layout, **names: str) -> Layout:
     return Layout({names[dim]: axes for dim, axes in layout.items()})
 
 
+_BY_TOKENS = dict(
+    residual="m:tensor h",
+    column="k n:tensor",
+    hidden="m n:tensor",
+    row="k:tensor n",
+    embedding="v:tensor h",
+    ids="m v:tensor",
+    head="k v:tensor",
+    logits="m v:tensor",
+)
+"""1D with a residual stream that is split by tokens."""
 _GRID_2D = dict(
     residual="m:row h:col",
     column="k:row n:col",
@@ -194,33 +205,8 @@ MODES: dict[str, Mode] = {
             head="k v:tensor",
             logits="m v:tensor",
         ),
-        Mode(
-            name="1d+sequence",
-            axes=("tensor",),
-            paper="arXiv 2205.05198",
-            residual="m:tensor h",
-            column="k n:tensor",
-            hidden="m n:tensor",
-            row="k:tensor n",
-            embedding="v:tensor h",
-            ids="m v:tensor",
-            head="k v:tensor",
-            logits="m v:tensor",
-        ),
-        Mode(
-            name="1d+tokens",
-            axes=("tensor",),
-            paper="arXiv 2309.14509",
-            residual="m:tensor h",
-            column="k n:tensor",
-            hidden="m n:tensor",
-            row="k:tensor n",
-            embedding="v:tensor h",
-            ids="m v:tensor",
-            head="k v:tensor",
-            logits="m v:tensor",
-            attention="tokens",
-        ),
+        Mode(name="1d+sequence", axes=("tensor",), paper="arXiv 2205.05198", **_BY_TOKENS),
+        Mode(name="1d+tokens", axes=("tensor",), paper="arXiv 2309.14509", **_BY_TOKENS, attention="tokens"),
         Mode(name="2d", axes=("row", "col"), paper="arXiv 2104.05343", **_GRID_2D),
         Mode(
             name="2.5d",
