@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshfold.kernels import dispatch
-from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype
+from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, contiguous_like
 
 Activation = Literal["silu", "gelu", "gelu tanh"]
 
@@ -87,7 +87,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         (gate_up,) = ctx.saved_tensors
         rows = as_rows(gate_up)
-        gradient = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        gradient = contiguous_like(rows)
         ctx.gradients(as_rows(dy), *rows.chunk(2, 1), *gradient.chunk(2, 1))
         return gradient.view(gate_up.shape)
 
@@ -105,8 +105,7 @@ class _Separate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         rows, others = as_rows(gate), as_rows(up)
-        dgate = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        dup = torch.empty(others.shape, dtype=others.dtype, device=others.device)
+        dgate, dup = contiguous_like(rows), contiguous_like(others)
         ctx.gradients(as_rows(dy), rows, others, dgate, dup, ctx.kind)
         return dgate.view(gate.shape), dup.view(up.shape), None
 

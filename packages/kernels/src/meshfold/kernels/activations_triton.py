@@ -241,7 +241,7 @@ def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 
 def gelu_gradients(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor | None]:
     rows, columns = x.shape
-    dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
     high, wide, warps = tile(columns, widest=256)
     across = triton.cdiv(columns, wide)
     down = triton.cdiv(rows, high)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
-from meshfold.kernels.inputs import as_rows, compute_dtype
+from meshfold.kernels.inputs import as_rows, compute_dtype, contiguous_like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ def _write_gradient(
     rows = as_rows(logits)
     # Inductor sees for itself that it may reuse the memory, and a compiled graph must not change what it saved.
     inplace = inplace and not torch.compiler.is_compiling()
-    out = rows if inplace else torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    out = rows if inplace else contiguous_like(rows)
     row_max, sum_exp, labels, grad = (t.reshape(-1) for t in (row_max, sum_exp, labels, grad))
     run(rows, row_max, sum_exp, labels, grad, terms, out)
     if not inplace:

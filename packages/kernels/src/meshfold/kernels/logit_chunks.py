@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels.cross_entropy import LossKernels, Terms, loss_per_row
-from meshfold.kernels.inputs import compute_dtype
+from meshfold.kernels.inputs import compute_dtype, contiguous_like
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -169,7 +169,7 @@ class HeadGradients:
         settings: ChunkSettings,
     ) -> None:
         self._weight, self._bias = weight, bias
-        self._rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if needed[0] else None
+        self._rows_grad = contiguous_like(rows) if needed[0] else None
         self._weight_grad: Tensor | None = None
         self._bias_grad: Tensor | None = None
         self._first = True

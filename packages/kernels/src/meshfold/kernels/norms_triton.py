@@ -356,7 +356,7 @@ def gradients(
     rows, columns = x.shape
     if columns > _WIDEST or x.dtype is torch.float64:
         return plain.gradients(dy, x, weight, mean, rstd, sums, hidden, added, with_bias)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = contiguous_like(x)
     high, wide, warps = tile(columns)
     count = programs(triton.cdiv(rows, high), x)
     dweight = None if weight is None else torch.empty((count, columns), dtype=torch.float32, device=x.device)
