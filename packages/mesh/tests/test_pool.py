@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -68,6 +69,12 @@ def die_on(rank: int, code: int) -> None:
     if dist.get_rank() == rank:
         print("last words")
         os._exit(code)
+    dist.barrier()
+
+
+def crash_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        ctypes.string_at(0)
     dist.barrier()
 
 
@@ -196,6 +203,15 @@ def test_a_rank_that_dies_is_named_not_those_it_left_alone(code: int, said: str)
     assert "last words" in str(caught.value)
     assert time.monotonic() - begin < 60
     run_on_ranks(4, total, 0.0)
+
+
+def test_a_rank_that_crashes_shows_its_python_and_native_frames() -> None:
+    with pytest.raises(
+        RankFailure, match="rank 1 of 2 failed in crash_on: the process was killed by SIGSEGV"
+    ) as caught:
+        run_on_ranks(2, crash_on, 1)
+    assert "in crash_on" in str(caught.value) and "frame #0" in str(caught.value)
+    run_on_ranks(2, total, 0.0)
 
 
 def take_signals() -> None:

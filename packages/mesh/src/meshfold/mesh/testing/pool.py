@@ -32,7 +32,7 @@ _MOST_GROUPS = 64
 # Ranks that lack modules which take longer than that to import are forked anew, from the fork server that has them by now.
 _WORTH_FORKING_S = 0.4
 _GRACE_S = 0.1  # after the first sign of failure, how long to listen for an earlier one
-_SHOWN_OUTPUT = 8000  # characters
+_SHOWN_OUTPUT = 20_000  # characters
 
 
 class RankFailure(MeshfoldError):

@@ -203,7 +203,9 @@ def _redirect(output: str) -> None:
     os.close(target)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  for the life of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable(file=sys.stderr, all_threads=True)
+    # Of the failing thread alone: another thread's Python frames change while they are read, and reading them can crash.
+    faulthandler.enable(file=sys.stderr, all_threads=False)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # native frames of every thread
     _show_stacks_on_request()
 
 
