@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfold.mesh.spec
+from meshfold.mesh import Mesh
 from meshfold.mesh.spec import ParallelSpec, PipelineSpec, SequenceSpec, SpecError, TensorSpec, ZeroSpec
 from meshfold.mesh.spec.entry import balanced, divisors, is_power, powers_near, root
 from meshfold.mesh.spec.parallel import is_importable
@@ -73,6 +74,9 @@ GOOD: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"sequence": {"mode": "megatron"}, "tensor": {"mode": "1d", "size": 1}}, {"data": 1, "tensor": 1}),
     ({"zero": {"stage": 3, "placement": "auto"}}, {"data": 1}),
     ({"zero": {}, "tensor": {"mode": "2d", "size": 4}}, {"data": 1, "row": 2, "col": 2}),
+    ({"expert": 4}, {"data": 1}),
+    ({"expert": {"size": 2}, "data": 6, "pipeline": 2}, {"data": 6, "pipe": 2}),
+    ({"expert": {"size": 8}, "data": 2, "tensor": 4}, {"data": 2, "tensor": 4}),
     (
         {
             "tensor": {"mode": "2.5d", "size": 8, "depth": 2, "overlap": "stream"},
@@ -219,7 +223,7 @@ def test_static_placement_takes_fractions() -> None:
 
 
 @pytest.mark.parametrize("data", range(1, 6))
-@pytest.mark.parametrize("parallel", [entry for entry, _ in GOOD if "data" not in entry])
+@pytest.mark.parametrize("parallel", [entry for entry, _ in GOOD if not {"data", "expert"} & set(entry)])
 def test_data_is_inferred_from_the_world_size(parallel: dict[str, Any], data: int) -> None:
     open_spec = ParallelSpec.parse(parallel)
     spec = ParallelSpec.parse(parallel, world_size=data * open_spec.world_size)
@@ -303,6 +307,14 @@ def zeros() -> st.SearchStrategy[Any]:
     )
 
 
+def _fit_experts(parallel: dict[str, Any]) -> dict[str, Any]:
+    """Let experts divide the ranks, if it is known how many there are."""
+    if {"data", "expert"} <= set(parallel):
+        size = parallel["expert"]
+        parallel["data"] *= size["size"] if isinstance(size, dict) else size
+    return parallel
+
+
 SPECS = st.fixed_dictionaries(
     {},
     optional={
@@ -310,9 +322,10 @@ SPECS = st.fixed_dictionaries(
         "pipeline": pipelines(),
         "sequence": sequences(),
         "tensor": tensors(),
+        "expert": st.one_of(st.integers(1, 8), st.builds(lambda n: dict(size=n), st.integers(1, 8))),
         "zero": zeros(),
     },
-)
+).map(_fit_experts)
 
 
 @given(parallel=SPECS)
@@ -374,6 +387,73 @@ def test_describe_is_a_table() -> None:
     )
 
 
+# Experts
+
+
+@pytest.mark.parametrize(
+    ("parallel", "spread", "alike"),
+    [
+        (dict(data=4), (), ("data",)),
+        (dict(data=4, expert=1), (), ("data",)),
+        (dict(data=4, expert=2), ("data%2",), ("data/2",)),
+        (dict(data=4, expert=4), ("data",), ()),
+        (dict(data=2, expert=2, pipeline=4), ("data",), ()),
+        (dict(data=2, expert=2, tensor=2), ("data",), ("tensor",)),
+        (dict(data=2, expert=4, tensor=2), ("data", "tensor"), ()),
+        (dict(data=2, expert=4, tensor=4), ("data", "tensor%2"), ("tensor/2",)),
+        (dict(data=3, expert=2, tensor=2), ("tensor",), ("data",)),
+        (dict(data=6, expert=4, sequence=dict(mode="ring", size=2)), ("data%2", "seq"), ("data/3",)),
+        (dict(data=2, expert=2, tensor=dict(mode="2d", size=4)), ("data",), ("row", "col")),
+        (dict(data=1, expert=2, tensor=dict(mode="2d", size=4)), ("row",), ("col",)),
+    ],
+)
+def test_experts_are_folded_out_of_the_ranks_of_data_sequence_and_tensor(
+    parallel: dict[str, Any], spread: tuple[str, ...], alike: tuple[str, ...]
+) -> None:
+    spec = ParallelSpec.parse(parallel)
+    assert (spec.expert_axes, spec.expert_data_axes) == (spread, alike)
+    mesh = Mesh(spec.axes, rank=0)
+    assert mesh.size(*spread) == (1 if spec.expert is None else spec.expert.size)
+    stages = mesh.size("pipe")
+    assert mesh.size(*spread) * mesh.size(*alike) * stages == mesh.world_size
+    for rank in range(mesh.world_size):  # a group of experts and one of their copies meet in one rank, within a stage
+        experts = next(group for group in mesh.groups(*spread) if rank in group)
+        copies = next(group for group in mesh.groups(*alike) if rank in group)
+        assert set(experts) & set(copies) == {rank}
+        assert {mesh.index("pipe", rank=one) for one in (*experts, *copies)} == {mesh.index("pipe", rank=rank)}
+        assert [mesh.index(*spread, rank=one) for one in experts] == list(range(len(experts)))
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4)),
+    pipe=st.integers(1, 3),
+    size=st.integers(1, 24),
+)
+@settings(max_examples=100, deadline=None)
+def test_every_size_that_divides_the_ranks_is_folded_and_every_other_refused(
+    sizes: tuple[int, int, int], pipe: int, size: int
+) -> None:
+    data, seq, tensor = sizes
+    parallel = dict(data=data, pipeline=pipe, sequence=dict(mode="ring", size=seq), tensor=tensor, expert=size)
+    if data * seq * tensor % size:
+        with pytest.raises(SpecError, match=f"size {size} does not divide"):
+            ParallelSpec.parse(parallel)
+        return
+    spec = ParallelSpec.parse(parallel)
+    mesh = Mesh(spec.axes, rank=0)
+    assert mesh.size(*spec.expert_axes) == size
+    assert mesh.size(*spec.expert_data_axes) == data * seq * tensor // size
+
+
+def test_describe_says_where_experts_are() -> None:
+    spec = ParallelSpec.parse(dict(data=4, tensor=2, expert=dict(size=2)))
+    expert = "expert         2  data%2    4 copies of each expert, no ranks of their own"
+    assert spec.describe().splitlines()[3] == expert
+    open_spec = ParallelSpec.parse(dict(expert=3))
+    assert "folded out of data once the world size is known" in open_spec.describe()
+    assert "one copy of each expert" in open_spec.with_world_size(3).describe()
+
+
 # What a spec needs
 
 
@@ -389,6 +469,7 @@ def test_describe_is_a_table() -> None:
         (dict(sequence=dict(mode="ulysses", size=2), pipeline=2), ("meshfold-pipeline",)),
         (dict(sequence=dict(mode="ring_ulysses", size=4, ulysses=2)), ("meshfold-pipeline",)),
         (dict(zero=dict(stage=1)), ("meshfold-zero-gemini",)),
+        (dict(expert=2), ("meshfold-experts",)),
         (
             dict(zero=dict(stage=1), tensor=2, pipeline=2),
             ("meshfold-tensor-parallel", "meshfold-pipeline", "meshfold-zero-gemini"),

@@ -64,7 +64,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     # unknown dimensions
     (
         {"pipelin": 2},
-        ["pipelin=2", "'pipelin'", "Did you mean 'pipeline'?", "data, pipeline, sequence, tensor, zero"],
+        ["pipelin=2", "'pipelin'", "Did you mean 'pipeline'?", "data, pipeline, sequence, tensor, expert, zero"],
     ),
     ({"Tensor": 4}, ["Tensor=4", "Did you mean 'tensor'?"]),
     ({"dp": 4}, ["dp=4", "Did you mean 'data'?"]),
@@ -250,6 +250,25 @@ MALFORMED: list[tuple[Any, list[str]]] = [
         {**sequence(mode="megatron"), **tensor(mode="2d", size=4)},
         ["needs tensor mode '1d'", "tensor=dict(mode='2d', size=4)", "tensor=dict(mode='1d', size=4)"],
     ),
+    # expert
+    ({"expert": None}, ["expert is None, not a dict", "Write expert=2 or expert=dict(size=2)"]),
+    ({"expert": True}, ["expert=True is a bool, not an int"]),
+    ({"expert": 0}, ["expert=0 is zero", "the least is 1"]),
+    ({"expert": "4"}, ["expert='4'", "a string, not a dict"]),
+    ({"expert": {}}, ["expert=dict()", "size is missing", "Write size=2"]),
+    ({"expert": {"size": 2.0}}, ["size=2.0 is a float, not an int", "Write size=2"]),
+    ({"expert": {"size": -2}}, ["size=-2 is negative"]),
+    ({"expert": {"ranks": 2}}, ["expert has no key 'ranks'. Did you mean 'size'?", "Known keys: size"]),
+    ({"ep": 2}, ["ep=2", "Did you mean 'expert'?"]),
+    ({"moe": dict(size=2)}, ["Did you mean 'expert'?"]),
+    (
+        {"expert": 3, "data": 2, "tensor": 2},
+        ["expert=dict(size=3)", "3 does not divide data=2 × tensor=2 = 4", "Write size=1, 2 or 4."],
+    ),
+    (
+        {"expert": dict(size=4), "data": 2, "pipeline": 2},
+        ["along data, sequence and tensor", "size 4 does not divide data=2.", "Write size=1 or 2."],
+    ),
     # zero
     ({"zero": None}, ["zero=None", "zero=dict(stage=3)"]),
     ({"zero": 2}, ["zero=2", "an int, not a dict", "zero=dict(stage=2)"]),
@@ -416,7 +435,7 @@ KEYS = [
 ENTRY = st.one_of(
     JUNK, st.dictionaries(st.sampled_from([*KEYS, "placement", "offload_path", "other"]), JUNK, max_size=4)
 )
-DIMENSIONS = st.sampled_from(["data", "pipeline", "sequence", "tensor", "zero"])
+DIMENSIONS = st.sampled_from(["data", "pipeline", "sequence", "tensor", "expert", "zero"])
 
 
 @given(parallel=st.one_of(JUNK, st.dictionaries(DIMENSIONS, ENTRY, max_size=2)), world=st.none() | JUNK)

@@ -1,4 +1,4 @@
-"""The whole spec: five entries, their axes in rank order, and what only shows when they are seen together."""
+"""The whole spec: six entries, their axes in rank order, and what only shows when they are seen together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec.entry import Entry, divisors, format_value, join_choices, kind, suggest
+from meshfold.mesh.spec.expert import KEYS as EXPERT_KEYS
+from meshfold.mesh.spec.expert import ExpertSpec
 from meshfold.mesh.spec.pipeline import KEYS as PIPELINE_KEYS
 from meshfold.mesh.spec.pipeline import PipelineSpec
 from meshfold.mesh.spec.sequence import KEYS as SEQUENCE_KEYS
@@ -20,8 +22,14 @@ from meshfold.mesh.spec.text import format_table
 from meshfold.mesh.spec.zero import KEYS as ZERO_KEYS
 from meshfold.mesh.spec.zero import ZeroSpec
 
-DIMENSIONS = ("data", "pipeline", "sequence", "tensor", "zero")
-_KEYS = {"tensor": TENSOR_KEYS, "pipeline": PIPELINE_KEYS, "sequence": SEQUENCE_KEYS, "zero": ZERO_KEYS}
+DIMENSIONS = ("data", "pipeline", "sequence", "tensor", "expert", "zero")
+_KEYS = {
+    "tensor": TENSOR_KEYS,
+    "pipeline": PIPELINE_KEYS,
+    "sequence": SEQUENCE_KEYS,
+    "zero": ZERO_KEYS,
+    "expert": EXPERT_KEYS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +44,13 @@ class ParallelSpec:
     pipeline: PipelineSpec | None = None
     sequence: SequenceSpec | None = None
     tensor: TensorSpec | None = None
+    expert: ExpertSpec | None = None
     zero: ZeroSpec | None = None
     written: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def parse(cls, parallel: object, world_size: int | None = None) -> ParallelSpec:
-        """Check ``parallel=dict(data=..., pipeline=..., sequence=..., tensor=..., zero=...)`` and return the spec.
+        """Check ``parallel=dict(data=..., pipeline=..., sequence=..., tensor=..., expert=..., zero=...)``; return the spec.
 
         Pure: needs no process group and accepts the whole grammar whatever is installed. With ``world_size``
         (ranks) given, ``data`` is inferred where it was left out, and the product must be the world size.
@@ -66,11 +75,14 @@ class ParallelSpec:
             pipeline=PipelineSpec.parse(parallel["pipeline"]) if "pipeline" in parallel else None,
             sequence=SequenceSpec.parse(parallel["sequence"]) if "sequence" in parallel else None,
             tensor=TensorSpec.parse(parallel["tensor"]) if "tensor" in parallel else None,
+            expert=ExpertSpec.parse(parallel["expert"]) if "expert" in parallel else None,
             zero=ZeroSpec.parse(parallel["zero"]) if "zero" in parallel else None,
             written=f"parallel={format_value(parallel)}",
         )
         spec._check_megatron(parallel)
         spec._check_attention(parallel)
+        if spec.data is not None:
+            spec._check_experts()
         return spec if world_size is None else spec.with_world_size(world_size)
 
     def with_world_size(self, world_size: int) -> ParallelSpec:
@@ -78,7 +90,9 @@ class ParallelSpec:
         total = Entry(name="world_size", value=world_size).count("world_size", world_size, 1)
         rest = math.prod(size for name, size in self.axes.items() if name != "data")
         if total % rest == 0 and self.data in (None, total // rest):
-            return replace(self, data=total // rest)
+            fitted = replace(self, data=total // rest)
+            fitted._check_experts()
+            return fitted
         written = self.written or f"parallel={format_value(self.to_dict())}"
         shown = {name: size for name, size in self.axes.items() if name != "data" or self.data is not None}
         entries = {
@@ -122,12 +136,36 @@ class ParallelSpec:
                 "Leave sequence out, or leave attention out of tensor.",
             )
 
+    def _check_experts(self) -> None:
+        if self.expert is not None:
+            self.expert.check(self._without_pipeline)
+
+    @property
+    def _without_pipeline(self) -> dict[str, int]:
+        stages = {} if self.pipeline is None else self.pipeline.axes
+        return {name: size for name, size in self.axes.items() if name not in stages}
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes, or factors of axes, whose ranks hold different experts; none without the entry ``expert``.
+
+        Raises:
+            SpecError: while ``data`` is not known, if the other axes have too few ranks.
+        """
+        return () if self.expert is None else self.expert.fold(self._without_pipeline)[0]
+
+    @property
+    def expert_data_axes(self) -> tuple[str, ...]:
+        """The other axes of data, sequence and tensor, or the rest of their factors: their ranks hold the same experts."""
+        folded = ExpertSpec(size=1) if self.expert is None else self.expert
+        return folded.fold(self._without_pipeline)[1]
+
     @property
     def axes(self) -> dict[str, int]:
         """Axis name to size, outermost first: data, pipe, seq (or ring, ulysses), then the tensor mode's.
 
         Ranks are row-major over it, so tensor axes vary fastest. An entry left out has no axis, save
-        ``data``.
+        ``data``; experts have none of their own, see ``expert_axes``.
         """
         axes = {"data": 1 if self.data is None else self.data}
         for dimension in (self.pipeline, self.sequence, self.tensor):
@@ -157,6 +195,8 @@ class ParallelSpec:
             needs.append(Need("pipeline", "meshfold-pipeline", "meshfold.pipeline"))
         if self.sequence is not None and self.sequence.size > 1:
             needs.append(Need("sequence", "meshfold-pipeline", "meshfold.sequence"))
+        if self.expert is not None:
+            needs.append(Need("expert", "meshfold-experts", "meshfold.experts"))
         if self.zero is not None:
             needs.append(Need("zero", "meshfold-zero-gemini", "meshfold.zero_gemini"))
         return needs
@@ -194,7 +234,7 @@ def _table(spec: ParallelSpec) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in axes.items())
         rows.append((dimension, str(math.prod(axes.values())), sizes, how))
 
-    entries = (spec.pipeline, spec.sequence, spec.tensor, spec.zero)
+    entries = (spec.pipeline, spec.sequence, spec.tensor, spec.expert, spec.zero)
     shown = [axis for axis in spec.axes if axis != "data" or spec.data != 1 or not any(entries)]
     if "data" in shown:
         how = "1 until the world size is known" if spec.data is None else "each its own part of the batch"
@@ -210,11 +250,23 @@ def _table(spec: ParallelSpec) -> str:
         overlap = "" if spec.tensor.overlap is None else f", overlap {spec.tensor.overlap}"
         attention = "" if spec.tensor.attention is None else f", attention by {spec.tensor.attention}"
         add("tensor", spec.tensor.axes, spec.tensor.mode_name + attention + overlap)
+    if spec.expert is not None:
+        rows.append(("expert", str(spec.expert.size), *_expert_places(spec, spec.expert)))
     if spec.zero is not None:
         rows.append(("zero", "", "", _zero_settings(spec.zero)))
     order = f"rank order {' > '.join(shown)}, the last varies fastest" if shown else "one rank"
     rows.append(("world", str(spec.world_size), "", order))
     return "\n".join(format_table(rows, "<><"))
+
+
+def _expert_places(spec: ParallelSpec, expert: ExpertSpec) -> tuple[str, str]:
+    """Return the axes that experts are spread over, and how many ranks have copies of each."""
+    ranks = math.prod(spec._without_pipeline.values())
+    if ranks % expert.size:
+        return "", "folded out of data once the world size is known"
+    copies = ranks // expert.size
+    each = "one copy" if copies == 1 else f"{copies} copies"
+    return " ".join(spec.expert_axes), f"{each} of each expert, no ranks of their own"
 
 
 def _zero_settings(zero: ZeroSpec) -> str:
