@@ -154,7 +154,9 @@ def assemble(
         stages.called(built, world.device, precision)
         fill(built)
     for parameter in built.parameters():
-        annotate(parameter, replace(metadata_on(parameter, world.mesh), sum_axes=world.outer_axes))
+        meta = metadata_on(parameter, world.mesh)
+        if not meta.own_sum_axes:
+            annotate(parameter, replace(meta, sum_axes=world.outer_axes))
     named = built.named_parameters() if pipelined is None else pipelined.pipeline.named_parameters()
     parameters = {name: p for name, p in named if p.requires_grad}
     cast_rest(built, precision, set(built.parameters()) if in_chunks else set(parameters.values()))

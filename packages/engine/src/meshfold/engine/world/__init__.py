@@ -214,6 +214,8 @@ def require_runnable(spec: ParallelSpec) -> None:
     Raises:
         SpecError: that names the distribution which is not installed.
     """
+    if spec.expert is not None:
+        raise SpecError(f"{spec.written or spec}: expert is not carried out by the engine yet: leave it out")
     spec.require_installed()
 
 

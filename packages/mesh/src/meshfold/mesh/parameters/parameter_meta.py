@@ -31,6 +31,8 @@ class ParameterMeta:
         sum_axes: axes its gradient has still to be summed over after backward (plain data parallelism).
         tie: a name shared by parameters that are one tensor of the model; empty for the rest.
         only_at: axes whose ranks have different parameters (stages of a pipeline), with the coordinates that have this one.
+        own_sum_axes: ``sum_axes`` is this parameter's own: it lies over axes of the batch (experts), or sees some of the
+            tokens of a rank only.
     """
 
     mesh: Mesh
@@ -38,6 +40,7 @@ class ParameterMeta:
     sum_axes: tuple[str, ...] = ()
     tie: str = ""
     only_at: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    own_sum_axes: bool = False
 
 
 def annotate(parameter: Tensor, meta: ParameterMeta) -> None:

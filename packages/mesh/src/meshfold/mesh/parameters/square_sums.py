@@ -115,8 +115,7 @@ def square_sums_of_blocks(parameters: Sequence[Tensor], mesh: Mesh, device: torc
     The all-reduce is over the axes that split any of them, by their metadata; without such axes there is none.
     """
     metas = [metadata_on(parameter, mesh) for parameter in parameters]
-    split = {axis for meta in metas for axis in meta.placement.split_axes}
-    axes = [axis for axis in mesh.names if axis in split]
+    axes = mesh.spanned(*dict.fromkeys(axis for meta in metas for axis in meta.placement.split_axes))
     shards = {}
     for place, (parameter, meta) in enumerate(zip(parameters, metas, strict=True)):
         shards[parameter] = ShardOfTensor(place, _BlockPieces(meta, mesh, holders_factor(meta, mesh, axes)))

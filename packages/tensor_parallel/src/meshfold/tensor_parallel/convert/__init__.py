@@ -3,6 +3,7 @@
 from meshfold.tensor_parallel.convert.functional_dropout import FunctionalDropout
 from meshfold.tensor_parallel.convert.huggingface import find_functional_dropout, recompute_contexts
 from meshfold.tensor_parallel.convert.model_adapter import padding_for_decoding, row_multiple
+from meshfold.tensor_parallel.convert.own_tokens import OwnTokens
 from meshfold.tensor_parallel.convert.parallelize import parallelize
 from meshfold.tensor_parallel.convert.report import Placed, Report
 from meshfold.tensor_parallel.convert.roles import ROLES, check_rules
@@ -10,6 +11,7 @@ from meshfold.tensor_parallel.convert.roles import ROLES, check_rules
 __all__ = [
     "ROLES",
     "FunctionalDropout",
+    "OwnTokens",
     "Placed",
     "Report",
     "check_rules",

@@ -11,6 +11,7 @@ from meshfold.mesh import Mesh, Part
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.forward_code import children_called
+from meshfold.tensor_parallel.convert.own_tokens import OwnTokens
 from meshfold.tensor_parallel.convert.replicated import Replicated, StreamSource
 from meshfold.tensor_parallel.layers.attention import (
     SplitMultiheadAttention,
@@ -101,12 +102,16 @@ class LayerBuilder:
 
         Args:
             role: ``"source"``: it makes the stream, and is given none. ``"mixture"``: the experts in it are split.
+                ``"own_tokens"``: it works on each token by itself, and on no token twice.
                 ``"attention"``: torch's own, whose heads are.
 
         Returns:
             What became of it, for the report.
         """
         mode, said = self.analysis.mode_at(name), "whole on every rank"
+        if role == "own_tokens":
+            OwnTokens(self.mesh, mode, self.batch).attach(module)
+            return f"as it is; each rank of {', '.join(mode.axes)} gives it tokens of its own"
         adapter, whole = StreamSource if role == "source" else Replicated, ""
         hidden, boundary = self.analysis.roles.hidden, self.analysis.flat_at(name)
         adapter(module, self.mesh, mode, hidden, self.batch, boundary).keep_whole(module)

@@ -49,6 +49,7 @@ _ORDER = (
     "dropout",
     "loss",
     "mixture",
+    "own_tokens",
     "attention",
     "replicate",
 )
@@ -79,7 +80,7 @@ def parallelize(
         mode: ``"1d"``, ``"1d+sequence"``, ``"1d+tokens"``, ``"2d"``, ``"2.5d"``, ``"3d"`` or a Mode of your own.
         rules: role by pattern of full names, where names and shapes do not tell: ``{"*.router": "replicate"}``. Roles
             are column, row, head, stem, embedding, positions, norm, head_norm, head_bias, dropout, loss, patch, source,
-            mixture and replicate.
+            mixture, own_tokens and replicate.
         lowering: how matmuls are carried out: ``"gather"``, ``"stream"``, ``"ring"``, ``"auto"``, where it applies.
         blocks_apart: where tokens are split round blocks (``"1d+sequence"``), let each block do so by itself, so that any of
             them may be called alone, as in stages of a pipeline.

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from meshfold.mesh import LayoutError, did_you_mean, metadata
+from meshfold.tensor_parallel.convert.own_tokens import MARK, is_marked
 from meshfold.tensor_parallel.layers.experts import experts_of
 from meshfold.tensor_parallel.module_kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
 
@@ -49,13 +50,14 @@ _KINDS: dict[str, tuple[str, Callable[[nn.Module], bool]]] = {
     "replicate": ("any module", lambda m: True),
     "source": ("any module", lambda m: True),
     "mixture": ("a module round experts whose weights have three dims", lambda m: bool(experts_of(m))),
+    "own_tokens": (f"a module that says {MARK} = True", is_marked),
     "patch": ("a convolution with stride = kernel_size", is_patch),
 }
 ROLES = tuple(_KINDS)
 """What a user's rule may say."""
 
 
-WHOLE = ("replicate", "source", "mixture", "attention")
+WHOLE = ("replicate", "source", "mixture", "own_tokens", "attention")
 """The roles of modules that keep all that lies in them, before a stream that is whole."""
 
 
@@ -175,6 +177,8 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
         return "loss"
     if isinstance(module, nn.Conv2d) and is_patch(module):
         return "patch" if module.out_channels == hidden else ""
+    if is_marked(module):
+        return "own_tokens"
     if type(module) is nn.MultiheadAttention:
         return "attention" if module.embed_dim == hidden else ""
     if _is_mixture(module, hidden):

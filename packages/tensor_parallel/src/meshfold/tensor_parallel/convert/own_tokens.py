@@ -1,0 +1,115 @@
+"""Modules that work on each token by itself, such as a mixture whose experts are spread over ranks.
+
+On the way in each rank gets tokens that no other rank has, with all of their hidden dim; on the way out the stream lies as it
+did. So nothing is computed twice, and the gradient of a parameter inside is this rank's part of a sum over all ranks of the
+tensor axes: whoever marks the module says so in the parameters' metadata (``sum_axes``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.collectives import bind_collect, bind_exchange, bind_take
+from meshfold.mesh.tracking import set_tracked_layout, tracked_layout, untracked
+from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh
+from meshfold.tensor_parallel.modes import Mode
+
+MARK = "own_tokens"
+"""Attribute of a module that is one of these."""
+
+
+class OwnTokens(OnMesh):
+    """Hooks round a module that takes the stream first, and returns a tensor of its shape, alone or first in a tuple.
+
+    The rows of the stream that a rank has, ``m h``, are exchanged for columns over the axes that split the hidden dim, and
+    shared out over those whose ranks have the same. Where they do not divide, some ranks get fewer.
+    """
+
+    def __init__(self, mesh: Mesh, mode: Mode | None, batch: BatchShape | None = None) -> None:
+        """Args:
+        mode: how the stream lies; None: a rank's tokens are its own already.
+        batch: of the forward that runs.
+        """
+        self.mesh, self.batch = mesh, batch
+        self.columns: tuple[str, ...] = ()
+        self.alike: tuple[str, ...] = ()
+        if mode is not None:
+            residual = mode.layout("residual")
+            self.columns = residual["h"]
+            self.alike = tuple(axis for axis in mode.axes if axis not in residual.axes)
+        self._to_rows = bind_exchange(mesh, 0, -1, self.columns)
+        self._to_columns = bind_exchange(mesh, -1, 0, self.columns)
+        self._take, self._collect = bind_take(mesh, 0, self.alike), bind_collect(mesh, 0, self.alike)
+        self._shape = torch.Size()
+        self._layout: Any = None
+        self._quiet: list[Any] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Register the hooks. Code inside is not tracked: what it does with the tokens of one rank is its own affair."""
+        module.register_forward_pre_hook(self.enter, with_kwargs=True)
+        module.register_forward_hook(self.leave)
+        module.register_forward_hook(self._end, always_call=True)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with this rank's own tokens first, ``n h``."""
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        if self.batch is not None and self.batch.given < self.batch.rows:
+            raise LayoutError(
+                f"a batch of {self.batch.given} rows was filled up to {self.batch.rows} for the tensor mode, and experts would "
+                f"be given tokens that do not count: give {self.batch.rows} rows, or another multiple that needs no filling up"
+            )
+        self._layout = tracked_layout(x)
+        quiet = untracked()
+        quiet.__enter__()
+        self._quiet.append(quiet)
+        self._shape = x.shape
+        mine = self._own(x.reshape(-1, x.shape[-1]))
+        if args:
+            return (mine, *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): mine}
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with the stream as it lay."""
+        first = output[0] if isinstance(output, tuple) else output
+        y = self._joined(first)
+        self._end(module, args, output)
+        set_tracked_layout(y, self._layout)
+        return (y, *output[1:]) if isinstance(output, tuple) else y
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._quiet:
+            self._quiet.pop().__exit__(None, None, None)
+
+    @property
+    def _parts(self) -> int:
+        return self.mesh.size(*self.columns, *self.alike)
+
+    def _rows(self) -> tuple[int, int]:
+        """Return the rows that each rank works on, filled up, and how many of this rank's are real."""
+        rows = self._shape[:-1].numel()
+        each = -(-rows // self._parts)
+        first = self.mesh.index(*self.columns, *self.alike) * each
+        return each, max(0, min(rows - first, each))
+
+    def _own(self, x: Tensor) -> Tensor:
+        if self._parts == 1:
+            return x
+        each, real = self._rows()
+        x = nn.functional.pad(x, (0, 0, 0, each * self._parts - x.shape[0]))
+        return self._take(self._to_rows(x))[:real]
+
+    def _joined(self, y: Tensor) -> Tensor:
+        if self._parts > 1:
+            each, real = self._rows()
+            y = nn.functional.pad(y, (0, 0, 0, each - real))
+            y = self._to_columns(self._collect(y))[: self._shape[:-1].numel()]
+        return y.reshape(self._shape)
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Return True if a module says that it works on each token by itself."""
+    return bool(getattr(module, MARK, False))
