@@ -17,13 +17,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 _GROUND = {"mesh", "kernels"}
-_PARALLEL = {*_GROUND, "optimizers", "tensor_parallel", "zero_gemini", "pipeline", "checkpoint"}
+_PARALLEL = {*_GROUND, "optimizers", "experts", "tensor_parallel", "zero_gemini", "pipeline", "checkpoint"}
 _INTEGRATION = {*_PARALLEL, "engine"}
 # The import rule: which siblings a package may import.
 SIBLINGS: dict[str, set[str]] = {
     "mesh": set(),
     "kernels": set(),
     "optimizers": set(),
+    "experts": _GROUND,
     "tensor_parallel": _GROUND,
     "zero_gemini": _GROUND,
     "pipeline": _GROUND,

@@ -15,6 +15,7 @@ from meshfold.mesh import (
     all_reduce,
     all_to_all,
     broadcast,
+    exchange_rows,
     moved_bytes,
     record,
     reduce_scatter,
@@ -39,6 +40,7 @@ def test_bytes_by_kind(mesh: Mesh) -> None:
         reduce_scatter(x, group, 0)
         all_reduce(x, group)
         all_to_all(x, group, 0, 1)
+        exchange_rows(x, group, (0, 1, 2, 1), (3, 0, 5, 1)).wait()  # rank 7 is the last of its group
         broadcast(x, group, 2)
         shift(x, group)
         send(x, group, 1).wait()
@@ -47,19 +49,20 @@ def test_bytes_by_kind(mesh: Mesh) -> None:
         ("reduce_scatter", 96, 72),
         ("all_reduce", 96, 144),
         ("all_to_all", 96, 72),
+        ("exchange_rows", 72, 72),
         ("broadcast", 96, 96),
         ("shift", 96, 96),
         ("send", 96, 96),
     ]
     assert {entry.axes for entry in log.entries} == {("col",)} and {e.group_size for e in log.entries} == {4}
     assert {entry.kind for entry in log.entries} == set(KINDS)
-    assert log.bytes == 864
+    assert log.bytes == 936
 
 
 def test_fractions_are_exact() -> None:
     assert moved_bytes("all_reduce", 10, 3) == Fraction(40, 3)
     assert moved_bytes("all_gather", 7, 7) == 6
-    assert [moved_bytes(kind, 100, 1) for kind in KINDS] == [0] * 7
+    assert [moved_bytes(kind, 100, 1) for kind in KINDS] == [0] * 8
 
 
 @pytest.mark.parametrize(

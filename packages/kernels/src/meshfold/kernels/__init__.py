@@ -77,6 +77,7 @@ from meshfold.kernels.norms import (
 )
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
+from meshfold.kernels.token_rows import sum_rows, take_rows
 
 __all__ = [
     "FP8_MULTIPLE",
@@ -138,8 +139,10 @@ __all__ = [
     "sum_exp_and_target",
     "sum_of_magnitudes",
     "sum_of_squares",
+    "sum_rows",
     "swiglu",
     "swiglu2",
+    "take_rows",
     "to_fp8",
     "unpack_nf4",
     "use",

@@ -30,6 +30,7 @@ DISTRIBUTIONS = {
     "meshfold-mesh": "meshfold.mesh",
     "meshfold-kernels": "meshfold.kernels",
     "meshfold-optimizers": "meshfold.optimizers",
+    "meshfold-experts": "meshfold.experts",
     "meshfold-tensor-parallel": "meshfold.tensor_parallel",
     "meshfold-pipeline": "meshfold.pipeline",
     "meshfold-zero-gemini": "meshfold.zero_gemini",

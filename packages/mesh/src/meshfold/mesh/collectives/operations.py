@@ -239,6 +239,35 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, asyn
     return _issue(exchanged, lambda out: wide_reshape(out.movedim(0, concat), whole), async_op, call)
 
 
+def exchange_rows(x: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+    """Begin to send every rank its own number of rows: ``[sum(sends), ..] -> [sum(receives), ..]``, sources in group order.
+
+    Args:
+        x: the rows for rank 0 of the group, then those for rank 1, and so on.
+        sends: rows for each rank; those for this rank itself are copied and count as no traffic.
+        receives: rows from each rank: what it sends here.
+
+    Raises:
+        CollectiveError: if there is not one number a rank, or ``sends`` are not the rows of ``x``.
+    """
+    if len(sends) != group.size or len(receives) != group.size or sum(sends) != x.shape[0]:
+        raise CollectiveError(
+            f"exchange_rows of {tuple(x.shape)} over {group.size} ranks: sends {list(sends)} must have a number for each "
+            f"rank and sum to {x.shape[0]} rows, receives {list(receives)} a number for each rank"
+        )
+    if group.size == 1:
+        return Pending(x, None)
+    # How many rows go is each rank's own business: the ranks need to agree on the rest of the shape alone.
+    away = x[: x.shape[0] - sends[group.index]]
+    if comm_log._active:
+        comm_log.note("exchange_rows", group.axes, group.size, away.numel() * x.element_size())
+    call = None
+    if flight_recorder.active is not None and not torch.compiler.is_compiling():
+        call = flight_recorder.active.enter("exchange_rows", group, x[:0], None, None, now=False)
+    exchanged = _ops.all_to_all_single(x.contiguous(), list(receives), list(sends), group.name)
+    return Pending(exchanged, _same, call=call)
+
+
 @overload
 def broadcast(x: Tensor, group: Group, source: int, *, async_op: Literal[False] = ...) -> Tensor: ...
 @overload

@@ -19,6 +19,7 @@ all_gather      (g−1)/g · B           the gathered tensor
 reduce_scatter  (g−1)/g · B           the tensor before it is scattered
 all_reduce      2 (g−1)/g · B         the tensor
 all_to_all      (g−1)/g · B           the local tensor
+exchange_rows   B                     the rows for other ranks
 broadcast       B                     the tensor
 shift           B                     the local tensor, sent to a neighbour
 send            B                     the tensor; noted by the sender alone
@@ -129,12 +130,15 @@ def note(kind: Kind, axes: tuple[str, ...], group_size: int, block_bytes: int) -
         log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase, bool(_of_weights)))
 
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "shift", "send"]
+Kind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange_rows", "broadcast", "shift", "send"
+]
 KINDS: tuple[Kind, ...] = (
     "all_gather",
     "reduce_scatter",
     "all_reduce",
     "all_to_all",
+    "exchange_rows",
     "broadcast",
     "shift",
     "send",
@@ -151,7 +155,7 @@ def moved_bytes(kind: Kind, block_bytes: int | Fraction, group_size: int) -> Fra
     """
     if group_size == 1:
         return Fraction(0)
-    if kind in ("broadcast", "shift", "send"):
+    if kind in ("exchange_rows", "broadcast", "shift", "send"):
         return Fraction(block_bytes)
     share = Fraction(group_size - 1, group_size) * block_bytes
     return 2 * share if kind == "all_reduce" else share

@@ -1,0 +1,51 @@
+"""Mixtures of experts: routers, balance, dispatch over ranks, a layer, and the experts of models that others wrote."""
+
+from __future__ import annotations
+
+from meshfold.experts.balance import (
+    RoutingSums,
+    balance_loss_of,
+    moved_bias,
+    over_ranks,
+    routing_sums,
+    z_loss_of,
+)
+from meshfold.experts.dispatch import dispatch
+from meshfold.experts.feed_forward import ExpertLayout, feed_forward
+from meshfold.experts.find import ExpertBlock, find_experts
+from meshfold.experts.grouped import grouped_matmul
+from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert, balance_loss, z_loss
+from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, update_selection_bias
+from meshfold.experts.routing import Routing, sigmoid_top_k, softmax_top_k
+from meshfold.experts.shard import ExpertShard, ShardedExperts, dispatching_forward, shard_experts
+
+__all__ = [
+    "ExpertBlock",
+    "ExpertLayout",
+    "ExpertShard",
+    "Experts",
+    "MixtureOfExperts",
+    "Router",
+    "Routing",
+    "RoutingSums",
+    "ShardedExperts",
+    "SharedExpert",
+    "SigmoidRouter",
+    "SoftmaxRouter",
+    "balance_loss",
+    "balance_loss_of",
+    "dispatch",
+    "dispatching_forward",
+    "feed_forward",
+    "find_experts",
+    "grouped_matmul",
+    "moved_bias",
+    "over_ranks",
+    "routing_sums",
+    "shard_experts",
+    "sigmoid_top_k",
+    "softmax_top_k",
+    "update_selection_bias",
+    "z_loss",
+    "z_loss_of",
+]

@@ -1,0 +1,164 @@
+"""Tokens to the ranks that have their experts, and the sum of what these say back.
+
+Experts lie in contiguous blocks on the ranks of a group. A token goes **once** to each other rank that has any of its experts.
+That rank runs them, weights their outputs and adds them up, and one row comes back. So a layer sends, forward, two rows of h
+elements for a token and a remote rank, whatever k is; backward sends the same. Beside them go the numbers of rows (one small
+all-to-all, the one place where the host waits for the device) and, with each row, its k weights and expert numbers.
+
+Gradients are exact: those of an expert's parameters sum over the tokens of all ranks of the group, as the sum of the ranks'
+losses wants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.experts.counting import by_expert, expert_places, pairs_of, rank_places
+from meshfold.kernels import sum_rows, take_rows
+from meshfold.mesh import Group, SpecError, all_gather, all_to_all, exchange_rows
+from meshfold.mesh.collectives import adjoint_pair
+
+Run = Callable[[Tensor, Tensor, Sequence[int] | None], Tensor]
+"""From rows [m, h] sorted by expert, ends [e] int32, and the numbers of rows where the host knows them, to outputs [m, h]."""
+
+
+def dispatch(
+    tokens: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    run: Run,
+    *,
+    experts: int,
+    group: Group | None = None,
+    capacity: float | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts: ``[n, h] -> [n, h]``, n of each rank its own.
+
+    Args:
+        tokens: [n, h] of this rank; n may be 0 and may differ between ranks.
+        index: [n, k] whole numbers: the experts of each token, 0 to experts - 1; others count as none.
+        weights: [n, k], any floating dtype.
+        run: applies this rank's experts.
+        experts: the number of all experts; rank i of the group has the i-th of as many blocks as there are ranks.
+        group: None, or a group of one rank: all experts are here, and nothing is sent.
+        capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
+            ranks; the outputs of further ones are left out. None: none are.
+
+    Raises:
+        SpecError: if the ranks do not divide the experts.
+        ValueError: if the shapes do not fit.
+    """
+    if tokens.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != tokens.shape[0]:
+        raise ValueError(
+            f"dispatch takes tokens [n, h], index [n, k] and weights [n, k], got {list(tokens.shape)}, {list(index.shape)} "
+            f"and {list(weights.shape)}"
+        )
+    ranks = 1 if group is None else group.size
+    experts_each = experts_of_each(experts, ranks)
+    if capacity is not None:
+        index = within_capacity(index, experts, capacity, group)
+    if group is None or ranks == 1:
+        return _here(tokens, index, weights, run, experts, index.numel(), None)
+    places, outgoing = rank_places(index, experts_each, ranks)
+    sends, receives, counts = _sizes(index, outgoing, experts_each, group)
+    pairs = pairs_of(places, sum(sends))
+    rows = _exchange(take_rows(tokens, pairs, places), group, sends, receives)
+    carried = take_rows(weights, pairs, places)
+    numbers = index.index_select(0, pairs // ranks)
+    arrived, theirs = _Routing.apply(carried, numbers.to(torch.int32), group, sends, receives)
+    mine = theirs - group.index * experts_each
+    partial = _here(rows, mine, arrived, run, experts_each, sum(counts), counts)
+    return sum_rows(_exchange(partial, group, receives, sends), pairs, places)
+
+
+def experts_of_each(experts: int, ranks: int) -> int:
+    """Return the number of experts that each rank has.
+
+    Raises:
+        SpecError: if the ranks do not divide them.
+    """
+    if experts % ranks:
+        fitting = [size for size in range(1, experts + 1) if experts % size == 0]
+        raise SpecError(
+            f"{experts} experts cannot be split over {ranks} ranks: each must have as many; write expert=dict(size=...) with a "
+            f"size that divides {experts}: {', '.join(map(str, fitting))}"
+        )
+    return experts // ranks
+
+
+def within_capacity(index: Tensor, experts: int, capacity: float, group: Group | None) -> Tensor:
+    """Return the index with -1 for what is over the capacity of its expert: ``[n, k] -> [n, k]``.
+
+    Pairs are counted in the order of the ranks, then of the tokens. Costs one all-gather of ``experts + 1`` numbers.
+
+    Raises:
+        SpecError: unless the capacity is a positive number.
+    """
+    if not (isinstance(capacity, int | float) and math.isfinite(capacity) and capacity > 0):
+        raise SpecError(f"capacity={capacity!r}: write a positive number, such as 1.25, or None for no limit")
+    places, counts = expert_places(index, experts)
+    mine = torch.cat([counts, torch.full_like(counts[:1], index.shape[0])])
+    everyone = mine.unsqueeze(0) if group is None else all_gather(mine.unsqueeze(0), group, 0)
+    earlier = everyone[: 0 if group is None else group.index].sum(0)[:experts]
+    total = everyone[:, experts].sum() * index.shape[1]
+    most = torch.ceil(total.double() * capacity / experts).long()
+    starts = counts.cumsum(0) - counts
+    shift = torch.cat([earlier - starts, earlier.new_zeros(1)])
+    bins = torch.where(places < 0, experts, index).long()
+    position = places + shift[bins]
+    return torch.where((places >= 0) & (position < most), index, -1)
+
+
+def _here(
+    tokens: Tensor, index: Tensor, weights: Tensor, run: Run, experts: int, rows: int, counts: Sequence[int] | None
+) -> Tensor:
+    """Run experts that are all on this rank."""
+    found = by_expert(index, experts, rows)
+    outputs = run(take_rows(tokens, found.pairs, found.places), found.ends, counts)
+    return sum_rows(outputs.to(tokens.dtype), found.pairs, found.places, weights)
+
+
+def _sizes(index: Tensor, outgoing: Tensor, experts_each: int, group: Group) -> tuple[list[int], list[int], list[int]]:
+    """Exchange sizes: rows to each rank, rows from each, pairs of each expert here. The host waits for the device, here only."""
+    experts = experts_each * group.size
+    safe = torch.where((index >= 0) & (index < experts), index, experts).long().flatten()
+    wanted = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
+    wanted = wanted.scatter_add_(0, safe, torch.ones_like(safe))[:experts].view(group.size, experts_each)
+    incoming = all_to_all(torch.cat([outgoing.unsqueeze(1), wanted], 1), group, 0, 0)
+    numbers = torch.cat([outgoing, incoming[:, 0], incoming[:, 1:].sum(0)]).tolist()
+    return numbers[: group.size], numbers[group.size : 2 * group.size], numbers[2 * group.size :]
+
+
+def _exchange(rows: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    """Exchange rows, with gradients: they go the way back."""
+    return adjoint_pair(
+        lambda x: exchange_rows(x, group, sends, receives).wait(),
+        lambda g: exchange_rows(g, group, receives, sends).wait(),
+    )(rows)
+
+
+class _Routing(torch.autograd.Function):
+    """Sends the weights and the expert numbers of rows in one message; the gradients of the weights come back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, numbers: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.way = group, sends, receives
+        size = weights.shape[1] * weights.element_size()
+        message = torch.cat([weights.contiguous().view(torch.uint8), numbers.contiguous().view(torch.uint8)], 1)
+        arrived = exchange_rows(message, group, sends, receives).wait()
+        theirs = arrived[:, size:].contiguous().view(numbers.dtype)
+        ctx.mark_non_differentiable(theirs)
+        return arrived[:, :size].contiguous().view(weights.dtype), theirs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dweights: Tensor, _: Tensor) -> Any:
+        group, sends, receives = ctx.way
+        return exchange_rows(dweights, group, receives, sends).wait(), None, None, None, None

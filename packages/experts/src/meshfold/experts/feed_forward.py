@@ -1,0 +1,68 @@
+"""The feed-forward of many experts on rows sorted by expert: grouped matmul, gated activation, grouped matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.experts.grouped import grouped_matmul
+
+Gate = Callable[[Tensor], Tensor]
+"""From gate and up side by side (in any order) to the activation: ``[m, 2·ffn] -> [m, ffn]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """The layout of a module's stacked expert parameters.
+
+    Attributes:
+        gate_up: the parameter's name in its module: ``[e, 2·ffn, h]``.
+        down: ``[e, h, ffn]``.
+        gate_up_bias: ``[e, 2·ffn]``; None without.
+        down_bias: ``[e, h]``; None without.
+        transposed: both matrices lie the other way round: ``[e, h, 2·ffn]`` and ``[e, ffn, h]``.
+        gate: the gated activation.
+    """
+
+    gate_up: str
+    down: str
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    transposed: bool = False
+    gate: Gate
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all stacked parameters."""
+        return tuple(name for name in (self.gate_up, self.gate_up_bias, self.down, self.down_bias) if name is not None)
+
+
+def feed_forward(
+    layout: ExpertLayout, experts: nn.Module, rows: Tensor, ends: Tensor, counts: Sequence[int] | None = None
+) -> Tensor:
+    """Run each expert on its rows: ``[m, h] -> [m, h]``, not weighted.
+
+    Args:
+        layout: of the parameters.
+        experts: the module that has them; their dim 0 is e.
+        rows: sorted by expert.
+        ends: [e] int32: the row after the last of each expert.
+        counts: the same as numbers of rows, where the host knows them.
+    """
+
+    def linear(x: Tensor, weight: str, bias: str | None) -> Tensor:
+        matrix: Tensor = experts.get_parameter(weight)
+        y = grouped_matmul(x, matrix if layout.transposed else matrix.transpose(1, 2), ends, counts)
+        return y if bias is None else y + _of_rows(experts.get_parameter(bias), ends, x.shape[0])
+
+    hidden = layout.gate(linear(rows, layout.gate_up, layout.gate_up_bias))
+    return linear(hidden, layout.down, layout.down_bias)
+
+
+def _of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """Return the bias of each row's expert: ``[e, b] -> [m, b]``; rows after the last run have that of the last expert."""
+    expert = torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
+    return bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))

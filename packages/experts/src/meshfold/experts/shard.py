@@ -1,0 +1,107 @@
+"""Experts over the ranks of a group: each keeps its block of every stacked parameter, tokens are dispatched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfold.experts.dispatch import dispatch, experts_of_each
+from meshfold.experts.feed_forward import feed_forward
+from meshfold.experts.find import ExpertBlock
+from meshfold.mesh import Group, SpecError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertShard:
+    """This rank's block of a stacked parameter.
+
+    Attributes:
+        name: of the parameter in the model.
+        offset: of the block along dim 0: the first expert that is here.
+        shape: of the block.
+        whole: the shape of the whole parameter.
+    """
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    dim: int = 0
+
+
+class ShardedExperts:
+    """A block of experts that is split over a group.
+
+    Attributes:
+        block: what was found.
+        group: the ranks.
+        shards: one for each stacked parameter.
+    """
+
+    def __init__(self, block: ExpertBlock, group: Group | None, shards: tuple[ExpertShard, ...], forward: Any) -> None:
+        self.block, self.group, self.shards = block, group, shards
+        self._forward = forward
+
+    def close(self) -> None:
+        """Give the module of experts its own forward back. Its parameters stay as they are: blocks."""
+        if self.block.experts.__dict__.get("forward") is self._forward:
+            del self.block.experts.forward
+
+
+def shard_experts(block: ExpertBlock, group: Group | None = None, *, capacity: float | None = None) -> ShardedExperts:
+    """Keep this rank's contiguous block of a block's experts, and let its forward dispatch tokens over the group.
+
+    Each stacked parameter becomes a new ``nn.Parameter`` under its name with dim 0 of ``experts / ranks``; all else stays.
+
+    Args:
+        block: of :func:`meshfold.experts.find_experts`.
+        group: the ranks, each with tokens of its own; None or of one rank: parameters stay, and experts run by grouped matmul.
+        capacity: see :func:`meshfold.experts.dispatch`; None: the one that the experts have, which is none for transformers'.
+
+    Raises:
+        SpecError: if the ranks do not divide the experts, or somebody has replaced the forward of the experts.
+    """
+    ranks, index = (1, 0) if group is None else (group.size, group.index)
+    each = experts_of_each(block.num_experts, ranks)
+    experts = block.experts
+    if "forward" in experts.__dict__:
+        raise SpecError(
+            f"{block.experts_name}: its forward has been replaced, by shard_experts or by other code: undo that first"
+        )
+    shards = []
+    for name, qualified in zip(block.layout.names, block.stacked, strict=True):
+        parameter = experts.get_parameter(name)
+        whole = tuple(parameter.shape)
+        if ranks > 1:
+            part = parameter.detach().narrow(0, index * each, each).clone()
+            experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        shards.append(ExpertShard(name=qualified, offset=index * each, shape=(each, *whole[1:]), whole=whole))
+    forward = dispatching_forward(block, group, capacity=capacity)
+    experts.forward = forward
+    return ShardedExperts(block, group, tuple(shards), forward)
+
+
+def dispatching_forward(
+    block: ExpertBlock, group: Group | None, *, capacity: float | None = None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a forward for a block's experts, called as theirs, whose parameters are this rank's blocks when it is called."""
+    experts, layout = block.experts, block.layout
+    if capacity is None:
+        own = getattr(experts, "capacity", None)
+        capacity = own if isinstance(own, int | float) else None
+
+    def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return dispatch(
+            tokens,
+            index,
+            weights,
+            lambda rows, ends, counts: feed_forward(layout, experts, rows, ends, counts),
+            experts=block.num_experts,
+            group=group,
+            capacity=capacity,
+        )
+
+    return forward

@@ -1,0 +1,216 @@
+"""Dispatch over ranks equals one process in float64, whatever the routing; its bytes are one copy a token and rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_models import EXPERTS, FFN, HIDDEN, TOP_K, model_of, plain_mixture
+from torch import Tensor
+
+from meshfold.experts import (
+    Experts,
+    MixtureOfExperts,
+    balance_loss,
+    dispatch,
+    find_experts,
+    shard_experts,
+    z_loss,
+)
+from meshfold.mesh import Mesh, SpecError, all_gather, all_reduce, record
+from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.testing import fake_world, ranks
+
+TOKENS = (7, 0, 5, 12)  # of each rank
+
+
+def routing(kind: str, tokens: int, size: int, generator: torch.Generator) -> Tensor:
+    """Expert numbers [n, k]: anywhere; none to the experts of rank 1; all to two; some to nobody; one expert twice."""
+    score = torch.rand(tokens, EXPERTS, generator=generator)
+    if kind == "starved":
+        score[:, EXPERTS // size : 2 * EXPERTS // size] -= 1
+    index = score.topk(TOP_K).indices
+    if kind == "one":
+        index = torch.arange(TOP_K).expand(tokens, TOP_K).clone()
+    if kind == "some":
+        index[::2, 1] = -1
+        index[1::3] = EXPERTS
+    if kind == "twice":
+        index[:, 1] = index[:, 0]
+    return index
+
+
+def of_all_ranks(kind: str, size: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(len(kind))
+    x = [torch.randn(n, HIDDEN, dtype=torch.float64, generator=generator) for n in TOKENS[:size]]
+    index = [routing(kind, n, size, generator) for n in TOKENS[:size]]
+    weights = [torch.rand(n, TOP_K, dtype=torch.float64, generator=generator) for n in TOKENS[:size]]
+    towards = torch.randn(sum(TOKENS[:size]), HIDDEN, dtype=torch.float64, generator=generator)
+    return x, index, weights, towards
+
+
+def close(found: Tensor | None, expected: Tensor) -> None:
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def compare(kind: str, size: int, capacity: float | None) -> None:
+    group = Mesh({"expert": size}).group("expert")
+    x, index, weights, towards = of_all_ranks(kind, size)
+    torch.manual_seed(2)
+    whole = Experts(HIDDEN, FFN, EXPERTS).double()
+    gate_up, down = (p.detach().clone().requires_grad_() for p in (whole.gate_up, whole.down))
+    all_x, all_weights = (torch.cat(parts).requires_grad_() for parts in (x, weights))
+    all_index = torch.cat(index)
+    valid = (all_index >= 0) & (all_index < EXPERTS)
+    if capacity is not None:
+        most = -(-int(all_index.numel() * capacity) // EXPERTS)
+        seen = dict.fromkeys(range(EXPERTS), 0)
+        for t, j in [(t, j) for t in range(len(all_index)) for j in range(TOP_K) if valid[t, j]]:
+            seen[int(all_index[t, j])] += 1
+            valid[t, j] = seen[int(all_index[t, j])] <= most
+        assert not valid.all()
+    expected = plain_mixture(all_x, all_index.clamp(0, EXPERTS - 1), all_weights, gate_up, down, valid)
+    (expected * towards).sum().backward()
+
+    [block] = find_experts(whole)
+    sharded = shard_experts(block, group, capacity=capacity)
+    assert [(s.offset, s.shape[0], s.whole[0]) for s in sharded.shards] == [
+        (group.index * EXPERTS // size, EXPERTS // size, EXPERTS)
+    ] * 2
+    here = slice(sum(TOKENS[: group.index]), sum(TOKENS[: group.index + 1]))
+    mine, my_weights = x[group.index].requires_grad_(), weights[group.index].requires_grad_()
+    y = whole(mine, index[group.index], my_weights)
+    close(y, expected[here])
+    (y * towards[here]).sum().backward()
+    close(mine.grad, all_x.grad[here])
+    close(my_weights.grad, all_weights.grad[here])
+    block_of = slice(group.index * EXPERTS // size, (group.index + 1) * EXPERTS // size)
+    close(whole.gate_up.grad, gate_up.grad[block_of])
+    close(whole.down.grad, down.grad[block_of])
+
+
+KINDS = ("any", "starved", "one", "some", "twice")
+
+
+@ranks(4)
+def test_dispatch_equals_one_process_on_4() -> None:
+    for kind in KINDS:
+        compare(kind, 4, None)
+    compare("any", 4, 0.6)
+
+
+@ranks(2)
+def test_dispatch_equals_one_process_on_2() -> None:
+    for kind in KINDS:
+        compare(kind, 2, None)
+    compare("one", 2, 1.5)
+
+
+def test_dispatch_on_one_rank() -> None:
+    with fake_world(1):
+        for kind in KINDS:
+            compare(kind, 1, None)
+        compare("any", 1, 0.5)
+
+
+@ranks(4)
+def test_bytes_are_one_copy_of_a_token_to_each_remote_rank_and_one_back() -> None:
+    group = Mesh({"expert": 4}).group("expert")
+    generator = torch.Generator().manual_seed(group.index)
+    tokens, k = 40, 6
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
+        index = torch.rand(tokens, EXPERTS, generator=generator).topk(k).indices
+        weights = torch.rand(tokens, k, generator=generator).requires_grad_()
+        torch.manual_seed(0)
+        experts = Experts(HIDDEN, FFN, EXPERTS).to(dtype)
+        [block] = find_experts(experts)
+        shard_experts(block, group)
+        with record() as log:
+            y = experts(x, index, weights)
+            log.phase = "backward"
+            y.float().square().sum().backward()
+        owner = index // (EXPERTS // 4)
+        away = sum(int((owner == rank).any(1).sum()) for rank in range(4) if rank != group.index)
+        theirs = all_gather_object([int((owner == r).any(1).sum()) for r in range(4)], group, torch.device("cpu"))
+        arrived = sum(counts[group.index] for rank, counts in enumerate(theirs) if rank != group.index)
+        row = HIDDEN * x.element_size()
+        assert away * row < int((owner != group.index).sum()) * row  # fewer than by pairs
+        sent = [entry.bytes for entry in log.entries if entry.kind == "exchange_rows"]
+        # tokens; weights (4 bytes) and expert numbers (4) of their rows; sums back; the same in backward, without numbers
+        assert sent == [away * row, away * k * 8, arrived * row, away * row, arrived * k * 4, arrived * row]
+        [sizes] = [entry for entry in log.entries if entry.kind != "exchange_rows"]
+        assert (sizes.kind, sizes.phase, sizes.block_bytes) == ("all_to_all", "forward", 8 * 4 * (1 + EXPERTS // 4))
+
+
+@ranks(4)
+def test_a_layer_with_its_losses_on_4_equals_one_process() -> None:
+    """Tokens are split over the ranks, experts too; balance loss and z-loss are those of the whole batch."""
+    group = Mesh({"expert": 4}).group("expert")
+    x, _, _, _ = of_all_ranks("any", 4)
+    batch = torch.cat(x)
+    shares = [len(rows) / len(batch) for rows in x]
+    torch.manual_seed(5)
+    serial = MixtureOfExperts(HIDDEN, FFN, EXPERTS, TOP_K, shared=8).double()
+    layer = MixtureOfExperts(HIDDEN, FFN, EXPERTS, TOP_K, shared=8).double()
+    layer.load_state_dict(serial.state_dict())
+    losses = balance_loss, z_loss
+    loss = serial(batch).square().mean() + sum(0.1 * f(serial) for f in losses)
+    loss.backward()
+    [block] = find_experts(layer)
+    shard_experts(block, group)
+    y = layer(x[group.index])
+    extra = sum(0.1 * f(layer, group) for f in losses)
+    mine = (y.square().sum() / batch.numel() / shares[group.index] if len(y) else y.sum()) + extra
+    (mine * shares[group.index]).backward()
+    close(all_reduce((mine * shares[group.index]).detach(), group), loss.detach())
+    for (name, own), expected in zip(layer.named_parameters(), serial.parameters(), strict=True):
+        assert own.grad is not None and expected.grad is not None
+        grad = own.grad
+        found = all_gather(grad, group, 0) if name in block.stacked else all_reduce(grad, group)
+        torch.testing.assert_close(found, expected.grad, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek", "gpt-oss"])
+@ranks(2)
+def test_transformers_models_on_2_equal_one_process(family: str) -> None:
+    group = Mesh({"expert": 2}).group("expert")
+    serial, model = model_of(family), model_of(family)
+    ids = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(0))
+    output = serial(input_ids=ids, labels=ids)
+    output.loss.backward()
+    blocks = find_experts(model)
+    for block in blocks:
+        shard_experts(block, group)
+    here = slice(2 * group.index, 2 * group.index + 2)
+    mine = model(input_ids=ids[here], labels=ids[here])
+    close(mine.logits, output.logits[here])
+    (mine.loss / 2).backward()
+    stacked = {name for block in blocks for name in block.stacked}
+    for (name, own), expected in zip(model.named_parameters(), serial.parameters(), strict=True):
+        assert (own.grad is None) == (expected.grad is None), name
+        if expected.grad is not None and own.grad is not None:
+            found = all_gather(own.grad, group, 0) if name in stacked else all_reduce(own.grad, group)
+            # transformers computes DeepSeek's router in float32, whatever the model's dtype
+            coarse = family == "deepseek" and name.endswith("gate.weight")
+            torch.testing.assert_close(
+                found, expected.grad, rtol=1e-4 if coarse else 1e-10, atol=1e-8 if coarse else 1e-12
+            )
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    [block] = find_experts(Experts(8, 12, 6))
+    with fake_world(4):
+        group = Mesh({"expert": 4}).group("expert")
+        with pytest.raises(SpecError, match=r"6 experts cannot be split over 4 ranks.*that divides 6: 1, 2, 3, 6"):
+            shard_experts(block, group)
+    assert block.experts.get_parameter("down").shape[0] == 6
+    shard_experts(block)
+    with pytest.raises(SpecError, match="forward has been replaced"):
+        shard_experts(block)
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="index \\[n, k\\]"):
+        dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 1), lambda r, e, c: r, experts=6)
+    for capacity in (0, -1.0, float("nan"), "all"):
+        with pytest.raises(SpecError, match="capacity="):
+            Experts(8, 12, 6, capacity)(x, torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))  # type: ignore[arg-type]

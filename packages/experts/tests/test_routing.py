@@ -1,0 +1,219 @@
+"""Routers against transformers' own modules, and the losses that balance them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expert_models import EXPERTS, HIDDEN, TOP_K, model_of
+from torch import Tensor, nn
+
+from meshfold.experts import (
+    MixtureOfExperts,
+    Routing,
+    SigmoidRouter,
+    SoftmaxRouter,
+    balance_loss,
+    balance_loss_of,
+    find_experts,
+    routing_sums,
+    sigmoid_top_k,
+    softmax_top_k,
+    update_selection_bias,
+    z_loss,
+)
+from meshfold.mesh import Mesh, SpecError, record
+from meshfold.mesh.testing import ranks
+
+ROUTERS: dict[str, Any] = {
+    "mixtral": lambda logits, _: softmax_top_k(logits, TOP_K),
+    "qwen2": lambda logits, _: softmax_top_k(logits, TOP_K, normalize=False),
+    "qwen3": lambda logits, _: softmax_top_k(logits, TOP_K, normalize=True),
+    "olmoe": lambda logits, _: softmax_top_k(logits, TOP_K, normalize=False),
+    "gpt-oss": lambda logits, _: softmax_top_k(logits, TOP_K, after=True),
+    "deepseek": lambda logits, router: sigmoid_top_k(
+        logits, TOP_K, bias=router.e_score_correction_bias, groups=4, top_groups=2, scale=router.routed_scaling_factor
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_routers_choose_and_weigh_as_transformers_do(family: str) -> None:
+    """Weights and their gradients; in float64, and in float32 where transformers casts whatever it is given."""
+    model = model_of(family)
+    name = find_experts(model)[0].router_name
+    assert name is not None
+    router = model.get_submodule(name)
+    if family == "deepseek":
+        router.e_score_correction_bias.copy_(torch.randn(EXPERTS))
+    x = torch.randn(50, HIDDEN, dtype=torch.float64)
+    logits, weights, index = router(x)
+    towards = torch.randn(50, EXPERTS, dtype=torch.float64)
+
+    def spread(index: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros(50, EXPERTS, dtype=torch.float64).scatter(1, index, weights.double())
+
+    mine = ROUTERS[family](logits if family == "gpt-oss" else logits.float(), router)
+    exact = family == "gpt-oss"
+    tolerance = dict(rtol=1e-12, atol=1e-12) if exact else dict(rtol=1e-6, atol=1e-7)
+    assert torch.equal(mine.index.sort(1).values, index.sort(1).values)
+    torch.testing.assert_close(spread(mine.index, mine.weights), spread(index, weights), **tolerance)
+    found, expected = (
+        torch.autograd.grad((spread(i, w) * towards).sum(), logits, retain_graph=True)[0]
+        for i, w in ((mine.index, mine.weights), (index, weights))
+    )
+    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(mine.probabilities.sum(1), torch.ones_like(mine.probabilities[:, 0]))
+
+
+def test_sigmoid_chooses_within_groups_by_biased_scores_in_float64() -> None:
+    logits, bias = torch.randn(200, 12, dtype=torch.float64), torch.randn(12, dtype=torch.float64)
+    routing = sigmoid_top_k(logits, 4, bias=bias, groups=4, top_groups=2, normalize=True, scale=2.5)
+    for t, scores in enumerate(logits.sigmoid()):
+        biased = scores + bias
+        best = sorted(range(4), key=lambda g: -float(biased[3 * g : 3 * g + 3].sort().values[-2:].sum()))[:2]
+        allowed = [e for e in range(12) if e // 3 in best]
+        chosen = sorted(allowed, key=lambda e: -float(biased[e]))[:4]
+        assert routing.index[t].tolist() == chosen
+        torch.testing.assert_close(routing.weights[t], 2.5 * scores[chosen] / scores[chosen].sum(), rtol=1e-12, atol=0)
+
+
+def test_modules_keep_sums_only_in_training() -> None:
+    layer = MixtureOfExperts(HIDDEN, 8, EXPERTS, TOP_K).bfloat16()
+    x = torch.randn(3, 7, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(SpecError, match="no routing to balance"):
+        balance_loss(layer)
+    layer.eval()(x)
+    with torch.no_grad():
+        layer.train()(x)
+    assert layer.router.sums is None
+    assert layer(x).dtype is torch.bfloat16 and layer.router.sums.tokens == 21
+    assert layer.router.sums.counts.sum() == 21 * TOP_K and balance_loss(layer).dtype is torch.float32
+
+
+def layers_logits(generator: torch.Generator, rows: int = 30) -> list[Tensor]:
+    return [torch.randn(rows, EXPERTS, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_loss_over_the_model_is_transformers(masked: bool) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = layers_logits(torch.Generator().manual_seed(0))
+    mask = (torch.arange(30) % 3 > 0).view(2, 15) if masked else None
+    expected = load_balancing_loss_func(tuple(logits), EXPERTS, TOP_K, mask)
+    flat = None if mask is None else mask.flatten()
+    sums = [routing_sums(softmax_top_k(each, TOP_K), flat) for each in logits]
+    found = balance_loss_of(sums, over="model")
+    torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=1e-6)
+    by_layer = torch.stack([balance_loss_of([each], over="model") for each in sums]).mean()
+    torch.testing.assert_close(balance_loss_of(sums), by_layer, rtol=1e-12, atol=0)
+    assert abs(float((by_layer - found).detach())) > 1e-3
+    even = Routing(
+        index=torch.arange(16).view(8, 2) % EXPERTS,
+        weights=torch.ones(8, 2),
+        probabilities=torch.full((8, EXPERTS), 1 / EXPERTS),
+        logits=torch.zeros(8, EXPERTS),
+    )
+    torch.testing.assert_close(balance_loss_of([routing_sums(even)]), torch.tensor(2.0))
+
+
+@ranks(4)
+def test_losses_and_bias_do_not_depend_on_the_number_of_ranks() -> None:
+    """Values and gradients for 1, 2 and 4 ranks that share one batch unevenly; one all-reduce for all layers."""
+    mesh = Mesh({"outer": 2, "inner": 2})
+    logits = layers_logits(torch.Generator().manual_seed(1), rows=24)
+    batches = {
+        (): [slice(0, 24)],
+        ("inner",): [slice(0, 7), slice(7, 24)],
+        ("outer", "inner"): [slice(0, 5), slice(5, 5), slice(5, 20), slice(20, 24)],
+    }
+    results = []
+    for axes, slices in batches.items():
+        group = mesh.group(*axes)
+        mine = slices[group.index]
+        share = (mine.stop - mine.start) / 24
+        leaves = [each.detach()[mine].requires_grad_() for each in logits]
+        sums = [routing_sums(softmax_top_k(each, TOP_K)) for each in leaves]
+        with record() as log:
+            loss = balance_loss_of(sums, group)
+        assert len(log.entries) == (1 if axes else 0)
+        total = loss + 0.1 * MixtureLosses.z(sums, group)
+        whole = [each.detach().requires_grad_() for each in logits]
+        whole_sums = [routing_sums(softmax_top_k(each, TOP_K)) for each in whole]
+        expected = balance_loss_of(whole_sums) + 0.1 * MixtureLosses.z(whole_sums, None)
+        torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+        (total * share).backward()
+        expected.backward()
+        for found, wanted in zip(leaves, whole, strict=True):
+            assert found.grad is not None and wanted.grad is not None
+            torch.testing.assert_close(found.grad, wanted.grad[mine], rtol=1e-11, atol=1e-14)
+        results.append(float(total))
+
+        torch.manual_seed(0)
+        model = nn.Sequential(SigmoidRouter(HIDDEN, EXPERTS, TOP_K), SigmoidRouter(HIDDEN, 4, 1)).double()
+        x = torch.randn(24, HIDDEN, dtype=torch.float64)
+        counts = [router(x) and router.counts.clone() for router in model]
+        update_selection_bias(model, 0.01)
+        expected_bias = [router.selection_bias.clone() for router in model]
+        for router, before, bias in zip(model, counts, expected_bias, strict=True):
+            assert torch.equal(bias, 0.01 * (before.mean() - before).sign()) and bias.abs().sum() > 0
+            router.selection_bias.zero_()
+            assert not router.counts.any()
+            router(x[mine])
+        update_selection_bias(model, 0.01, group)
+        assert all(torch.equal(router.selection_bias, bias) for router, bias in zip(model, expected_bias, strict=True))
+    assert "0.selection_bias" in model.state_dict() and "0.counts" not in model.state_dict()
+
+
+class MixtureLosses:
+    """The z-loss of sums, by its formula's function."""
+
+    @staticmethod
+    def z(sums: Any, group: Any) -> Tensor:
+        from meshfold.experts import z_loss_of
+
+        return z_loss_of(sums, group)
+
+
+def test_the_z_loss_is_its_formula() -> None:
+    router = SoftmaxRouter(HIDDEN, EXPERTS, TOP_K).double()
+    x = torch.randn(9, HIDDEN, dtype=torch.float64)
+    router(x)
+    torch.testing.assert_close(z_loss(router), (x @ router.weight.t()).logsumexp(1).square().mean(), rtol=1e-12, atol=0)
+
+
+def test_a_bias_makes_the_load_even() -> None:
+    """Loss-free balancing: the busiest of 8 experts, which all tokens like, ends near the mean."""
+    torch.manual_seed(0)
+    router = SigmoidRouter(HIDDEN, EXPERTS, TOP_K)
+    with torch.no_grad():
+        router.weight[0] += 1.0
+    x = torch.randn(512, HIDDEN) + 0.5
+    router(x)
+    first = router.counts.max() / router.counts.mean()
+    for _ in range(300):
+        router.counts.zero_()
+        router(x)
+        update_selection_bias(router, 0.005)
+    router(x)
+    last = router.counts.max() / router.counts.mean()
+    assert first > 2.5 and last < 1.2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SoftmaxRouter(8, 4, 5), "top_k=5.*1 to 4"),
+        (lambda: SoftmaxRouter(8, 4, 0), "top_k=0"),
+        (lambda: SigmoidRouter(8, 6, 2, groups=4), "groups=4.*divisor of 6"),
+        (lambda: SigmoidRouter(8, 8, 3, groups=4, top_groups=1), "top_groups=1.*write 2 to 4"),
+        (lambda: MixtureOfExperts(8, 8, 4, 2, router="best"), "router='best'.*'softmax', 'sigmoid'"),  # type: ignore[arg-type]
+        (lambda: MixtureOfExperts(8, 8, 4, 2, router=SoftmaxRouter(8, 4, 1)), "4 experts of hidden=8 and top_k=2"),
+        (lambda: balance_loss_of([routing_sums(softmax_top_k(torch.zeros(1, 2), 1))], over="all"), "over='all'"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        make()

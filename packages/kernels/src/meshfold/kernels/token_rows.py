@@ -1,0 +1,126 @@
+"""Tokens copied into rows, one for each expert or rank that works on them, and rows summed back into tokens.
+
+A token has up to j rows. ``places[t, i]`` is the row of its i-th pair, or -1 for none; ``pairs[row]`` is the pair t·j + i of a row:
+each the inverse of the other. :func:`take_rows` and :func:`sum_rows` without weights are adjoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels.inputs import compute_dtype
+
+
+def take_rows(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+    """Copy the token of each row: ``[n, h] -> [m, h]``.
+
+    Args:
+        x: [n, h].
+        pairs: [m], whole numbers; a row that no place names may have any pair.
+        places: [n, j], whole numbers from -1 to m - 1. The gradient of a token is the sum over its places.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check(places, pairs, x.shape[0])
+    y: Tensor = _Take.apply(x, pairs, places)
+    return y
+
+
+def sum_rows(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum the rows of each token, weighted: ``[m, h] -> [n, h]``, in the dtype of ``rows``.
+
+    Args:
+        rows: [m, h]; those that no place names are not read.
+        pairs: [m], whole numbers.
+        places: [n, j], whole numbers from -1 to m - 1.
+        weights: [n, j], or None for ones.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check(places, pairs, places.shape[0])
+    if rows.shape[0] != pairs.shape[0] or (weights is not None and weights.shape != places.shape):
+        raise ValueError(
+            f"rows must be [m, h] beside pairs [m], weights [n, j] beside places [n, j], got rows {list(rows.shape)}, pairs "
+            f"{list(pairs.shape)}, weights {None if weights is None else list(weights.shape)}, places {list(places.shape)}"
+        )
+    y: Tensor = _Sum.apply(rows, pairs, places, weights)
+    return y
+
+
+def _check(places: Tensor, pairs: Tensor, tokens: int) -> None:
+    if places.dim() != 2 or pairs.dim() != 1 or places.shape[0] != tokens:
+        raise ValueError(
+            f"places must be [n, j] and pairs [m], for {tokens} tokens, got places {list(places.shape)}, pairs {list(pairs.shape)}"
+        )
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(pairs, places)
+        return taken(x, pairs, places.shape[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        pairs, places = ctx.saved_tensors
+        return summed(dy, pairs, places, None), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(None if weights is None else rows, pairs, places, weights)
+        return summed(rows, pairs, places, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        rows, pairs, places, weights = ctx.saved_tensors
+        if weights is None:
+            return taken(dy, pairs, places.shape[1]), None, None, None
+        drows, dweights = sum_gradients(dy, rows, pairs, places, weights)
+        return drows, None, None, dweights
+
+
+# The reference, in plain torch: defines every result.
+
+
+def taken(x: Tensor, pairs: Tensor, places_each: int) -> Tensor:
+    """``n h -> m h``: the token of each row."""
+    return x.index_select(0, pairs // places_each)
+
+
+def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """``m h -> n h``: the sum over the rows of each token, computed in float32 (float64), in the dtype of rows."""
+    tokens, each = places.shape
+    dtype = compute_dtype(rows)
+    kept = rows.to(dtype).masked_fill(_unnamed(pairs, places).unsqueeze(1), 0.0)
+    if weights is not None:
+        kept = kept * weights.to(dtype).flatten().index_select(0, pairs).unsqueeze(1)
+    y = torch.zeros(tokens, rows.shape[1], dtype=dtype, device=rows.device)
+    return y.index_add_(0, pairs // each, kept).to(rows.dtype)
+
+
+def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows ``m h`` and weights ``n j``, in their dtypes."""
+    dtype = compute_dtype(rows)
+    unnamed = _unnamed(pairs, places)
+    per_row = taken(dy, pairs, places.shape[1]).to(dtype)
+    weight = weights.to(dtype).flatten().index_select(0, pairs)
+    dots = (per_row * rows.to(dtype)).sum(1).masked_fill(unnamed, 0.0)
+    # Rows that no place names share any pair, so what they have is added: zero.
+    dweights = torch.zeros(weights.numel(), dtype=dtype, device=rows.device).index_add_(0, pairs, dots)
+    drows = (per_row * weight.unsqueeze(1)).masked_fill(unnamed.unsqueeze(1), 0.0)
+    return drows.to(rows.dtype), dweights.view(weights.shape).to(weights.dtype)
+
+
+def _unnamed(pairs: Tensor, places: Tensor) -> Tensor:
+    """Return where rows are that no place names: ``m``."""
+    rows = torch.arange(pairs.shape[0], device=pairs.device)
+    return places.flatten().index_select(0, pairs) != rows if pairs.shape[0] else rows.bool()
