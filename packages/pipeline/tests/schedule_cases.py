@@ -72,10 +72,10 @@ def is_valid(schedule: Schedule) -> bool:
 
 
 def random_schedule(seed: int) -> Schedule:
-    """Random homes, random fusing, and a random order in which everything could be run."""
+    """Random ranks of stages, random fusing, and a random order in which everything could be run."""
     r = Random(seed)
     ranks, stages, microbatches = r.randint(1, 4), r.randint(1, 5), r.randint(1, 4)
-    home = tuple(r.randrange(ranks) for _ in range(stages))
+    stage_ranks = tuple(r.randrange(ranks) for _ in range(stages))
     split = r.choice((0.0, 0.5, 1.0))
     actions: list[Action] = []
     for stage in range(stages):
@@ -83,14 +83,14 @@ def random_schedule(seed: int) -> Schedule:
             backward = (Op.B, Op.W) if r.random() < split else (Op.BW,)
             actions += [Action(op, stage, i) for op in (Op.F, *backward)]
     lists: list[list[Action]] = [[] for _ in range(ranks)]
-    whole = Schedule(name="random", microbatches=microbatches, home=home, ranks=(tuple(actions),))
+    whole = Schedule(name="random", microbatches=microbatches, stage_ranks=stage_ranks, ranks=(tuple(actions),))
     sorter = TopologicalSorter(needs(whole))
     sorter.prepare()
     ready: list[Action] = []
     while sorter.is_active():
         ready += sorted(sorter.get_ready(), key=str)
         action = ready.pop(r.randrange(len(ready)) if r.random() < 0.7 else -1)
-        lists[home[action.stage]].append(action)
+        lists[stage_ranks[action.stage]].append(action)
         sorter.done(action)
     return replace(whole, ranks=tuple(map(tuple, lists)))
 

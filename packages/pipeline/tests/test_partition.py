@@ -20,8 +20,10 @@ from meshfold.pipeline.runtime.placeholders import AbsentBlock, AbsentParameter
 from meshfold.pipeline.runtime.stage import dropout_of
 
 
-def of(rank: int, whole: nn.Module, home: tuple[int, ...] = (0, 1, 2, 3), **settings: Any) -> Partition:
-    return partition_model(whole, Mesh({"pipe": max(home) + 1}, rank=rank), home, PartitionConfig(**settings))
+def of(rank: int, whole: nn.Module, stage_ranks: tuple[int, ...] = (0, 1, 2, 3), **settings: Any) -> Partition:
+    return partition_model(
+        whole, Mesh({"pipe": max(stage_ranks) + 1}, rank=rank), stage_ranks, PartitionConfig(**settings)
+    )
 
 
 def dearest(costs: list[float], counts: tuple[int, ...], before: float, after: float) -> float:

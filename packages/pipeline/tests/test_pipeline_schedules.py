@@ -32,7 +32,7 @@ SCHEDULES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def layers_for(name: str, settings: dict[str, Any], count: int) -> int:
     """At least one block for every stage, and never as many in each."""
-    return len(schedule(name, ranks=count, microbatches=2 * count, **settings).home) + 1
+    return len(schedule(name, ranks=count, microbatches=2 * count, **settings).stage_ranks) + 1
 
 
 def check_schedules(count: int, microbatches: tuple[int, ...], steps: int, by_turns: bool = False) -> None:
@@ -85,14 +85,14 @@ def test_batched_weight_gradients() -> None:
 def random_schedule(seed: int, count: int) -> Schedule:
     """Stages anywhere, and on every rank any action next that can be."""
     chance = random.Random(seed)
-    home = [*range(count), *(chance.randrange(count) for _ in range(chance.randint(0, 3)))]
-    chance.shuffle(home)
+    stage_ranks = [*range(count), *(chance.randrange(count) for _ in range(chance.randint(0, 3)))]
+    chance.shuffle(stage_ranks)
     many, lists = chance.randint(1, 5), [[] for _ in range(count)]
     done: set[tuple[str, int, int]] = set()
-    split_up = {stage: chance.random() < 0.7 for stage in range(len(home))}
+    split_up = {stage: chance.random() < 0.7 for stage in range(len(stage_ranks))}
     waiting = [
         (op, stage, i)
-        for stage in range(len(home))
+        for stage in range(len(stage_ranks))
         for i in range(many)
         for op in (("F", "B", "W") if split_up[stage] else ("F", "BW"))
     ]
@@ -102,14 +102,14 @@ def random_schedule(seed: int, count: int) -> Schedule:
             return not stage or ("F", stage - 1, i) in done
         if op == "W":
             return ("B", stage, i) in done
-        after = stage + 1 == len(home) or ("B", stage + 1, i) in done
+        after = stage + 1 == len(stage_ranks) or ("B", stage + 1, i) in done
         return ("F", stage, i) in done and after
 
     while waiting:
         op, stage, i = chance.choice([one for one in waiting if ready(*one)])
         waiting.remove((op, stage, i))
         done |= {("B" if op == "BW" else op, stage, i)}
-        lists[home[stage]].append(f"{stage}{op}{i}")
+        lists[stage_ranks[stage]].append(f"{stage}{op}{i}")
     return Schedule.of(lists, name=f"random{seed}", microbatches=many)
 
 

@@ -68,7 +68,7 @@ def test_named_schedules_round_trip(name: str, options: dict[str, int]) -> None:
     assert Schedule.parse(str(made)) == made
     plain = "\n".join(str(made).splitlines()[1:])
     assert Schedule.parse(plain).ranks == made.ranks
-    assert Schedule.parse(plain).home == made.home
+    assert Schedule.parse(plain).stage_ranks == made.stage_ranks
     assert Schedule.parse(plain.replace("rank 0:", "")).microbatches == 6
 
 
@@ -85,7 +85,7 @@ def test_text_that_is_no_schedule() -> None:
 
 def test_what_a_schedule_says_about_itself() -> None:
     made = Schedule.of(["0F0 3F0 3BW0 0BW0", "1F0 2F0 2BW0 1BW0", ""], name="v")
-    assert (made.stages, made.chunks, made.home, made.microbatches) == (4, 2, (0, 1, 1, 0), 1)
+    assert (made.stages, made.chunks, made.stage_ranks, made.microbatches) == (4, 2, (0, 1, 1, 0), 1)
     assert [made.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 2), ()]
     assert issubclass(ScheduleError, MeshfoldError)
 

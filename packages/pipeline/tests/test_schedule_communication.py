@@ -101,7 +101,7 @@ def judge(program: Program, seed: int) -> None:
         for step in steps
         if isinstance(step, Send | Receive)
     )
-    crossings = sum(a != b for a, b in zip(made.home, made.home[1:], strict=False)) * made.microbatches
+    crossings = sum(a != b for a, b in zip(made.stage_ranks, made.stage_ranks[1:], strict=False)) * made.microbatches
     assert all(messages[way, kind] == crossings for way in ("Send", "Receive") for kind in ("activation", "gradient"))
     for rank, steps in enumerate(program.ranks):
         there: set[tuple[str, int, int]] = set()
@@ -109,11 +109,11 @@ def judge(program: Program, seed: int) -> None:
             if isinstance(step, Receive):
                 there.add((step.kind, step.stage, step.microbatch))
             elif isinstance(step, Send):
-                assert program.schedule.home[step.stage] == step.peer != rank
+                assert program.schedule.stage_ranks[step.stage] == step.peer != rank
             elif isinstance(step, Action) and step.op is not Op.W:
                 kind = "activation" if step.op is Op.F else "gradient"
                 neighbour = step.stage + (-1 if step.op is Op.F else 1)
-                if 0 <= neighbour < made.stages and made.home[neighbour] != rank:
+                if 0 <= neighbour < made.stages and made.stage_ranks[neighbour] != rank:
                     assert (kind, step.stage, step.microbatch) in there
         for stage in made.stages_of(rank):
             whole = steps.index(ReduceGradients(stage))

@@ -171,7 +171,7 @@ def test_moves_and_fusing_never_make_a_schedule_slower_and_often_make_it_faster(
             kept=0.5,
         )
         read = costs.for_stages(stages)
-        clock, before = Replay(made.home, read), simulate_costs(made, costs)
+        clock, before = Replay(made.stage_ranks, read), simulate_costs(made, costs)
         lists = [list(actions) for actions in made.ranks]
         assert makespan(clock, lists) == before.makespan
         limit = None if seed % 2 else before.peak
@@ -189,7 +189,7 @@ def test_moves_and_fusing_never_make_a_schedule_slower_and_often_make_it_faster(
 def test_a_gap_is_filled() -> None:
     """One move is enough here: a weight gradient that holds up a gradient goes to where the rank waits."""
     late = Schedule.of(["0F0 0F1 0B0 0W0 0B1 0W1", "1F0 1B0 1W0 1F1 1B1 1W1"])
-    clock = Replay(late.home, Costs().for_stages(2))
+    clock = Replay(late.stage_ranks, Costs().for_stages(2))
     lists = improve(clock, [list(actions) for actions in late.ranks], None, tries=50)
     assert simulate(late).makespan == 8
     assert makespan(clock, lists) == 7  # rank 1 waits for the first forward, and never again

@@ -68,7 +68,7 @@ def test_times_are_longest_paths(seed: int) -> None:
         for action in actions:
             ready = [times[before].end] if before else [0.0]
             for other in graph[action]:
-                away = made.home[other.stage] != made.home[action.stage]
+                away = made.stage_ranks[other.stage] != made.stage_ranks[action.stage]
                 ready.append(times[other].end + (read.send[min(other.stage, action.stage)] if away else 0.0))
             assert times[action].start == max(ready)
             assert times[action].end == times[action].start + read.durations[action.stage][action.op]

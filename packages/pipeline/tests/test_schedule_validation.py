@@ -129,8 +129,8 @@ def test_what_the_messages_say() -> None:
     ):
         assert refusal(Schedule.parse(text)) == said
     made = schedule("1f1b", ranks=2, microbatches=2)
-    assert "stage 1 is on rank 7, and there are 2 ranks" in refusal(replace(made, home=(0, 7)))
-    assert "rank 1 lists 1F0 at place 0, and there are stages 0 to 0" in refusal(replace(made, home=(0,)))
+    assert "stage 1 is on rank 7, and there are 2 ranks" in refusal(replace(made, stage_ranks=(0, 7)))
+    assert "rank 1 lists 1F0 at place 0, and there are stages 0 to 0" in refusal(replace(made, stage_ranks=(0,)))
     assert "rank 0 lists 0F1 at place 1, and there are micro-batches 0 to 0" in refusal(replace(made, microbatches=1))
     assert "0F2 is missing on rank 0. Add 0F2, 0B2 and 0W2" in refusal(replace(made, microbatches=3))
 

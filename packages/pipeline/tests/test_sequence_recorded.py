@@ -128,7 +128,7 @@ def test_the_next_block_is_on_its_way_while_a_tile_is_computed(monkeypatch: pyte
             "tile",
             "wait",
             "send",
-            "wait",  # home
+            "wait",  # back where they came from
         ]
 
 

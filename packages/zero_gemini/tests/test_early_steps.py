@@ -490,7 +490,7 @@ def test_any_order_of_operations(
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def home_bytes(kind: Any, accumulate: int = 1) -> tuple[Gemini, int]:
+def host_bytes(kind: Any, accumulate: int = 1) -> tuple[Gemini, int]:
     model, gemini = in_chunks(dtype=torch.bfloat16, placements=PLACEMENTS["host"])
     before = gemini.memory.host_arena.used_bytes
     train(model, gemini, kind, accumulate)
@@ -498,16 +498,16 @@ def home_bytes(kind: Any, accumulate: int = 1) -> tuple[Gemini, int]:
 
 
 def no_gradient_is_held(world: int) -> None:
-    gemini, held = home_bytes("last")
+    gemini, held = host_bytes("last")
     width = 4  # of float32, in which gradients are summed
     shards = [chunk.spec.shard_elems for chunk in gemini._gradients]
     assert held >= width * sum(shards)
     gemini.close()
-    gemini, early = home_bytes("final")
+    gemini, early = host_bytes("final")
     assert 2 * width * max(shards) <= early < 2 * width * max(shards) + 2 * 512
     assert 3 * early < held
     gemini.close()
-    gemini, summed = home_bytes(
+    gemini, summed = host_bytes(
         "final", accumulate=2
     )  # sums over micro-steps wait off the device, and are stepped from there
     assert summed == held

@@ -75,7 +75,7 @@ def test_no_chunk_is_stepped_before_its_gradient_is_there() -> None:
     assert first.tail_seconds == 0 and first.binding == ("forward: compute", "backward: compute")
 
 
-def test_gradients_at_home_let_a_step_be_its_busiest_resource() -> None:
+def test_gradients_on_the_host_let_a_step_be_its_busiest_resource() -> None:
     made = cpu(held_on_host(), MACHINE)
     n = LAYERS * E
     found = terms(made, "step")

@@ -397,7 +397,7 @@ def chunks_of(sizes: list[int], chunk_elems: int, mesh: Mesh) -> list[Chunk]:
 
 @pytest.mark.parametrize("sizes", [[4096] * 30, [64] * 500, [20000, 64, 64, 9000, 128] * 6, [30000]])
 @pytest.mark.parametrize("world", [1, 2, 7])
-def test_owners_are_balanced_and_mostly_at_home(sizes: list[int], world: int) -> None:
+def test_owners_are_balanced_and_mostly_have_the_whole(sizes: list[int], world: int) -> None:
     chosen = []
     for rank in (0, world - 1):
         with fake_world(world, rank=rank):

@@ -150,13 +150,13 @@ PARTS = frozenset(
 """Words that the module paths of Colossal-AI consist of"""
 
 
-def find(name: str, module: str, homes: dict[str, str]) -> Any:
+def find(name: str, module: str, defined_in: dict[str, str]) -> Any:
     """Return a name that a script imports from a module of Colossal-AI.
 
     Args:
         name: asked for.
         module: full name of the module.
-        homes: name to the module that defines it here.
+        defined_in: name to the module that defines it here.
 
     Raises:
         AttributeError: for a name such as ``__wrapped__`` that Python itself asks for.
@@ -164,8 +164,8 @@ def find(name: str, module: str, homes: dict[str, str]) -> Any:
     """
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    if name in homes:
-        return getattr(import_module(homes[name]), name)
+    if name in defined_in:
+        return getattr(import_module(defined_in[name]), name)
     instead = instead_of(name)
     if instead is not None:
         raise ImportError(f"there is no {name} here; write {instead}", name=module)
@@ -174,14 +174,14 @@ def find(name: str, module: str, homes: dict[str, str]) -> Any:
     is_ours = module == HERE and (Path(__file__).parent / f"{name}.py").exists()
     if is_ours:  # Python imports it when it hears this
         raise AttributeError(name)
-    raise ImportError(f"{module} has no {name!r}.{did_you_mean(name, homes)} {_PAGE}", name=module)
+    raise ImportError(f"{module} has no {name!r}.{did_you_mean(name, defined_in)} {_PAGE}", name=module)
 
 
 class _Paths(MetaPathFinder, Loader):
     """Finder and loader of these modules."""
 
-    def __init__(self, homes: dict[str, str]) -> None:
-        self._homes = homes
+    def __init__(self, defined_in: dict[str, str]) -> None:
+        self._defined_in = defined_in
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -208,18 +208,18 @@ class _Paths(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Look names up when they are asked for."""
-        module.__getattr__ = names_for(module.__name__, self._homes)  # type: ignore[method-assign]
+        module.__getattr__ = names_for(module.__name__, self._defined_in)  # type: ignore[method-assign]
 
 
-def names_for(module: str, homes: dict[str, str]) -> Callable[[str], Any]:
+def names_for(module: str, defined_in: dict[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module."""
-    return partial(find, module=module, homes=homes)
+    return partial(find, module=module, defined_in=defined_in)
 
 
-def install(homes: dict[str, str]) -> None:
+def install(defined_in: dict[str, str]) -> None:
     """Let their paths be imported; once."""
     if not any(isinstance(finder, _Paths) for finder in sys.meta_path):
-        sys.meta_path.append(_Paths(homes))  # after those that find files
+        sys.meta_path.append(_Paths(defined_in))  # after those that find files
 
 
 ELSEWHERE: Mapping[str, str] = {

@@ -142,7 +142,7 @@ class ZeroUnits:
                 "submodules. Put it into a submodule, or leave zero out of the spec"
             )
         shares: list[list[str] | None] = [[] for _ in given]
-        homes: dict[nn.Parameter, tuple[int, str]] = {}
+        first_uses: dict[nn.Parameter, tuple[int, str]] = {}
         for child, part in self._module.named_children():
             names = {f"{child}.{name}" for name, _ in part.named_parameters()}
             found = sorted({owner[name] for name in names if name in owner})
@@ -153,7 +153,7 @@ class ZeroUnits:
                 )
             number = found[0] if found else 0
             for name, parameter in part.named_parameters():
-                where, first = homes.setdefault(parameter, (number, f"{child}.{name}"))
+                where, first = first_uses.setdefault(parameter, (number, f"{child}.{name}"))
                 if where != number:
                     raise SpecError(
                         f"{first!r} and '{child}.{name}' are one parameter, of submodules that optimizers {where} and {number} "

@@ -96,8 +96,8 @@ class Pipeline:
         self._programs = Programs(
             schedule, mesh.size(axis), microbatches, chunks=chunks, waves=waves, costs=costs, memory=memory
         )
-        self.home = self._programs.home
-        staged = stage_model(model, mesh, self.home, config, batched_weights=batched_weights, loss_fn=loss_fn)
+        self.stage_ranks = self._programs.stage_ranks
+        staged = stage_model(model, mesh, self.stage_ranks, config, batched_weights=batched_weights, loss_fn=loss_fn)
         self.partition, self.module, self.device = staged.partition, staged.module, staged.device
         self._stages = staged.stages
         self._batches = Batches(self.module, self._programs, self.device, own_loss=loss_fn is not None, weigh=weigh)
@@ -111,7 +111,7 @@ class Pipeline:
         self._whole = None if reduce is None else CompleteGradients(self.partition, self._ties, reduce)
         self._executor = Executor(
             stages=self._stages,
-            home=self.home,
+            stage_ranks=self.stage_ranks,
             channels=self._channels,
             device=self.device,
             together=batched_weights,
@@ -220,7 +220,7 @@ class Pipeline:
         """:meth:`measure` for a micro-batch that is there already."""
         plan, group = self._plans.of(work), self.mesh.group(self.axis)
         with preserved_buffers(self.module):
-            return measure(self._stages, work, plan, group, len(self.home), self.device, repeats)
+            return measure(self._stages, work, plan, group, len(self.stage_ranks), self.device, repeats)
 
     def replan(self, costs: Costs) -> None:
         """Let ``schedule="auto"`` find its order anew, for these costs; stages stay where they are. All ranks must give
@@ -259,7 +259,7 @@ class Pipeline:
         with eval_mode(self.module), ExitStack() as opened:
             for work in works:
                 self._plans.of(work)  # before logits wait: it looks at all of a forward
-            last = self._stages.get(len(self.home) - 1)
+            last = self._stages.get(len(self.stage_ranks) - 1)
             if last is not None and last.logits is not None:
                 opened.enter_context(last.logits.waiting())
             for work, output in zip(works, self._outputs(works), strict=True):
@@ -279,7 +279,7 @@ class Pipeline:
         """
         calls = self._batches.to_call(args, kwargs)
         outputs = list(self._outputs(self._replicas.filled(calls)))[: len(calls)]
-        source = self.home[-1]
+        source = self.stage_ranks[-1]
         here = outputs if self._channels.index == source else None
         return share(here, self.mesh.group(self.axis), source, self.device)
 
@@ -292,7 +292,7 @@ class Pipeline:
     def _everywhere(self, loss: Tensor | None) -> Tensor:
         """Broadcast the last stage's scalar to all ranks."""
         here = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss
-        return broadcast(here, self.mesh.group(self.axis), self.home[-1])
+        return broadcast(here, self.mesh.group(self.axis), self.stage_ranks[-1])
 
 
 __all__ = ["Output", "Pipeline"]

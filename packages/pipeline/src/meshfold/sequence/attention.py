@@ -179,7 +179,7 @@ def traffic(
     With P ranks, s tokens a rank, and n = batch · s · kv_heads · head_dim elements of its keys:
 
     - ring: T - 1 messages of 2 n elements forward, T being the number of steps (P, or fewer under a window);
-      backward the same again, and T messages of 2 n in float32: dK and dV, on their way home.
+      backward the same again, and T messages of 2 n in float32: dK and dV, on their way back.
     - ulysses: (P - 1) / P of batch · s · (2 heads + 2 kv_heads · repeats) · head_dim elements, either way.
     - ring_ulysses: both, the ring with the keys that the all-to-all left on a rank.
     - ring_self: 2 (P - 1) n forward, 6 (P - 1) n backward, of these 4 (P - 1) n in float32 (arXiv 2105.13120).
@@ -204,5 +204,5 @@ def traffic(
     mask = Mask(length=length, causal=causal, window=window, documents=documents)
     hops = len(steps(sharding, mask, mesh.index(*found.ring))) - 1
     block = 2 * batch * sharding.local * kv_heads * times * head_dim  # of a place in the ring: more tokens, fewer heads
-    home = (hops + 1) * block * wide if hops else 0
-    return exchanges + hops * block * size, exchanges + hops * block * size + home
+    back = (hops + 1) * block * wide if hops else 0
+    return exchanges + hops * block * size, exchanges + hops * block * size + back

@@ -2,7 +2,7 @@
 
 Forward: at step t a rank attends to the block of the rank t places before it, while that block is already on its way to
 the next rank; partial results are merged by their log-sum-exp. Backward: keys and values travel again, and with each
-block its dK and dV, to which every rank adds its share; after a whole round they are home. The whole ring is one
+block its dK and dV, to which every rank adds its share; after a whole round they are back. The whole ring is one
 autograd function, since only with the global output and log-sum-exp is a tile's backward exact.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", arXiv 2310.01889.
@@ -94,13 +94,13 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
         if len(job.steps) > 1:
             total = _total(dk, dv, None if sums is None else sums.wait())  # they came while tiles were computed
             last = step + 1 == len(job.steps)
-            hops = job.group.size - step if last else 1  # home, which is as many ranks back as it has come
+            hops = job.group.size - step if last else 1  # back to where it came from
             sums = collectives.shift(total, job.group, hops, async_op=True)
     if sums is None:
         return dq.result(), dk.result(), dv.result()
     dq_done = dq.result()
-    home = _unpacked(sums.wait(), k, v)
-    return dq_done, home[0].to(k.dtype), home[1].to(v.dtype)
+    dk_sum, dv_sum = _unpacked(sums.wait(), k, v)
+    return dq_done, dk_sum.to(k.dtype), dv_sum.to(v.dtype)
 
 
 def _total(dk: tile_attention.PartialSum, dv: tile_attention.PartialSum, before: Tensor | None) -> Tensor:

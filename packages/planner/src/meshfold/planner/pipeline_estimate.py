@@ -286,25 +286,25 @@ def _run(
 
 def _stage_entries(one: _Rank, mesh: Mesh) -> list[Entry]:
     """Return what a rank's stages send in a micro-step, over tensor axes and to neighbouring stages."""
-    home, pipe = one.pipeline.home, mesh.size(PIPE)
+    stage_ranks, pipe = one.pipeline.stage_ranks, mesh.size(PIPE)
     found: list[Entry] = []
     for stage in one.stages:
         found += [entry for entries in stage.entries for entry in entries]
         before, after = stage.number - 1, stage.number + 1
-        if after < len(home) and home[after] != stage.rank:
+        if after < len(stage_ranks) and stage_ranks[after] != stage.rank:
             found += [Entry("send", (PIPE,), pipe, size, "forward") for size in stage.sent]
-        if before >= 0 and home[before] != stage.rank:
+        if before >= 0 and stage_ranks[before] != stage.rank:
             found += [Entry("send", (PIPE,), pipe, size, "backward") for size in stage.received]
     return found * one.microbatches
 
 
 def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Mesh) -> Simulation:
     """Simulate the schedule of a micro-step; ``auto`` searches for its order with these costs."""
-    machine, home = asked.machine, one.pipeline.home
+    machine, stage_ranks = asked.machine, one.pipeline.stage_ranks
     seconds = [stage.seconds(machine, mesh, asked.precision.name) for stage in stages]
     forward, backward, weight = ([one[i] for one in seconds] for i in range(3))
     send = []
-    for stage, (source, target) in zip(stages, pairwise(home), strict=False):
+    for stage, (source, target) in zip(stages, pairwise(stage_ranks), strict=False):
         link = min(machine.bandwidth((ranks[source], ranks[target])) for ranks in mesh.groups(PIPE))
         send.append(machine.latency + sum(stage.sent) / link)
     costs = Costs(

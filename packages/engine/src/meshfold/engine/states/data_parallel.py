@@ -78,11 +78,11 @@ class Bucket:
             )
         if self._flat is None:
             self._flat = self._empty()
-        home = self._part(self._flat, place).view_as(gradient)
+        target = self._part(self._flat, place).view_as(gradient)
         if place in self._filled:
-            home.add_(gradient)
+            target.add_(gradient)
         else:
-            home.copy_(gradient)
+            target.copy_(gradient)
             self._filled.add(place)
         self._used.add(place)
         if whole:

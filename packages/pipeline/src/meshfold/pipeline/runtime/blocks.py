@@ -22,13 +22,13 @@ class Blocks:
 
     Attributes:
         name: full name of the list.
-        home: the list.
+        container: the list.
         keys: the blocks' names in it, in order.
         aliases: other full names of the list.
     """
 
     name: str
-    home: nn.Module
+    container: nn.Module
     keys: tuple[str, ...]
     aliases: tuple[str, ...] = ()
 
@@ -38,7 +38,7 @@ class Blocks:
     @property
     def members(self) -> tuple[nn.Module, ...]:
         """The blocks as they are now."""
-        return tuple(self.home.get_submodule(key) for key in self.keys)
+        return tuple(self.container.get_submodule(key) for key in self.keys)
 
     def index_of(self, name: str) -> int | None:
         """Return the index of the block that a parameter or module lies in, by its full name; None if it lies in none."""
@@ -94,7 +94,7 @@ def _lists_of(model: nn.Module, name: str | None, *classes: type[nn.Module]) -> 
         names = (other for other, one in model.named_modules(remove_duplicate=False) if one is module)
         aliases = tuple(other for other in names if other != path)
         size = sum(sizes[key] for key in keys)
-        found.append((size, Blocks(name=path, home=module, keys=keys, aliases=aliases)))
+        found.append((size, Blocks(name=path, container=module, keys=keys, aliases=aliases)))
     return found
 
 
@@ -155,17 +155,17 @@ def balance_blocks(costs: Sequence[float], stages: int, *, before: float = 0.0, 
 
 def separate_repeated_blocks(model: nn.Module, blocks: Blocks) -> list[int]:
     """Let each block stand at one place of the model alone, in place. Return for each place the first that had the same block."""
-    lists = {path for path, module in model.named_modules(remove_duplicate=False) if module is blocks.home}
+    lists = {path for path, module in model.named_modules(remove_duplicate=False) if module is blocks.container}
     places = {f"{path}.{key}" if path else key for path in lists for key in blocks.keys}
     stands = Counter(module for path, module in model.named_modules(remove_duplicate=False) if path not in places)
     first: dict[nn.Module, int] = {}
     same = []
     for index, key in enumerate(blocks.keys):
-        block = blocks.home._modules[key]
+        block = blocks.container._modules[key]
         assert block is not None  # a block has parameters or is called
         same.append(first.setdefault(block, index))
         if stands[block]:
-            blocks.home._modules[key] = shallow_twin(block)
+            blocks.container._modules[key] = shallow_twin(block)
         stands[block] += 1
     return same
 

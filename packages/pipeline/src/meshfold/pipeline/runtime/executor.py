@@ -93,7 +93,7 @@ class Executor:
 
     Attributes:
         stages: this rank's, by number.
-        home: the rank of every stage.
+        stage_ranks: the rank of every stage.
         channels: to the others.
         device: of what is received.
         together: let the weight gradients of micro-batches whose W follow each other be made at once.
@@ -102,7 +102,7 @@ class Executor:
     """
 
     stages: Mapping[int, Stage]
-    home: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     channels: Channels
     device: torch.device
     together: bool = False

@@ -72,7 +72,7 @@ class Partition:
         partial_forward: run parts of it.
         blocks: the repeated block.
         bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
-        home: the rank of every stage, on the pipeline axis.
+        stage_ranks: the rank of every stage, on the pipeline axis.
         rank: this rank's coordinate on it.
         ties: parameters that this rank keeps and others keep as well.
         names: first name in the whole model by every name that is left.
@@ -85,7 +85,7 @@ class Partition:
     partial_forward: PartialForward
     blocks: Blocks
     bounds: tuple[int, ...]
-    home: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     rank: int
     ties: tuple[Tie, ...]
     names: dict[str, str]
@@ -96,7 +96,7 @@ class Partition:
     @property
     def stages(self) -> tuple[int, ...]:
         """This rank's stages."""
-        return tuple(stage for stage, rank in enumerate(self.home) if rank == self.rank)
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return a kept parameter by its first name in the whole model."""
@@ -122,10 +122,10 @@ class Partition:
         return [getattr(module, name) for module, name in self.weights]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.blocks)} blocks of {self.blocks.name or 'the model'} in {len(self.home)} stages"]
-        for stage, rank in enumerate(self.home):
+        lines = [f"{len(self.blocks)} blocks of {self.blocks.name or 'the model'} in {len(self.stage_ranks)} stages"]
+        for stage, rank in enumerate(self.stage_ranks):
             ends = " and what is before them" * (stage == 0) + " and what is behind them" * (
-                stage == len(self.home) - 1
+                stage == len(self.stage_ranks) - 1
             )
             lines.append(
                 f"stage {stage} on rank {rank}: blocks {self.bounds[stage]} to {self.bounds[stage + 1] - 1}{ends}"
@@ -134,13 +134,13 @@ class Partition:
         return "\n".join(lines)
 
 
-def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: PartitionConfig) -> Partition:
+def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], config: PartitionConfig) -> Partition:
     """Keep this rank's stages of a model, in place.
 
     Args:
         model: with real or meta weights, sharded over other axes or not; the same on every rank.
         mesh: has the axis of the pipeline.
-        home: the rank of every stage, on that axis.
+        stage_ranks: the rank of every stage, on that axis.
         config: how to cut; None as a device is the CPU.
 
     Raises:
@@ -160,21 +160,21 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
     given = config.example or some_tokens(model, mesh, axis, place)
     look = analyze_forward(model, partial_forward, beside, weights, given, place, _with_shared_buffers(model, found))
     before = {name for name, behind in look.uses.items() if -1 in behind}
-    bounds = _bounds(model, found, before, len(home), config)
+    bounds = _bounds(model, found, before, len(stage_ranks), config)
     look.check(bounds, found.name)
     rank = mesh.index(axis)
-    stage_of_block = [stage for stage in range(len(home)) for _ in range(bounds[stage], bounds[stage + 1])]
+    stage_of_block = [stage for stage in range(len(stage_ranks)) for _ in range(bounds[stage], bounds[stage + 1])]
     partial_forward.forms.check(
-        [[i for i, stage in enumerate(stage_of_block) if home[stage] == r] for r in range(max(home) + 1)]
+        [[i for i, stage in enumerate(stage_of_block) if stage_ranks[stage] == r] for r in range(max(stage_ranks) + 1)]
     )
 
     def stages_of(name: str) -> set[int]:
         index = found.index_of(name)
         if index is not None:
             return {stage_of_block[index]}
-        return {stage_of_block[max(behind, 0)] for behind in look.uses.get(name, ())} or {len(home) - 1}
+        return {stage_of_block[max(behind, 0)] for behind in look.uses.get(name, ())} or {len(stage_ranks) - 1}
 
-    _check_buffers(model, look.changed, lambda name: {home[stage] for stage in stages_of(name)})
+    _check_buffers(model, look.changed, lambda name: {stage_ranks[stage] for stage in stages_of(name)})
     stages: dict[Tensor, set[int]] = {}
     firsts: dict[Tensor, str] = {}
     everyone = list(model.named_parameters(remove_duplicate=False))
@@ -183,7 +183,7 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
         firsts.setdefault(parameter, name)
     ties = []
     for kept, using in stages.items():
-        where = tuple(sorted({home[stage] for stage in using}))
+        where = tuple(sorted({stage_ranks[stage] for stage in using}))
         if rank in where:
             tied = len(where) > 1
             if tied:
@@ -197,12 +197,12 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
         return partial_forward.run is not None and partial_forward.run.inside
 
     # A module may have several names, and be wanted for one of them.
-    here = {slot for name, slot in _slots(model) if rank in {home[stage] for stage in stages_of(name)}}
+    here = {slot for name, slot in _slots(model) if rank in {stage_ranks[stage] for stage in stages_of(name)}}
     for index, block in enumerate(partial_forward.blocks):
-        if home[stage_of_block[index]] != rank:
+        if stage_ranks[stage_of_block[index]] != rank:
             absent = AbsentBlock(block)
             partial_forward.replace_block(index, absent)
-            found.home._modules[found.keys[index]] = absent
+            found.container._modules[found.keys[index]] = absent
     for path, module in model.named_modules():
         for leaf, value in list(module._parameters.items()):
             if value is not None and (module, leaf) not in here:
@@ -211,7 +211,7 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
                 module.__dict__[leaf] = AbsentParameter.of(value, full, place, used)
     names = {name: firsts[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
     users = {
-        firsts[parameter]: {stage for stage in using if home[stage] == rank}
+        firsts[parameter]: {stage for stage in using if stage_ranks[stage] == rank}
         for parameter, using in stages.items()
         if firsts[parameter] in names.values()
     }
@@ -220,7 +220,7 @@ def partition_model(model: nn.Module, mesh: Mesh, home: Sequence[int], config: P
         partial_forward=partial_forward,
         blocks=found,
         bounds=tuple(bounds),
-        home=tuple(home),
+        stage_ranks=tuple(stage_ranks),
         rank=rank,
         ties=tuple(ties),
         names=names,
@@ -264,7 +264,7 @@ def _slots(model: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
 
 def _around(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """Return the modules that contain the list of blocks, and the list."""
-    return [module for module in model.modules() if blocks.home in module.modules()]
+    return [module for module in model.modules() if blocks.container in module.modules()]
 
 
 def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -284,7 +284,7 @@ def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tu
 
     for module in around:
         for key, child in module._modules.items():
-            is_block = module is blocks.home and key in blocks.keys
+            is_block = module is blocks.container and key in blocks.keys
             if child is not None and child not in around and not is_block:
                 add(child)
     return found, containers

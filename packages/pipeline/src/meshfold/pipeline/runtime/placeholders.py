@@ -181,20 +181,20 @@ def zeros_in_place(modules: Sequence[nn.Module], device: torch.device) -> Iterat
     """
     swapped: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in modules:
-        homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
-        for home in homes:
-            for name, value in home.items():
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for registry in registries:
+            for name, value in registry.items():
                 if isinstance(value, Tensor) and value.device != device:
-                    swapped.append((home, name, value))
-    for home, name, value in swapped:
+                    swapped.append((registry, name, value))
+    for registry, name, value in swapped:
         large = value.is_floating_point() and value.numel() > LARGE
         zeros = torch.zeros(() if large else value.shape, dtype=value.dtype, device=device)
-        home[name] = zeros.expand(value.shape)
+        registry[name] = zeros.expand(value.shape)
         meta = metadata(value)
         if meta is not None:
-            annotate(home[name], meta)
+            annotate(registry[name], meta)
     try:
         yield
     finally:
-        for home, name, value in swapped:
-            home[name] = value
+        for registry, name, value in swapped:
+            registry[name] = value

@@ -72,7 +72,7 @@ class Stage:
         """
         self.number, self.queue = number, queue
         self.first, self.stop = partition.bounds[number], partition.bounds[number + 1]
-        self.is_last = number == len(partition.home) - 1
+        self.is_last = number == len(partition.stage_ranks) - 1
         self._partition, self._loss_of = partition, loss_of
         self._held: dict[int, _Live] = {}
         self.kept: set[int] = set()
@@ -269,7 +269,7 @@ class StagedModel:
 def stage_model(
     model: nn.Module | Callable[[], nn.Module],
     mesh: Mesh,
-    home: Sequence[int],
+    stage_ranks: Sequence[int],
     config: PartitionConfig,
     *,
     batched_weights: bool = False,
@@ -279,7 +279,7 @@ def stage_model(
 
     Args:
         model, mesh, batched_weights, loss_fn: as of :class:`meshfold.pipeline.Pipeline`.
-        home: the rank of every stage, on the axis.
+        stage_ranks: the rank of every stage, on the axis.
         config: how to cut, and the values.
 
     Raises:
@@ -291,7 +291,7 @@ def stage_model(
     if not isinstance(built, nn.Module):
         raise SpecError(f"fill=... goes with a module on the meta device, and model is {model!r}")
     place = _device(config.device, built)
-    found = partition_model(built, mesh, home, replace(config, device=place))
+    found = partition_model(built, mesh, stage_ranks, replace(config, device=place))
     if fill is not None:
         fill(built)
     elif trace is not None:

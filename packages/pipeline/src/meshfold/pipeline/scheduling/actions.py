@@ -17,7 +17,7 @@ from meshfold.pipeline.errors import ScheduleError
 
 _ACTION = re.compile(r"(?P<stage>\d+)(?P<op>F|BW|B|W)(?P<microbatch>\d+)")
 _HEAD = re.compile(
-    r"(?P<name>.+?): (?P<ranks>\d+) ranks?, (?P<microbatches>\d+) micro-batch(?:es)?, stages on (?P<home>[\d ]+)"
+    r"(?P<name>.+?): (?P<ranks>\d+) ranks?, (?P<microbatches>\d+) micro-batch(?:es)?, stages on (?P<stage_ranks>[\d ]+)"
 )
 _LINE = re.compile(r"rank (?P<rank>\d+):(?P<rest>.*)")
 
@@ -69,7 +69,7 @@ class Schedule:
     Attributes:
         name: what it is called.
         microbatches: how many a step has.
-        home: the rank of every stage.
+        stage_ranks: the rank of every stage.
         ranks: for every rank its actions in order. A rank without a stage has none.
 
     Nothing is judged here: :func:`meshfold.pipeline.check` does, and says what is wrong with a list.
@@ -77,29 +77,30 @@ class Schedule:
 
     name: str
     microbatches: int
-    home: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.home)
+        return len(self.stage_ranks)
 
     @cached_property
     def chunks(self) -> int:
         """The most stages that one rank holds."""
-        return max((self.home.count(rank) for rank in range(len(self.ranks))), default=0)
+        return max((self.stage_ranks.count(rank) for rank in range(len(self.ranks))), default=0)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, in order."""
-        return tuple(stage for stage, at in enumerate(self.home) if at == rank)
+        return tuple(stage for stage, at in enumerate(self.stage_ranks) if at == rank)
 
     def __str__(self) -> str:
         many = (
             "rank" if len(self.ranks) == 1 else "ranks",
             "micro-batch" if self.microbatches == 1 else "micro-batches",
         )
-        head = f"{self.name}: {len(self.ranks)} {many[0]}, {self.microbatches} {many[1]}, stages on {' '.join(map(str, self.home))}"
+        where = " ".join(map(str, self.stage_ranks))
+        head = f"{self.name}: {len(self.ranks)} {many[0]}, {self.microbatches} {many[1]}, stages on {where}"
         lines = (" ".join([f"rank {rank}:", *map(str, actions)]) for rank, actions in enumerate(self.ranks))
         return "\n".join([head, *lines])
 
@@ -107,7 +108,7 @@ class Schedule:
     def parse(cls, text: str) -> Schedule:
         """Read what ``str`` wrote, or only its lines of actions, one for every rank.
 
-        Without the first line the home of a stage is the rank that lists it first, and the micro-batches are those
+        Without the first line the rank of a stage is the rank that lists it first, and the micro-batches are those
         that are listed. ``rank 0:`` may be left out.
 
         Raises:
@@ -122,9 +123,9 @@ class Schedule:
             raise ScheduleError(
                 f"{lines[0]!r} says {head['ranks']} ranks, and {len(ranks)} lines follow. Write one line for every rank."
             )
-        home = tuple(map(int, head["home"].split()))
+        stage_ranks = tuple(map(int, head["stage_ranks"].split()))
         name, microbatches = head["name"], int(head["microbatches"])
-        return cls(name=name, microbatches=microbatches, home=home, ranks=tuple(map(tuple, ranks)))
+        return cls(name=name, microbatches=microbatches, stage_ranks=stage_ranks, ranks=tuple(map(tuple, ranks)))
 
     @classmethod
     def of(
@@ -137,7 +138,7 @@ class Schedule:
         """Make a schedule from one list for every rank: of actions, of their texts, or one text.
 
         Args:
-            ranks: the lists. The home of a stage is the rank that lists it first.
+            ranks: the lists. The rank of a stage is the rank that lists it first.
             name: what to call it.
             microbatches: how many a step has; None: those that are listed.
 
@@ -145,14 +146,14 @@ class Schedule:
             ScheduleError: for text that is no action, and for a stage that no rank lists though a later one is listed.
         """
         read = tuple(tuple(_actions(actions, rank)) for rank, actions in enumerate(ranks))
-        home: dict[int, int] = {}
+        stage_ranks: dict[int, int] = {}
         for rank, actions in enumerate(read):
             for action in actions:
-                home.setdefault(action.stage, rank)
-        missing = sorted(set(range(max(home, default=-1) + 1)) - home.keys())
+                stage_ranks.setdefault(action.stage, rank)
+        missing = sorted(set(range(max(stage_ranks, default=-1) + 1)) - stage_ranks.keys())
         if missing:
             raise ScheduleError(
-                f"schedule {name!r}: stage {missing[0]} is on no rank, stage {max(home)} is. "
+                f"schedule {name!r}: stage {missing[0]} is on no rank, stage {max(stage_ranks)} is. "
                 f"Give stage {missing[0]} to a rank, or number the stages from 0 without a gap."
             )
         if microbatches is None:
@@ -160,7 +161,7 @@ class Schedule:
         return cls(
             name=name,
             microbatches=microbatches,
-            home=tuple(home[stage] for stage in range(len(home))),
+            stage_ranks=tuple(stage_ranks[stage] for stage in range(len(stage_ranks))),
             ranks=read,
         )
 

@@ -136,7 +136,7 @@ class Programs:
     Each is made when it is first asked for; all have the same stages on the same ranks.
 
     Attributes:
-        home: the rank of every stage.
+        stage_ranks: the rank of every stage.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class Programs:
                 )
             self._fixed = source.microbatches
         first = self._make(microbatches or self._fixed or 2 * ranks)
-        self.home = first.home
+        self.stage_ranks = first.stage_ranks
         if source == "auto":  # another number of micro-batches must not ask for another cut
-            self._options.update(chunks=first.chunks, home=first.home)
+            self._options.update(chunks=first.chunks, stage_ranks=first.stage_ranks)
 
     def count(self, rows: int, *, training: bool = True, unit: int = 1) -> int:
         """Return the number of micro-batches for a batch of so many rows; ``unit``: rows that should stay together."""
@@ -200,11 +200,11 @@ class Programs:
         known = self._known.get((microbatches, True))
         if known is None:
             made = self._make(microbatches)
-            if made.home != self.home or made.microbatches != microbatches:
+            if made.stage_ranks != self.stage_ranks or made.microbatches != microbatches:
                 raise SpecError(
                     f"schedule {made.name!r} of {microbatches} micro-batches has its stages on ranks "
-                    f"{' '.join(map(str, made.home))} and {made.microbatches} micro-batches, where the model was cut for "
-                    f"stages on {' '.join(map(str, self.home))}: a schedule keeps the ranks of its stages"
+                    f"{' '.join(map(str, made.stage_ranks))} and {made.microbatches} micro-batches, where the model was cut for "
+                    f"stages on {' '.join(map(str, self.stage_ranks))}: a schedule keeps the ranks of its stages"
                 )
             known = self._known[microbatches, True] = communicate(made)
         return known
@@ -224,30 +224,30 @@ class Programs:
         """Forwards alone."""
         known = self._known.get((microbatches, False))
         if known is None:
-            known = self._known[microbatches, False] = forwards(self.home, self._ranks, microbatches)
+            known = self._known[microbatches, False] = forwards(self.stage_ranks, self._ranks, microbatches)
         return known
 
     def _make(self, microbatches: int) -> Schedule:
         if isinstance(self._source, Schedule):
             return self._source
         options = {key: value for key, value in self._options.items() if value is not None}
-        if "home" in options:
+        if "stage_ranks" in options:
             return auto(ranks=self._ranks, microbatches=microbatches, **options)
         return schedule(self._source, ranks=self._ranks, microbatches=microbatches, **options)
 
 
-def forwards(home: Sequence[int], ranks: int, microbatches: int) -> Program:
+def forwards(stage_ranks: Sequence[int], ranks: int, microbatches: int) -> Program:
     """Forwards alone, in waves: stage s runs micro-batch i at moment s + i."""
-    waves = sorted((stage + i, stage, i) for stage in range(len(home)) for i in range(microbatches))
+    waves = sorted((stage + i, stage, i) for stage in range(len(stage_ranks)) for i in range(microbatches))
     order = [Action(Op.F, stage, i) for _, stage, i in waves]
-    lists = tuple(tuple(action for action in order if home[action.stage] == rank) for rank in range(ranks))
-    plan = Schedule(name="forward", microbatches=microbatches, home=tuple(home), ranks=lists)
+    lists = tuple(tuple(action for action in order if stage_ranks[action.stage] == rank) for rank in range(ranks))
+    plan = Schedule(name="forward", microbatches=microbatches, stage_ranks=tuple(stage_ranks), ranks=lists)
     steps: list[list[Step]] = [[] for _ in range(ranks)]
     for action in order:
-        steps[home[action.stage]].append(action)
+        steps[stage_ranks[action.stage]].append(action)
         pair = messages_of(action, plan)
         if pair is not None:
             send, receive = pair
-            steps[home[action.stage]].append(send)
+            steps[stage_ranks[action.stage]].append(send)
             steps[send.peer].append(receive)
     return Program(schedule=plan, ranks=tuple(map(tuple, steps)))

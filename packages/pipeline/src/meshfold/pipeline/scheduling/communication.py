@@ -167,7 +167,7 @@ def messages_of(action: Action, schedule: Schedule) -> tuple[Send, Receive] | No
     stage = action.stage + (1 if action.op is Op.F else -1)
     if action.op is Op.W or not 0 <= stage < schedule.stages:
         return None
-    here, there = schedule.home[action.stage], schedule.home[stage]
+    here, there = schedule.stage_ranks[action.stage], schedule.stage_ranks[stage]
     if here == there:
         return None
     return Send(kind, stage, action.microbatch, there), Receive(kind, stage, action.microbatch, here)

@@ -19,7 +19,7 @@ class ListScheduler:
     """List scheduling: a clock, and rules for what a free rank takes next.
 
     Attributes:
-        home: the rank of every stage.
+        stage_ranks: the rank of every stage.
         microbatches: how many a step has.
         costs: for every stage.
         key: what is taken first among F, B and BW; W is taken where none of these can be, or where memory is short.
@@ -29,7 +29,7 @@ class ListScheduler:
         limit: the most activations a rank may hold; None: no limit.
     """
 
-    home: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     microbatches: int
     costs: StageCosts
     key: Key
@@ -113,7 +113,7 @@ class _Clock:
         self.free[rank] = end
         self.done[rank].append(Action(op, stage, microbatch))
         size, kept = costs.activation[stage], costs.kept[stage]
-        last = len(how.home) - 1
+        last = len(how.stage_ranks) - 1
         if op is Op.F:
             self.held[rank] += size
             self._give(end, rank, Op.F, stage + 1, microbatch) if stage < last else self._give(
@@ -134,18 +134,18 @@ class _Clock:
 
     def _give(self, end: float, rank: int, op: Op, stage: int, microbatch: int) -> None:
         """Make an action possible once what it needs has arrived."""
-        home, maker = self.how.home[stage], stage + (-1 if op is Op.F else 1)
-        away = home != rank
+        target, maker = self.how.stage_ranks[stage], stage + (-1 if op is Op.F else 1)
+        away = target != rank
         arrival = end + (self.how.costs.send[min(stage, maker)] if away else 0.0)
         if op is Op.B and not self.how.split[stage]:
             op = Op.BW
         self.count += 1
-        heappush(self.coming[home], (arrival, self.count, op, stage, microbatch))
+        heappush(self.coming[target], (arrival, self.count, op, stage, microbatch))
 
     def _enter(self, now: float) -> None:
         """Let micro-batches in, as many as the window has room for."""
         while self.inside < self.how.window and self.entered < self.how.microbatches:
             self.count += 1
-            heappush(self.coming[self.how.home[0]], (now, self.count, Op.F, 0, self.entered))
+            heappush(self.coming[self.how.stage_ranks[0]], (now, self.count, Op.F, 0, self.entered))
             self.entered += 1
             self.inside += 1

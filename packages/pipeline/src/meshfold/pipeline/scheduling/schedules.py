@@ -96,7 +96,7 @@ def _handcrafted(ranks: int, microbatches: int, steps: int) -> Lists:
     return lists
 
 
-def wave_home(ranks: int, chunks: int) -> tuple[int, ...]:
+def wave_ranks(ranks: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of every stage where odd chunks run up the ranks; two chunks are a V, or one wave."""
     down = tuple(range(ranks))
     return tuple(rank for chunk in range(chunks) for rank in (down[::-1] if chunk % 2 else down))
@@ -120,7 +120,7 @@ def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
             return stage_weight * alone + 3 * waves * microbatch
 
         return ListScheduler(
-            home=wave_home(ranks, 2 * waves),
+            stage_ranks=wave_ranks(ranks, 2 * waves),
             microbatches=microbatches,
             costs=costs,
             key=key,

@@ -17,7 +17,7 @@ from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs, StageCosts
 from meshfold.pipeline.scheduling.list_scheduling import Key, ListScheduler
 from meshfold.pipeline.scheduling.local_search import fuse, improve, makespan
-from meshfold.pipeline.scheduling.schedules import SCHEDULES, wave_home
+from meshfold.pipeline.scheduling.schedules import SCHEDULES, wave_ranks
 from meshfold.pipeline.scheduling.simulation import Replay, Simulation, peak_activations, simulate_costs
 
 Lists = list[list[Action]]
@@ -52,10 +52,12 @@ def auto(
     chunks: int | None = None,
     costs: Costs | Mapping[int, Costs] | None = None,
     memory: float | Sequence[float] | None = None,
-    home: Sequence[int] | None = None,
+    stage_ranks: Sequence[int] | None = None,
 ) -> Schedule:
     """Return the fastest order found for given costs; :func:`search` also says what it was compared with."""
-    return search(ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, home=home).schedule
+    return search(
+        ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, stage_ranks=stage_ranks
+    ).schedule
 
 
 def search(
@@ -66,7 +68,7 @@ def search(
     costs: Costs | Mapping[int, Costs] | None = None,
     memory: float | Sequence[float] | None = None,
     effort: float = 1.0,
-    home: Sequence[int] | None = None,
+    stage_ranks: Sequence[int] | None = None,
 ) -> Found:
     """Search for the order with the least makespan.
 
@@ -78,7 +80,7 @@ def search(
         memory: the most activations that a rank may hold at a time, for all or for each, in the unit of
             ``costs.activation``; None: no bound.
         effort: how long to try; with 0 only named schedules are compared.
-        home: the rank of every stage, where that is settled: only orders with stages there.
+        stage_ranks: the rank of every stage, where that is settled: only orders with stages there.
 
     Raises:
         ScheduleError: if numbers do not fit the ranks, or if nothing within the bound was found.
@@ -90,7 +92,7 @@ def search(
     best: tuple[Candidate, Costs] | None = None
     alone = []
     for count, given in _cuts(ranks, chunks, costs).items():
-        settled = None if home is None else tuple(home)
+        settled = None if stage_ranks is None else tuple(stage_ranks)
         cut = _Cut(ranks, microbatches, count, given.for_stages(ranks * count), limit, settled)
         alone.append(cut.least())
         for one in cut.candidates(effort):
@@ -137,7 +139,7 @@ class Candidate:
     time: float
     peak: float
     label: str
-    home: tuple[int, ...]
+    stage_ranks: tuple[int, ...]
     lists: Lists
 
 
@@ -150,50 +152,53 @@ class _Cut:
     chunks: int
     costs: StageCosts
     limit: Sequence[float] | None
-    home: tuple[int, ...] | None = None
+    stage_ranks: tuple[int, ...] | None = None
     replays: dict[tuple[int, ...], Replay] = field(default_factory=dict)
 
     def candidates(self, effort: float) -> Iterator[Candidate]:
         """Yield every named schedule within the bound; then what list scheduling and moves find."""
         tried = []
         for label, lists in self.named():
-            home = Schedule.of(lists).home
-            tried += self._judge(home, lists, label)
+            stage_ranks = Schedule.of(lists).stage_ranks
+            tried += self._judge(stage_ranks, lists, label)
         if effort > 0:
-            for home, lists in self.listed():
-                tried += self._judge(home, lists, "")
+            for stage_ranks, lists in self.listed():
+                tried += self._judge(stage_ranks, lists, "")
         yield from tried
         if effort > 0:
             for one in sorted(tried, key=lambda one: (one.time, one.peak))[:3]:
-                replay = self.replays[one.home]
+                replay = self.replays[one.stage_ranks]
                 better = improve(replay, one.lists, self.limit, tries=int(400 * effort))
-                yield from self._judge(one.home, better, "")
-                yield from self._judge(one.home, fuse(replay, better), "")
+                yield from self._judge(one.stage_ranks, better, "")
+                yield from self._judge(one.stage_ranks, fuse(replay, better), "")
 
-    def _judge(self, home: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
+    def _judge(self, stage_ranks: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
         """Return a candidate, or none if a rank would hold too much or a stage is on another rank than it must be."""
-        if self.home not in (None, home):
+        if self.stage_ranks not in (None, stage_ranks):
             return []
         peaks = [peak_activations(actions, self.costs.activation, self.costs.kept) for actions in lists]
         if self.limit and any(p > most * (1 + 1e-9) for p, most in zip(peaks, self.limit, strict=True)):
             return []
-        replay = self.replays.setdefault(home, Replay(home, self.costs))
-        return [Candidate(makespan(replay, lists), max(peaks), label, home, lists)]
+        replay = self.replays.setdefault(stage_ranks, Replay(stage_ranks, self.costs))
+        return [Candidate(makespan(replay, lists), max(peaks), label, stage_ranks, lists)]
 
     def least(self) -> float:
         """Return the least activations that one micro-batch takes on the rank where it takes most."""
         sizes = self.costs.activation
         return min(
-            max(sum(size for size, at in zip(sizes, home, strict=True) if at == rank) for rank in range(self.ranks))
-            for home in self._homes()
+            max(
+                sum(size for size, at in zip(sizes, stage_ranks, strict=True) if at == rank)
+                for rank in range(self.ranks)
+            )
+            for stage_ranks in self._choices()
         )
 
-    def _homes(self) -> list[tuple[int, ...]]:
+    def _choices(self) -> list[tuple[int, ...]]:
         """Return the placements of stages to try: round the ranks, and for several chunks in waves."""
-        if self.home is not None:
-            return [self.home]
-        homes = [tuple(range(self.ranks)) * self.chunks]
-        return homes if self.chunks == 1 else [*homes, wave_home(self.ranks, self.chunks)]
+        if self.stage_ranks is not None:
+            return [self.stage_ranks]
+        choices = [tuple(range(self.ranks)) * self.chunks]
+        return choices if self.chunks == 1 else [*choices, wave_ranks(self.ranks, self.chunks)]
 
     def named(self) -> Iterator[tuple[str, Lists]]:
         """Yield every named schedule with so many chunks."""
@@ -214,19 +219,21 @@ class _Cut:
         if self.limit is not None:
             windows |= {1, max(ranks // 2, 1)}
         ways = ((True, 0.0), (True, 1.0), (False, 0.0))
-        for home, key, window, (split, patience) in product(self._homes(), self._keys(), sorted(windows), ways):
+        for stage_ranks, key, window, (split, patience) in product(
+            self._choices(), self._keys(), sorted(windows), ways
+        ):
             found = ListScheduler(
-                home=home,
+                stage_ranks=stage_ranks,
                 microbatches=m,
                 costs=self.costs,
                 key=key,
                 window=window,
-                split=(split,) * len(home),
+                split=(split,) * len(stage_ranks),
                 patience=patience,
                 limit=self.limit,
             ).run(ranks)
             if found is not None:
-                yield home, found[1]
+                yield stage_ranks, found[1]
 
     def _keys(self) -> list[Key]:
         """Return priorities: the order if micro-batches entered at a steady pace; or gradients before forwards."""

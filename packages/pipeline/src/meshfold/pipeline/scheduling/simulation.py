@@ -40,21 +40,21 @@ class Replay:
     Every action begins as soon as the action before it on its rank is over and its input has arrived.
     """
 
-    def __init__(self, home: Sequence[int], costs: StageCosts) -> None:
+    def __init__(self, stage_ranks: Sequence[int], costs: StageCosts) -> None:
         """Args:
-        home: the rank of every stage.
+        stage_ranks: the rank of every stage.
         costs: of every stage.
         """
-        self.home, self.costs = home, costs
+        self.stage_ranks, self.costs = stage_ranks, costs
         self._facts: dict[Action, tuple[Result | None, float, float, Result | None]] = {}
 
     def facts(self, action: Action) -> tuple[Result | None, float, float, Result | None]:
         """Return what an action waits for, how long that travels, how long the action takes, and what it makes."""
         found = self._facts.get(action)
         if found is None:
-            source = source_of(action, len(self.home))
+            source = source_of(action, len(self.stage_ranks))
             delay = 0.0
-            if source is not None and self.home[source[1]] != self.home[action.stage]:
+            if source is not None and self.stage_ranks[source[1]] != self.stage_ranks[action.stage]:
                 delay = self.costs.send[min(source[1], action.stage)]
             duration = self.costs.durations[action.stage][action.op]
             found = self._facts[action] = (source, delay, duration, result_of(action))
@@ -245,7 +245,7 @@ def simulate(
 def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
     """:func:`simulate` with the costs in one object."""
     read = costs.for_stages(schedule.stages)
-    times, _ = Replay(schedule.home, read).run(schedule.ranks)
+    times, _ = Replay(schedule.stage_ranks, read).run(schedule.ranks)
     if not is_complete(times, schedule.ranks):
         where = ", ".join(
             f"rank {rank} at {actions[len(own)]}"

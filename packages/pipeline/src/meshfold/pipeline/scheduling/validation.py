@@ -39,7 +39,7 @@ class _Judge:
     schedule: Schedule
 
     def judge(self) -> None:
-        self._homes()
+        self._stages()
         at = self._once()
         self._complete(at)
         self._local_order(at)
@@ -48,13 +48,13 @@ class _Judge:
     def _fail(self, problem: str, change: str) -> NoReturn:
         raise ScheduleError(f"schedule {self.schedule.name!r}: {problem}. {change}.")
 
-    def _homes(self) -> None:
+    def _stages(self) -> None:
         """Check that every stage is on an existing rank, and every action on its stage's rank."""
         schedule = self.schedule
         ranks = len(schedule.ranks)
-        if not schedule.home or schedule.microbatches < 1:
+        if not schedule.stage_ranks or schedule.microbatches < 1:
             self._fail("there is nothing to do", "Give every rank a list of actions, such as '0F0 0BW0'")
-        for stage, rank in enumerate(schedule.home):
+        for stage, rank in enumerate(schedule.stage_ranks):
             if not 0 <= rank < ranks:
                 self._fail(
                     f"stage {stage} is on rank {rank}, and there are {ranks} ranks",
@@ -71,11 +71,11 @@ class _Judge:
                     f"rank {rank} lists {action} at place {place}, and there are micro-batches 0 to {schedule.microbatches - 1}",
                     "Take it out, or make the step larger",
                 )
-            home = schedule.home[action.stage]
-            if home != rank:
+            owner = schedule.stage_ranks[action.stage]
+            if owner != rank:
                 self._fail(
-                    f"rank {rank} lists {action} at place {place}, and stage {action.stage} is on rank {home}",
-                    f"Move {action} to rank {home}",
+                    f"rank {rank} lists {action} at place {place}, and stage {action.stage} is on rank {owner}",
+                    f"Move {action} to rank {owner}",
                 )
 
     def _all(self) -> list[tuple[int, int, Action]]:
@@ -95,7 +95,7 @@ class _Judge:
 
     def _complete(self, at: dict[Action, int]) -> None:
         """Check that every stage does F, and B and W or BW, on every micro-batch."""
-        for stage, rank in enumerate(self.schedule.home):
+        for stage, rank in enumerate(self.schedule.stage_ranks):
             for i in range(self.schedule.microbatches):
                 f, b, w, both = (Action(op, stage, i) for op in (Op.F, Op.B, Op.W, Op.BW))
                 if both in at and (b in at or w in at):
@@ -129,7 +129,7 @@ class _Judge:
                 continue
             before = Action(first, action.stage, action.microbatch)
             if at[before] > place:
-                rank = self.schedule.home[action.stage]
+                rank = self.schedule.stage_ranks[action.stage]
                 self._fail(
                     f"rank {rank} lists {action} at place {place}, before {before} at place {at[before]}",
                     f"Move {before} before {action}",
@@ -138,7 +138,7 @@ class _Judge:
     def _no_deadlock(self, at: dict[Action, int]) -> None:
         """Run the lists; where no rank can go on, name the ranks that wait for each other."""
         schedule = self.schedule
-        times, _ = Replay(schedule.home, Costs().for_stages(schedule.stages)).run(schedule.ranks)
+        times, _ = Replay(schedule.stage_ranks, Costs().for_stages(schedule.stages)).run(schedule.ranks)
         done = [len(own) for own in times]
         stuck = [rank for rank, actions in enumerate(schedule.ranks) if done[rank] < len(actions)]
         if stuck:
@@ -158,7 +158,7 @@ class _Judge:
             if awaited not in at:
                 awaited = Action(Op.BW, stage, microbatch)
             waits.append((rank, action, awaited))
-            rank = schedule.home[stage]
+            rank = schedule.stage_ranks[stage]
         circle = waits[[one[0] for one in waits].index(rank) :]
         if len(circle) == 1:
             _, action, awaited = circle[0]
@@ -167,14 +167,14 @@ class _Judge:
                 f"Move {awaited} before {action}",
             )
         stories = [
-            f"rank {where} at place {at[action]} has {action}, which needs {awaited} of rank {schedule.home[awaited.stage]}"
+            f"rank {where} at place {at[action]} has {action}, which needs {awaited} of rank {schedule.stage_ranks[awaited.stage]}"
             for where, action, awaited in circle
         ]
         blocker = {where: action for where, action, _ in circle}
         moves = []
         for _, _, awaited in circle:
-            home = schedule.home[awaited.stage]
-            moves.append(f"{awaited} before {blocker[home]} on rank {home}")
+            owner = schedule.stage_ranks[awaited.stage]
+            moves.append(f"{awaited} before {blocker[owner]} on rank {owner}")
         self._fail(f"ranks wait for each other for ever: {'; '.join(stories)}", f"Move {', or '.join(moves)}")
 
 

@@ -107,11 +107,11 @@ def memory_table(found: Estimate) -> str:
     ]
     lines = [f"{name:<17}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]
     lines.append(f"{'together':<17}{format_bytes(memory.total):>12}")
-    homes = (
+    others = (
         ("host", memory.host, "of memory, for all ranks there"),
         ("disk", memory.disk, "for all ranks there"),
     )
-    lines += [f"{name:<17}{format_bytes(size):>12}  {note}" for name, size, note in homes if size]
+    lines += [f"{name:<17}{format_bytes(size):>12}  {note}" for name, size, note in others if size]
     title = "a rank holds" if found.pipeline is None else "the fullest rank of the pipeline holds"
     if zero:
         placed = ", with everything on its device" if found.refusal else ""

@@ -165,7 +165,7 @@ class GpuStreaming:
         self._turn += 1
         here = views(slot.block.tensor, host.planes_up(), end - begin)
         weights, gradient = here.pop(""), here.pop("gradient")
-        home, target = (
+        source, target = (
             {"": state.weights[begin:end], **cut(state.planes, state.tensors, begin, end)} for state in (host, into)
         )
         arrived = {"": weights, **here}
@@ -174,7 +174,7 @@ class GpuStreaming:
         def up() -> None:
             gradient.copy_(host.gradient[begin:end], non_blocking=True)
             for name, tensor in arrived.items():
-                tensor.copy_(home[name], non_blocking=True)
+                tensor.copy_(source[name], non_blocking=True)
 
         def down() -> None:
             for name in changed:

@@ -40,10 +40,10 @@ class Owners:
 
         for slot in sorted(chunk.spec.slots, key=order):
             has = has_of[slot.name]
-            at_home = slot.numel in has
+            is_whole = slot.numel in has
             rank = (
                 has.index(slot.numel)
-                if at_home
+                if is_whole
                 else _least([load - part for load, part in zip(loads, has, strict=True)])
             )
             chosen[slot.name] = rank
@@ -105,8 +105,8 @@ class Round:
                     for rank, length in enumerate(lengths)
                     if length
                 ]
-                home = self.chunks[0].device if len(pieces) > 1 else pieces[0].device
-                yield name, pieces[0] if len(pieces) == 1 else torch.cat([piece.to(home) for piece in pieces])
+                device = self.chunks[0].device if len(pieces) > 1 else pieces[0].device
+                yield name, pieces[0] if len(pieces) == 1 else torch.cat([piece.to(device) for piece in pieces])
 
     def to_shards(self, wholes: Mapping[str, Tensor]) -> None:
         """Write the parameters that owners have into the chunks' shards. All of the group must call.

@@ -85,7 +85,7 @@ def layer_bytes(workload: Workload) -> Floats:
     return out
 
 
-def home_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
+def host_and_disk_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
     """Bytes of every chunk on the host and on disk, of all ranks that share them; each: chunk option."""
     regime = workload.regime
     elems: Ints = np.array([chunk.elems for chunk in workload.chunks])
@@ -131,7 +131,7 @@ def memory_table(workload: Workload, strategy: str, mode: str, gpu: Floats, stre
     moments = [f"gpu at moment {t}" for t in range(workload.moments)]
     others = np.array(workload.non_model_bytes) + (0 if mode == GPU_ONLY else streaming_bytes)
     build.add(*moments, base=others, chunk=gpu, layer=layer_bytes(workload))
-    host, disk = home_bytes(workload, strategy)
+    host, disk = host_and_disk_bytes(workload, strategy)
     base = workload.host_base_bytes
     if mode != GPU_ONLY:
         base += gradient_ring(workload)
