@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from meshfold import zero_gemini
+from meshfold.mesh import with_old_names
 from meshfold.zero_gemini import ChunkPlacement, Memory
-from meshfold.zero_gemini.moved import MOVED, install, with_old_names
+from meshfold.zero_gemini.moved import MOVED, install
 from meshfold.zero_gemini.optimizer import dispatch, optimizer_kind
 from meshfold.zero_gemini.planner import H200
 

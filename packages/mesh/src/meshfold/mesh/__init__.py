@@ -34,6 +34,7 @@ from meshfold.mesh.initialization.api import (
 from meshfold.mesh.layout import Layout
 from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.moved import redirect_imports
+from meshfold.mesh.old_names import with_old_arguments, with_old_names
 from meshfold.mesh.parameters.grad_norm import clip_gradient_values, clip_gradients, gradient_norm
 from meshfold.mesh.parameters.parameter_meta import ParameterMeta, annotate, metadata
 from meshfold.mesh.placement import Part, Placement, Rectangle
@@ -98,4 +99,6 @@ __all__ = [
     "send",
     "shift",
     "start",
+    "with_old_arguments",
+    "with_old_names",
 ]

@@ -8,7 +8,6 @@ optimizer.step()
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels.fuse import DeferredLogits
-from meshfold.mesh import Mesh, broadcast
+from meshfold.mesh import Mesh, broadcast, with_old_names
 from meshfold.mesh.model_io import eval_mode
 from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
 from meshfold.pipeline.runtime.gradients import CompleteGradients, TiedGradients, pairs
 from meshfold.pipeline.runtime.microbatch import NO_REPLICAS, Batches, Microbatch, Replicas
 from meshfold.pipeline.runtime.outputs import Output, share
 from meshfold.pipeline.runtime.partial_forward import TransferPlan
-from meshfold.pipeline.runtime.partition import Partition, PartitionConfig
+from meshfold.pipeline.runtime.partition import PartitionConfig
 from meshfold.pipeline.runtime.profile import measure, rehearse
 from meshfold.pipeline.runtime.side_effects import preserved_buffers
 from meshfold.pipeline.runtime.stage import Stage, TransferPlans, loss_in, stage_model
@@ -34,6 +33,7 @@ from meshfold.pipeline.scheduling.communication import Program
 from meshfold.pipeline.scheduling.costs import Costs
 
 
+@with_old_names({"cut": "partition", "home": "stage_ranks"})
 class Pipeline:
     """This rank's stages of a model, and how a batch goes through all of them.
 
@@ -151,12 +151,6 @@ class Pipeline:
     def peaks(self) -> Peaks:
         """Peaks of the last step on this rank."""
         return self._executor.peaks
-
-    @property
-    def cut(self) -> Partition:
-        """The old name of ``partition``."""
-        warnings.warn("Pipeline.cut is now Pipeline.partition", DeprecationWarning, stacklevel=2)
-        return self.partition
 
     def __str__(self) -> str:
         return str(self.partition)

@@ -40,11 +40,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from meshfold.mesh import with_old_names
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
-from meshfold.zero_gemini.moved import with_old_names
 from meshfold.zero_gemini.norm import power_sum, total_norm
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh.errors import MeshfoldError
+from meshfold.mesh.old_names import with_old_arguments
 from meshfold.mesh.random.numbers import key_of
 
 
@@ -221,6 +222,7 @@ class _Use:
         torch.set_rng_state(state)
 
 
+@with_old_arguments({"dealt": "token_shards"})
 def dropout_stream(
     seed: int,
     step: int,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import LayoutError, Mesh, annotate
+from meshfold.mesh import LayoutError, Mesh, annotate, with_old_names
 from meshfold.mesh.parameters import metadata_on
 from meshfold.pipeline.runtime.blocks import Blocks, balance_blocks, find_blocks, separate_repeated_blocks
 from meshfold.pipeline.runtime.forward_analysis import Example, analyze_forward, some_tokens
@@ -63,6 +63,7 @@ class Tie:
     ranks: tuple[int, ...]
 
 
+@with_old_names({"home": "stage_ranks"})
 @dataclass(frozen=True, kw_only=True)
 class Partition:
     """A model of which this rank keeps its stages.

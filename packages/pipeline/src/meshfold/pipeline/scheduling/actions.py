@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 
+from meshfold.mesh import with_old_names
 from meshfold.pipeline.errors import ScheduleError
 
 _ACTION = re.compile(r"(?P<stage>\d+)(?P<op>F|BW|B|W)(?P<microbatch>\d+)")
@@ -62,6 +63,7 @@ class Action:
         return cls(Op(found["op"]), int(found["stage"]), int(found["microbatch"]))
 
 
+@with_old_names({"home": "stage_ranks"}, arguments={"home": "stage_ranks"})
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A list of actions for every rank, in order.

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 
+from meshfold.mesh import with_old_arguments
 from meshfold.pipeline.errors import ScheduleError
 from meshfold.pipeline.scheduling.actions import Action, Op, Schedule
 from meshfold.pipeline.scheduling.costs import Costs, StageCosts
@@ -60,6 +61,7 @@ def auto(
     ).schedule
 
 
+@with_old_arguments({"home": "stage_ranks"})
 def search(
     *,
     ranks: int,

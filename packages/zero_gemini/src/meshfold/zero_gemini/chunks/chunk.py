@@ -24,14 +24,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.mesh import Group, Pending
+from meshfold.mesh import Group, Pending, with_old_names
 from meshfold.mesh.collectives import all_gather_into
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.memory.arena import Block, Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import beside, mark, queue_behind
-from meshfold.zero_gemini.moved import with_old_names
 
 
 class PendingStep(Protocol):

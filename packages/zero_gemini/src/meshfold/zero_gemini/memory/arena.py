@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshfold.mesh import with_old_names
 from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.copies import Waiting
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
-from meshfold.zero_gemini.moved import with_old_names
 
 # What the CUDA allocator rounds to: storages are made that large, so that its count is ours (but for up to 1 MiB that
 # it leaves to a block rather than split a cached segment).

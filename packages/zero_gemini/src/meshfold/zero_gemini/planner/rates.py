@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from meshfold.mesh import SpecError
-from meshfold.zero_gemini.moved import with_old_names
+from meshfold.mesh import SpecError, with_old_names
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 _MAY_BE_NONE = ("disk_bytes", "gpu_streaming", "host_memory_while_streaming", "streaming_bytes", "moments_memory")
