@@ -23,9 +23,9 @@ parallel = dict(sequence=dict(mode="ring", size=4))
 engine = Engine(model, parallel, optimizer=dict(name="adamw", lr=1e-2), precision="fp64")
 
 # A late token sees more than an early one, so each rank gets an early piece and a late one.
-dealt = sequence_sharding(LENGTH, Mesh(dict(seq=4)), "ring")
+sharding = sequence_sharding(LENGTH, Mesh(dict(seq=4)), "ring")
 for rank in range(4):
-    engine.print(f"rank {rank} has tokens", *(f"{start}–{stop - 1}" for start, stop in dealt.pieces(rank)))
+    engine.print(f"rank {rank} has tokens", *(f"{start}–{stop - 1}" for start, stop in sharding.pieces(rank)))
 
 # What an attention sends, for 131,072 tokens, 32 heads of queries and 8 of keys and values, 128 wide, in bfloat16.
 for mode in ("ring", "ulysses"):

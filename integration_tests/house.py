@@ -43,6 +43,7 @@ QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "W
 BANNED = {
     "connected": "what connects it: wrapped, registered",
     "dealing": "sequence_sharding",
+    "dealt": "token_shards, sharded, split",
     "dear": "expensive",
     "foretell": "predict",
     "foretold": "predicted",

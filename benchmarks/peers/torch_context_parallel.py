@@ -1,4 +1,4 @@
-"""torch.distributed.tensor.experimental.context_parallel around one attention whose tensors are dealt already."""
+"""torch.distributed.tensor.experimental.context_parallel around one attention whose tensors are sharded already."""
 
 from __future__ import annotations
 

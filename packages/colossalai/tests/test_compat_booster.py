@@ -296,10 +296,10 @@ def test_a_pipeline_finds_its_example_in_the_loader() -> None:
         model, losses = pictures(), []
         before = torch.get_rng_state()
         booster, optimizer = Booster(plugin=plugin), torch.optim.SGD(model.parameters(), lr=0.1)
-        boosted, stepped, _, dealt, _ = booster.boost(model, optimizer, nn.functional.cross_entropy, loader)
+        boosted, stepped, _, sharded, _ = booster.boost(model, optimizer, nn.functional.cross_entropy, loader)
         assert torch.equal(torch.get_rng_state(), before)
         assert loader.dataset.read == [0]
-        batches = iter(dealt)
+        batches = iter(sharded)
         for _ in wanted:
             found = booster.execute_pipeline(batches, boosted, None, stepped)
             assert stepped is not None

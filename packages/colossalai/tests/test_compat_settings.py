@@ -319,7 +319,7 @@ def test_parameters_that_the_optimizer_does_not_have_stay() -> None:
 
 
 @ranks(2)
-def test_loaders_are_dealt_over_the_data_axis() -> None:
+def test_loaders_are_sharded_over_the_data_axis() -> None:
     numbers = torch.arange(24.0).view(12, 2)
     data = TensorDataset(numbers, torch.arange(12))
 
@@ -346,7 +346,7 @@ def test_loaders_are_dealt_over_the_data_axis() -> None:
         engine.mesh.rank,
         engine.mesh.rank + 2,
     ]
-    with pytest.raises(SpecError, match=r"deals rows to 2 ranks.*there are 1 data coordinates"):
+    with pytest.raises(SpecError, match=r"sampler is for 2 ranks.*there are 1 data coordinates"):
         served(DataLoader(data, batch_size=2, sampler=sampler), tensor=2)
     weighted = torch.utils.data.WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator().manual_seed(0))
     assert [len(batch) for batch in served(DataLoader(data, batch_size=4, sampler=weighted))[1]] == [2, 2, 2]

@@ -90,7 +90,7 @@ def test_sequence_first_streams_drop_what_one_process_drops(turn: int) -> None:
     compare_some(("turned", "torch's own", "attention"), specs, turn)
 
 
-def test_sequence_first_streams_whose_tokens_are_dealt_drop_what_one_process_drops() -> None:
+def test_sequence_first_streams_whose_tokens_are_split_drop_what_one_process_drops() -> None:
     ring, ulysses = dict(mode="ring", size=2), dict(mode="ulysses", size=2)
     specs = [dict(data=2, sequence=ulysses), dict(tensor=2, sequence=ring), dict(pipeline=2, sequence=ring)]
     run_on_ranks(4, compare, alone("attention"), specs)

@@ -118,7 +118,7 @@ def test_recomputed(name: str, parallel: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 @ranks(2)
-def test_a_block_that_stands_twice_beside_dealt_sequences(mode: str) -> None:
+def test_a_block_that_stands_twice_with_split_sequences(mode: str) -> None:
     check("0101 attending", dict(sequence=dict(mode=mode, size=2)))
 
 

@@ -204,7 +204,7 @@ def named(value: object) -> str:
 def own_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh, causal: bool, scale: float | None, length: int, **_: Any
 ) -> Tensor:
-    """Keys and values of all ranks at once, in the order in which they are dealt to a mode of one's own."""
+    """Keys and values of all ranks at once, in the order in which they are given to a mode of one's own."""
     k, v = (gather(x, mesh, 1, ("seq",))[:, :length].transpose(1, 2) for x in (k, v))
     mine = mesh.index("seq") * q.shape[1] + torch.ones(q.shape[1]).cumsum(0) - 1
     seen = mine[:, None] >= torch.ones(length).cumsum(0) - 1 if causal else None
@@ -799,7 +799,7 @@ def test_close_leaves_the_model_as_it_was() -> None:
     assert torch.equal(alone.logits, again.logits) and torch.equal(alone.loss, again.loss)
 
 
-def test_rows_are_dealt_to_data_ranks_alone() -> None:
+def test_rows_are_split_over_data_ranks_alone() -> None:
     with fake_world(4, rank=3), Engine(gpt, dict(data=2, sequence=ring(2))) as engine:
         assert torch.equal(engine.shard_batch(torch.arange(6).view(6, 1)), torch.tensor([[3], [4], [5]]))
         loader = engine.dataloader([{"input_ids": torch.tensor([i])} for i in range(8)], batch_size=4, shuffle=False)

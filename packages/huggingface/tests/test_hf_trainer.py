@@ -272,7 +272,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(DATASET)
 
 
-def test_data_that_cannot_be_dealt(tmp_path: Path) -> None:
+def test_data_that_cannot_be_sharded(tmp_path: Path) -> None:
     trainer = EngineTrainer(engine(), args=arguments(tmp_path), train_dataset=Stream())
     with pytest.raises(SpecError, match="is Stream, a stream"):
         trainer.train()

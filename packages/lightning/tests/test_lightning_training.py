@@ -271,7 +271,7 @@ def test_dropout_drops_the_same_under_every_spec() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    # One data coordinate and two: rows are dealt to ranks in turn, so give all of them the same rows.
+    # One data coordinate and two: rows go to ranks in turn, so give all of them the same rows.
     first = parallel_run("transformer", {"tensor": 4}, Drops)
     assert_same(parallel_run("transformer", {"data": 1, "tensor": {"mode": "2d", "size": 4}}, Drops), first)
 

@@ -147,14 +147,17 @@ def test_checkpointing_without_dropout_needs_no_stream() -> None:
     assert torch.equal(x.grad, x.detach().cos())
 
 
-def test_tokens_that_are_dealt_have_the_numbers_of_whole_sequences() -> None:
+def test_tokens_of_split_sequences_have_the_numbers_of_whole_sequences() -> None:
     """Two sequences of 5 tokens, of which this rank has the first, the last and a third that is padding."""
-    dealt = TokenShards(length=5, index=torch.tensor([0, 4, 4]))
-    assert dealt.numbers(torch.arange(6)).tolist() == [0, 4, 4, 5, 9, 9]
-    set_token_shards(dealt)  # without a stream there is nobody to tell
+    shards = TokenShards(length=5, index=torch.tensor([0, 4, 4]))
+    assert shards.numbers(torch.arange(6)).tolist() == [0, 4, 4, 5, 9, 9]
+    set_token_shards(shards)  # without a stream there is nobody to tell
     with dropout_stream(0, 0):
         assert current_dropout_stream().token_shards is None
-        set_token_shards(dealt)
+        set_token_shards(shards)
         _, again = checkpoint_contexts()
     with again:
-        assert current_dropout_stream().token_shards is dealt
+        assert current_dropout_stream().token_shards is shards
+    old: Any = dict(dealt=shards)
+    with pytest.warns(DeprecationWarning, match="token_shards"), dropout_stream(0, 0, **old):
+        assert current_dropout_stream().token_shards is shards

@@ -205,12 +205,12 @@ def test_views_of_rows_and_heads() -> None:
     assert regroup(three, (2, 6, 4)) == (whole(2), (Factor(6, P, (2, 2, 2)),), whole(4))
 
 
-def test_views_of_dealt_tokens() -> None:
+def test_views_of_split_tokens() -> None:
     tokens: Dims = (whole(2), (Factor(6, T),), whole(8))
     flat = regroup(tokens, (12, 8))
     assert flat == ((Factor(2), Factor(6, T)), whole(8))
     assert regroup(flat, (2, 6, 2, 4)) == (whole(2), (Factor(6, T),), whole(2), whole(4))
-    with pytest.raises(MixesError, match="dealt"):
+    with pytest.raises(MixesError, match="split over ranks"):
         regroup(flat, (4, 3, 8))
 
 

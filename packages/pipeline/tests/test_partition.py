@@ -52,7 +52,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
         assert dearest(costs, tuple(found), before, after) == pytest.approx(best)
 
 
-def test_equal_blocks_are_dealt_evenly_and_a_dear_head_takes_some() -> None:
+def test_equal_blocks_are_divided_evenly_and_a_dear_head_takes_some() -> None:
     assert sorted(balance_blocks([1.0] * 10, 4)) == [2, 2, 3, 3]
     assert balance_blocks([1.0] * 8, 4) == [2, 2, 2, 2]
     assert balance_blocks([1.0] * 9, 4, after=2.0) == [3, 3, 2, 1] or balance_blocks([1.0] * 9, 4, after=2.0)[-1] == 1
@@ -204,8 +204,8 @@ def test_batches_in_parts() -> None:
 
 def test_a_micro_batch_drops_what_its_rows_and_tokens_drop_in_the_whole_batch() -> None:
     work = split(torch.arange(32).view(4, 8), 2)[1]
-    dealt = TokenShards(length=16, index=torch.arange(8))
-    with dropout_stream(1, 2, first_row=3, first_token=24, token_shards=dealt), dropout_of(work):
+    shards = TokenShards(length=16, index=torch.arange(8))
+    with dropout_stream(1, 2, first_row=3, first_token=24, token_shards=shards), dropout_of(work):
         now = current_dropout_stream()
         assert (now.seed, now.step, now.first_row, now.first_token) == (1, 2, 5, 40)
-        assert now.token_shards is dealt
+        assert now.token_shards is shards

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from meshfold.pipeline import (
     ScheduleError,
     Send,
     communicate,
+    search,
 )
 from meshfold.pipeline.scheduling.communication import parse_step
 
@@ -99,3 +102,17 @@ def test_import_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_old_names_warn() -> None:
+    made = Schedule.of(["0F0 0BW0"])
+    options: Any = dict(name="old", microbatches=1, home=(0,), ranks=made.ranks)
+    with pytest.warns(DeprecationWarning, match=r"Schedule\(home=...\) is now Schedule\(stage_ranks=...\)"):
+        old = Schedule(**options)
+    assert replace(old, name=made.name) == made
+    unchecked: Any = old
+    with pytest.warns(DeprecationWarning, match=r"Schedule\.home is now Schedule\.stage_ranks"):
+        assert unchecked.home == (0,)
+    settled: Any = dict(ranks=2, microbatches=2, chunks=1, effort=0, home=(0, 1))
+    with pytest.warns(DeprecationWarning, match=r"search\(home=...\) is now search\(stage_ranks=...\)"):
+        assert search(**settled).schedule.stage_ranks == (0, 1)

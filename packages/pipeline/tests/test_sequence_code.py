@@ -1,4 +1,4 @@
-"""A model's own code on dealt tokens: exact, or refused with its line. Never wrong in silence."""
+"""A model's own code on split tokens: exact, or refused with its line. Never wrong in silence."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ def verdict(code: Code, mesh: Mesh, mode: str) -> str:
     serial, model = made(code), made(code)
     loss = F.cross_entropy(serial(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
     loss.backward()
-    mine, dealt = shard_sequence(tokens, mesh, mode), shard_sequence(targets, mesh, mode, pad=-100)
+    mine, labels_here = shard_sequence(tokens, mesh, mode), shard_sequence(targets, mesh, mode, pad=-100)
     with sequence_parallel(model, mesh, mode):
         try:
             logits = model(mine)
         except LayoutError as error:
             return str(error)
-        share = loss_share(logits, dealt, mesh, mode)
+        share = loss_share(logits, labels_here, mesh, mode)
         share.backward()
     group = mesh.group("seq", "ring", "ulysses")
     whole = collectives.all_reduce(share.detach(), group)
@@ -137,7 +137,7 @@ def verdict(code: Code, mesh: Mesh, mode: str) -> str:
 
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 @ranks(2)
-def test_code_on_dealt_tokens(mode: str) -> None:
+def test_code_on_split_tokens(mode: str) -> None:
     mesh = Mesh({"seq": 2})
     for name, (code, quoted) in TABLE.items():
         found = verdict(code, mesh, mode)
@@ -170,7 +170,7 @@ def test_learned_positions_of_its_own_are_refused() -> None:
 
 
 @ranks(2)
-def test_attention_to_something_else_than_the_dealt_tokens_is_refused() -> None:
+def test_attention_to_something_else_than_the_split_tokens_is_refused() -> None:
     class Crossed(Model):
         def forward(self, tokens: Tensor) -> Tensor:
             x = self.embed(tokens)

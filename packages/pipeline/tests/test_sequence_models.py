@@ -114,9 +114,9 @@ def compare(name: str, mesh: Mesh, mode: str, length: int, documents: tuple[int,
 
     model = made(name)
     mine = shard_sequence(tokens, mesh, mode)
-    dealt = shard_sequence(targets, mesh, mode, pad=-100)
+    labels_here = shard_sequence(targets, mesh, mode, pad=-100)
     with sequence_parallel(model, mesh, mode, length=length, documents=documents):
-        share = loss_share(logits_of(model, mine), dealt, mesh, mode)
+        share = loss_share(logits_of(model, mine), labels_here, mesh, mode)
         share.backward()
     group = mesh.group("seq", "ring", "ulysses")
     whole = collectives.all_reduce(share.detach(), group)
@@ -171,11 +171,11 @@ def test_hugging_face_loss_from_shifted_labels() -> None:
     targets = next_tokens(tokens)
     with sequence_parallel(model, mesh):
         mine = shard_sequence(tokens, mesh)
-        dealt = shard_sequence(targets, mesh, pad=-100)
+        labels_here = shard_sequence(targets, mesh, pad=-100)
         with pytest.raises(LayoutError, match="next_tokens"):
             model(input_ids=mine, labels=mine)
         count = (targets != -100).sum()
-        out = model(input_ids=mine, labels=dealt, shift_labels=dealt, num_items_in_batch=count)
+        out = model(input_ids=mine, labels=labels_here, shift_labels=labels_here, num_items_in_batch=count)
     whole = collectives.all_reduce(out.loss.detach(), mesh.group("seq"))
     assert float(whole) == pytest.approx(float(loss), rel=1e-6)
 

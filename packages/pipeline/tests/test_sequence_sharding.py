@@ -49,14 +49,14 @@ def tokens(pieces: tuple[tuple[int, int], ...]) -> list[int]:
 
 @settings(max_examples=200, deadline=None)
 @given(sharding=shardings)
-def test_every_token_is_dealt_once_in_equal_shares_and_joins_again(sharding: SequenceSharding) -> None:
-    dealt = [tokens(sharding.pieces(rank)) for rank in range(sharding.ranks)]
-    assert all(len(mine) == sharding.local and mine == sorted(mine) for mine in dealt)
-    assert sorted(chain.from_iterable(dealt)) == list(range(sharding.padded))
+def test_every_token_is_sharded_once_in_equal_shares_and_joins_again(sharding: SequenceSharding) -> None:
+    shards = [tokens(sharding.pieces(rank)) for rank in range(sharding.ranks)]
+    assert all(len(mine) == sharding.local and mine == sorted(mine) for mine in shards)
+    assert sorted(chain.from_iterable(shards)) == list(range(sharding.padded))
     assert 0 <= sharding.padded - sharding.length < sharding.unit
     for place in range(sharding.ring):
-        # What shares a place in the ring has, one behind the other, what is dealt to that place.
-        together = list(chain.from_iterable(dealt[place * sharding.ulysses : (place + 1) * sharding.ulysses]))
+        # What shares a place in the ring has, one behind the other, the shards of that place.
+        together = list(chain.from_iterable(shards[place * sharding.ulysses : (place + 1) * sharding.ulysses]))
         assert together == tokens(sharding.ring_pieces(place))
     x = torch.randn(2, sharding.length, 3)
     shards = [sharding.shard(x, rank) for rank in range(sharding.ranks)]

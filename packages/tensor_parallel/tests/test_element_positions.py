@@ -26,7 +26,7 @@ from meshfold.tensor_parallel.modes import find_mode
 
 S, ALL, FIRST, HERE, HEADS, WIDTH = 6, 10, 4, 4, 2, 3  # rows 4 to 7 of 10 are this data coordinate's
 MESH = Mesh(dict(row=2, tensor=2, seq=2), rank=7)  # the second of each
-DEALT = TokenShards(length=S, index=torch.tensor([1, 3, 5]))
+TOKEN_SHARDS = TokenShards(length=S, index=torch.tensor([1, 3, 5]))
 MINE, TOKENS = slice(FIRST, FIRST + HERE), [1, 3, 5]
 ROW, COLUMN, SEQ = ("row",), ("tensor",), Split(("seq",), "tokens")
 
@@ -59,12 +59,12 @@ CASES: dict[str, Case] = {
         (whole(24), whole(WIDTH)),
         ((Factor(S), Factor(4, ROWS)), whole(WIDTH)),
     ),
-    "b·s h, tokens dealt": (
+    "b·s h, tokens split": (
         lambda w: w[MINE][:, TOKENS].reshape(-1, WIDTH),
         ((Factor(4), Factor(3, SEQ)), whole(WIDTH)),
         (rows(12), whole(WIDTH)),
     ),
-    "s b h, tokens dealt": (
+    "s b h, tokens split": (
         lambda w: w.transpose(0, 1)[TOKENS, MINE],
         ((Factor(3, SEQ),), whole(4), whole(WIDTH)),
         (whole(3), rows(4), whole(WIDTH)),
@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
 
 
 def batch_of(first: int = FIRST) -> GlobalBatch:
-    return GlobalBatch(first, 0, ALL, BatchShape(rows=HERE, given=HERE, length=S), DEALT)
+    return GlobalBatch(first, 0, ALL, BatchShape(rows=HERE, given=HERE, length=S), TOKEN_SHARDS)
 
 
 @pytest.mark.parametrize(("part", "real", "by_rows"), CASES.values(), ids=CASES)

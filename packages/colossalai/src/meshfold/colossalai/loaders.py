@@ -50,16 +50,16 @@ def shard_loader(loader: Any, engine: Engine, name: str) -> Any:
 
     The batches of a plain loader are global ones, as in the script of one process. It is made again, so that each rank
     reads its own rows only, shuffles as the others do, and goes on where a checkpoint stopped. One with a distributed
-    sampler is dealt already, and stays as it is if it is dealt as the spec deals; so is one of the engine's own, and one
+    sampler is sharded already, and stays as it is if it is sharded as the spec says; so is one of the engine's own, and one
     of :func:`get_dataloader`. Of any other iterable the batches are cut: it must give the same ones on every rank.
 
     Args:
         loader: what the script has; None stays None.
-        engine: deals.
+        engine: its spec says which rows a rank reads.
         name: under which checkpoints keep its position.
 
     Raises:
-        SpecError: for a sampler that deals to other ranks, and a last batch with fewer rows than there are coordinates.
+        SpecError: for a sampler that shards for other ranks, and a last batch with fewer rows than there are coordinates.
     """
     if loader is None:
         return None
@@ -77,7 +77,7 @@ def shard_loader(loader: Any, engine: Engine, name: str) -> Any:
         rank = getattr(sampler, "rank", None)
         if (replicas, rank) != (world.row_size, world.row_index):
             raise SpecError(
-                f"the {name} loader's sampler deals rows to {replicas} ranks, of which this is number {rank}, and under the spec "
+                f"the {name} loader's sampler is for {replicas} ranks, of which this is number {rank}, and under "
                 f"{dict(engine.spec.axes)} there are {world.row_size} data coordinates, of which this is number {world.row_index}: "
                 "give the DataLoader without a sampler, and batch_size times the data coordinates"
             )

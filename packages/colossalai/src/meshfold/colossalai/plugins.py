@@ -93,8 +93,8 @@ class Plugin:
             sampler: of that loader; one that is distributed makes them rows of this rank.
         """
         if self._rows is None and rows is not None:
-            dealt = getattr(sampler, "num_replicas", None) is not None
-            self._rows = rows if dealt else max(1, rows // self._world().row_size)
+            sharded = getattr(sampler, "num_replicas", None) is not None
+            self._rows = rows if sharded else max(1, rows // self._world().row_size)
         self._require()
         parallel = self._parallel(self.translation)
         engine = {**engine_settings(self.translation), **self._engine}

@@ -76,7 +76,7 @@ class ShardedSequenceLayout:
         if not set(axes) & set(self._split.axes):
             return ""
         return (
-            "Of a model whose sequences are dealt to ranks only attention, by torch.nn.functional.scaled_dot_product_attention, "
+            "Of a model whose sequences are split over ranks only attention, by torch.nn.functional.scaled_dot_product_attention, "
             "sees the tokens of other ranks: use a spec without sequence, such as dict(tensor=2) or dict(pipeline=2)"
         )
 
@@ -93,7 +93,7 @@ def track_attention(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor
         if not _has_tokens(dims[2], found.token_split):
             found.refuse(
                 "scaled_dot_product_attention",
-                f"is given {what} whose dim 2 is not that of the tokens that were dealt to ranks",
+                f"is given {what} whose dim 2 is not that of the tokens that are split over ranks",
                 x,
                 axes=found.token_split.axes,
             )

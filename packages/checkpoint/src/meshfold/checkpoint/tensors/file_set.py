@@ -46,7 +46,7 @@ class FileAssignment:
     def make(
         cls, name: str, announced: Mapping[str, TensorInfo], ranks: int, by_first: Collection[str]
     ) -> FileAssignment:
-        """Deal tensors to as many ranks as are worth it, evenly by bytes and each in turn; ``by_first`` to rank 0."""
+        """Assign tensors to as many ranks as are worth it, evenly by bytes and each in turn; ``by_first`` to rank 0."""
         total = sum(described.bytes for described in announced.values())
         count = max(1, min(ranks, -(-total // LEAST_BYTES)))
         writers = [number * ranks // count for number in range(count)]  # over all nodes

@@ -268,6 +268,6 @@ def _rows(value: Tensor | None) -> int:
     if not value.shape[0]:
         raise SpecError(
             f"a batch of 0 rows, of shape {tuple(value.shape)}: give one at least; engine.shard_batch and "
-            "engine.dataloader deal a rank without rows one that does not count"
+            "engine.dataloader give a rank without rows one that does not count"
         )
     return value.shape[0]

@@ -22,7 +22,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def shard_batch(batch: Any, index: int, blocks: int) -> Any:
     """Return the rows of a global batch that belong to one of ``blocks`` data coordinates, in the same form.
 
-    Rows are dealt in order and as evenly as possible: the first ``rows % blocks`` coordinates get one more. One that
+    Rows are divided in order and as evenly as possible: the first ``rows % blocks`` coordinates get one more. One that
     gets none has a row that does not count: its labels are all -100.
 
     Raises:

@@ -88,7 +88,7 @@ def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
 
 
 def of_any_stage(factory: Factory) -> Factory:
-    """The same function, refused if it deals parameters to groups by their place in the list: each stage has a list of its own.
+    """The same function, refused if it assigns parameters to groups by their place in the list: each stage has a list of its own.
 
     One that knows better has an attribute ``knows_stages``.
 
@@ -104,7 +104,7 @@ def of_any_stage(factory: Factory) -> Factory:
         made = factory(parameters)
         if any(_settings_of(made) != other for other in others):
             raise SpecError(
-                "pipeline: the optimizer deals parameters to groups by their place in the list, and each stage has a list of its "
+                "pipeline: the optimizer assigns parameters to groups by their place in the list, and each stage has a list of its "
                 "own: tell groups apart by what parameters are, as by p.dim(), or leave pipeline out"
             )
         return made

@@ -201,11 +201,11 @@ class Labels:
         return self.kind in ("moved", "shift_labels")
 
     def require(self, name: str) -> None:
-        """Raise a SpecError if the model called ``name`` cannot compute a loss of dealt labels."""
+        """Raise a SpecError if the model called ``name`` cannot compute a loss of labels that are split over ranks."""
         if self.kind:
             return
         raise SpecError(
-            f"{self._written}: the loss inside of {name} cannot be told that labels were moved by one token before they were dealt "
+            f"{self._written}: the loss inside of {name} cannot be told that labels were moved by one token before they were split "
             "to ranks, which it cannot do on a part of a sequence. Let the model return logits and give Engine(..., loss_fn=...), "
             "which gets those of whole sequences; or let it call a module with the attribute causal_lm_loss = True that leaves "
             "labels where they are while its attribute shifts is False, as meshfold.models.loss.CausalLMLoss"

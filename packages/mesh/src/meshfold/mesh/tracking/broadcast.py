@@ -60,12 +60,12 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
 
 def _check_counted(here: list[tuple[Tensor, Dim]], place: int, split: list[Dim]) -> None:
     """Refuse what each rank counts by itself, such as positions from 0, beside a piece."""
-    dealt = next((dim for dim in split if not _is_counted(dim)), None)
+    sharded = next((dim for dim in split if not _is_counted(dim)), None)
     counted = next((x for x, dim in here if is_split(dim) and _is_counted(dim)), None)
-    if dealt is not None and counted is not None:
+    if sharded is not None and counted is not None:
         raise MixesError(
             f"brings a piece together with a tensor {list(counted.shape)} that is the same on every rank; dim {place} of the piece "
-            f"is split over {_axes(dealt)}"
+            f"is split over {_axes(sharded)}"
         )
 
 

@@ -1,7 +1,7 @@
 """Layouts of local tensors: which of a tensor's dims are split, over which axes, and what a view makes of them.
 
 A dim is a row of factors, major first. ``view`` merges dims and takes them apart again, so the dim ``b·s`` of a batch whose
-sequences are dealt to ranks has two factors, a whole one and a dealt one.
+sequences are split over ranks has two factors, a whole one and a split one.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
     if split is None or split.is_open:
         return Factor(major, split), Factor(minor, split)
     if split.kind != "block":
-        raise MixesError("takes tokens that are dealt to ranks apart")
+        raise MixesError("takes tokens apart that are split over ranks")
     if not factor.parts:
         known = factor.grain == 0 or (factor.grain > 0 and minor % factor.grain == 0)
         if not known and not inferred:

@@ -1,6 +1,6 @@
 """Stages of any model with a repeated block: which rank keeps which parameters, and how its stages run.
 
-Blocks are dealt out by cost. What runs before them goes to the first stage, what runs behind them to the last, what runs
+Blocks are divided by cost. What runs before them goes to the first stage, what runs behind them to the last, what runs
 between two blocks to the stage of the earlier; which is which is seen by running the model's forward without values. A
 parameter that stages of several ranks use is kept by all of them (a tie). Everything else is dropped, so a model on the meta
 device is never whole anywhere: cut it, then give it its values.

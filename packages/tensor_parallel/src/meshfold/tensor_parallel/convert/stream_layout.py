@@ -36,19 +36,19 @@ def spanning_axes(mesh: Mesh, axes: Axes) -> Axes:
 
 
 def token_dim(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | None) -> Dim:
-    """Return a dim of ``size`` tokens over these axes, of which others may have dealt the sequences.
+    """Return a dim of ``size`` tokens over these axes, whose sequences other axes may split.
 
     Args:
-        before: of what they were made, which tells whether they are dealt; None: they are if any are.
+        before: of what they were made, which tells whether sequences are split; None: they are if any are.
     """
     axes = spanning_axes(mesh, axes)
-    dealt = found.token_split
-    if dealt is None or (before is not None and not any(set(dealt.axes) & set(axes_of(dim)) for dim in before)):
+    split = found.token_split
+    if split is None or (before is not None and not any(set(split.axes) & set(axes_of(dim)) for dim in before)):
         return block(size, axes)
     length = found.local_tokens
     if size % length == 0:
-        return normal((*block(size // length, axes), Factor(length, dealt)))
-    return (Factor(size, Split((*axes, *dealt.axes), "tokens")),)
+        return normal((*block(size // length, axes), Factor(length, split)))
+    return (Factor(size, Split((*axes, *split.axes), "tokens")),)
 
 
 def output_rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: Axes, writes: Axes) -> Dims:
@@ -91,10 +91,10 @@ def rows_before_move(before: Dims, lead: Dims) -> Dims:
 
 
 def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
-    """Return the dims of tokens behind the first, of which the sequence may be dealt."""
-    dealt = found.token_split
+    """Return the dims of tokens behind the first, whose sequence may be split."""
+    split = found.token_split
     return tuple(
-        (Factor(n, dealt),) if dealt is not None and place == 0 and n == found.local_tokens else whole(n)
+        (Factor(n, split),) if split is not None and place == 0 and n == found.local_tokens else whole(n)
         for place, n in enumerate(shape)
     )
 
@@ -196,9 +196,9 @@ def _refuse_whole(found: Tracker, x: Tensor, number: int, axes: Axes, what: str,
 def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axes, what: str) -> None:
     """Refuse what is taken for the stream, or what a head made of it, and does not lie so: rows in front, columns at the end."""
     dims = found.dims(x)
-    dealt = () if found.token_split is None else found.token_split.axes
+    sequence_axes = () if found.token_split is None else found.token_split.axes
     for place, wanted in ((0, spanning_axes(mesh, axes)), (len(dims) - 1, spanning_axes(mesh, columns))):
-        have = tuple(axis for axis in axes_of(dims[place]) if axis not in dealt)
+        have = tuple(axis for axis in axes_of(dims[place]) if axis not in sequence_axes)
         turn = "" if place else ": turn it, rows first"
         if (have == wanted and is_split_first(dims[place], wanted) and not is_unknown(dims[place])) or dims[place][
             0

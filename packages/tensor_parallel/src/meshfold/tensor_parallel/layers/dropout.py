@@ -27,11 +27,11 @@ from meshfold.tensor_parallel.layers.element_positions import (
     fitted_positions,
     followed_positions,
     numbers_of,
-    prepare_dealt_numbers,
+    prepare_global_token_numbers,
 )
 from meshfold.tensor_parallel.modes import Mode
 
-_SEQUENCE = ("seq", "ring", "ulysses")  # axes that sequences may be dealt to
+_SEQUENCE = ("seq", "ring", "ulysses")  # axes that may split sequences
 
 
 class Dropout(ShardedLayer):
@@ -69,7 +69,7 @@ class Dropout(ShardedLayer):
         self.p, self.mesh, self.hidden, self.name = p, mesh, hidden, uncompiled_name(name)
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
         self._code, self._batch = _code_of(self.name), batch or BatchShape()
-        self._dealt = mesh.size(*_SEQUENCE) > 1
+        self._splits_sequences = mesh.size(*_SEQUENCE) > 1
         self._seen: dict[int, Positions] = {}  # by number of the call in a forward
         residual, between = mode.layout("residual"), mode.layout("hidden")
         self.residual = ((), ()) if whole else (residual["m"], residual["h"])
@@ -146,9 +146,9 @@ class Dropout(ShardedLayer):
 
     def _look(self, found: Tracker, x: Tensor, call: int, batch: GlobalBatch) -> None:
         """Remember the positions of a tensor's elements, for this call in later forwards."""
-        dealt = () if found.token_split is None else found.token_split.axes
+        sequence_axes = () if found.token_split is None else found.token_split.axes
         place = followed_positions(
-            x, found.dims(x), found.rows.dims(x), self._guessed(x, batch), batch, self.mesh, dealt, self.name
+            x, found.dims(x), found.rows.dims(x), self._guessed(x, batch), batch, self.mesh, sequence_axes, self.name
         )
         if place is not None:
             self._seen[call] = place
@@ -182,16 +182,16 @@ class Dropout(ShardedLayer):
         tokens, columns = self.residual if fits_residual and not fits_between else self.between
         last = (Run(columns, size=width),)
         if x.dim() == 2 and self.flat_tokens:
-            return ((Run(tokens, "tokens", dealt=self._dealt, size=shape[0]),), last)
+            return ((Run(tokens, "tokens", token_split=self._splits_sequences, size=shape[0]),), last)
         made = [(Run(size=n),) for n in shape[:-1]]
         if not made:
             return (last,)
         turned = x.dim() > 2 and self.mesh.world_size > 1 and self._tokens_first(shape, size(*tokens))
         rows = 1 if turned else 0  # dynamo of torch 2.11 traces no index that is a bool
         made[rows] = (Run(tokens, "rows", single=True, size=shape[rows]),)
-        if self._dealt and x.dim() > 2:
+        if self._splits_sequences and x.dim() > 2:
             at = 0 if turned else len(made) - 1
-            made[at] = (made[at][0]._replace(dealt=True),)
+            made[at] = (made[at][0]._replace(token_split=True),)
         return (*made, last)
 
     def _tokens_first(self, shape: tuple[int, ...], blocks: int) -> bool:
@@ -213,7 +213,7 @@ _NAMES: dict[int, str] = {}
 def _code_of(name: str) -> Tensor:
     """Return a number for a name, int64, on the CPU."""
     _prepare_draw()  # before anything is traced
-    prepare_dealt_numbers()
+    prepare_global_token_numbers()
     code = key_of(name)
     _NAMES[code] = name
     return torch.tensor(code)

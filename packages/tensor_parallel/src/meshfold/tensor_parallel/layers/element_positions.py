@@ -1,7 +1,7 @@
 """Positions of the elements of a rank's tensor in the tensor that one process has of the global batch.
 
 A dim is a row of *runs*, major first: neighbouring elements that are whole on the rank, or its block over mesh axes, or the rows
-of its part of the batch, or its tokens of sequences that are dealt. The number of an element in one process's tensor, row-major,
+of its part of the batch, or its tokens of split sequences. The number of an element in one process's tensor, row-major,
 follows from the numbers in each run.
 """
 
@@ -37,14 +37,14 @@ class Run(NamedTuple):
         axes: whose ranks have a block of it each, major first.
         rows: ``"rows"``: rows of the batch, with what each has behind it; ``"turned"``: tokens, each with all rows behind it;
             ``"tokens"``: tokens of the batch, counted through; ``""``: none of these.
-        dealt: its tokens are dealt to ranks.
+        token_split: its tokens are split over ranks.
         single: of rows: nothing is behind them in the run.
         size: local elements.
     """
 
     axes: tuple[str, ...] = ()
     rows: str = ""
-    dealt: bool = False
+    token_split: bool = False
     single: bool = False
     size: int = 0
 
@@ -60,14 +60,14 @@ class GlobalBatch(NamedTuple):
         first_row, first_token: those of the global batch before this forward's.
         rows: of the global batch; 0: as many as this forward's.
         here: this forward's, on all ranks that share them.
-        dealt: which tokens of each sequence there are; None: all. Unused where a graph asks for them when it runs.
+        token_shards: which tokens of each sequence there are; None: all. Unused where a graph asks for them when it runs.
     """
 
     first_row: int | Tensor
     first_token: int | Tensor
     rows: int | Tensor
     here: BatchShape
-    dealt: TokenShards | None
+    token_shards: TokenShards | None
 
 
 def followed_positions(
@@ -77,7 +77,7 @@ def followed_positions(
     guess: Positions,
     batch: GlobalBatch,
     mesh: Mesh,
-    dealt: tuple[str, ...],
+    sequence_axes: tuple[str, ...],
     name: str,
 ) -> Positions | None:
     """Return the positions of a tensor's elements from what a tracker knows; None if that does not tell.
@@ -88,7 +88,7 @@ def followed_positions(
         rows: its dims by rows of the batch.
         guess: what its sizes tell.
         batch: of the forward.
-        dealt: axes that sequences are dealt over.
+        sequence_axes: axes that split sequences.
         name: what drops, for messages.
 
     Raises:
@@ -103,8 +103,8 @@ def followed_positions(
             raise _lost(x, name, batch.here.given)
         rows = tuple((Factor(n, ROWS if runs[0].rows else None),) for n, runs in zip(x.shape, guess, strict=True))
     if any(map(is_unknown, real)):
-        real = _guessed(x, rows, guess, tokens, batch, dealt)
-    found = [_runs(a, b, dealt, batch.here.rows, mesh) for a, b in zip(real, rows, strict=True)]
+        real = _guessed(x, rows, guess, tokens, batch, sequence_axes)
+    found = [_runs(a, b, sequence_axes, batch.here.rows, mesh) for a, b in zip(real, rows, strict=True)]
     if None in found and is_part:
         raise _lost(x, name, batch.here.given)
     return None if None in found else tuple(runs for runs in found if runs is not None)
@@ -132,20 +132,24 @@ def _guessed(
     guess: Positions,
     tokens: tuple[str, ...],
     batch: GlobalBatch,
-    dealt: tuple[str, ...],
+    sequence_axes: tuple[str, ...],
 ) -> Dims:
     """Return the dims on the mesh of a tensor of which only is known where it has rows: axes of tokens split these."""
     made: list[Dim] = []
     for place, (size, dim) in enumerate(zip(x.shape, rows, strict=True)):
         has_rows, flat = any(f.split for f in dim), guess[place][0].rows == "tokens"
-        here = batch.dealt is not None and dealt and (flat or (not has_rows and size == batch.dealt.local))
+        here = (
+            batch.token_shards is not None
+            and sequence_axes
+            and (flat or (not has_rows and size == batch.token_shards.local))
+        )
         axes = guess[place][0].axes if place == len(guess) - 1 else tokens if has_rows else ()
-        split = Split((*axes, *dealt), "tokens") if here else Split(axes) if axes else None
+        split = Split((*axes, *sequence_axes), "tokens") if here else Split(axes) if axes else None
         made.append((Factor(size, split),))
     return tuple(made)
 
 
-def _runs(real: Dim, rows: Dim, dealt: tuple[str, ...], here: int, mesh: Mesh) -> tuple[Run, ...] | None:
+def _runs(real: Dim, rows: Dim, sequence_axes: tuple[str, ...], here: int, mesh: Mesh) -> tuple[Run, ...] | None:
     """Return the runs of a dim of which both say what its factors are; None if they do not fit together."""
     made: list[Run] = []
     left, right = [*real], [*rows]
@@ -156,7 +160,7 @@ def _runs(real: Dim, rows: Dim, dealt: tuple[str, ...], here: int, mesh: Mesh) -
             pair = left.pop(0), Factor(1)
         else:
             pair = (Factor(1), right.pop(0)) if right and right[0].size == 1 else None
-        run = None if pair is None else _run(*pair, dealt, here, mesh)
+        run = None if pair is None else _run(*pair, sequence_axes, here, mesh)
         if run is None:
             return None
         made.append(run)
@@ -181,18 +185,18 @@ def _taken(factors: list[Factor], size: int) -> Factor | None:
     return Factor(size, first.split)
 
 
-def _run(real: Factor, rows: Factor, dealt: tuple[str, ...], here: int, mesh: Mesh) -> Run | None:
+def _run(real: Factor, rows: Factor, sequence_axes: tuple[str, ...], here: int, mesh: Mesh) -> Run | None:
     if real.parts or (real.split is not None and real.split.kind not in ("block", "tokens")):
         return None
-    is_dealt = real.split is not None and real.split.kind == "tokens"
+    token_split = real.split is not None and real.split.kind == "tokens"
     axes = () if real.split is None else real.split.axes
-    axes = tuple(axis for axis in axes if not (is_dealt and axis in dealt))
+    axes = tuple(axis for axis in axes if not (token_split and axis in sequence_axes))
     kind = "" if rows.split is None else "turned" if rows.split == ROWS_INNERMOST else "rows"
     size = max(real.size, rows.size)
     every = size * mesh.size(*axes)
     if kind == "rows" and every % here:
         return None
-    return Run(axes, kind, is_dealt, kind == "rows" and every == here, size)
+    return Run(axes, kind, token_split, kind == "rows" and every == here, size)
 
 
 def fitted_positions(place: Positions, shape: tuple[int, ...], batch: GlobalBatch, mesh: Mesh) -> Positions | None:
@@ -220,8 +224,8 @@ def _sizes(runs: tuple[Run, ...], size: int, batch: GlobalBatch, mesh: Mesh) -> 
     for at, run in enumerate(runs):
         if run.rows and run.single:
             sizes[at] = batch.here.rows // mesh.size(*run.axes)
-        elif run.dealt and batch.dealt is not None:
-            sizes[at] = batch.dealt.local
+        elif run.token_split and batch.token_shards is not None:
+            sizes[at] = batch.token_shards.local
         elif left < 0:
             left, sizes[at] = at, 1
     rest, over = divmod(size, max(prod(sizes), 1))
@@ -239,7 +243,7 @@ def block_of(place: Positions, batch: GlobalBatch, mesh: Mesh) -> tuple[int | Te
         (number of the first row ``.. c``, of the first column, columns of the whole); None if it lies otherwise.
     """
     *lead, last = place
-    if len(last) != 1 or last[0].dealt or last[0].rows:
+    if len(last) != 1 or last[0].token_split or last[0].rows:
         return None
     width, axes = last[0].size, last[0].axes
     columns = width * mesh.index(*axes), width * mesh.size(*axes)
@@ -247,7 +251,7 @@ def block_of(place: Positions, batch: GlobalBatch, mesh: Mesh) -> tuple[int | Te
     if not runs:
         return 0, *columns
     first, *others = runs
-    if first.dealt or first.rows == "turned" or any(run.axes or run.rows or run.dealt for run in others):
+    if first.token_split or first.rows == "turned" or any(run.axes or run.rows or run.token_split for run in others):
         return None
     start = _first(first, batch, mesh)
     for run in others:
@@ -274,7 +278,7 @@ def _counted(
     wanted.
     """
     local = torch.arange(run.size, device=device)
-    if not run.dealt and run.rows != "turned":
+    if not run.token_split and run.rows != "turned":
         every: int | Tensor = run.size * mesh.size(*run.axes)
         if run.rows == "rows" and not first:
             every = _all_rows(batch) * _inner(run, batch, mesh)
@@ -285,11 +289,11 @@ def _counted(
         here = batch.here.rows
         token, row = count // here, count % here
         tokens: int | Tensor = size // here
-        if run.dealt:
-            token, tokens = dealt_numbers(token, size // here, batch.dealt, rows=False)
+        if run.token_split:
+            token, tokens = global_token_numbers(token, size // here, batch.token_shards, rows=False)
         rows = _all_rows(batch)
         return token * rows + batch.first_row + row, tokens * rows
-    count, whole = dealt_numbers(count, size, batch.dealt, rows=bool(run.rows))
+    count, whole = global_token_numbers(count, size, batch.token_shards, rows=bool(run.rows))
     if run.rows == "tokens":
         return count + batch.first_token, whole
     if not run.rows:
@@ -327,33 +331,35 @@ def _all_rows(batch: GlobalBatch) -> int | Tensor:
     return batch.rows or batch.here.given
 
 
-def dealt_numbers(tokens: Tensor, size: int, dealt: TokenShards | None, *, rows: bool) -> tuple[Tensor, int | Tensor]:
+def global_token_numbers(
+    tokens: Tensor, size: int, token_shards: TokenShards | None, *, rows: bool
+) -> tuple[Tensor, int | Tensor]:
     """Return numbers among whole sequences of tokens that are numbered among this rank's shards.
 
     Args:
         tokens: int64, any shape.
         size: how many there are of this rank's parts.
-        dealt: which tokens of each sequence those are; None: all. A graph asks for it when it runs.
+        token_shards: which tokens of each sequence those are; None: all. A graph asks for it when it runs.
         rows: they are of several sequences, one behind the other; else another number of them is no sequence's.
 
     Returns:
         The numbers, and how many there are in whole sequences.
     """
     if torch.compiler.is_compiling():
-        found = torch.ops.meshfold.dealt_numbers(tokens, size, rows)
+        found = torch.ops.meshfold.global_token_numbers(tokens, size, rows)
         return found[1:].view(tokens.shape), found[0]
-    if dealt is None or (size % dealt.local if rows else size != dealt.local):
+    if token_shards is None or (size % token_shards.local if rows else size != token_shards.local):
         return tokens, size
-    return dealt.numbers(tokens), size // dealt.local * dealt.length
+    return token_shards.numbers(tokens), size // token_shards.local * token_shards.length
 
 
 @cache
-def prepare_dealt_numbers() -> Any:
-    """Make the operation that a compiled graph has for :func:`dealt_numbers`; before anything is traced."""
+def prepare_global_token_numbers() -> Any:
+    """Make the operation that a compiled graph has for :func:`global_token_numbers`; before anything is traced."""
 
-    @torch.library.custom_op("meshfold::dealt_numbers", mutates_args=())
+    @torch.library.custom_op("meshfold::global_token_numbers", mutates_args=())
     def numbers(tokens: Tensor, size: int, rows: bool) -> Tensor:
-        found, whole = dealt_numbers(tokens, size, current_dropout_stream().token_shards, rows=rows)
+        found, whole = global_token_numbers(tokens, size, current_dropout_stream().token_shards, rows=rows)
         return torch.cat([torch.tensor([whole], device=tokens.device), found.flatten()])
 
     @numbers.register_fake

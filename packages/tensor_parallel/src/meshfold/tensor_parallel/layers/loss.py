@@ -186,7 +186,7 @@ class CausalLMLoss(OnMesh, nn.Module):
     """Next-token loss of logits split over tokens and vocabulary; labels come whole and are shifted here.
 
     Attributes:
-        shifts: False: labels come shifted already, as where the tokens of a sequence are dealt to ranks.
+        shifts: False: labels come shifted already, as where sequences are split over ranks.
     """
 
     causal_lm_loss = True

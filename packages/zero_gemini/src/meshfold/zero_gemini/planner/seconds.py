@@ -278,7 +278,7 @@ class Loads:
         self.down = regime.gradient * self.elems
         self.disk = regime.state * elems * train * disk
         self.split = elems * train * (off - disk)
-        self.cores, self.beside = self._dealt(strategy)
+        self.cores, self.beside = self._host_share(strategy)
         # Share of the elements whose moments the cores write.
         self.moments = 1.0 if strategy == SPLIT_STEP_ON_DEVICE else self.cores
         self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
@@ -307,7 +307,7 @@ class Loads:
         width = self.regime.parameter
         return width * forward * share, width * backward * share, self.regime.gradient * reduced * share
 
-    def _dealt(self, strategy: str) -> tuple[float, float]:
+    def _host_share(self, strategy: str) -> tuple[float, float]:
         """The cores' share of what the host steps before a forward, and the host memory's bytes/s that they have then."""
         machine, regime = self.machine, self.regime
         if not machine.gpu_streaming:
