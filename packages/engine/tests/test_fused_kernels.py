@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, build
 
 linear_cross_entropy = importlib.import_module("meshfold.kernels.linear_cross_entropy")
-ALWAYS = dict(norm=True, gated=True, rotary=True, loss=True)
+ALWAYS = dict(norm=True, gated=True, rotary=True, residual=True, loss=True)
 WORDS = 40
 IDS = torch.randint(1, WORDS, (4, 12), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.clone()
@@ -83,8 +84,8 @@ def llama() -> nn.Module:
     return build("llama-tiny", hidden=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab_size=WORDS, max_positions=16)
 
 
-def gpt() -> nn.Module:
-    return GPT(GPTConfig(vocab_size=WORDS, hidden=16, layers=2, heads=2, max_positions=16, dropout=0.1))
+def gpt(dropout: float = 0.1) -> nn.Module:
+    return GPT(GPTConfig(vocab_size=WORDS, hidden=16, layers=2, heads=2, max_positions=16, dropout=dropout))
 
 
 def deep() -> nn.Module:
@@ -166,11 +167,12 @@ def check(model: Callable[[], nn.Module], parallel: dict[str, Any], rules: tuple
         assert torch.allclose(got[1][name], value, **tolerance), name
 
 
-NORM, GATED, ROTARY, LOSS = "RMSNorm", "activation(gate) * up", "rotary embedding", "linear + cross entropy"
+NORM, GATED, ROTARY = "RMSNorm or LayerNorm", "activation(gate) * up", "rotary embedding"
+RESIDUAL, LOSS = "residual + norm", "linear + cross entropy"
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "own": (OwnModel, (NORM, GATED, LOSS)),
-    "Hugging Face": (hugging_face, (NORM, GATED, ROTARY, LOSS)),
-    "llama": (llama, (NORM, LOSS)),
+    "own": (OwnModel, (NORM, GATED, RESIDUAL, LOSS)),
+    "Hugging Face": (hugging_face, (NORM, GATED, ROTARY, RESIDUAL, LOSS)),
+    "llama": (llama, (NORM, RESIDUAL, LOSS)),
     "gpt with dropout": (gpt, (LOSS,)),
 }
 ALONE: dict[str, dict[str, Any]] = {
@@ -186,6 +188,11 @@ ALONE: dict[str, dict[str, Any]] = {
 @ranks(1)
 def test_alone(model: str, spec: str) -> None:
     check(*MODELS[model][:1], ALONE[spec], MODELS[model][1])
+
+
+@ranks(1)
+def test_layer_norms_of_gpt() -> None:
+    check(partial(gpt, 0.0), ALONE["zero 3"], (NORM, RESIDUAL, LOSS), recompute="blocks")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,7 @@ def with_z_loss() -> nn.Module:
 @ranks(1)
 def test_z_loss_reads_no_logits(spec: str) -> None:
     whole_logits.clear()
-    check(with_z_loss, ALONE[spec], (NORM, LOSS))
+    check(with_z_loss, ALONE[spec], (NORM, RESIDUAL, LOSS))
     assert not whole_logits
 
 

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
 from meshfold.kernels.fuse import LazyLogits, fuse
 from meshfold.kernels.fuse import heads as heads_module
+from meshfold.kernels.fuse import norms as norms_module
+from meshfold.kernels.fuse.sums import Branch, Sum
 
-ALWAYS: dict[str, Any] = dict(norm=True, gated=True, rotary=True, loss=True)
+ALWAYS: dict[str, Any] = dict(norm=True, gated=True, rotary=True, residual=True, loss=True)
 WORDS, WIDTH = 50, 16
 
 
@@ -39,7 +42,7 @@ class OffsetNorm(ScaledNorm):
 
 
 class CentredNorm(ScaledNorm):
-    """LayerNorm without a bias: no RMSNorm."""
+    """LayerNorm without a bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (WIDTH,), self.weight, None, self.variance_epsilon)
@@ -50,6 +53,89 @@ class UnlikeNorm(ScaledNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class NamedNorm(nn.Module):
+    """LayerNorm as Annotated Transformers have it, its parameters under other names."""
+
+    def __init__(self, biased: bool = False) -> None:
+        super().__init__()
+        self.beta, self.gamma = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.tiny, self.biased = 1e-5, biased
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.var(-1, keepdim=True, unbiased=not self.biased)
+        return self.gamma * (x - x.mean(-1, keepdim=True)) / torch.sqrt(variance + self.tiny) + self.beta
+
+
+class Stream(nn.Module):
+    """A block: attention and an MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, norm: Callable[[], nn.Module] = ScaledNorm) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(), norm()
+        self.mixer, self.mlp = nn.Linear(WIDTH, WIDTH), ModuleGate(nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class TupleStream(Stream):
+    """Attention that returns a tuple, the sum the other way round, in a method."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.LayerNorm(WIDTH))
+        self.mixer = Pair()
+
+    def mix(self, x: Tensor) -> Tensor:
+        y, _ = self.mixer(self.norm1(x))
+        return y + x  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.mix(x)
+        return self.mlp(self.norm2(x)) + x  # type: ignore[no-any-return]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x), None
+
+
+class BehindStream(nn.Module):
+    """The norm behind the sum, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(WIDTH, WIDTH), NamedNorm(biased=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.dense(x) + x)  # type: ignore[no-any-return]
+
+
+class ScaledStream(Stream):
+    """Something between sum and norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(self.norm1(x))
+        return x + self.mlp(self.norm2(2 * x))  # type: ignore[no-any-return]
+
+
+class CheckpointedStream(Stream):
+    """A sum that may leave a checkpoint of the block's own."""
+
+    reentrant: bool | None = None
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x + self.mixer(self.norm1(x))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x) if self.reentrant is None else checkpoint(self.mix, x, use_reentrant=self.reentrant)
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
 class Gate(nn.Module):
@@ -153,15 +239,89 @@ class InterleavedAttention(Attention):
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaves = [x, *model.parameters()]
+    for each in leaves:
+        each.grad = None
     y = model(x)
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+    y.square().sum().backward()  # not torch.autograd.grad, which reentrant checkpoints do not know
+    return [y, *(each.grad for each in leaves if each.grad is not None)]
+
+
+STREAMS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "block": (Stream, ("1.norm2",)),
+    "block with LayerNorm": (lambda: Stream(lambda: nn.LayerNorm(WIDTH, bias=False)), ("1.norm2",)),
+    "tuple, other way round, a method": (TupleStream, ("1.norm2",)),
+    "norm behind the sum": (BehindStream, ("1.norm",)),
+    "scaled between": (ScaledStream, ()),
+    "in a method": (CheckpointedStream, ("1.norm2",)),
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_a_sum_is_made_by_the_norm_behind_it(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, names = STREAMS[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), make())
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
+    want, state = gradients(model, x), list(model.state_dict())
+    seen: list[type] = []
+    for child in model[1].children():  # hooks are called with tensors
+        child.register_forward_hook(lambda module, args, output: seen.extend((type(args[0]), type(output))))
+    for each in names:
+        model.get_submodule(each)._forward_hooks.clear()
+    found = fuse(model, norm=False, gated=False, loss=False, residual=True)
+    assert found.modules == ({"residual": names} if names else {})
+    sums: list[Tensor] = []
+    for kernel in ("add_rms_norm", "add_layer_norm"):
+        own = getattr(norms_module, kernel)
+        monkeypatch.setattr(norms_module, kernel, lambda x, *rest, own=own: sums.append(x) or own(x, *rest))
+    for got, expected in zip(gradients(model, x), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    assert len(sums) == len(names) and list(model.state_dict()) == state
+    assert set(seen) <= {Tensor, tuple}
+    fuse(model, **ALWAYS)  # other rules beside it
+    for got, expected in zip(gradients(model, x), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_no_sum_waits_beyond_a_checkpoint(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), CheckpointedStream())
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
+    want = gradients(model, x)
+    assert fuse(model, **ALWAYS).modules["residual"] == ("1.norm2",)
+    model[1].reentrant = reentrant  # type: ignore[assignment]
+    for got, expected in zip(gradients(model, x), want, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_with_hooks_is_called_and_a_sum_that_changed_is_not_made() -> None:
+    model = nn.Sequential(nn.Identity(), Stream())
+    found = fuse(model, norm=False, gated=False, loss=False, residual=True)
+    called: list[str] = []
+    model[1].norm2.register_forward_hook(lambda module, args, output: called.append("norm2"))
+    model(torch.randn(2, WIDTH))
+    assert found.modules and called == ["norm2"]
+    residual, branch = torch.zeros(3), torch.ones(3)
+    waiting = residual + Branch(branch, "mlp")
+    assert isinstance(waiting, Sum) and torch.equal(waiting - 1, torch.zeros(3)) and not waiting.waits()
+    waiting = Branch(branch, "mlp") + residual
+    residual.add_(1)
+    with pytest.raises(RuntimeError, match=r"what mlp returned, .* changed in place .* kernels=dict\(residual=False\)"):
+        waiting.sum()
 
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "norm": (ScaledNorm, "norm"),
     "norm of one plus the weight": (OffsetNorm, "norm"),
     "torch's RMSNorm": (lambda: nn.RMSNorm(WIDTH, eps=1e-6), "norm"),
-    "a norm that is centred": (CentredNorm, None),
+    "LayerNorm without a bias": (CentredNorm, "norm"),
+    "torch's LayerNorm": (lambda: nn.LayerNorm(WIDTH), "norm"),
+    "torch's LayerNorm without a bias": (lambda: nn.LayerNorm(WIDTH, bias=False), "norm"),
+    "LayerNorm with other names": (lambda: NamedNorm(biased=True), "norm"),
+    "a norm by the unbiased variance": (NamedNorm, None),
+    "LayerNorm over two dims": (lambda: nn.LayerNorm((5, WIDTH)), None),
     "a norm with another eps": (UnlikeNorm, None),
     "gate with nn.SiLU": (lambda: ModuleGate(nn.SiLU()), "gated"),
     "gate, the other way round": (lambda: TurnedGate(nn.SiLU()), "gated"),
@@ -371,6 +531,6 @@ def test_a_module_that_is_no_head_is_none() -> None:
 def test_what_is_fused_can_be_printed() -> None:
     model = nn.ModuleDict(dict(a=ScaledNorm(), b=ScaledNorm(), model=LanguageModel(shifted)))
     assert str(fuse(model)).splitlines() == [
-        "fused: RMSNorm in one launch: a and 1 more",
+        "fused: RMSNorm or LayerNorm in one launch: a and 1 more",
         "fused: linear + cross entropy, without whole logits: model.head",
     ]

@@ -1,6 +1,7 @@
 """Fused kernels in the place of a model's own operations: any ``nn.Module``, found by shape and by trial.
 
-    RMSNorm                 a module that computes what :func:`meshfold.kernels.rms_norm` does, whatever it is called
+    RMSNorm, LayerNorm      a module that computes what :func:`meshfold.kernels.rms_norm` or ``layer_norm`` does, of any name
+    residual + norm         x = x + branch(...); norm(x) inside of one module, whose children branch and norm are
     gated activations       silu(gate) * up or gelu(gate) * up, where the activation of a module is only ever multiplied
     rotary embedding        a function (q, k, cos, sin) of the Hugging Face kind that a module's forward calls
     linear + cross entropy  a head whose logits nobody reads but the loss: they are never held whole
@@ -20,16 +21,18 @@ from torch import nn
 from meshfold.kernels.fuse.activations import fuse_gated
 from meshfold.kernels.fuse.heads import DeferredLogits, defer_logits, leaves_out_logits
 from meshfold.kernels.fuse.logits import LazyLogits
-from meshfold.kernels.fuse.norms import fuse_norms
+from meshfold.kernels.fuse.norms import find_norms, fuse_norms
 from meshfold.kernels.fuse.replaced import Replaced, is_compiled
+from meshfold.kernels.fuse.residual import fuse_residuals
 from meshfold.kernels.fuse.rotary import fuse_rotary
 
 __all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse", "is_compiled", "leaves_out_logits"]
 
 RULES: Mapping[str, str] = {
-    "norm": "RMSNorm in one launch",
+    "norm": "RMSNorm or LayerNorm in one launch",
     "gated": "activation(gate) * up in one launch",
     "rotary": "rotary embedding of queries and keys in one launch",
+    "residual": "residual + norm in one launch",
     "loss": "linear + cross entropy, without whole logits",
 }
 """The rules by name, and what each puts into a model."""
@@ -70,18 +73,20 @@ def fuse(
     norm: bool | None = None,
     gated: bool | None = None,
     rotary: bool | None = None,
+    residual: bool | None = None,
     loss: bool | None = None,
 ) -> FusedModel:
     """Put fused kernels into a model, in place, and return what was replaced.
 
     Args:
         model: real or meta weights; in training or not.
-        norm, gated, rotary, loss: the rules. None: where it pays, which is decided at each call (on a GPU; logits from
+        norm, gated, rotary, residual, loss: the rules. None: where it pays, which is decided at each call (on a GPU; logits from
             :data:`meshfold.kernels.fuse.heads.WORTHWHILE` elements on, on any device). True: always. False: never.
 
     What torch.compile has been given, a module or the whole model, keeps its own operations.
     """
     found = FusedModel()
+    norms = {} if residual is False else {module: kind for _, module, kind in find_norms(model)}
     for rule, always, apply in (
         ("norm", norm, fuse_norms),
         ("gated", gated, fuse_gated),
@@ -93,6 +98,11 @@ def fuse(
         if replaced:
             found.modules[rule] = tuple(each.name for each in replaced)
             found._replaced += replaced
+    if norms:  # last of those in blocks: around what others have put there
+        blocks, names = fuse_residuals(model, norms, always=residual is True)
+        if names:
+            found.modules["residual"] = names
+            found._replaced += blocks
     if loss is not False:
         deferred = defer_logits(model, always=loss is True)
         if deferred.heads:

@@ -1,8 +1,15 @@
-"""RMSNorm modules of any name: ``x / sqrt(mean(x**2) + eps) * weight``, or ``* (1 + weight)`` as in Gemma."""
+"""RMSNorm and LayerNorm modules of any name, found by trial::
+
+RMSNorm    x / sqrt(mean(x**2) + eps) * weight, or * (1 + weight) as in Gemma
+LayerNorm  (x - mean) / sqrt(mean((x - mean)**2) + eps) * weight, or * (1 + weight); with a bias or without
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -11,65 +18,122 @@ from torch.func import functional_call
 
 from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, own_forward, runs_fused
 from meshfold.kernels.inputs import is_autocast
-from meshfold.kernels.norms import rms_norm
+from meshfold.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """The norm that a module computes.
+
+    Attributes:
+        centred: LayerNorm; else RMSNorm.
+        eps: of the norm.
+        offset: added to the weight.
+        weight: the weight's name in the module.
+        bias: the bias's name; empty without one.
+    """
+
+    centred: bool
+    eps: float
+    offset: float
+    weight: str
+    bias: str
+
+    def of(self, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return the norm of every row, with a module's parameters by name."""
+        weight, bias = self._parameters(parameters)
+        return layer_norm(x, weight, bias, self.eps) if self.centred else rms_norm(x, weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the norm of ``x + residual``, and that sum."""
+        weight, bias = self._parameters(parameters)
+        if self.centred:
+            return add_layer_norm(x, residual, weight, bias, self.eps)
+        return add_rms_norm(x, residual, weight, self.eps)
+
+    def takes(self, x: Tensor, parameters: Mapping[str, Tensor | None]) -> bool:
+        """Return True for a tensor in the dtype of the parameters: in another the module's own code says what the result's is."""
+        own = (parameters[name] for name in (self.weight, self.bias) if name)
+        return all(p is not None and p.dtype == x.dtype for p in own) and not is_autocast(x)
+
+    def _parameters(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        weight = parameters[self.weight]
+        weight = weight.float() + self.offset if self.offset else weight
+        return weight, parameters[self.bias] if self.bias else None
+
+
 def fuse_norms(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
-    """Let every RMSNorm of a model run as one kernel; see :func:`meshfold.kernels.fuse.fuse`."""
-    tried: dict[Any, float | None] = {}
+    """Let every norm of a model run as one kernel; see :func:`meshfold.kernels.fuse.fuse`."""
+    return [
+        ReplacedForward(name, module, partial(_forward, module, norm, always))
+        for name, module, norm in find_norms(model)
+    ]
+
+
+def find_norms(model: nn.Module) -> list[tuple[str, nn.Module, Norm]]:
+    """Return the norms of a model that run through the forward of their class, with their names."""
+    tried: dict[Any, Norm | None] = {}
     found = []
     for name, module in candidates(model):
-        eps = _eps(module)
-        if eps is None:
+        shapes = _shapes(module)
+        epsilons = _epsilons(module) if shapes else ()
+        if not epsilons:
             continue
-        kind = (type(module), module.get_parameter("weight").shape, eps)
+        kind = (type(module), tuple(shapes.items()), epsilons)
         if kind not in tried:
-            tried[kind] = _offset(module, eps)
-        offset = tried[kind]
-        if offset is not None:
-            found.append(ReplacedForward(name, module, partial(_forward, module, eps, offset, always)))
+            tried[kind] = _trial(module, list(shapes), epsilons)
+        if (norm := tried[kind]) is not None:
+            found.append((name, module, norm))
     return found
 
 
-def _forward(module: nn.Module, eps: float, offset: float, always: bool, x: Tensor) -> Tensor:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    # Another dtype than the weight's: the module's own code says what the result's is.
-    if x.dtype != weight.dtype or not runs_fused(x, always) or is_autocast(x):
+def _forward(module: nn.Module, norm: Norm, always: bool, x: Tensor) -> Tensor:
+    parameters: Any = module._parameters
+    if not runs_fused(x, always) or not norm.takes(x, parameters):
         result: Tensor = type(module).forward(module, x)
         return result
-    return rms_norm(x, weight.float() + offset if offset else weight, eps)
+    return norm.of(x, parameters)
 
 
-def _eps(module: nn.Module) -> float | None:
-    """Return the eps of a module that may be an RMSNorm: a leaf with a vector of weights and nothing else."""
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Return the parameters' shapes of a module that may be a norm: a leaf with one or two vectors of one size; else none."""
     if type(module).__module__.startswith("meshfold.") or not own_forward(module):
-        return None
-    parameters = dict(module.named_parameters(recurse=False))
-    if list(parameters) != ["weight"] or parameters["weight"].ndim != 1 or any(module.buffers()):
-        return None
-    if next(module.children(), None) is not None:
-        return None
-    return next((e for name in _EPS if isinstance(e := getattr(module, name, None), float)), None)
+        return {}
+    if next(module.children(), None) is not None or any(True for _ in module.buffers()):
+        return {}
+    shapes = {name: p.shape for name, p in module.named_parameters(recurse=False)}
+    alike = len(shapes) in (1, 2) and len(set(shapes.values())) == 1 and len(next(iter(shapes.values()))) == 1
+    return shapes if alike else {}
+
+
+def _epsilons(module: nn.Module) -> tuple[float, ...]:
+    """Return the numbers of a module that may be its eps: those of the usual names first."""
+    named = [getattr(module, name, None) for name in _EPS]
+    others = [value for name, value in vars(module).items() if name not in _EPS]
+    return tuple(dict.fromkeys(e for e in named + others if isinstance(e, float) and 0.0 < e < 0.1))
 
 
 @torch.no_grad()
-def _offset(module: nn.Module, eps: float) -> float | None:
-    """Return what a module adds to its weight if it is an RMSNorm, found by trial; None if it is none."""
+def _trial(module: nn.Module, names: list[str], epsilons: tuple[float, ...]) -> Norm | None:
+    """Return the norm that a module computes, found by trial; None if it computes none."""
     random = torch.Generator().manual_seed(0)
-    hidden = module.get_parameter("weight").shape[0]
-    weight = torch.rand(hidden, generator=random) + 0.5
+    hidden = module.get_parameter(names[0]).shape[0]
+    parameters = {name: torch.rand(hidden, generator=random) + 0.5 for name in names}
     # Rows about as small as sqrt(eps), where eps counts, and large ones, off centre.
     x = torch.randn(2, 3, hidden, generator=random) + 0.5
-    x[0] *= eps**0.5
+    x[0] *= epsilons[0] ** 0.5
     try:
-        y = functional_call(module, {"weight": weight}, (x,))
+        y = functional_call(module, parameters, (x,))
     except Exception:  # it takes something else: no norm of rows
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return None
-    for offset in (0.0, 1.0):
-        if torch.allclose(y, rms_norm(x, weight + offset, eps), rtol=1e-5, atol=1e-6):
-            return offset
+    for eps in epsilons:
+        for weight, bias in permutations(names) if len(names) == 2 else ((names[0], ""),):
+            for centred, offset in product((True,) if bias else (False, True), (0.0, 1.0)):
+                norm = Norm(centred=centred, eps=eps, offset=offset, weight=weight, bias=bias)
+                if torch.allclose(y, norm.of(x, parameters), rtol=1e-5, atol=1e-6):
+                    return norm
     return None

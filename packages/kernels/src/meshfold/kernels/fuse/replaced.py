@@ -25,7 +25,7 @@ class Replaced(Protocol):
 
 
 class ReplacedForward:
-    """A forward in the place of a module's own, as an attribute of that one module."""
+    """A forward in the place of a module's own, or of another replacement, as an attribute of that one module."""
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Args:
@@ -34,13 +34,17 @@ class ReplacedForward:
         forward: takes what the module's own forward takes, without ``self``.
         """
         self.name = name
-        self._module, self._forward = module, forward
+        self._module, self._forward, self._before = module, forward, module.__dict__.get("forward")
         module.forward = forward
 
     def close(self) -> None:
-        """Give the module its own forward back, unless somebody has replaced this one."""
-        if self._module.__dict__.get("forward") is self._forward:
+        """Give the module the forward back that it had, unless somebody has replaced this one."""
+        if self._module.__dict__.get("forward") is not self._forward:
+            return
+        if self._before is None:
             del self._module.forward
+        else:
+            self._module.forward = self._before
 
 
 def own_forward(module: nn.Module) -> bool:

@@ -1,0 +1,272 @@
+"""Residual add and norm: ``x = x + branch(...); y = norm(x)`` inside of one module's forward, where branch and norm are children.
+
+The forward's own code runs on a view of the module, whose children do two things more: what a branch returns waits for the sum
+that it goes into, and a norm that is given such a sum makes it in its own kernel. Who uses the sum otherwise gets it as a tensor.
+Hooks of the children, and who calls the module, see tensors alone.
+
+Which children are branches and norms is found by trial: the forward runs on small random tensors with other children that are
+cheap, once as it is and once with sums that wait. Results and gradients must be equal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from meshfold.kernels.fuse.norms import Norm
+from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, is_compiled, runs_fused
+from meshfold.kernels.fuse.sums import Branch, Sum, results, tensors
+
+Call = Callable[..., Any]
+_LENGTHS = (0, 2, 3, 1)  # of what a composite child may return: a tensor, or a tuple that begins with one
+_MOST_COMPOSITES = 3
+_top_hooks: Call = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+class _Call:
+    """A call of a module's forward, in which sums wait.
+
+    Attributes:
+        branches: children whose result may be added to the stream; None: all.
+        norms: children that may make the sum.
+        made: branch and norm of each sum that a norm has made.
+    """
+
+    def __init__(self, branches: frozenset[str] | None, norms: Mapping[str, Norm]) -> None:
+        self.branches, self.norms = branches, norms
+        self.made: list[tuple[str, str]] = []
+        self._around = self._mode()
+        self._over = False
+
+    def run(self, module: nn.Module, forward: Call, children: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+        """Run a forward on a view of its module with these children."""
+        view = object.__new__(type(module))
+        before = {**module.__dict__, "_modules": {leaf: _Child(leaf, each, self) for leaf, each in children.items()}}
+        before["_modules"].update({leaf: None for leaf, each in module._modules.items() if each is None})
+        view.__dict__ = dict(before)
+        try:
+            return results(forward(view, *args, **kwargs))
+        finally:
+            self._over = True
+            for name, value in view.__dict__.items():
+                if name not in before or before[name] is not value:
+                    module.__dict__[name] = results(value)
+
+    def waits(self) -> bool:
+        """Return False inside of a checkpoint, and in what it repeats later: it has to return, and save, the same each time."""
+        return not self._over and self._mode() == self._around
+
+    def _mode(self) -> tuple[bool, Any]:
+        return torch.is_grad_enabled(), _top_hooks(True)
+
+
+class _Child:
+    """A child of a module in its forward."""
+
+    def __init__(self, leaf: str, child: Any, call: _Call) -> None:
+        self._leaf, self._child, self._call = leaf, child, call
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._child.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._child, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._child[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._child)
+
+    def __len__(self) -> int:
+        return len(self._child)
+
+    def __bool__(self) -> bool:
+        return bool(self._child)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaf, call, child = self._leaf, self._call, self._child
+        result: Any
+        norm = call.norms.get(leaf)
+        if norm is not None and len(args) == 1 and not kwargs and _makes_sum(child, norm, args[0]) and call.waits():
+            result, value = norm.of_sum(args[0].branch, args[0].residual, child._parameters)
+            args[0].made(value)
+            call.made.append((args[0].leaf, leaf))
+        else:
+            result = child(*tensors(args), **tensors(kwargs))
+        if (call.branches is not None and leaf not in call.branches) or not call.waits():
+            return result
+        if type(result) is tuple and result and type(result[0]) is Tensor:
+            return (Branch(result[0], leaf), *result[1:])
+        return Branch(result, leaf) if type(result) is Tensor else result
+
+
+def _makes_sum(child: nn.Module, norm: Norm, x: Any) -> bool:
+    if not isinstance(x, Sum) or not x.waits() or not norm.takes(x.branch, child._parameters):
+        return False
+    hooks = (child._forward_pre_hooks, child._forward_hooks, child._backward_hooks, child._backward_pre_hooks)
+    return not any(hooks) and not is_compiled(child)  # else its call has to be seen
+
+
+def fuse_residuals(
+    model: nn.Module, norms: Mapping[nn.Module, Norm], *, always: bool
+) -> tuple[list[ReplacedForward], tuple[str, ...]]:
+    """Let norms inside of a model's blocks make the sum that they are given; see :func:`meshfold.kernels.fuse.fuse`.
+
+    Args:
+        model: with the replacements of other rules.
+        norms: those of the model.
+
+    Returns:
+        The replacements, in the blocks, and the names of the norms.
+    """
+    tried: dict[Any, tuple[frozenset[str], dict[str, Norm]] | None] = {}
+    found: list[ReplacedForward] = []
+    names: list[str] = []
+    for name, module in candidates(model):
+        mine = {leaf: norms[child] for leaf, child in module.named_children() if child in norms}
+        forward = _function(module)
+        if not mine or forward is None or type(module).__module__.startswith("torch."):
+            continue
+        kind = (type(module), forward.__code__, tuple(module._modules), tuple(mine.items()))
+        if kind not in tried:
+            tried[kind] = _trial(module, forward, mine)
+        chosen = tried[kind]
+        if chosen is not None:
+            found.append(ReplacedForward(name, module, partial(_forward, module, forward, *chosen, always)))
+            names += [f"{name}.{leaf}" if name else leaf for leaf in chosen[1]]
+    return found, tuple(names)
+
+
+def _function(module: nn.Module) -> Any:
+    """Return the forward of a module as a function of ``self``: of its class, or another rule's copy of it; else None."""
+    replaced: Any = module.__dict__.get("forward")
+    if replaced is None:
+        forward: Any = type(module).forward
+        return forward if isinstance(forward, types.FunctionType) else None
+    bound = isinstance(replaced, types.MethodType) and replaced.__self__ is module
+    return replaced.__func__ if bound and replaced.__func__.__name__ == "forward" else None
+
+
+def _forward(
+    module: nn.Module,
+    forward: Call,
+    branches: frozenset[str],
+    norms: Mapping[str, Norm],
+    always: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+    checkpoints = module.training and getattr(module, "gradient_checkpointing", False)
+    if first is None or not runs_fused(first, always) or checkpoints:
+        return forward(module, *args, **kwargs)
+    children = {leaf: child for leaf, child in module._modules.items() if child is not None}
+    return _Call(branches, norms).run(module, forward, children, args, kwargs)
+
+
+# Trials.
+
+
+def _trial(module: nn.Module, forward: Any, norms: Mapping[str, Norm]) -> tuple[frozenset[str], dict[str, Norm]] | None:
+    """Return the branches and norms of a module whose forward adds a branch to its stream for a norm to read; else None."""
+    random = torch.Generator().manual_seed(0)
+    own = {leaf: child for leaf, child in module._modules.items() if child is not None}
+    composites = [leaf for leaf, child in own.items() if leaf not in norms and any(True for _ in child.children())]
+    if len(composites) > _MOST_COMPOSITES:
+        return None
+    first = next(iter(norms))
+    hidden = own[first].get_parameter(norms[first].weight).shape[0]
+    for lengths, inputs in product(product(_LENGTHS, repeat=len(composites)), _inputs(forward, hidden, random)):
+        length = dict(zip(composites, lengths, strict=True))
+        children: dict[str, Any] = {
+            leaf: _TriedNorm(child, random) if leaf in norms else _Cheap(child, length.get(leaf, 0), number)
+            for number, (leaf, child) in enumerate(own.items())
+        }
+        try:
+            want, _ = _tried(_Call(frozenset(), {}), module, forward, children, inputs)
+            _, noted = _tried(_Call(None, norms), module, forward, children, inputs)
+            branches = frozenset(leaf for leaf, _ in noted)
+            made_by = {leaf: norms[leaf] for _, leaf in noted}
+            got, made = _tried(_Call(branches, made_by), module, forward, children, inputs)
+        except Exception:  # it wants other inputs, or its weights: nothing is known of it with these
+            continue
+        if made and set(made) == set(noted) and _equal(got, want):
+            return branches, made_by
+    return None
+
+
+def _tried(call: _Call, module: nn.Module, forward: Call, children: Mapping[str, Any], inputs: list[Any]) -> Any:
+    """Return results with gradients, and what sums were made, of a forward that runs as in evaluation."""
+    trial = object.__new__(type(module))
+    trial.__dict__ = {**module.__dict__, "training": False}
+    with torch.enable_grad():
+        leaves = [each if each is None else each.clone().requires_grad_() for each in inputs]
+        found = call.run(trial, forward, children, leaves, {})
+        flat = [each for each in (found if isinstance(found, tuple) else (found,)) if isinstance(each, Tensor)]
+        loss = torch.stack([(each * torch.cos(each.detach())).sum() for each in flat]).sum()
+        wanted = [each for each in leaves if each is not None]
+        return (found, torch.autograd.grad(loss, wanted, allow_unused=True)), call.made
+
+
+def _inputs(forward: Any, hidden: int, random: torch.Generator) -> Iterator[list[Any]]:
+    """Yield arguments to try a forward with: rows for the first; for others without a default None, then rows."""
+    parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    wanted = sum(p.default is p.empty for p in parameters)
+    rows = [torch.randn(2, 3, hidden, generator=random) for _ in range(max(wanted, 1))]
+    yield [rows[0], *[None] * (len(rows) - 1)]
+    if wanted > 1:
+        yield [*rows]
+
+
+def _equal(got: Any, want: Any) -> bool:
+    """Return True for tensors, alone or in tuples, that are equal to rounding."""
+    if isinstance(want, tuple):
+        return type(got) is tuple and len(got) == len(want) and all(map(_equal, got, want))
+    if isinstance(want, Tensor):
+        return type(got) is Tensor and got.shape == want.shape and torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+    return want is None and got is None
+
+
+class _TriedNorm(nn.Module):
+    """A norm with weights for a trial, which it computes as its module does."""
+
+    def __init__(self, module: nn.Module, random: torch.Generator) -> None:
+        super().__init__()
+        self._own = (module,)
+        for name, parameter in module._parameters.items():
+            made = None if parameter is None else nn.Parameter(torch.rand(parameter.shape, generator=random) + 0.5)
+            self.register_parameter(name, made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: dict[str, Tensor] = {name: p for name, p in self._parameters.items() if p is not None}
+        result: Tensor = functional_call(self._own[0], given, (x,))
+        return result
+
+
+class _Cheap:
+    """Another child: a function of its first tensor that is quickly computed, with as many features as a linear layer has."""
+
+    def __init__(self, child: nn.Module, length: int, number: int) -> None:
+        self._kind, self._out = type(child), getattr(child, "out_features", None)
+        self._length, self._number = length, number
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        out = x.shape[-1] if self._out is None else self._out
+        y = x.mean(-1, keepdim=True) + torch.sin(torch.arange(out, dtype=x.dtype) + self._number)
+        y = y + 0.5 * x.roll(1, -1) if out == x.shape[-1] else y
+        return (y, *[None] * (self._length - 1)) if self._length else y
