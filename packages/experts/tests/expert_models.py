@@ -89,3 +89,10 @@ def plain_mixture(
             total = total + weights[t, j] * (down[index[t, j]] @ (nn.functional.silu(gate) * up))
         outputs.append(total)
     return torch.stack(outputs) if outputs else torch.zeros_like(x)
+
+
+def close(found: Tensor | None, expected: Tensor, rtol: float = 1e-12, atol: float = 1e-12) -> None:
+    """Assert that tensors are equal but for rounding. (torch.testing's takes a second for its imports, on every rank.)"""
+    assert found is not None and found.shape == expected.shape and found.dtype is expected.dtype
+    excess = (found - expected).abs() - rtol * expected.abs() - atol
+    assert found.numel() == 0 or float(excess.detach().max()) <= 0, f"off by {float(excess.detach().max()):.3g} more"

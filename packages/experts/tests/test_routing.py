@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import EXPERTS, HIDDEN, TOP_K, model_of
+from expert_models import EXPERTS, HIDDEN, TOP_K, close, model_of
 from torch import Tensor, nn
 
 from meshfold.experts import (
@@ -143,12 +143,12 @@ def test_losses_and_bias_do_not_depend_on_the_number_of_ranks() -> None:
         whole = [each.detach().requires_grad_() for each in logits]
         whole_sums = [routing_sums(softmax_top_k(each, TOP_K)) for each in whole]
         expected = balance_loss_of(whole_sums) + 0.1 * MixtureLosses.z(whole_sums, None)
-        torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+        close(total, expected)
         (total * share).backward()
         expected.backward()
         for found, wanted in zip(leaves, whole, strict=True):
             assert found.grad is not None and wanted.grad is not None
-            torch.testing.assert_close(found.grad, wanted.grad[mine], rtol=1e-11, atol=1e-14)
+            close(found.grad, wanted.grad[mine], rtol=1e-11, atol=1e-14)
         results.append(float(total))
 
         torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshfold.experts.balance import (
+    Reduce,
     RoutingSums,
     balance_loss_of,
     moved_bias,
@@ -17,14 +18,16 @@ from meshfold.experts.grouped import grouped_matmul
 from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert, balance_loss, z_loss
 from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, update_selection_bias
 from meshfold.experts.routing import Routing, sigmoid_top_k, softmax_top_k
-from meshfold.experts.shard import ExpertShard, ShardedExperts, dispatching_forward, shard_experts
+from meshfold.experts.shard import DispatchingForward, ExpertShard, ShardedExperts, shard_experts
 
 __all__ = [
+    "DispatchingForward",
     "ExpertBlock",
     "ExpertLayout",
     "ExpertShard",
     "Experts",
     "MixtureOfExperts",
+    "Reduce",
     "Router",
     "Routing",
     "RoutingSums",
@@ -35,7 +38,6 @@ __all__ = [
     "balance_loss",
     "balance_loss_of",
     "dispatch",
-    "dispatching_forward",
     "feed_forward",
     "find_experts",
     "grouped_matmul",

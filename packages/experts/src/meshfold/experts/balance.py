@@ -12,9 +12,9 @@ al., "Demons in the Detail", 2025 (the global batch); Wang et al., "Auxiliary-Lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch import Tensor
 from meshfold.experts.routing import Routing
 from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.collectives import adjoint_pair
+
+Reduce: TypeAlias = Callable[[Tensor], Tensor]
+"""A sum of a vector over ranks, with gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +68,18 @@ def routing_sums(routing: Routing, mask: Tensor | None = None) -> RoutingSums:
     )
 
 
-def over_ranks(sums: Sequence[RoutingSums], group: Group | None) -> list[RoutingSums]:
+def over_ranks(sums: Sequence[RoutingSums], group: Group | Reduce | None) -> list[RoutingSums]:
     """Sum over the ranks of a group, all layers in one all-reduce; its backward sums the ranks' gradients.
 
     So the gradient is exact where each rank's loss counts with a share and the shares add up to one.
+
+    Args:
+        sums: of each layer, over this rank's tokens.
+        group: the ranks; or a function that sums a vector over them, with gradients; None: this rank has all tokens.
     """
-    if group is None or group.size == 1 or not sums:
+    if group is None or (isinstance(group, Group) and group.size == 1) or not sums:
         return list(sums)
+    reduce = _reduction(group) if isinstance(group, Group) else group
     sizes = [(each.experts, each.experts, 1, 1) for each in sums]
     flat = torch.cat(
         [
@@ -80,7 +88,6 @@ def over_ranks(sums: Sequence[RoutingSums], group: Group | None) -> list[Routing
             for part in (each.counts, each.probabilities, each.squares, each.tokens)
         ]
     )
-    reduce = adjoint_pair(lambda x: all_reduce(x, group), lambda g: all_reduce(g, group))
     parts = iter(reduce(flat).split([size for layer in sizes for size in layer]))
     found = []
     for _ in sums:
@@ -94,13 +101,13 @@ def over_ranks(sums: Sequence[RoutingSums], group: Group | None) -> list[Routing
 
 
 def balance_loss_of(
-    sums: Sequence[RoutingSums], group: Group | None = None, *, over: Literal["layer", "model"] = "layer"
+    sums: Sequence[RoutingSums], group: Group | Reduce | None = None, *, over: Literal["layer", "model"] = "layer"
 ) -> Tensor:
     """Return the balance loss: a scalar, k when all experts are used alike.
 
     Args:
         sums: of each layer, over this rank's tokens.
-        group: the ranks that share the batch; None: this one has all of it.
+        group: the ranks that share the batch, or a function that sums over them; None: this one has all of it.
         over: ``"layer"``: the mean over layers of each layer's loss. ``"model"``: tokens of all layers as if of one,
             as transformers' ``load_balancing_loss_func`` has it; then one layer's busy expert makes up for another's idle one.
 
@@ -127,7 +134,7 @@ def balance_loss_of(
     )
 
 
-def z_loss_of(sums: Sequence[RoutingSums], group: Group | None = None) -> Tensor:
+def z_loss_of(sums: Sequence[RoutingSums], group: Group | Reduce | None = None) -> Tensor:
     """Return the router z-loss: the mean over layers and tokens of logsumexp(logits)².
 
     Raises:
@@ -147,6 +154,10 @@ def moved_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """
     counts = counts.to(torch.promote_types(bias.dtype, torch.float32))
     return bias + (rate * (counts.mean() - counts).sign()).to(bias.dtype)
+
+
+def _reduction(group: Group) -> Reduce:
+    return adjoint_pair(lambda x: all_reduce(x, group), lambda g: all_reduce(g, group))
 
 
 def _one_layer(sums: RoutingSums) -> Tensor:

@@ -22,6 +22,7 @@ from meshfold.experts.counting import by_expert, expert_places, pairs_of, rank_p
 from meshfold.kernels import sum_rows, take_rows
 from meshfold.mesh import Group, SpecError, all_gather, all_to_all, exchange_rows
 from meshfold.mesh.collectives import adjoint_pair
+from meshfold.mesh.processes import is_simulated
 
 Run = Callable[[Tensor, Tensor, Sequence[int] | None], Tensor]
 """From rows [m, h] sorted by expert, ends [e] int32, and the numbers of rows where the host knows them, to outputs [m, h]."""
@@ -69,9 +70,9 @@ def dispatch(
     pairs = pairs_of(places, sum(sends))
     rows = _exchange(take_rows(tokens, pairs, places), group, sends, receives)
     carried = take_rows(weights, pairs, places)
-    numbers = index.index_select(0, pairs // ranks)
-    arrived, theirs = _Routing.apply(carried, numbers.to(torch.int32), group, sends, receives)
-    mine = theirs - group.index * experts_each
+    # Numbered from the first expert of the rank that they go to.
+    numbers = index.index_select(0, pairs // ranks) - (pairs % ranks * experts_each).unsqueeze(1)
+    arrived, mine = _Routing.apply(carried, numbers.to(torch.int32), group, sends, receives)
     partial = _here(rows, mine, arrived, run, experts_each, sum(counts), counts)
     return sum_rows(_exchange(partial, group, receives, sends), pairs, places)
 
@@ -118,20 +119,38 @@ def _here(
     tokens: Tensor, index: Tensor, weights: Tensor, run: Run, experts: int, rows: int, counts: Sequence[int] | None
 ) -> Tensor:
     """Run experts that are all on this rank."""
+    if index.is_meta and counts is None:
+        counts = _evenly(rows, experts)
     found = by_expert(index, experts, rows)
     outputs = run(take_rows(tokens, found.pairs, found.places), found.ends, counts)
     return sum_rows(outputs.to(tokens.dtype), found.pairs, found.places, weights)
 
 
 def _sizes(index: Tensor, outgoing: Tensor, experts_each: int, group: Group) -> tuple[list[int], list[int], list[int]]:
-    """Exchange sizes: rows to each rank, rows from each, pairs of each expert here. The host waits for the device, here only."""
+    """Exchange sizes: rows to each rank, rows from each, pairs of each expert here. The host waits for the device, here only.
+
+    Tokens on the meta device go to experts as evenly as random choice would send them. In a simulated world others send what this
+    rank sends to them.
+    """
     experts = experts_each * group.size
+    if index.is_meta:
+        tokens, each = index.shape
+        missed = math.comb(experts - experts_each, each) / math.comb(experts, each)
+        rows = [round(tokens * (1 - missed))] * group.size
+        return rows, rows, _evenly(tokens * each, experts_each)
     safe = torch.where((index >= 0) & (index < experts), index, experts).long().flatten()
     wanted = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
     wanted = wanted.scatter_add_(0, safe, torch.ones_like(safe))[:experts].view(group.size, experts_each)
-    incoming = all_to_all(torch.cat([outgoing.unsqueeze(1), wanted], 1), group, 0, 0)
+    leaving = torch.cat([outgoing.unsqueeze(1), wanted], 1)
+    incoming = all_to_all(leaving, group, 0, 0)
+    if is_simulated():
+        incoming = leaving
     numbers = torch.cat([outgoing, incoming[:, 0], incoming[:, 1:].sum(0)]).tolist()
     return numbers[: group.size], numbers[group.size : 2 * group.size], numbers[2 * group.size :]
+
+
+def _evenly(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _exchange(rows: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
@@ -154,6 +173,8 @@ class _Routing(torch.autograd.Function):
         message = torch.cat([weights.contiguous().view(torch.uint8), numbers.contiguous().view(torch.uint8)], 1)
         arrived = exchange_rows(message, group, sends, receives).wait()
         theirs = arrived[:, size:].contiguous().view(numbers.dtype)
+        if is_simulated():
+            theirs = numbers.clone()
         ctx.mark_non_differentiable(theirs)
         return arrived[:, :size].contiguous().view(weights.dtype), theirs
 

@@ -91,7 +91,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and weight.dtype is x.dtype
         and x.shape[0] > 0
         and all(size * each % _ALIGNMENT == 0 for size in weight.shape[1:])
-        and all(t.data_ptr() % _ALIGNMENT == 0 for t in (x, weight))
+        and all(t.storage_offset() * each % _ALIGNMENT == 0 for t in (x, weight))
         and weight.stride(1 if weight.stride(1) < weight.stride(2) else 2) == 1
     )
 

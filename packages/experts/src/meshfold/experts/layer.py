@@ -133,15 +133,18 @@ def balance_loss(model: nn.Module, group: Group | None = None, *, over: Literal[
 
     Args:
         model: has routers, ran forward in training mode.
-        group: the ranks that share the batch; the loss is of all their tokens, in one all-reduce.
+        group: the ranks that share the batch; the loss is of all their tokens, in one all-reduce. None: those that an engine has
+            split it over; without one, this rank has all of it.
         over: see :func:`meshfold.experts.balance_loss_of`.
 
     Raises:
         SpecError: without such a router.
     """
-    return balance_loss_of(read_sums(model), group, over=over)
+    sums, reduce = read_sums(model)
+    return balance_loss_of(sums, group or reduce, over=over)
 
 
 def z_loss(model: nn.Module, group: Group | None = None) -> Tensor:
     """Return the z-loss of the last forward of every router in a model, a scalar; otherwise as :func:`balance_loss`."""
-    return z_loss_of(read_sums(model), group)
+    sums, reduce = read_sums(model)
+    return z_loss_of(sums, group or reduce)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshfold.experts.balance import RoutingSums, moved_bias, routing_sums
+from meshfold.experts.balance import Reduce, RoutingSums, moved_bias, routing_sums
 from meshfold.experts.routing import Routing, check_groups, check_top_k, sigmoid_top_k, softmax_top_k
 from meshfold.mesh import Group, all_reduce
 
@@ -20,7 +20,8 @@ class Router(nn.Module):
     Attributes:
         weight: [e, h].
         top_k: experts a token.
-        sums: of the last forward in training mode; None before it, and after it was read.
+        sums: of the last forward in training mode; None before it.
+        over_ranks: sums a vector over the ranks that share a batch, with gradients; set by who splits the batch. None: nobody has.
     """
 
     weight: nn.Parameter
@@ -31,6 +32,7 @@ class Router(nn.Module):
         self.top_k = top_k
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.sums: RoutingSums | None = None
+        self.over_ranks: Reduce | None = None
         nn.init.uniform_(self.weight, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
 
     def forward(self, x: Tensor) -> Routing:
@@ -137,7 +139,8 @@ def update_selection_bias(model: nn.Module, rate: float = 0.001, group: Group | 
     Args:
         model: all ranks of the group must call with the same routers, in one order; the bias is then the same on each.
         rate: of a move, for each expert up or down.
-        group: the ranks that share the batch: their counts are summed, all layers in one all-reduce. None: this one has all of it.
+        group: the ranks that share the batch: their counts are summed, all layers in one all-reduce. None: those that an
+            engine has split it over; without one, this rank has all of it.
     """
     routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
     if not routers:
@@ -145,11 +148,14 @@ def update_selection_bias(model: nn.Module, rate: float = 0.001, group: Group | 
     counts = torch.cat([router.counts for router in routers])
     if group is not None:
         counts = all_reduce(counts, group)
+    elif (reduce := routers[0].over_ranks) is not None:
+        counts = reduce(counts)
     for router, own in zip(routers, counts.split([len(router.counts) for router in routers]), strict=True):
         router.selection_bias.copy_(moved_bias(router.selection_bias, own, rate))
         router.counts = torch.zeros_like(router.counts)
 
 
-def read_sums(model: nn.Module) -> Sequence[RoutingSums]:
-    """Return the sums that the routers of a model kept in the last forward, in the order of its modules."""
-    return [module.sums for module in model.modules() if isinstance(module, Router) and module.sums is not None]
+def read_sums(model: nn.Module) -> tuple[Sequence[RoutingSums], Reduce | None]:
+    """Return the sums that the routers of a model kept in the last forward, in the order of its modules; how ranks sum them."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return [router.sums for router in routers if router.sums is not None], routers[0].over_ranks if routers else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,29 +79,32 @@ def shard_experts(block: ExpertBlock, group: Group | None = None, *, capacity: f
             part = parameter.detach().narrow(0, index * each, each).clone()
             experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         shards.append(ExpertShard(name=qualified, offset=index * each, shape=(each, *whole[1:]), whole=whole))
-    forward = dispatching_forward(block, group, capacity=capacity)
+    forward = DispatchingForward(block, group, capacity)
     experts.forward = forward
     return ShardedExperts(block, group, tuple(shards), forward)
 
 
-def dispatching_forward(
-    block: ExpertBlock, group: Group | None, *, capacity: float | None = None
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a forward for a block's experts, called as theirs, whose parameters are this rank's blocks when it is called."""
-    experts, layout = block.experts, block.layout
-    if capacity is None:
-        own = getattr(experts, "capacity", None)
-        capacity = own if isinstance(own, int | float) else None
+class DispatchingForward:
+    """A forward for stacked experts, called as theirs, that dispatches tokens over a group.
 
-    def forward(tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    It takes the parameters that the module has when it is called: this rank's block. A deep copy of the module has one of its own.
+    """
+
+    def __init__(self, block: ExpertBlock, group: Group | None, capacity: float | None = None) -> None:
+        """Args:
+        block: whose experts they are.
+        group: the ranks; None for this one alone.
+        capacity: see :func:`meshfold.experts.dispatch`; None: the one that the experts have.
+        """
+        self.experts, self.layout, self.number, self.group = block.experts, block.layout, block.num_experts, group
+        own = getattr(block.experts, "capacity", None)
+        self.capacity = own if capacity is None and isinstance(own, int | float) else capacity
+
+    def __call__(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts: ``[n, h], [n, k], [n, k] -> [n, h]``."""
         return dispatch(
-            tokens,
-            index,
-            weights,
-            lambda rows, ends, counts: feed_forward(layout, experts, rows, ends, counts),
-            experts=block.num_experts,
-            group=group,
-            capacity=capacity,
+            tokens, index, weights, self._run, experts=self.number, group=self.group, capacity=self.capacity
         )
 
-    return forward
+    def _run(self, rows: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
+        return feed_forward(self.layout, self.experts, rows, ends, counts)

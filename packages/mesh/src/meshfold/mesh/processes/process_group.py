@@ -162,6 +162,11 @@ def start_fake(world_size: int, rank: int = 0) -> Process:
     return start(environment, backend="fake", device="cpu", store=FakeStore())
 
 
+def is_simulated() -> bool:
+    """Tell whether this process is in a simulated world, whose collectives give results without meaning."""
+    return is_started() and dist.get_backend() == dist.Backend.FAKE
+
+
 @dataclass(frozen=True, slots=True)
 class RunningWorld:
     """This process's place among all processes."""
