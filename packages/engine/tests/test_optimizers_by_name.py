@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from meshfold.mesh import SpecError, record
+from meshfold.mesh import SpecError, all_reduce, record
 from meshfold.mesh.testing import run_on_ranks
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
@@ -52,10 +53,17 @@ def test_norms(name: str) -> None:
     compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE]), batches(STEPS))
 
 
-def test_norms_in_cubes_and_over_sequences() -> None:
-    compare(8, cases("lamb", "gpt", [dict(tensor=dict(mode="3d", size=8))]), batches(STEPS))
+EIGHT: list[dict[str, Any]] = [
+    dict(tensor=dict(mode="3d", size=8)),
+    dict(tensor=dict(mode="2.5d", size=8, depth=2)),
+    dict(tensor=dict(mode="2d", size=4), zero=dict(stage=3)),
+]
+
+
+def test_cubes_and_sequences() -> None:
+    compare(8, [*cases("lamb", "llama", EIGHT[:1]), *cases("came", "llama", EIGHT[1:2])], batches(3))
     specs: list[dict[str, Any]] = [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=zero)) for zero in (1, 3)]
-    compare(4, cases("lars", "llama", specs), batches(STEPS))
+    compare(4, cases("lars", "llama", specs), batches(3))
 
 
 def test_elements() -> None:
@@ -64,24 +72,55 @@ def test_elements() -> None:
 
 
 def test_muon_by_roles() -> None:
-    compare(4, cases("muon", "llama", [{}, *ZERO, *HOST]), batches(STEPS))
-    compare(4, cases("muon", "tied", [ZERO[2]]), batches(STEPS))
-    with engine_of(dict(zero=dict(stage=1)), "llama", optimizer=SMALL["muon"]) as engine:
-        assert engine.optimizer is not None
-        groups = {group["role"]: len(group["params"]) for group in engine.optimizer.param_groups}
-        assert groups == {"matrices": 4 * 4, "embeddings": 1, "head": 1, "norms_and_biases": 4 * 2 + 1}
-        assert engine.optimizer.param_groups[2]["lr"] == 3e-3
-    run_on_ranks(2, muon_in_stages)
+    """Roles are those of the whole model, whatever a rank has of it."""
+    compare(4, cases("muon", "llama", [{}, ZERO[2], *HOST, TENSOR[2], *TENSOR_ZERO, *PIPELINE_TENSOR]), batches(STEPS))
+    compare(4, cases("muon", "tied", [ZERO[1], PIPELINE[1]]), batches(STEPS))
+    for found in run_on_ranks(4, groups_of_muon, [dict(zero=dict(stage=1)), TENSOR[2]]):
+        for groups, rates in found:
+            assert groups == {"matrices": 4 * 4, "embeddings": 1, "head": 1, "norms_and_biases": 4 * 2 + 1}
+            assert rates == [0.02, 3e-3, 3e-3, 3e-3]
+    for rank, [(groups, _)] in enumerate(run_on_ranks(2, groups_of_muon, [dict(pipeline=2)])):
+        norms = 2 * 2 + rank
+        assert groups == {"matrices": 2 * 4, "embeddings": 1 - rank, "head": rank, "norms_and_biases": norms}
 
 
-def muon_in_stages() -> None:
-    with pytest.raises(SpecError, match="leave pipeline out"):
-        engine_of(dict(pipeline=2), "llama", optimizer=SMALL["muon"])
+def groups_of_muon(specs: list[dict[str, Any]]) -> list[tuple[dict[str, int], list[float]]]:
+    """Return the parameters that this rank has of each role, over the ranks that share them, and the groups' rates."""
+    found = []
+    for spec in specs:
+        with engine_of(spec, "llama", optimizer=SMALL["muon"]) as engine:
+            assert engine.optimizer is not None
+            counts = [float(len(group["params"])) for group in engine.optimizer.param_groups]
+            if "zero" in spec:  # an owner each
+                counts = all_reduce(torch.tensor(counts), engine.mesh.group("data")).tolist()
+            roles = [group["role"] for group in engine.optimizer.param_groups]
+            rates = [group["lr"] for group in engine.optimizer.param_groups]
+            found.append((dict(zip(roles, map(int, counts), strict=True)), rates))
+    return found
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adafactor_hf", "came"])
+MATRICES = ("adafactor", "adafactor_hf", "came")
+DIAGONAL: dict[str, list[dict[str, Any]]] = {
+    "adafactor": [{}, ZERO[0], TENSOR[2]],
+    "adafactor_hf": [ZERO[2], *TENSOR_ZERO, TENSOR[1]],
+    "came": [PIPELINE[1], *PIPELINE_TENSOR, TENSOR[2]],
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
 def test_matrices(name: str) -> None:
-    compare(4, cases(name, "llama", [{}, ZERO[0], ZERO[2], *PIPELINE]), batches(STEPS))
+    """Rows and columns of whole tensors, also of those that some ranks share."""
+    compare(4, cases(name, "llama", DIAGONAL[name]), batches(STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MATRICES, "muon"])
+def test_matrices_under_every_spec(name: str) -> None:
+    specs = [{}, *ZERO, *HOST, *TENSOR, *TENSOR_ZERO, *PIPELINE, *PIPELINE_TENSOR]
+    specs += [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=3)), dict(pipeline=2, zero=dict(stage=3))]
+    compare(4, cases(name, "llama", [*specs, dict(tensor=dict(mode="2d", size=4), zero=dict(stage=2))]), batches(STEPS))
+    compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]), batches(STEPS))
+    compare(8, cases(name, "llama", EIGHT), batches(STEPS))
 
 
 Sums = list[list[tuple[str, tuple[str, ...], int]]]
@@ -161,10 +200,17 @@ def test_state_of_muon_goes_on_without_zero(tmp_path: Path) -> None:
     relay([(4, ZERO[2]), (2, {}), (1, ZERO[0])], muon_leg, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adafactor_hf", "came", "muon"])
-def test_whole_matrices_and_tensor_parallelism_are_refused(name: str) -> None:
-    with pytest.raises(SpecError, match=r"leave the entry tensor out.*Known: adamw"):
-        engine_of(dict(tensor=dict(mode="1d", size=1)), "llama", optimizer=SMALL[name])
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [lamb_leg, came_leg, muon_leg, adafactor_leg])
+def test_state_of_zero_3_beside_2d_goes_on_under_1d(one: Callable[..., Any], tmp_path: Path) -> None:
+    relay([(8, EIGHT[2]), (2, TENSOR[0]), (4, PIPELINE_TENSOR[0]), (1, {})], one, tmp_path)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])
+def test_classes_of_torch_that_look_at_whole_matrices_are_refused_beside_tensor(cls: type[Any]) -> None:
+    """Those of the same name ask for the rest of a matrix."""
+    with pytest.raises(SpecError, match=rf"write optimizer=dict\(name='{cls.__name__.lower()}'\).*Known: adamw"):
+        engine_of(dict(tensor=dict(mode="1d", size=1)), "llama", optimizer=dict(name=cls, lr=0.01))
 
 
 def test_wrong_settings_are_refused_by_value() -> None:

@@ -20,6 +20,7 @@ from meshfold.engine import TrainingError
 from meshfold.mesh import SpecError, record
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
+from meshfold.optimizers import Came, Lamb
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from lightning_cases import (
@@ -147,6 +148,26 @@ class TorchClips(Characterwise):
 def test_torch_clips_what_the_strategy_has(spec: str) -> None:
     found = run_on_ranks(4, parallel_run, "transformer", SPECS[spec], TorchClips, strategy={"rules": RULES})
     assert_same(found[1], serial("transformer", TorchClips))
+
+
+class ByNorms(Characterwise):
+    def configure_optimizers(self) -> Any:
+        return Lamb(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+
+
+class ByRows(Characterwise):
+    def configure_optimizers(self) -> Any:
+        return Came(self.parameters(), lr=1e-3, eps=(1e-12, 1e-8))
+
+
+def norms_and_rows(parallel: dict[str, Any]) -> list[Any]:
+    return [parallel_run("transformer", parallel, make, strategy={"rules": RULES}) for make in (ByNorms, ByRows)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_optimizers_that_see_norms_and_rows_step_as_on_one_device(spec: str) -> None:
+    for run, make in zip(run_on_ranks(4, norms_and_rows, SPECS[spec])[0], (ByNorms, ByRows), strict=True):
+        assert_same(run, serial("transformer", make), 1e-4)
 
 
 def gans(parallel: dict[str, Any]) -> list[Any]:

@@ -257,11 +257,6 @@ def check_optimizers(
     owner: dict[str, int] = {}
     for number, (optimizer, groups) in enumerate(zip(optimizers, given, strict=True)):
         check_optimizer_class(type(optimizer), type(optimizer).__name__, whole)
-        if getattr(optimizer, "sight", None) == "norms" and not whole:
-            raise SpecError(
-                f"configure_optimizers() made {type(optimizer).__name__}, which looks at norms of whole parameters, and steps on "
-                "this rank's blocks: add zero=dict(stage=1), which sums norms over the ranks"
-            )
         for name in (name for names in groups for name in names):
             if owner.setdefault(name, number) != number:
                 raise SpecError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshfold.optimizers.adafactor import Adafactor, AdafactorHF
-from meshfold.optimizers.base import NormOptimizer, Sight, SquareSums, TensorOptimizer, square_sums
+from meshfold.optimizers.base import MatrixOptimizer, NormOptimizer, Sight, SquareSums, TensorOptimizer, square_sums
+from meshfold.optimizers.blocks import Blocks, SumOver, WholeTensors
 from meshfold.optimizers.came import Came
 from meshfold.optimizers.lamb import Lamb
 from meshfold.optimizers.lars import Lars
@@ -17,16 +18,20 @@ __all__ = [
     "ROLES",
     "Adafactor",
     "AdafactorHF",
+    "Blocks",
     "Came",
     "Lamb",
     "Lars",
     "Lion",
+    "MatrixOptimizer",
     "Muon",
     "NormOptimizer",
     "OptimizerSettingError",
     "Sight",
     "SquareSums",
+    "SumOver",
     "TensorOptimizer",
+    "WholeTensors",
     "orthogonalize",
     "role_groups",
     "roles_of",

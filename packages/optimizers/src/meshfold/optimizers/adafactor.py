@@ -3,22 +3,107 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import TensorOptimizer, gradient_of
-from meshfold.optimizers.factored import add_to_means, inverse_root, limit_rms, rms, zero_means
+from meshfold.optimizers.base import MatrixOptimizer, Sight, gradient_of
+from meshfold.optimizers.blocks import Blocks, SumOver, WholeTensors, in_buckets
+from meshfold.optimizers.factored import (
+    add_to_means,
+    inverse_root,
+    limit_rms,
+    rms,
+    row_and_column,
+    spread,
+    square_sum,
+    zero_means,
+)
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive
 
 __all__ = ["Adafactor", "AdafactorHF"]
 
-Adafactor = torch.optim.Adafactor
-"""torch's: no first moment, the learning rate is given, and ``1/√t`` bounds it."""
+
+class Adafactor(torch.optim.Adafactor):
+    """``torch.optim.Adafactor``, that may be given blocks of tensors: no first moment, ``lr`` is given, and ``1/√t`` bounds it.
+
+    Attributes:
+        sight: see :class:`meshfold.optimizers.base.TensorOptimizer`.
+        elementwise: False.
+        blocks: see :class:`meshfold.optimizers.base.MatrixOptimizer`. While tensors are whole, torch steps.
+    """
+
+    sight: ClassVar[Sight] = "matrices"
+    elementwise: ClassVar[bool] = False
+    blocks: Blocks = WholeTensors()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step once on all parameters that have a gradient; see torch."""
+        if isinstance(self.blocks, WholeTensors):
+            by_torch: Any = super().step  # torch does not say its types
+            return by_torch(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if p.grad is not None]
+            for bucket in in_buckets(chosen, self.blocks.bucket_elements):
+                self._step_on(group, bucket)
+        return loss
+
+    def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
+        """Step on some parameters as torch does, in two rounds of sums: of squares, and of updates."""
+        blocks, sign = self.blocks, -1 if group["maximize"] else 1
+        gradients = {p: gradient_of(p) * sign for p in bucket}
+
+        def wanted() -> Iterator[SumOver]:
+            for p in bucket:
+                yield square_sum(p, p)
+                if p.dim() >= 2:
+                    yield from row_and_column(p, gradients[p].square())
+
+        sums = iter(blocks.sums(wanted()))
+        updates, rates = [], []
+        for p in bucket:
+            state, count = self._state_of(p), float(self.state[p]["step"])
+            kept = count ** group["beta2_decay"]
+            least = torch.finfo(p.dtype).eps if group["eps"][0] is None else group["eps"][0]
+            size = rms(blocks, p, next(sums)).clamp(min=group["eps"][1])
+            rates.append(size * min(float(group["lr"]), 1 / math.sqrt(count)))
+            if p.dim() >= 2:
+                rows, columns = state["row_var"].squeeze(-1), state["col_var"].squeeze(-2)
+                add_to_means(blocks, p, (rows, columns), [next(sums), next(sums)], 1 - kept)
+                share = rows / rows.mean(dim=-1, keepdim=True).clamp_(min=least)
+                estimate = spread(blocks, p, share, columns)
+            else:
+                estimate = state["variance"].lerp_(gradients[p].square(), kept).clone()
+            updates.append(estimate.clamp_(min=least * least).rsqrt_().mul_(gradients[p]))
+            if group["weight_decay"]:
+                p.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        norms = blocks.sums(square_sum(p, update) for p, update in zip(bucket, updates, strict=True))
+        for p, update, rate, norm in zip(bucket, updates, rates, norms, strict=True):
+            limit_rms(blocks, p, update, norm, group["d"])
+            p.sub_(update.mul_(rate))
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return a parameter's state, of torch's names and shapes, with one step more."""
+        state: dict[str, Any] = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            if parameter.dim() >= 2:
+                rows, columns = zero_means(self.blocks, parameter)
+                state["row_var"], state["col_var"] = rows.unsqueeze(-1), columns.unsqueeze(-2)
+            else:
+                state["variance"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        return state
 
 
-class AdafactorHF(TensorOptimizer):
+class AdafactorHF(MatrixOptimizer):
     """Adafactor as in ``transformers.optimization.Adafactor``, which follows fairseq's.
 
     It differs from torch's: the rate may be relative to the step and to the parameter, a first moment is optional, and
@@ -99,42 +184,55 @@ class AdafactorHF(TensorOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for parameter in self._trained(group):
-                self._step_on(group, parameter)
+            for bucket in in_buckets(self._trained(group), self.blocks.bucket_elements):
+                self._step_on(group, bucket)
 
-    def _step_on(self, group: dict[str, Any], parameter: Tensor) -> None:
-        gradient, state = gradient_of(parameter), self.state[parameter]
-        count = self._count(parameter)
-        decay = 1.0 - count ** group["decay_rate"]
-        rate = _rate(group, count, parameter)
-        squares = gradient.square().add_(group["eps"][0])
-        if parameter.dim() >= 2:
-            if "exp_avg_sq_row" not in state:
-                state["exp_avg_sq_row"], state["exp_avg_sq_col"] = zero_means(parameter)
-            rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
-            add_to_means(rows, columns, squares, decay)
-            update = inverse_root(rows, columns).mul_(gradient)
-        else:
-            [mean_square] = self._moments([parameter], "exp_avg_sq")
-            mean_square.mul_(decay).add_(squares, alpha=1 - decay)
-            update = mean_square.rsqrt().mul_(gradient)
-        limit_rms(update, group["clip_threshold"])
-        update.mul_(rate)
-        if group["beta1"] is not None:
-            [mean] = self._moments([parameter], "exp_avg")
-            update = mean.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["weight_decay"] * rate)
-        parameter.sub_(update)
+    def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
+        """Step on some parameters, in two rounds of sums: of squares, and of updates."""
+        blocks = self.blocks
+        counts = {p: self._count(p) for p in bucket}
+        if group["relative_step"]:
+            group["lr"] = _relative_rate(counts[bucket[-1]], group["warmup_init"])
+        sums = iter(blocks.sums(self._wanted(group, bucket)))
+        updates, rates = [], []
+        for p in bucket:
+            decay, state = 1.0 - counts[p] ** group["decay_rate"], self.state[p]
+            if p.dim() >= 2:
+                if "exp_avg_sq_row" not in state:
+                    state["exp_avg_sq_row"], state["exp_avg_sq_col"] = zero_means(blocks, p)
+                means = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+                add_to_means(blocks, p, means, [next(sums), next(sums)], decay)
+                update = inverse_root(blocks, p, *means).mul_(gradient_of(p))
+            else:
+                [mean_square] = self._moments([p], "exp_avg_sq")
+                mean_square.mul_(decay).add_(gradient_of(p).square().add_(group["eps"][0]), alpha=1 - decay)
+                update = mean_square.rsqrt().mul_(gradient_of(p))
+            updates.append(update)
+            rate: float | Tensor = group["lr"]
+            if group["relative_step"]:
+                rate = _relative_rate(counts[p], group["warmup_init"])
+            if group["scale_parameter"]:
+                rate = rms(blocks, p, next(sums)).clamp(min=group["eps"][1]) * rate
+            rates.append(rate)
+        norms = blocks.sums(square_sum(p, update) for p, update in zip(bucket, updates, strict=True))
+        for p, update, rate, norm in zip(bucket, updates, rates, norms, strict=True):
+            limit_rms(blocks, p, update, norm, group["clip_threshold"])
+            update.mul_(rate)
+            if group["beta1"] is not None:
+                [mean] = self._moments([p], "exp_avg")
+                update = mean.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+            if group["weight_decay"]:
+                p.mul_(1 - group["weight_decay"] * rate)
+            p.sub_(update)
+
+    def _wanted(self, group: dict[str, Any], bucket: list[Tensor]) -> Iterator[SumOver]:
+        """Yield the sums of the first round, in the order in which they are used."""
+        for p in bucket:
+            if p.dim() >= 2:
+                yield from row_and_column(p, gradient_of(p).square().add_(group["eps"][0]))
+            if group["scale_parameter"]:
+                yield square_sum(p, p)
 
 
 def _relative_rate(count: float, warmup_init: bool) -> float:
     return min(1e-6 * count if warmup_init else 1e-2, 1.0 / math.sqrt(count))
-
-
-def _rate(group: dict[str, Any], count: float, parameter: Tensor) -> float | Tensor:
-    """Return the learning rate of one parameter's step."""
-    rate: float | Tensor = group["lr"]
-    if group["relative_step"]:
-        rate = group["lr"] = _relative_rate(count, group["warmup_init"])
-    return rms(parameter).clamp(min=group["eps"][1]) * rate if group["scale_parameter"] else rate

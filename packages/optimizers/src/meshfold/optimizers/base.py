@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from meshfold.optimizers.blocks import Blocks, WholeTensors
 from meshfold.optimizers.settings import OptimizerSettingError
 
-__all__ = ["NormOptimizer", "Sight", "SquareSums", "TensorOptimizer", "gradient_of", "square_sums"]
+__all__ = ["MatrixOptimizer", "NormOptimizer", "Sight", "SquareSums", "TensorOptimizer", "gradient_of", "square_sums"]
 
 Sight = Literal["elements", "norms", "matrices"]
 """An optimizer must see: each element alone; two norms of each tensor besides; or whole tensors."""
@@ -129,3 +130,13 @@ class NormOptimizer(TensorOptimizer):
         norms = self.square_sums(parameters, rows).sqrt()
         devices = {parameter.device for parameter in parameters}
         return [{device: row.to(device) for device in devices} for row in norms]
+
+
+class MatrixOptimizer(TensorOptimizer):
+    """An optimizer that must see sums over whole tensors, or whole matrices, and asks for them.
+
+    Attributes:
+        blocks: answers; who gives the optimizer blocks of tensors replaces it on the instance.
+    """
+
+    blocks: Blocks = WholeTensors()

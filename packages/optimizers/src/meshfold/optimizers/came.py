@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from meshfold.optimizers.base import TensorOptimizer, gradient_of
-from meshfold.optimizers.factored import add_to_means, inverse_root, limit_rms, zero_means
+from meshfold.optimizers.base import MatrixOptimizer, gradient_of
+from meshfold.optimizers.blocks import in_buckets
+from meshfold.optimizers.factored import (
+    add_to_means,
+    inverse_root,
+    limit_rms,
+    row_and_column,
+    square_sum,
+    zero_means,
+)
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
 
 __all__ = ["Came"]
 
 
-class Came(TensorOptimizer):
+class Came(MatrixOptimizer):
     """CAME as in Algorithm 2 of the paper; the same as ``came_pytorch.CAME`` 0.1.3.
 
     The last two dims of a tensor are a matrix, of which it keeps means of rows and columns: of squared gradients, and of the
@@ -55,35 +64,51 @@ class Came(TensorOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for parameter in self._trained(group):
-                self._step_on(group, parameter)
+            for bucket in in_buckets(self._trained(group), self.blocks.bucket_elements):
+                self._step_on(group, bucket)
 
-    def _step_on(self, group: dict[str, Any], parameter: Tensor) -> None:
-        beta1, beta2, beta3 = group["betas"]
-        gradient, state = gradient_of(parameter), self.state[parameter]
-        factored = parameter.dim() >= 2
-        if factored and "exp_avg_sq_row" not in state:
-            state["exp_avg_sq_row"], state["exp_avg_sq_col"] = zero_means(parameter)
-            state["exp_avg_res_row"], state["exp_avg_res_col"] = zero_means(parameter)
-        squares = gradient.square().add_(group["eps"][0])
-        if factored:
-            rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
-            add_to_means(rows, columns, squares, beta2)
-            update = inverse_root(rows, columns).mul_(gradient)
-        else:
-            [mean_square] = self._moments([parameter], "exp_avg_sq")
-            mean_square.mul_(beta2).add_(squares, alpha=1 - beta2)
-            update = mean_square.rsqrt().mul_(gradient)
-        limit_rms(update, group["clip_threshold"])
-        [mean] = self._moments([parameter], "exp_avg")
-        mean.mul_(beta1).add_(update, alpha=1 - beta1)
-        if factored:
-            distance = (update - mean).square_().add_(group["eps"][1])
-            rows, columns = state["exp_avg_res_row"], state["exp_avg_res_col"]
-            add_to_means(rows, columns, distance, beta3)
-            update = inverse_root(rows, columns).mul_(mean)
-        else:
-            update = mean.clone()
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["weight_decay"] * group["lr"])
-        parameter.sub_(update.mul_(group["lr"]))
+    def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
+        """Step on some parameters, in three rounds of sums: of squares, of updates, of distances."""
+        blocks, (beta1, beta2, beta3) = self.blocks, group["betas"]
+        factored = [p for p in bucket if p.dim() >= 2]
+        squares = self._means(
+            factored, "exp_avg_sq", (gradient_of(p).square().add_(group["eps"][0]) for p in factored), beta2
+        )
+        updates = []
+        for p in bucket:
+            if p in squares:
+                update = inverse_root(blocks, p, *squares[p]).mul_(gradient_of(p))
+            else:
+                [mean_square] = self._moments([p], "exp_avg_sq")
+                mean_square.mul_(beta2).add_(gradient_of(p).square().add_(group["eps"][0]), alpha=1 - beta2)
+                update = mean_square.rsqrt().mul_(gradient_of(p))
+            updates.append(update)
+        norms = blocks.sums(square_sum(p, update) for p, update in zip(bucket, updates, strict=True))
+        means = self._moments(bucket, "exp_avg")
+        for p, update, mean, norm in zip(bucket, updates, means, norms, strict=True):
+            limit_rms(blocks, p, update, norm, group["clip_threshold"])
+            mean.mul_(beta1).add_(update, alpha=1 - beta1)
+        by_parameter = dict(zip(bucket, zip(updates, means, strict=True), strict=True))
+        distances = ((u - m).square_().add_(group["eps"][1]) for u, m in (by_parameter[p] for p in factored))
+        confidence = self._means(factored, "exp_avg_res", distances, beta3)
+        for p, mean in zip(bucket, means, strict=True):
+            update = inverse_root(blocks, p, *confidence[p]).mul_(mean) if p in confidence else mean.clone()
+            if group["weight_decay"]:
+                p.mul_(1 - group["weight_decay"] * group["lr"])
+            p.sub_(update.mul_(group["lr"]))
+
+    def _means(
+        self, factored: list[Tensor], key: str, values: Iterable[Tensor], rate: float
+    ) -> dict[Tensor, tuple[Tensor, Tensor]]:
+        """Return row and column means of each matrix, which have taken its values in."""
+        found = {}
+        for p in factored:
+            state = self.state[p]
+            if f"{key}_row" not in state:
+                state[f"{key}_row"], state[f"{key}_col"] = zero_means(self.blocks, p)
+            found[p] = state[f"{key}_row"], state[f"{key}_col"]
+        wanted = (one for p, value in zip(factored, values, strict=True) for one in row_and_column(p, value))
+        sums = self.blocks.sums(wanted)
+        for place, p in enumerate(factored):
+            add_to_means(self.blocks, p, found[p], sums[2 * place : 2 * place + 2], rate)
+        return found

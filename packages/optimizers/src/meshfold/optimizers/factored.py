@@ -1,37 +1,72 @@
-"""Second moments as a row and a column of means, shared by Adafactor and CAME (Shazeer and Stern 2018, arXiv 1804.04235)."""
+"""Second moments as a row and a column of means, shared by Adafactor and CAME (Shazeer and Stern 2018, arXiv 1804.04235).
+
+Means are of whole tensors; a rank that has a block of one keeps all of them, and uses those of its rows and columns.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_to_means", "inverse_root", "limit_rms", "zero_means"]
+from meshfold.optimizers.blocks import Blocks, SumOver
+
+__all__ = ["add_to_means", "inverse_root", "limit_rms", "rms", "row_and_column", "spread", "square_sum", "zero_means"]
 
 
-def zero_means(parameter: Tensor) -> tuple[Tensor, Tensor]:
+def zero_means(blocks: Blocks, parameter: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first row means and column means of the last two dims: zeros."""
-    shape = tuple(parameter.shape)
+    shape = blocks.shape(parameter)
     return parameter.new_zeros(shape[:-1]), parameter.new_zeros(shape[:-2] + shape[-1:])
 
 
-def add_to_means(rows: Tensor, columns: Tensor, squares: Tensor, rate: float) -> None:
-    """Let running means take squares in: ``mean ← rate · mean + (1 − rate) · squares``, in place."""
-    rows.mul_(rate).add_(squares.mean(dim=-1), alpha=1 - rate)
-    columns.mul_(rate).add_(squares.mean(dim=-2), alpha=1 - rate)
+def row_and_column(parameter: Tensor, squares: Tensor) -> tuple[SumOver, SumOver]:
+    """Return what to ask for: sums over the last dim, and over the one before it."""
+    rows, columns = _dims(parameter)
+    return SumOver(parameter, squares, rows), SumOver(parameter, squares, columns)
 
 
-def inverse_root(rows: Tensor, columns: Tensor) -> Tensor:
-    """Return 1 / √V of the matrix V that row and column means stand for: rows · columns / mean of rows."""
-    of_rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-    return torch.mul(of_rows, columns.unsqueeze(-2).rsqrt())
+def square_sum(parameter: Tensor, values: Tensor) -> SumOver:
+    """Return what to ask for: the sum of squares of all elements, in float32 at least."""
+    wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    return SumOver(parameter, wide.square(), ())
 
 
-def rms(tensor: Tensor) -> Tensor:
-    """Return the root mean square of all elements: a tensor, so that nothing waits for the device."""
-    found: Tensor = torch.linalg.vector_norm(tensor) / tensor.numel() ** 0.5
-    return found
+def add_to_means(
+    blocks: Blocks, parameter: Tensor, means: tuple[Tensor, Tensor], sums: Sequence[Tensor], rate: float
+) -> None:
+    """Let running means take sums of :func:`row_and_column` in: ``mean ← rate · mean + (1 − rate) · sum / count``, in place."""
+    shape = blocks.shape(parameter)
+    for mean, total, count in zip(means, sums, (shape[-1], shape[-2]), strict=True):
+        mean.mul_(rate).add_(total / count, alpha=1 - rate)
 
 
-def limit_rms(update: Tensor, largest: float) -> None:
+def inverse_root(blocks: Blocks, parameter: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return this block of 1 / √V, of the matrix V that the means stand for: rows · columns / mean of rows."""
+    return spread(blocks, parameter, (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_(), columns.rsqrt())
+
+
+def spread(blocks: Blocks, parameter: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return this block of the matrix whose elements are those of its row times those of its column."""
+    of_rows, of_columns = _dims(parameter)
+    return torch.mul(
+        blocks.cut(rows, parameter, of_rows).unsqueeze(-1), blocks.cut(columns, parameter, of_columns).unsqueeze(-2)
+    )
+
+
+def rms(blocks: Blocks, parameter: Tensor, squares: Tensor) -> Tensor:
+    """Return the root mean square of all elements, of their sum of squares: a tensor, so that nothing waits for the device."""
+    return squares.div(math.prod(blocks.shape(parameter))).sqrt()
+
+
+def limit_rms(blocks: Blocks, parameter: Tensor, update: Tensor, squares: Tensor, largest: float) -> None:
     """Scale an update in place to a root mean square of at most ``largest``."""
-    update.div_((rms(update) / largest).clamp_(min=1.0))
+    update.div_((rms(blocks, parameter, squares) / largest).clamp_(min=1.0))
+
+
+def _dims(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dims that row means have, and those that column means have."""
+    dims = tuple(range(parameter.dim()))
+    return dims[:-1], (*dims[:-2], dims[-1])

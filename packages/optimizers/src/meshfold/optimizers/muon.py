@@ -6,12 +6,14 @@ Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import TensorOptimizer, gradient_of
+from meshfold.optimizers.base import MatrixOptimizer, gradient_of
+from meshfold.optimizers.blocks import in_buckets
 from meshfold.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
 from meshfold.optimizers.roles import MATRICES, ROLES
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
@@ -22,13 +24,13 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torc
 _ADJUST = ("original", "match_rms_adamw")
 
 
-class Muon(TensorOptimizer):
+class Muon(MatrixOptimizer):
     """Muon on matrices and AdamW on embeddings, head, norms and biases.
 
     A group's ``role`` says which: ``"matrices"`` are orthogonalised, the other roles of
     :func:`meshfold.optimizers.role_groups` go to AdamW. Without a role, parameters of two dims count as matrices: so give
     groups for a model with embeddings. On matrices it is ``torch.optim.Muon``, with Nesterov momentum and rates that grow
-    with the shape. Matrices of one shape are orthogonalised in one batch.
+    with the shape. Matrices of one shape are orthogonalised in one batch; of blocks, each matrix by one rank.
     """
 
     def __init__(
@@ -131,38 +133,37 @@ class Muon(TensorOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            matrices: dict[tuple[torch.Size, torch.device, torch.dtype], list[Tensor]] = {}
+            matrices: dict[tuple[object, ...], list[Tensor]] = {}
             others = []
             for parameter in self._trained(group):
                 if group["role"] == MATRICES or (group["role"] is None and parameter.dim() == 2):
-                    key = (parameter.shape, parameter.device, parameter.dtype)
-                    matrices.setdefault(key, []).append(parameter)
+                    # Whole ones are orthogonalised by shape; blocks travel together, whatever their shapes.
+                    shape = None if self.blocks.bucket_elements else parameter.shape
+                    matrices.setdefault((shape, parameter.device, parameter.dtype), []).append(parameter)
                 else:
                     others.append(parameter)
             for alike in matrices.values():
-                self._step_on_matrices(group, alike)
+                for bucket in (
+                    in_buckets(alike, self.blocks.bucket_elements) if self.blocks.bucket_elements else [alike]
+                ):
+                    self._step_on_matrices(group, bucket)
             if others:
                 self._step_by_adamw(group, others)
 
     def _step_on_matrices(self, group: dict[str, Any], alike: list[Tensor]) -> None:
-        """Step on matrices of one shape."""
+        """Step on matrices of one dtype."""
         gradients, means = [gradient_of(p) for p in alike], self._moments(alike, "momentum_buffer")
         torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
-        orthogonal = orthogonalize(
-            ahead[0] if len(ahead) == 1 else torch.stack(list(ahead)),
-            steps=group["ns_steps"],
-            coefficients=group["ns_coefficients"],
-            eps=group["ns_eps"],
-            dtype=_DTYPES[group["ns_dtype"]],
-        ).to(alike[0].dtype)
-        updates = [orthogonal] if len(ahead) == 1 else list(orthogonal.unbind())
-        rows, columns = alike[0].shape
-        factor = math.sqrt(max(1, rows / columns))
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            factor = 0.2 * math.sqrt(max(rows, columns))
+        dtype = _DTYPES[group["ns_dtype"]] or alike[0].dtype
+        iterate = partial(
+            orthogonalize, steps=group["ns_steps"], coefficients=group["ns_coefficients"], eps=group["ns_eps"]
+        )
+        orthogonal = self.blocks.through_whole(alike, [one.to(dtype) for one in ahead], iterate)
+        updates = [one.to(alike[0].dtype) for one in orthogonal]
         torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_mul_(updates, group["lr"] * factor)
+        for parameter, update in zip(alike, updates, strict=True):
+            update.mul_(group["lr"] * _factor(group, self.blocks.shape(parameter)))
         torch._foreach_sub_(alike, updates)
 
     def _step_by_adamw(self, group: dict[str, Any], others: list[Tensor]) -> None:
@@ -181,3 +182,11 @@ class Muon(TensorOptimizer):
         torch._foreach_mul_(others, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_mul_(updates, group["lr"])
         torch._foreach_sub_(others, updates)
+
+
+def _factor(group: dict[str, Any], shape: tuple[int, ...]) -> float:
+    """Return what the rate of a matrix counts times."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,12 +14,18 @@ ROLES = (MATRICES, "embeddings", "head", "norms_and_biases")
 """Roles, in the order of :func:`role_groups`."""
 
 
-def roles_of(model: nn.Module) -> dict[str, str]:
+def roles_of(
+    model: nn.Module, *, shape_of: Callable[[Tensor], tuple[int, ...]] = lambda parameter: tuple(parameter.shape)
+) -> dict[str, str]:
     """Return the role of each trained parameter, by name.
 
     Embeddings are the weights of modules whose class has ``Embedding`` in its name. The head is the weight of
     ``model.get_output_embeddings()``, or else of the last linear layer, if its rows are as many as those of an embedding.
     A head that is tied to an embedding counts as that. Of the rest, parameters of two dims are matrices.
+
+    Args:
+        model: the whole of it.
+        shape_of: the shape of the whole tensor, where parameters are blocks.
     """
     embeddings: set[Tensor] = set()
     rows: set[int] = set()
@@ -29,11 +36,11 @@ def roles_of(model: nn.Module) -> dict[str, str]:
             continue
         if "Embedding" in type(module).__name__:
             embeddings.add(weight)
-            rows.add(weight.shape[0])
+            rows.add(shape_of(weight)[0])
         else:
             linear = weight
     head = _named_head(model)
-    if head is None and linear is not None and linear.shape[0] in rows:
+    if head is None and linear is not None and shape_of(linear)[0] in rows:
         head = linear
     return {name: _role(p, embeddings, head) for name, p in model.named_parameters() if p.requires_grad}
 

@@ -23,7 +23,7 @@ from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettin
 from meshfold.engine.model.roots import split_roots
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
 from meshfold.engine.optimizers import of_any_stage
-from meshfold.engine.optimizers.roles import note_roles
+from meshfold.engine.optimizers.roles import note_roles, pass_roles_on
 from meshfold.engine.precision import Masters, Precision, cast_rest, other_dtypes
 from meshfold.engine.states.replicated import PlainStates, States
 from meshfold.engine.world import World, fail_together
@@ -147,6 +147,7 @@ def assemble(
             folder.fill_buffers(left)
         _move(left, world.device, parameters=not in_chunks)
 
+    note_roles(built)
     pipelined, stages = None, stages or PipelineSettings()
     if world.pipelined:
         pipelined = PipelinedModel(built, world, precision, stages, fill)
@@ -191,21 +192,16 @@ def make_states(
     if make is not None:
         require_trained(built.model, len(built.parameters), world)
         make = of_any_stage(make) if world.pipelined else make
-    needs_roles = getattr(asked.make_optimizer, "needs_roles", False)
     states: States
     if world.spec.zero is None:
         masters = Masters(built.parameters.values(), precision, other_dtypes(built.model, precision))
-        if needs_roles:
-            of: dict[Tensor, Tensor] = {p: masters.of(p) for p in built.parameters.values()}
-            note_roles(built.model, of, pipelined=world.pipelined)
+        pass_roles_on({p: masters.of(p) for p in built.parameters.values()})
         trains = make is not None or world.device.type == "meta"  # a plan is one of training
         states = PlainStates(built.parameters, masters, world, make, trains=trains)
         settled(states.optimizer)
     else:
         from meshfold.engine.zero.states import ZeroStates
 
-        if needs_roles:
-            note_roles(built.model, None, pipelined=world.pipelined)
         states = ZeroStates(
             built.model,
             world,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshfold.engine.errors import TrainingError
 from meshfold.engine.optimizers.roles import groups_by_role
 from meshfold.mesh import SpecError, did_you_mean
-from meshfold.mesh.parameters import OptimizerProbeError, ShardedSquareSums, probe_optimizer
+from meshfold.mesh.parameters import OptimizerProbeError, ShardedBlocks, ShardedSquareSums, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, Muon
 
@@ -138,6 +138,8 @@ def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stage
     name, declared = type(optimizer).__name__, getattr(optimizer, "elementwise", None)
     if declared is True or isinstance(getattr(optimizer, "square_sums", None), ShardedSquareSums):
         return
+    if isinstance(getattr(optimizer, "blocks", None), ShardedBlocks):
+        return
     try:
         seen = {"matrices"} if declared is False else {probe_optimizer(optimizer, g) for g in optimizer.param_groups}
     except OptimizerProbeError as error:
@@ -221,7 +223,6 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
             made.param_groups[-1]["weight_decay"] = 0.0
         return made
 
-    make.needs_roles = cls is Muon  # type: ignore[attr-defined]
     return make
 
 
@@ -251,10 +252,14 @@ def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
     known = f"Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
     if name in _NEVER:
         raise SpecError(f"optimizer={value!r}: {name} {_NEVER[name]}. {known}")
-    if (name in _WHOLE or getattr(cls, "sight", None) == "matrices") and not whole:
+    if whole or hasattr(cls, "blocks"):
+        return
+    if name in _WHOLE or getattr(cls, "sight", None) == "matrices":
+        named = f"write optimizer=dict(name={name.lower()!r}), which does; or " if name.lower() in OPTIMIZERS else ""
         raise SpecError(
             f"optimizer={value!r}: {name} does not treat each element on its own, so it cannot step on shards of tensor "
-            f"parallelism: leave the entry tensor out; with zero=dict(stage=1) each matrix is stepped whole by one rank. {known}"
+            f"parallelism: {named}leave the entry tensor out; with zero=dict(stage=1) each matrix is stepped "
+            f"whole by one rank. {known}"
         )
 
 

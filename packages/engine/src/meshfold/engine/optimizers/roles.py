@@ -7,27 +7,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshfold.mesh import SpecError
-from meshfold.mesh.parameters import ROLE
+from meshfold.mesh.parameters import ROLE, metadata
 from meshfold.optimizers import ROLES, roles_of
 
 
-def note_roles(model: nn.Module, masters: Mapping[Tensor, Tensor] | None, *, pipelined: bool) -> None:
-    """Let each trained parameter, and its master weight, carry its role.
-
-    Raises:
-        SpecError: for a stage of a pipeline, which does not see where the model's head is.
-    """
-    if pipelined:
-        raise SpecError(
-            "optimizer: muon tells embeddings and head from the whole model, and a stage of a pipeline has a part of it: leave "
-            "pipeline out, or use adamw, lion, lamb, lars, adafactor or came"
-        )
+def note_roles(model: nn.Module) -> None:
+    """Let each trained parameter of a whole model carry its role; call it before the model is cut into stages."""
     parameters = dict(model.named_parameters())
-    for name, role in roles_of(model).items():
-        for tensor in (parameters[name], (masters or {}).get(parameters[name])):
-            if tensor is not None:
-                setattr(tensor, ROLE, role)
+    for name, role in roles_of(model, shape_of=_whole_shape).items():
+        setattr(parameters[name], ROLE, role)
+
+
+def _whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    meta = metadata(parameter)
+    return tuple(parameter.shape) if meta is None else meta.placement.shape
+
+
+def pass_roles_on(masters: Mapping[Tensor, Tensor]) -> None:
+    """Let master weights carry the roles of their parameters, the keys."""
+    for parameter, master in masters.items():
+        if hasattr(parameter, ROLE):
+            setattr(master, ROLE, getattr(parameter, ROLE))
 
 
 def groups_by_role(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:

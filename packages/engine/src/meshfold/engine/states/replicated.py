@@ -20,13 +20,14 @@ from meshfold.checkpoint.shards import (
     shards_of_local,
     shards_of_replicated,
 )
-from meshfold.engine.optimizers import Factory, check_sight
+from meshfold.engine.optimizers import Factory
+from meshfold.engine.optimizers.sight import give_sight
 from meshfold.engine.precision import Masters
 from meshfold.engine.states.data_parallel import GradientReducer
 from meshfold.engine.states.optimizer_state import OptimizerState, gather, global_shape, put
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
-from meshfold.mesh.parameters import ParameterMeta, StoredValue, square_sums_of_blocks, uncompiled_name
+from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -212,11 +213,7 @@ class PlainStates:
         self.targets = {uncompiled_name(name): masters.of(p) for name, p in parameters.items()}
         self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
         if self.optimizer is not None:
-            if getattr(self.optimizer, "sight", None) == "norms":
-                sums = square_sums_of_blocks(list(self.targets.values()), world.mesh, world.device)
-                self.optimizer.square_sums = sums  # type: ignore[attr-defined]
-            split = [name for name, target in self.targets.items() if _is_split(target)]
-            check_sight(self.optimizer, split=split, stages=world.pipelined)
+            give_sight(self.optimizer, self.targets, world)
         self.trained = list(parameters.values()) if trains else []
         self.reducer = GradientReducer(self.trained, masters, world.mesh)
 
@@ -355,11 +352,6 @@ class _Held:
         if meta is not None and shape == self._like.shape:
             return ShardRule(shards_of_local, (shape, meta, self._local.dtype))
         return ShardRule(_pieces_of_same, (shape, meta, self._world.mesh))
-
-
-def _is_split(parameter: Tensor) -> bool:
-    meta = metadata(parameter)
-    return meta is not None and any(meta.mesh.size(axis) > 1 for axis in meta.placement.split_axes)
 
 
 def _optimizer(make: Factory, targets: Sequence[Tensor]) -> torch.optim.Optimizer:

@@ -38,6 +38,7 @@ from meshfold.mesh.parameters.square_sums import (
     holders_factor,
     square_sums_of_blocks,
 )
+from meshfold.mesh.parameters.tensor_blocks import ShardedBlocks, blocks_of, sharded_blocks
 
 __all__ = [
     "ROLE",
@@ -47,6 +48,7 @@ __all__ = [
     "OptimizerProbeError",
     "ParameterMeta",
     "ShardOfTensor",
+    "ShardedBlocks",
     "ShardedSquareSums",
     "StoredValue",
     "WeightGradQueue",
@@ -55,6 +57,7 @@ __all__ = [
     "accumulate_grad_product",
     "after_gradients",
     "annotate",
+    "blocks_of",
     "clip_gradient_values",
     "clip_gradients",
     "copy_parameter_hooks",
@@ -68,6 +71,7 @@ __all__ = [
     "metadata_on",
     "number_keys",
     "probe_optimizer",
+    "sharded_blocks",
     "square_sums_of_blocks",
     "uncompiled_name",
 ]

@@ -1,4 +1,4 @@
-"""Norms of whole tensors for an optimizer that steps on shards, such as LAMB and LARS."""
+"""Sight of whole tensors for optimizers: norms for LAMB and LARS on shards, sums and matrices for those on blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshfold.mesh import Group, Mesh
-from meshfold.mesh.parameters import ShardedSquareSums, ShardOfTensor, holders_factor
+from meshfold.mesh.parameters import ParameterMeta, ShardedSquareSums, ShardOfTensor, blocks_of, holders_factor
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.parameter_table import ParameterFacts
 from meshfold.zero_gemini.optimizer.interface import Stepper
@@ -49,6 +49,20 @@ def give_square_sums(
             holders = holders[part.parameter_start : part.parameter_start + part.length]
         shards[parameter] = ShardOfTensor(place, _WithHolders(holders * factor))
     optimizer.square_sums = ShardedSquareSums(shards, len(trained), everyone, device)
+
+
+def give_blocks(stepper: Stepper, facts: Mapping[str, ParameterFacts], mesh: Mesh, device: torch.device) -> None:
+    """Let an optimizer of matrices ask the tensor axes for the rest of what this rank owns; do nothing for others.
+
+    The ranks along them own blocks of the same parameters: blocks are of one size, and so are their chunks.
+    """
+    optimizer: Any = stepper.optimizer
+    if not hasattr(optimizer, "blocks"):
+        return
+    metas = {name: one.meta for name, one in facts.items() if one.kind.trained}
+    owned = {name: stepper.optimizer_parameter(name) for name in metas}
+    mine: dict[Tensor, ParameterMeta] = {p: metas[name] for name, p in owned.items() if p is not None}
+    optimizer.blocks = blocks_of(mine, mesh, None, device, metas.values())
 
 
 class _WithHolders:

@@ -51,9 +51,11 @@ class WholeStepper(StepsAtOnce):
         with_state: it makes its state as soon as it is made.
 
         Raises:
-            MemoryPlanError: for a parameter that tensor axes split.
+            MemoryPlanError: for a parameter that tensor axes split, if the optimizer has no ``blocks`` to ask for the rest.
         """
         for name, meta in metas.items():
+            if hasattr(optimizer, "blocks"):
+                break  # it asks for what it must see
             _refuse_split(type(optimizer).__name__, name, meta, shapes[name])
         self.optimizer, self._dtype, self._made_with_state = optimizer, dtype, with_state
         self._shapes = dict(shapes)

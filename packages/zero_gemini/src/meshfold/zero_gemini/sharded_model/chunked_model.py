@@ -25,7 +25,7 @@ from meshfold.zero_gemini.norm import combine, power_sum
 from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
-from meshfold.zero_gemini.optimizer.shard_norms import give_square_sums
+from meshfold.zero_gemini.optimizer.shard_norms import give_blocks, give_square_sums
 from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
 from meshfold.zero_gemini.profiler.workload import ChunkUse, Named, light_units, uses_of
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
@@ -155,6 +155,7 @@ class ChunkedModel(ParameterValues):
         if self._stepper is not None:
             give_parameters(self._stepper, self.group_names)
             give_square_sums(self._stepper, self._facts, self.chunks, mesh.group(*alike), mesh, memory.device)
+            give_blocks(self._stepper, self._facts, mesh, memory.device)
         self._units = find_units(model)
         light = light_units(self.uses())
         calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})

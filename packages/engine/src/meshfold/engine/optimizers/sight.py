@@ -1,0 +1,38 @@
+"""Let an optimizer see what it must of whole tensors, where a rank has blocks of them: norms, sums over dims, matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from meshfold.engine.optimizers import check_sight
+from meshfold.engine.world import World
+from meshfold.mesh import metadata
+from meshfold.mesh.parameters import sharded_blocks, square_sums_of_blocks
+
+
+def give_sight(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor], world: World) -> None:
+    """Give an optimizer of this rank's blocks the sums and matrices that it asks for. All ranks must call.
+
+    Args:
+        optimizer: of the targets; with an attribute ``square_sums`` or ``blocks`` if it asks.
+        targets: what it updates, by name, equal on all data ranks.
+        world: where they lie.
+
+    Raises:
+        SpecError: for one that does not ask, and would step otherwise than in one process.
+    """
+    tensors, asked = list(targets.values()), optimizer.__dict__
+    if getattr(optimizer, "sight", None) == "norms":
+        asked["square_sums"] = square_sums_of_blocks(tensors, world.mesh, world.device)
+    elif hasattr(optimizer, "blocks"):
+        asked["blocks"] = sharded_blocks(tensors, world.mesh, world.stage_group, world.device)
+    split = [name for name, target in targets.items() if _is_split(target)]
+    check_sight(optimizer, split=split, stages=world.pipelined)
+
+
+def _is_split(parameter: Tensor) -> bool:
+    meta = metadata(parameter)
+    return meta is not None and any(meta.mesh.size(axis) > 1 for axis in meta.placement.split_axes)

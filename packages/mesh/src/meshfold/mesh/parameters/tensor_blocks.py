@@ -1,0 +1,319 @@
+"""Blocks of parameters for optimizers that look at whole matrices: sums over their dims, and matrices at owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.collectives import operations
+from meshfold.mesh.group import Group
+from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.parameters.parameter_meta import ParameterMeta, metadata_on
+
+_BUCKET = 1 << 26
+SumOf = tuple[Tensor, Tensor, tuple[int, ...]]
+"""A parameter, values of its block's shape, and the dims that are not summed over."""
+
+
+class ShardedBlocks:
+    """Answers what an optimizer asks of the rest of its parameters: see ``Blocks`` of ``meshfold.optimizers``.
+
+    A parameter that is not among those given counts as whole. ``sums`` takes one all-reduce of the numbers that come
+    out. ``through_whole`` takes two all-to-alls, or one where blocks are whole already: each matrix goes to one
+    rank, the largest first to the rank with least to do, and blocks of what comes out go to all ranks. What a rank
+    keeps does not travel; pairs of ranks are padded to the largest.
+
+    Attributes:
+        bucket_elements: so many elements of blocks are to be asked about together.
+    """
+
+    bucket_elements = _BUCKET
+
+    def __init__(
+        self, metas: Mapping[Tensor, ParameterMeta], splitting: Group, owners: Group, device: torch.device
+    ) -> None:
+        """Args:
+        metas: of the parameters that this rank has blocks of.
+        splitting: the ranks that have other blocks of them, at least.
+        owners: the ranks that matrices are dealt to: those of ``splitting``, and others that have the same blocks.
+        device: where ranks communicate from, and matrices are computed.
+        """
+        self._splitting, self._owners, self._device = splitting, owners, device
+        self._metas = dict(metas)
+        self._blocks: dict[tuple[Tensor, Group], _Block] = {}
+
+    def __deepcopy__(self, memo: object) -> ShardedBlocks:
+        """Return the same: a copy of an optimizer has parameters of its own, which count as whole."""
+        return self
+
+    def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        meta = self._metas.get(parameter)
+        return tuple(parameter.shape) if meta is None else meta.placement.shape
+
+    def sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
+        """Return sums over whole tensors; see the class."""
+        found: list[Tensor] = []
+        shared: list[int] = []
+        for parameter, values, kept in wanted:
+            block = self._split_block(parameter)
+            if block is None:
+                found.append(_sum_over_others(values, kept))
+                continue
+            shared.append(len(found))
+            found.append(block.sum(values, kept))
+        if not shared or self._splitting.size == 1:
+            return found
+        wide = torch.float64 if any(found[i].dtype == torch.float64 for i in shared) else torch.float32
+        flat = torch.cat([found[i].reshape(-1).to(self._device, wide) for i in shared])
+        summed = operations.all_reduce(flat, self._splitting).split([found[i].numel() for i in shared])
+        for i, one in zip(shared, summed, strict=True):
+            found[i] = one.view(found[i].shape).to(found[i].device, found[i].dtype)
+        return found
+
+    def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
+        """Return the part of a tensor over some dims of the whole that belongs to the block."""
+        block = self._split_block(parameter)
+        return whole if block is None else block.cut(whole, dims)
+
+    def through_whole(
+        self, parameters: Sequence[Tensor], values: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return blocks of a function of whole matrices, which keeps shape and dtype; see the class."""
+        if not all(parameter in self._metas for parameter in parameters):
+            return [function(value.unsqueeze(0)).squeeze(0) for value in values]
+        blocks = [self._block(parameter, self._owners) for parameter in parameters]
+        items = [_Item(block, value) for block, value in zip(blocks, values, strict=True)]
+        return self._computed(items, function) if items else []
+
+    def _split_block(self, parameter: Tensor) -> _Block | None:
+        """Return a parameter's block if it is less, or more, than the whole."""
+        if parameter not in self._metas:
+            return None
+        block = self._block(parameter, self._splitting)
+        return None if block.is_whole else block
+
+    def _block(self, parameter: Tensor, group: Group) -> _Block:
+        key = (parameter, group)
+        if key not in self._blocks:
+            self._blocks[key] = _Block(self._metas[parameter], group)
+        return self._blocks[key]
+
+    def _computed(self, items: Sequence[_Item], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        mine, owners = self._owners.index, _deal(items, self._owners.size)
+        wholes = self._gather(items, owners)
+        alike: dict[torch.Size, list[int]] = {}
+        for place, whole in wholes.items():
+            alike.setdefault(whole.shape, []).append(place)
+        made: dict[int, Tensor] = {}
+        for places in alike.values():
+            made.update(zip(places, function(torch.stack([wholes[i] for i in places])).unbind(), strict=True))
+        wholes.clear()
+        # Blocks of the results, from each owner to all.
+        sends: list[list[Tensor]] = [[] for _ in self._owners.ranks]
+        for place, item in enumerate(items):
+            if owners[place] == mine:
+                for rank, pieces in enumerate(sends):
+                    if rank != mine:
+                        pieces.append(item.block.of_rank(made[place], rank))
+        sizes = [0] * self._owners.size
+        for place, item in enumerate(items):
+            sizes[owners[place]] += item.block.elements
+        arrived = self._exchange(sends, max(sizes), items[0].value.dtype)
+        found = []
+        for place, item in enumerate(items):
+            if owners[place] == mine:
+                block = item.block.of_rank(made[place], mine)
+            else:
+                block = _next_of(arrived, owners[place], item.block.elements).view(item.block.local_shape)
+            found.append(block.to(item.value.device))
+        return found
+
+    def _gather(self, items: Sequence[_Item], owners: Sequence[int]) -> dict[int, Tensor]:
+        """Return the whole matrices that this rank owns, by place."""
+        mine, size = self._owners.index, self._owners.size
+        sends: list[list[Tensor]] = [[] for _ in range(size)]
+        pairs = [[0] * size for _ in range(size)]
+        for item, owner in zip(items, owners, strict=True):
+            for sender in item.block.senders(owner):
+                if sender != owner:
+                    pairs[sender][owner] += item.block.elements
+                    if sender == mine:
+                        sends[owner].append(item.value)
+        arrived = self._exchange(sends, max(map(max, pairs)), items[0].value.dtype)
+        wholes = {}
+        for place, (item, owner) in enumerate(zip(items, owners, strict=True)):
+            if owner != mine:
+                continue
+            whole = item.value.new_empty(item.block.shape, device=self._device)
+            for sender in item.block.senders(owner):
+                value = item.value.to(self._device)
+                if sender != mine:
+                    value = _next_of(arrived, sender, item.block.elements).view(item.block.local_shape)
+                item.block.put(value, whole, sender)
+            wholes[place] = whole
+        return wholes
+
+    def _exchange(self, sends: Sequence[Sequence[Tensor]], padded: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Return what every rank has sent to this one, each in a list of one tensor that is consumed from the front."""
+        if not padded or self._owners.size == 1:
+            return [[] for _ in sends]
+        buffer = torch.zeros(len(sends), padded, dtype=dtype, device=self._device)
+        for row, pieces in zip(buffer, sends, strict=True):
+            start = 0
+            for piece in pieces:
+                row[start : start + piece.numel()].copy_(piece.reshape(-1))
+                start += piece.numel()
+        return [[row] for row in operations.all_to_all(buffer, self._owners, 0, 0)]
+
+
+class _Item(NamedTuple):
+    block: _Block
+    value: Tensor
+
+
+class _Block:
+    """Map of the blocks of one parameter on the ranks of a group, which are named by their positions in it."""
+
+    def __init__(self, meta: ParameterMeta, group: Group) -> None:
+        self._placement, self._mesh, self._group = meta.placement, meta.mesh, group
+        self.shape = meta.placement.shape
+        self.local_shape = meta.placement.local_shape(meta.mesh)
+        self.elements = 1
+        for size in self.local_shape:
+            self.elements *= size
+        holders: dict[int, list[int]] = {}
+        for position, rank in enumerate(group.ranks):
+            holders.setdefault(meta.mesh.index(*meta.placement.split_axes, rank=rank), []).append(position)
+        self._holders = [holders[index] for index in sorted(holders)]
+        self._counts = any(positions[0] == group.index for positions in self._holders)
+        self.is_whole = len(self._holders) == 1 and self.local_shape == self.shape
+
+    def senders(self, owner: int) -> list[int]:
+        """Return the ranks whose blocks make the whole, as near to the owner as can be."""
+        found = []
+        for positions in self._holders:
+            near = owner * len(positions) // self._group.size
+            found.append(owner if owner in positions else positions[near])
+        return found
+
+    def of_rank(self, whole: Tensor, position: int) -> Tensor:
+        """Return a rank's block of a whole tensor, padded with zeros."""
+        return self._placement.shard(whole, self._mesh, self._group.ranks[position])
+
+    def put(self, block: Tensor, whole: Tensor, position: int) -> None:
+        """Copy a rank's block into the whole tensor."""
+        for box in self._placement.rectangles(self._mesh, self._group.ranks[position]):
+            into, of = whole, block
+            for dim, (offset, local, size) in enumerate(zip(box.offsets, box.local_offsets, box.sizes, strict=True)):
+                into, of = into.narrow(dim, offset, size), of.narrow(dim, local, size)
+            into.copy_(of)
+
+    @cached_property
+    def _counted(self) -> list[Tensor | None]:
+        """For each dim, the local positions that count on this rank: no padding, nothing that another rank counts."""
+        found: list[Tensor | None] = []
+        for dim, size in enumerate(self.shape):
+            coordinates = self._placement.coordinates(self._mesh, dim)
+            counts = coordinates < size
+            parts, index = self._placement.parts.get(dim, ()), self._mesh.index(*self._placement.axes[dim])
+            lengths = [length for _, length in self._placement.segments(self._mesh, dim)]
+            for part, segment in zip(parts, counts.split(lengths), strict=bool(parts)):
+                segment &= index % part.repeat == 0
+            found.append(None if bool(counts.all()) else counts.nonzero().flatten())
+        return found
+
+    @cached_property
+    def _coordinates(self) -> list[Tensor | None]:
+        """For each dim, the coordinate in the whole of each local position, in padding the last; None for all of the dim."""
+        found: list[Tensor | None] = []
+        for dim, size in enumerate(self.shape):
+            coordinates = self._placement.coordinates(self._mesh, dim)
+            same = len(coordinates) == size and bool((coordinates == torch.arange(size)).all())
+            found.append(None if same else coordinates.clamp(max=size - 1))
+        return found
+
+    def sum(self, values: Tensor, kept: tuple[int, ...]) -> Tensor:
+        """Return this block's addend of the sum over all but the kept dims, of the whole's sizes along these."""
+        sizes = [self.shape[dim] for dim in kept]
+        if not self._counts:
+            return values.new_zeros(sizes)
+        for dim, counted in enumerate(self._counted):
+            if counted is not None:
+                values = values.index_select(dim, counted.to(values.device))
+        total = _sum_over_others(values, kept)
+        for place, dim in enumerate(kept):
+            coordinates, counted = self._coordinates[dim], self._counted[dim]
+            if coordinates is None:
+                continue
+            at = (coordinates if counted is None else coordinates[counted]).to(total.device)
+            spread = total.new_zeros([*total.shape[:place], self.shape[dim], *total.shape[place + 1 :]])
+            total = spread.index_copy_(place, at, total)
+        return total
+
+    def cut(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
+        """Return the part of a tensor over some dims of the whole that belongs to this block."""
+        for place, dim in enumerate(dims):
+            coordinates = self._coordinates[dim]
+            if coordinates is not None:
+                whole = whole.index_select(place, coordinates.to(whole.device))
+        return whole
+
+
+def _sum_over_others(values: Tensor, kept: tuple[int, ...]) -> Tensor:
+    dropped = [dim for dim in range(values.dim()) if dim not in kept]
+    return values.sum(dim=dropped) if dropped else values
+
+
+def _deal(items: Sequence[_Item], size: int) -> list[int]:
+    """Return the owner of each matrix: the most work first, to the rank with the least so far."""
+    work = [item.block.shape[0] * item.block.shape[1] * min(item.block.shape) for item in items]
+    loads, owners = [0] * size, [0] * len(items)
+    for place in sorted(range(len(items)), key=lambda i: (-work[i], i)):
+        owners[place] = min(range(size), key=lambda rank: (loads[rank], rank))
+        loads[owners[place]] += work[place]
+    return owners
+
+
+def _next_of(arrived: Sequence[list[Tensor]], rank: int, elements: int) -> Tensor:
+    piece, arrived[rank][0] = arrived[rank][0][:elements], arrived[rank][0][elements:]
+    return piece
+
+
+def sharded_blocks(parameters: Sequence[Tensor], mesh: Mesh, owners: Group, device: torch.device) -> ShardedBlocks:
+    """Return the blocks of parameters that are this rank's, over the axes that split any of them.
+
+    Args:
+        parameters: with their metadata.
+        mesh: where they lie.
+        owners: the ranks that have the same parameters, or other blocks of them.
+        device: where ranks communicate from.
+    """
+    metas = {parameter: metadata_on(parameter, mesh) for parameter in parameters}
+    return blocks_of(metas, mesh, owners, device)
+
+
+def blocks_of(
+    metas: Mapping[Tensor, ParameterMeta],
+    mesh: Mesh,
+    owners: Group | None,
+    device: torch.device,
+    every: Iterable[ParameterMeta] = (),
+) -> ShardedBlocks:
+    """Return the blocks of parameters whose metadata are given.
+
+    Args:
+        metas: of the parameters of this rank.
+        mesh: where they lie.
+        owners: the ranks that matrices are dealt to; None: those that have other blocks.
+        device: where ranks communicate from.
+        every: metadata of all parameters, where a rank does not have each.
+    """
+    split = {axis for meta in (*metas.values(), *every) for axis in meta.placement.split_axes}
+    bases = {axis.split("/")[0].split("%")[0] for axis in split}
+    splitting = mesh.group(*(axis for axis in mesh.names if axis in bases))
+    return ShardedBlocks(metas, splitting, owners or splitting, device)

@@ -1,0 +1,109 @@
+"""Blocks of whole tensors: how an optimizer of matrices asks for sums and products that other ranks have parts of.
+
+An optimizer whose parameters are whole has :class:`WholeTensors`. Who gives it blocks puts another object of this
+interface on the instance, as the engine does with :class:`meshfold.mesh.parameters.ShardedBlocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Blocks", "SumOver", "WholeTensors", "in_buckets"]
+
+
+class SumOver(NamedTuple):
+    """A sum over some dims of a whole tensor.
+
+    Attributes:
+        parameter: whose block it is.
+        values: of the shape of the parameter's block.
+        kept: dims that are not summed over, ascending.
+    """
+
+    parameter: Tensor
+    values: Tensor
+    kept: tuple[int, ...]
+
+
+class Blocks(Protocol):
+    """Questions of an optimizer of matrices to the ranks that have the rest of its parameters; all of them must call.
+
+    Attributes:
+        bucket_elements: so many elements of parameters may be stepped together, for fewer collectives.
+    """
+
+    bucket_elements: int
+
+    def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+
+    def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
+        """Return sums, each of the whole tensor's sizes along the kept dims, in one all-reduce; padding counts as nothing."""
+
+    def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
+        """Return the part of a tensor over some dims of the whole that belongs to the parameter's block.
+
+        Padding gets some number that is there.
+        """
+
+    def through_whole(
+        self, parameters: Sequence[Tensor], values: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return blocks of ``function`` of whole matrices, each computed by one rank.
+
+        Args:
+            parameters: of two dims.
+            values: of the shapes of their blocks, of one dtype.
+            function: of matrices of one shape, ``(batch, m, n)``, to others of that shape and dtype.
+        """
+
+
+class WholeTensors:
+    """Blocks that are whole tensors: see :class:`Blocks`."""
+
+    bucket_elements = 0
+
+    def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        return tuple(parameter.shape)
+
+    def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
+        return [_sum(one) for one in wanted]
+
+    def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
+        return whole
+
+    def through_whole(
+        self, parameters: Sequence[Tensor], values: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        alike: dict[tuple[torch.Size, torch.device], list[int]] = {}
+        for place, value in enumerate(values):
+            alike.setdefault((value.shape, value.device), []).append(place)
+        found: list[Tensor] = list(values)
+        for places in alike.values():
+            matrices = values[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([values[i] for i in places])
+            for place, one in zip(places, function(matrices).unbind(), strict=True):
+                found[place] = one
+        return found
+
+
+def _sum(one: SumOver) -> Tensor:
+    dropped = [dim for dim in range(one.values.dim()) if dim not in one.kept]
+    return one.values.sum(dim=dropped) if dropped else one.values
+
+
+def in_buckets(parameters: Sequence[Tensor], elements: int) -> Iterator[list[Tensor]]:
+    """Yield parameters in order, in lists of at most so many elements, or of one parameter."""
+    bucket: list[Tensor] = []
+    held = 0
+    for parameter in parameters:
+        if bucket and held + parameter.numel() > elements:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(parameter)
+        held += parameter.numel()
+    if bucket:
+        yield bucket
