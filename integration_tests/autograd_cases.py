@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from integration_tests.house import PACKAGES
 from meshfold import kernels as K
+from meshfold.engine.model.fp8_linear import Fp8Products
 from meshfold.kernels import Nf4Linear
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.collectives import primitives
 from meshfold.mesh.parameters.deferred_wgrad import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.sequence import attention
-from meshfold.tensor_parallel.fp8_matmul import bind_fp8_product
+from meshfold.tensor_parallel.fp8_matmul import bind_fp8_lowering
 from meshfold.tensor_parallel.layers.loss import bind_cross_entropy
 from meshfold.tensor_parallel.layers.norm import bind_layer_norm, bind_rms_norm
 from meshfold.tensor_parallel.lowerings import LOWERINGS
-from meshfold.tensor_parallel.matmul import bind_deferred_matmul, bind_matmul, weight_gradient
+from meshfold.tensor_parallel.matmul import bind_deferred_matmul, bind_matmul, bind_product, weight_gradient
 from meshfold.tensor_parallel.modes import MODES, find_mode
 from meshfold.tensor_parallel.plan import MatmulPlan
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs
@@ -272,8 +273,21 @@ def fp8_product(recipe: str, dtype: torch.dtype) -> Called:
 
 
 def split_fp8_product(ranks: int, recipe: str, dtype: torch.dtype) -> Called:
-    multiply = bind_fp8_product(find_mode("1d").plans["column"], mesh(ranks), K.FP8_RECIPES[recipe], ())
+    column, on = find_mode("1d").plans["column"], mesh(ranks)
+    multiply = bind_product(column, on, bind_fp8_lowering(column, on, K.FP8_RECIPES[recipe], ()))
     return multiply, (leaf(dtype, ROWS, 32), leaf(dtype, 16, 32, seed=1))
+
+
+def deferred_fp8_product(recipe: str, dtype: torch.dtype) -> Called:
+    products = Fp8Products.bind(K.FP8_RECIPES[recipe], None)
+
+    def add(pairs: Sequence[MatmulOperands]) -> None:
+        for x, dy in pairs:
+            accumulate_grad(weight, products.weight_gradient(dy, x))
+
+    weight = torch.nn.Parameter(leaf(dtype, 16, 32, seed=1).detach())
+    site = WeightGradSite(add)
+    return lambda x, w: products.deferred(x, w.detach(), site.ticket), (leaf(dtype, ROWS, 32), weight)
 
 
 NONE, BOTH = frozenset[str](), frozenset({"x", "w"})
@@ -313,7 +327,7 @@ FP8 = (
     ),
     *(
         Case(
-            "tensor_parallel.fp8_matmul._make.Fp8Matmul",
+            f"{MATMUL}._make_product.Matmul",
             f"{recipe} on {ranks}",
             ranks,
             partial(split_fp8_product, ranks, recipe),
@@ -321,6 +335,7 @@ FP8 = (
         for ranks in (1, 2)
         for recipe in K.FP8_RECIPES
     ),
+    Case("engine.model.fp8_linear.Fp8Products.bind.Deferred", "", 1, partial(deferred_fp8_product, "rowwise")),
 )
 
 # -- layers of the hidden dim or the vocabulary split ---------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from meshfold.tensor_parallel.convert import Placed, Report, parallelize
 from meshfold.tensor_parallel.cost import Cost, CostEntry
-from meshfold.tensor_parallel.fp8_matmul import bind_fp8_maximum
+from meshfold.tensor_parallel.fp8_matmul import bind_fp8_maximum, without_outer_ranks
 from meshfold.tensor_parallel.layers import (
     CausalLMLoss,
     Embedding,
@@ -41,4 +41,5 @@ __all__ = [
     "matmul_cost",
     "parallelize",
     "plan",
+    "without_outer_ranks",
 ]

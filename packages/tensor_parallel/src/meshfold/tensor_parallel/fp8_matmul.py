@@ -6,17 +6,16 @@ the dims it was taken over, those of the batch among them, so that the rounded o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from meshfold.kernels import Fp8Dim, Fp8Maximum, Fp8Recipe, fp8_input_gradient, fp8_output, fp8_weight_gradient
 from meshfold.mesh import Mesh, collectives
-from meshfold.mesh.collectives import non_view_result
-from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave
-from meshfold.tensor_parallel.matmul import Product, lead_shape
-from meshfold.tensor_parallel.plan import MatmulPlan
+from meshfold.tensor_parallel.cost import Cost
+from meshfold.tensor_parallel.lowerings.gather import Gather, start_gather, start_leave
+from meshfold.tensor_parallel.plan import MatmulPlan, Phase
 
 
 def bind_fp8_maximum(mesh: Mesh, plan: MatmulPlan | None, outer_axes: tuple[str, ...]) -> Fp8Maximum:
@@ -27,58 +26,105 @@ def bind_fp8_maximum(mesh: Mesh, plan: MatmulPlan | None, outer_axes: tuple[str,
         plan: of the matmul; None if tensor parallelism splits nothing.
         outer_axes: those that split the tokens beside the plan's: of data and of sequences.
     """
-    groups: dict[str, list[tuple[str, ...]]] = {"m": [], "k": [], "n": []}
+    groups: dict[Fp8Dim, list[tuple[str, ...]]] = {"m": [], "k": [], "n": []}
     if plan is not None:
-        for dim, name in (("m", plan.m), ("k", plan.k), ("n", plan.n)):
+        names: dict[Fp8Dim, str] = {"m": plan.m, "k": plan.k, "n": plan.n}
+        for dim, name in names.items():
             groups[dim] = [(axis,) for axis in plan.compute[name]]
-    groups["m"].append(outer_axes)
-    for axes in dict.fromkeys(each for found in groups.values() for each in found):  # in one order on every rank
+    for axes in dict.fromkeys(
+        [*(each for found in groups.values() for each in found), outer_axes]
+    ):  # in one order on every rank
         mesh.prepare(*axes)
 
     def maximum(amax: Tensor, dims: tuple[Fp8Dim, ...]) -> Tensor:
         for dim in dims:
             for axes in groups[dim]:
                 amax = collectives.all_reduce(amax, mesh.group(*axes), "max")
+            if dim == "m" and not _alone:
+                amax = collectives.all_reduce(amax, mesh.group(*outer_axes), "max")
         return amax
 
     return maximum
 
 
-def bind_fp8_product(plan: MatmulPlan, mesh: Mesh, recipe: Fp8Recipe, outer_axes: tuple[str, ...]) -> Product:
-    """Bind ``y = x wᵀ`` on local blocks, as :func:`meshfold.tensor_parallel.matmul` computes it, with operands in fp8."""
-    plan.prepare(mesh)
-    return mesh.once(("fp8 matmul", plan, recipe, outer_axes), lambda: _make(plan, mesh, recipe, outer_axes))
+_alone: list[None] = []
 
 
-def _make(plan: MatmulPlan, mesh: Mesh, recipe: Fp8Recipe, outer_axes: tuple[str, ...]) -> Product:
-    maximum = bind_fp8_maximum(mesh, plan, outer_axes)
+@contextmanager
+def without_outer_ranks() -> Iterator[None]:
+    """Context manager around a forward for shapes alone, which ranks of other tokens need not call: no amax is theirs."""
+    _alone.append(None)
+    try:
+        yield
+    finally:
+        _alone.pop()
 
-    class Fp8Matmul(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w)
-            coming_x, coming_w = start_gather(plan, mesh, "x", x), start_gather(plan, mesh, "w", w)
-            partial = fp8_output(coming_x.wait(), coming_w.wait(), recipe, maximum)
-            return non_view_result(start_leave(plan, mesh, "y", partial).wait(), x)
 
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Any:
-            x, w = ctx.saved_tensors
-            want_dx, want_dw = ctx.needs_input_grad
-            coming_dy = start_gather(plan, mesh, "y", dy)
-            coming_w = start_gather(plan, mesh, "w", w) if want_dx else None
-            coming_x = start_gather(plan, mesh, "x", x) if want_dw else None
-            dy = coming_dy.wait()
-            leaving_dx = leaving_dw = None
-            if coming_w is not None:
-                leaving_dx = start_leave(plan, mesh, "x", fp8_input_gradient(dy, coming_w.wait(), recipe, maximum))
-            if coming_x is not None:
-                leaving_dw = start_leave(plan, mesh, "w", fp8_weight_gradient(dy, coming_x.wait(), recipe, maximum))
-            dx = None if leaving_dx is None else leaving_dx.wait()
-            return dx, None if leaving_dw is None else leaving_dw.wait()
+class Fp8Gather:
+    """The gather lowering with operands in fp8. One object for each plan, mesh, recipe and outer axes: it is a key."""
 
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = Fp8Matmul.apply(x.reshape(-1, x.shape[-1]), w)
-        return y.view(*lead_shape(x.shape[:-1], y.shape[0]), y.shape[-1])
+    def __init__(self, recipe: Fp8Recipe, maximum: Fp8Maximum) -> None:
+        """Args:
+        recipe: scales and formats of the three products.
+        maximum: from the amax of a gathered operand to that of the whole.
+        """
+        self._recipe, self._maximum = recipe, maximum
 
-    return product
+    def refuses(self, plan: MatmulPlan) -> str:
+        """Return an empty string: every plan can be carried out."""
+        return ""
+
+    def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
+        """Do nothing: groups are made when the maximum is bound."""
+
+    def forward(
+        self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        coming_x, coming_w = start_gather(plan, mesh, "x", x), start_gather(plan, mesh, "w", w)
+        partial = fp8_output(coming_x.wait(), coming_w.wait(), self._recipe, self._maximum)
+        return start_leave(plan, mesh, "y", partial).wait(), None, None
+
+    def backward(
+        self,
+        plan: MatmulPlan,
+        mesh: Mesh,
+        x: Tensor,
+        w: Tensor,
+        dy: Tensor,
+        *,
+        wants: tuple[bool, bool],
+        kept: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        recipe, maximum = self._recipe, self._maximum
+        coming_dy = start_gather(plan, mesh, "y", dy)
+        coming_w = start_gather(plan, mesh, "w", w) if wants[0] else None
+        coming_x = start_gather(plan, mesh, "x", x) if wants[1] else None
+        dy = coming_dy.wait()
+        leaving_dx = leaving_dw = None
+        if coming_w is not None:
+            leaving_dx = start_leave(plan, mesh, "x", fp8_input_gradient(dy, coming_w.wait(), recipe, maximum))
+        if coming_x is not None:
+            leaving_dw = start_leave(plan, mesh, "w", fp8_weight_gradient(dy, coming_x.wait(), recipe, maximum))
+        dx = None if leaving_dx is None else leaving_dx.wait()
+        return dx, None if leaving_dw is None else leaving_dw.wait()
+
+    def cost(
+        self,
+        plan: MatmulPlan,
+        sizes: Mapping[str, int],
+        mesh: Mesh,
+        *,
+        itemsize: int,
+        phases: tuple[Phase, ...],
+        keep: frozenset[str],
+    ) -> Cost:
+        """Return the collectives of the gather lowering: operands travel in their own dtype; an amax is a few bytes."""
+        return Gather().cost(plan, sizes, mesh, itemsize=itemsize, phases=phases, keep=keep)
+
+
+def bind_fp8_lowering(plan: MatmulPlan, mesh: Mesh, recipe: Fp8Recipe, outer_axes: tuple[str, ...]) -> Fp8Gather:
+    """Bind the lowering of ``y = x wᵀ`` on local blocks with operands in fp8; ``outer_axes``: as of :func:`bind_fp8_maximum`."""
+    return mesh.once(
+        ("fp8 lowering", plan, recipe, outer_axes),
+        lambda: Fp8Gather(recipe, bind_fp8_maximum(mesh, plan, outer_axes)),
+    )

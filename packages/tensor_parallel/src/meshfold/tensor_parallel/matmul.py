@@ -70,24 +70,30 @@ def bind_matmul(
     return mesh.once(("matmul", plan, lowering, keep), lambda: _make_product(plan, mesh, chosen, keep))
 
 
+def bind_product(plan: MatmulPlan, mesh: Mesh, lowering: Lowering) -> Product:
+    """Bind a matmul that a lowering of no name carries out, as :func:`bind_matmul` binds one by name."""
+    plan.prepare(mesh)
+    return mesh.once(("product", plan, lowering), lambda: _make_product(plan, mesh, lowering, frozenset()))
+
+
 DeferredProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str = "gather") -> DeferredProduct:
+def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str | Lowering = "gather") -> DeferredProduct:
     """Bind the matmul of a weight that autograd does not see: a function from (x, detached w, ticket) to y.
 
     Backward computes dx and hands x and dy, both at rest, to :func:`.deferred_wgrad.defer_weight_grad`; what both gradients
     need gathered is gathered for each.
     """
-    chosen = find_lowering(lowering, plan)
+    chosen = find_lowering(lowering, plan) if isinstance(lowering, str) else lowering
     return mesh.once(("deferred matmul", plan, lowering), lambda: _make_deferred_product(plan, mesh, chosen))
 
 
 def weight_gradient(
-    plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, lowering: str = "gather"
+    plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, dy: Tensor, *, lowering: str | Lowering = "gather"
 ) -> Tensor:
     """Compute a deferred weight gradient: ``m k`` and ``m n`` at rest to ``n k`` at rest. ``w`` gives the shape."""
-    chosen = find_lowering(lowering, plan)
+    chosen = find_lowering(lowering, plan) if isinstance(lowering, str) else lowering
     _, dw = chosen.backward(plan, mesh, x, w, dy, wants=(False, True), kept=(None, None))
     if dw is None:
         raise LayoutError(f"lowering {lowering!r} makes no weight gradient by itself")

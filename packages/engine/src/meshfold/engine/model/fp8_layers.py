@@ -10,46 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from meshfold.engine.model.fp8_linear import Fp8Products, is_plain_linear, use_fp8_products
 from meshfold.engine.precision.fp8 import Fp8Settings
 from meshfold.engine.world import World
-from meshfold.kernels import FP8_MULTIPLE, bind_fp8_matmul
+from meshfold.kernels import FP8_MULTIPLE
 from meshfold.mesh import SpecError, did_you_mean
-from meshfold.mesh.tracking import is_whole, tracker, untracked, whole
 from meshfold.tensor_parallel import Linear, bind_fp8_maximum
 
 _HEADS = ("head", "lm_head", "embed_out", "score", "classifier", "classification_head", "qa_outputs")
 _ROUTERS = ("router", "gate", "gating", "shared_expert_gate")
 _EXPERTS = "experts"
-
-
-class Fp8Linear(nn.Linear):
-    """``y = x wᵀ + b`` with operands in fp8, for inputs in bf16; anything else is computed as by ``nn.Linear``.
-
-    Attributes:
-        product: of an input and the weight.
-    """
-
-    product: Callable[[Tensor, Tensor], Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        wrong = x.dtype is not torch.bfloat16 or self.weight.dtype is not torch.bfloat16
-        if wrong or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
-            return super().forward(x)
-        y = self._multiply(x)
-        return y if self.bias is None else y + self.bias
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        tracking = tracker()  # of a forward that sees to it that no split dim is mixed: an amax may be, of the tokens
-        if tracking is None or not is_whole(tracking.dims(x)[-1]):
-            return self.product(x, self.weight)
-        with untracked():
-            y = self.product(x, self.weight)
-        tracking.mark(y, (*tracking.dims(x)[:-1], whole(self.out_features)))
-        tracking.rows.keep(y, x)
-        return y
 
 
 @dataclass(kw_only=True)
@@ -84,18 +56,14 @@ def check_fp8(world: World) -> None:
     """Check that layers can multiply in fp8 under a spec.
 
     Raises:
-        SpecError: under a pipeline, or with an overlap of collectives and matmuls.
+        SpecError: with an overlap of collectives and matmuls that sends an operand in pieces.
     """
-    spec = world.spec
-    if spec.pipeline is not None:
+    tensor = world.spec.tensor
+    if tensor is not None and tensor.overlap in ("stream", "ring"):
         raise SpecError(
-            "precision=dict(matmul='fp8') with pipeline: weight gradients of stages are computed apart, in bf16 only. Leave "
-            "matmul='fp8' out, or use data, zero, tensor or sequence"
-        )
-    if spec.tensor is not None and spec.tensor.overlap not in (None, "gather"):
-        raise SpecError(
-            f"precision=dict(matmul='fp8') with overlap={spec.tensor.overlap!r}, whose pieces are multiplied in bf16 only: "
-            "leave overlap out"
+            f"precision=dict(matmul='fp8') with overlap={tensor.overlap!r}: it multiplies each piece of an operand as it arrives, "
+            "and the scale of a row is known only when all of the row is there, which the pieces split. Leave overlap out, or "
+            "write overlap='auto': matmuls in fp8 then gather their operands, and the others take the fastest way"
         )
 
 
@@ -110,10 +78,10 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
     split = world.spec.tensor is not None and world.spec.tensor.size > 1
     heads = _output_weights(model)
     reduced = None if world.data_size == 1 else bind_fp8_maximum(world.mesh, None, world.outer_axes)
-    product = bind_fp8_matmul(settings.recipe, reduced)
+    products = Fp8Products.bind(settings.recipe, reduced)
     names = []
     for name, module in model.named_modules():
-        if not isinstance(module, Linear) and type(module) is not nn.Linear:
+        if not isinstance(module, Linear | nn.Linear) or not (isinstance(module, Linear) or is_plain_linear(module)):
             continue
         why = _kept_by_name(name, module, settings, heads)
         if isinstance(module, Linear):
@@ -126,20 +94,13 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
             if not why and (module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE):
                 why = f"its width is no multiple of {FP8_MULTIPLE}"
             if not why:
-                module.__class__ = Fp8Linear
-                module.__dict__["product"] = product
-                found._undo.append(lambda layer=module: _restore(layer))  # type: ignore[misc]
+                found._undo.append(use_fp8_products(module, products))
         if why:
             found.kept[name] = why
         else:
             names.append(name)
     found.layers = tuple(names)
     return found
-
-
-def _restore(layer: nn.Linear) -> None:
-    layer.__class__ = nn.Linear
-    layer.__dict__.pop("product", None)
 
 
 def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: set[int]) -> str:

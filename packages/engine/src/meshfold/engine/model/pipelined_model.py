@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from meshfold.mesh import LayoutError, SpecError, all_reduce
 from meshfold.mesh.model_io import is_encoder_decoder
 from meshfold.mesh.parameters import uncompiled_name
 from meshfold.mesh.spec import format_value, signature_mismatch
+from meshfold.tensor_parallel import without_outer_ranks
 from meshfold.tensor_parallel.convert import row_multiple
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class PipelinedModel:
                 loss_fn=None if settings.loss_fn is None else self._loss,
                 partition=PartitionConfig(axis=PIPE, example=example, device=world.device, fill=fill),
                 reduce=self._complete,
-                replicas=self._replicas(),
+                replicas=self._replicas(precision),
             )
         except ExampleError as error:
             raise SpecError(
@@ -227,12 +228,14 @@ class PipelinedModel:
         whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
         return batches.loss_of(output, whole, self._loss_fn)
 
-    def _replicas(self) -> Replicas:
-        """Under ZeRO stage 3 every use of a stage gathers its parameters from the other data coordinates."""
+    def _replicas(self, precision: Precision) -> Replicas:
+        """Under ZeRO stage 3 every use of a stage gathers its parameters from the other data coordinates; in fp8 it may reduce an
+        amax over them.
+        """
         from meshfold.pipeline.runtime import Replicas
 
         zero = self._world.spec.zero
-        if zero is None or zero.stage < 3:
+        if (zero is None or zero.stage < 3) and precision.fp8 is None:
             return Replicas()
         group, device = self._world.data_group, self._world.device
 
@@ -241,8 +244,10 @@ class PipelinedModel:
 
         return Replicas(agree_on_count=agree, around_trial=self._shapes_only)
 
-    def _shapes_only(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._states is None else self._states.shapes_only()
+    @contextmanager
+    def _shapes_only(self) -> Iterator[None]:
+        with without_outer_ranks(), nullcontext() if self._states is None else self._states.shapes_only():
+            yield
 
     def _complete(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         if self._states is not None:

@@ -90,7 +90,9 @@ def leaves_out_logits(layer: nn.Module) -> bool:
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return True for ``nn.Linear``, also one that a pipeline has given a class that says ``computes_linear``."""
-    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and hasattr(type(module), "computes_linear"))
+    return type(module) is nn.Linear or (
+        isinstance(module, nn.Linear) and getattr(type(module), "computes_linear", False)
+    )
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ from meshfold.mesh.errors import MeshfoldError
 MatmulOperands = tuple[Tensor, Tensor]
 """x ``m k`` and dy ``m n`` of one matmul"""
 
+_ATTRIBUTE = "_meshfold_site"
 _sites: WeakValueDictionary[int, WeightGradSite] = WeakValueDictionary()
 _numbers = count()
 
@@ -51,6 +52,16 @@ class WeightGradSite:
         self.queue: WeightGradQueue | None = None
         self.add = add
         _sites[number] = self
+
+    @staticmethod
+    def of(layer: nn.Module) -> WeightGradSite | None:
+        """Return the site of a layer; None if its weight gradient does not wait."""
+        found = layer.__dict__.get(_ATTRIBUTE)
+        return found if isinstance(found, WeightGradSite) else None
+
+    def attach(self, layer: nn.Module) -> None:
+        """Let a layer have this site: :meth:`of` finds it."""
+        layer.__dict__[_ATTRIBUTE] = self
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None: a copied layer is an ordinary one, whose gradients must not go to this one's parameters."""

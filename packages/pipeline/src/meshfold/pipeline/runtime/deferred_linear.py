@@ -28,8 +28,6 @@ from meshfold.mesh.parameters import (
     defer_weight_grad,
 )
 
-_SITE = "_meshfold_site"
-
 
 class _Product(torch.autograd.Function):
     """``.. k`` by a weight ``n k`` (``k n`` if turned) and a bias that autograd does not see."""
@@ -65,10 +63,15 @@ class _Deferring:
     _turned = False
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        weight, bias, site = self.weight, self.bias, self.__dict__.get(_SITE)
+        weight, bias, site = self.weight, self.bias, WeightGradSite.of(self)
         casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        ordinary = site is None or not torch.is_grad_enabled() or casts
-        if ordinary or not weight.requires_grad or (bias is not None and not bias.requires_grad):
+        if (
+            site is None
+            or casts
+            or not torch.is_grad_enabled()
+            or not weight.requires_grad
+            or (bias is not None and not bias.requires_grad)
+        ):
             return F.linear(x, weight.t() if self._turned else weight, bias)
         free = None if bias is None else bias.detach()
         y: Tensor = _Product.apply(x, weight.detach(), free, site.ticket, self._turned)
@@ -105,8 +108,8 @@ def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> Weigh
 
 
 def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
-    known = layer.__dict__.get(_SITE)
-    if isinstance(known, WeightGradSite):
+    known = WeightGradSite.of(layer)
+    if known is not None:
         return known
     if isinstance(layer, DefersWeightGrad):
         return layer.defer_weight_gradient()
@@ -121,7 +124,7 @@ def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
         _classes[kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
     layer.__class__ = _classes[kind]
     site = WeightGradSite(_Adder(layer, turned, batched))
-    layer.__dict__[_SITE] = site
+    site.attach(layer)
     return site
 
 

@@ -31,7 +31,7 @@ from meshfold.kernels import FP8_MULTIPLE, Fp8Recipe
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
-from meshfold.tensor_parallel.fp8_matmul import bind_fp8_product
+from meshfold.tensor_parallel.fp8_matmul import Fp8Gather, bind_fp8_lowering
 from meshfold.tensor_parallel.layers.base import (
     BatchShape,
     ShardedLayer,
@@ -45,6 +45,7 @@ from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
     bind_enter_operand,
     bind_matmul,
+    bind_product,
     bind_sum_repeated,
     lead_shape,
     on_one_rank,
@@ -156,6 +157,7 @@ class Linear(ShardedLayer):
         self.plan = matmul or (stem_plan(mode) if role == "stem" else mode.plans[role])
         self._batch: BatchShape | None = None
         self._site: WeightGradSite | None = None
+        self._fp8: Fp8Gather | None = None
         self.head_dim = 0
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = getattr(module, "bias", None)
@@ -203,8 +205,7 @@ class Linear(ShardedLayer):
             bind_collect(mesh, 0, tokens),
             bind_collect(mesh, 1, outputs),
         )
-        self._multiply = bind_matmul(self.plan, mesh, lowering=lowering)
-        self._alone = on_one_rank(self.plan, mesh)
+        self._bind()
 
     def reset_parameters(self) -> None:
         """Fill with the distribution of nn.Linear, the bounds taken from the whole layer."""
@@ -227,14 +228,14 @@ class Linear(ShardedLayer):
         """Let an adapter gather the input (``convert/gathered_input.py``); dx leaves as partial sums."""
         self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
         self.lowering = "gather"
-        self._multiply = bind_matmul(self.plan, self.mesh)
+        self._bind()
         self.input_adapter = adapter
 
     def fp8_refusal(self) -> str:
         """Return why the layer cannot multiply in fp8; empty if it can."""
         if self.makes_logits or self.stored != "nk":
             return "it makes logits" if self.makes_logits else "its weight lies transposed"
-        if self.lowering != "gather" or self._site is not None:
+        if self.lowering not in ("gather", "auto"):
             return "its matmul is done in pieces"
         if self._sum_weight is not identity:
             return "several ranks hold some of its heads, each with a part of their gradient"
@@ -247,26 +248,32 @@ class Linear(ShardedLayer):
 
         ``outer_axes``: those that split the tokens beside the mode's, of data and of sequences.
         """
-        if recipe is None:
-            self._multiply = bind_matmul(self.plan, self.mesh, lowering=self.lowering)
-            self._alone = on_one_rank(self.plan, self.mesh)
-        else:
-            self._multiply = bind_fp8_product(self.plan, self.mesh, recipe, tuple(outer_axes))
-            self._alone = False
+        self._fp8 = None if recipe is None else bind_fp8_lowering(self.plan, self.mesh, recipe, tuple(outer_axes))
+        self._bind()
 
     def defer_weight_gradient(self) -> WeightGradSite:
         """From now on let dw wait where the site says (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is made with dx."""
         if self._site is None:
-            self._multiply_deferred = bind_deferred_matmul(self.plan, self.mesh, lowering=self.lowering)
             self._site = WeightGradSite(self._add_weight_gradients)
+            self._bind()
         return self._site
+
+    def _bind(self) -> None:
+        """Bind the products of the plan, the lowering and the precision that the layer has now."""
+        if self._fp8 is None:
+            self._multiply = bind_matmul(self.plan, self.mesh, lowering=self.lowering)
+        else:
+            self._multiply = bind_product(self.plan, self.mesh, self._fp8)
+        self._alone = self._fp8 is None and on_one_rank(self.plan, self.mesh)
+        if self._site is not None:
+            self._multiply_deferred = bind_deferred_matmul(self.plan, self.mesh, lowering=self._fp8 or self.lowering)
 
     def _add_weight_gradients(self, pairs: Sequence[MatmulOperands]) -> None:
         for x, dy in pairs:
             with torch.enable_grad():
                 weight = self._sum_weight(self.weight)
                 operand = weight if self.stored == "nk" else weight.t()
-            dw = weight_gradient(self.plan, self.mesh, x, operand.detach(), dy, lowering=self.lowering)
+            dw = weight_gradient(self.plan, self.mesh, x, operand.detach(), dy, lowering=self._fp8 or self.lowering)
             if operand is self.weight:
                 accumulate_grad(self.weight, dw)
             else:

@@ -1,0 +1,128 @@
+"""A linear layer that multiplies in fp8, in the place of ``nn.Linear``; in a pipeline its weight gradient may wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.kernels import (
+    Fp8Maximum,
+    Fp8Recipe,
+    bind_fp8_matmul,
+    fp8_input_gradient,
+    fp8_output,
+    fp8_weight_gradient,
+)
+from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, defer_weight_grad
+from meshfold.mesh.tracking import is_whole, tracker, untracked, whole
+
+_PRODUCTS = "fp8_products"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Products:
+    """The products of layers of one recipe.
+
+    Attributes:
+        product: of an input and a weight, differentiable.
+        deferred: of an input, a weight that autograd does not see, and a ticket (:mod:`meshfold.mesh.parameters.deferred_wgrad`).
+        weight_gradient: of dy and x.
+    """
+
+    product: Callable[[Tensor, Tensor], Tensor]
+    deferred: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+
+    @classmethod
+    def bind(cls, recipe: Fp8Recipe, maximum: Fp8Maximum | None) -> Fp8Products:
+        """Bind them; ``maximum``: from an amax here to that over all ranks; None: it is the same."""
+
+        class Deferred(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
+                ctx.save_for_backward(x, w, ticket)
+                return fp8_output(x, w, recipe, maximum)
+
+            @staticmethod
+            def backward(ctx: Any, dy: Tensor) -> Any:
+                x, w, ticket = ctx.saved_tensors
+                dx = fp8_input_gradient(dy, w, recipe, maximum) if ctx.needs_input_grad[0] else None
+                return dx, None, defer_weight_grad(ticket, x, dy)
+
+        def deferred(x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
+            y: Tensor = Deferred.apply(x.reshape(-1, x.shape[-1]), w, ticket)
+            return y.view(*x.shape[:-1], w.shape[0])
+
+        return cls(
+            product=bind_fp8_matmul(recipe, maximum),
+            deferred=deferred,
+            weight_gradient=lambda dy, x: fp8_weight_gradient(dy, x, recipe, maximum),
+        )
+
+
+class Fp8Linear(nn.Linear):
+    """``y = x wᵀ + b`` with operands in fp8, for inputs in bf16; anything else is computed as the layer's own class does."""
+
+    computes_linear = False  # not what meshfold.kernels.fuse takes for a head
+
+    def forward(self, x: Tensor) -> Tensor:
+        wrong = x.dtype is not torch.bfloat16 or self.weight.dtype is not torch.bfloat16
+        if wrong or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+            return super().forward(x)
+        y = self._multiply(x)
+        return y if self.bias is None else y + self.bias
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        tracking = tracker()  # of a forward that sees to it that no split dim is mixed: an amax may be, of the tokens
+        if tracking is None or not is_whole(tracking.dims(x)[-1]):
+            return self._product(x)
+        with untracked():
+            y = self._product(x)
+        tracking.mark(y, (*tracking.dims(x)[:-1], whole(self.out_features)))
+        tracking.rows.keep(y, x)
+        return y
+
+    def _product(self, x: Tensor) -> Tensor:
+        products: Fp8Products = self.__dict__[_PRODUCTS]
+        site = WeightGradSite.of(self)
+        if site is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
+            return products.product(x, self.weight)
+        return products.deferred(x, self.weight.detach(), site.ticket)
+
+
+_classes: dict[type, type] = {nn.Linear: Fp8Linear}
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return True for ``nn.Linear`` itself, also one of which a pipeline has changed the class."""
+    return type(module) is nn.Linear or (WeightGradSite.of(module) is not None and nn.Linear in type(module).__bases__)
+
+
+def use_fp8_products(layer: nn.Linear, products: Fp8Products) -> Callable[[], None]:
+    """Let a layer multiply in fp8. Return what gives it its own product back."""
+    own, site = type(layer), WeightGradSite.of(layer)
+    if own not in _classes:
+        _classes[own] = type(own.__name__, (Fp8Linear, own), {"__module__": own.__module__})
+    layer.__class__ = _classes[own]
+    layer.__dict__[_PRODUCTS] = products
+    add = None if site is None else site.add
+    if site is not None:  # the bias gets its gradient from autograd
+
+        def add_in_fp8(pairs: Sequence[MatmulOperands]) -> None:
+            for x, dy in pairs:
+                weight: Any = layer._parameters["weight"]  # which may be replaced
+                accumulate_grad(weight, products.weight_gradient(dy, x))
+
+        site.add = add_in_fp8
+
+    def restore() -> None:
+        layer.__class__ = own
+        layer.__dict__.pop(_PRODUCTS, None)
+        if site is not None and add is not None:
+            site.add = add
+
+    return restore
