@@ -1,16 +1,207 @@
-"""The spec's entry ``expert`` in the engine."""
+"""The entry ``expert`` in the engine: losses, norms and every gradient are those of one process; checkpoints go anywhere."""
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from meshfold.engine import Engine
-from meshfold.mesh import SpecError
+from meshfold.experts import MixtureOfExperts
+from meshfold.mesh import SpecError, metadata, record
+from meshfold.mesh.testing import ranks, run_on_ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from expert_cases import ADAMW, EXPERTS, HIDDEN, MODELS, Seen, assert_same, batches, built, engine_of, on_ranks, run
 
 
-def test_the_entry_is_refused_before_anything_starts() -> None:
+@cache
+def serial(model: str) -> Seen:
+    return run({}, model)
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return dict(stage=stage, placement="cuda")
+
+
+RING, MEGATRON, GRID = dict(mode="ring", size=2), dict(mode="megatron"), dict(mode="2d", size=4)
+Case = tuple[int, str, dict[str, Any]]
+DIAGONAL: list[Case] = [
+    (2, "plain", dict(data=2)),  # the balance loss is that of the global batch whatever the spec
+    (2, "starved", dict(data=2, expert=2)),
+    (4, "plain", dict(data=4, expert=2, zero=zero(2))),
+    (4, "starved", dict(data=4, expert=4, zero=zero(3))),
+    (4, "plain", dict(data=2, expert=2, tensor=2, zero=zero(3))),
+    (4, "plain", dict(data=2, expert=4, tensor=2)),
+    (4, "starved", dict(data=2, expert=2, tensor=2, sequence=MEGATRON)),
+    (4, "plain", dict(expert=2, tensor=GRID)),
+    (4, "plain", dict(data=2, expert=4, sequence=RING)),
+    (4, "unbalanced", dict(data=2, expert=2, pipeline=2, zero=zero(1))),
+]
+
+
+@pytest.mark.parametrize(("count", "model", "parallel"), DIAGONAL, ids=str)
+def test_losses_norms_and_gradients_are_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
+    """SGD without momentum: weights after a step are the gradients, clipped by the norm of all of them."""
+    assert_same(on_ranks(count, parallel, model), serial(model), parallel)
+
+
+def products() -> list[Case]:
+    """Every combination that fits on 8 ranks."""
+    found: list[Case] = []
+    for size, tensor, stage, pipeline in product((2, 4, 8), (1, 2), (0, 1, 2, 3), (1, 2)):
+        data = max(2, size // tensor)
+        if data * tensor * pipeline > 8:
+            continue
+        parallel: dict[str, Any] = dict(data=data, tensor=tensor, expert=size)
+        parallel |= {} if pipeline == 1 else dict(pipeline=pipeline)
+        parallel |= {} if stage == 0 else dict(zero=zero(stage))
+        models = ("unbalanced",) if pipeline > 1 else ("plain", "starved")
+        found += [(data * tensor * pipeline, model, parallel) for model in models]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "model", "parallel"), products(), ids=str)
+def test_the_whole_product_is_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
+    assert_same(on_ranks(count, parallel, model), serial(model), parallel)
+
+
+# -- what ranks have --------------------------------------------------------------------------------------------------
+
+
+@ranks(4)
+def test_ranks_have_their_experts_and_the_metadata_say_so() -> None:
+    with engine_of(dict(data=4, expert=2)) as engine:
+        experts = engine.model.blocks[0].mlp.experts
+        assert experts.gate_up.shape == (EXPERTS // 2, 20, HIDDEN)
+        meta, dense = metadata(experts.gate_up), metadata(engine.model.head.weight)
+        assert meta is not None and dense is not None
+        assert meta.placement.axes[0] == ("data%2",) and meta.sum_axes == ("data/2",)
+        assert dense.sum_axes == ("data",)
+        first = EXPERTS // 2 * (engine.mesh.rank % 2)
+        assert torch.equal(experts.down, built("plain").blocks[0].mlp.experts.down[first : first + EXPERTS // 2])
+
+
+@ranks(4)
+def test_a_model_that_is_built_without_allocating_begins_as_in_one_process() -> None:
+    settings: dict[str, Any] = dict(optimizer=None, precision="fp64", seed=5)
+    with Engine(MODELS["plain"], dict(data=2, expert=4, tensor=2), **settings) as engine:
+        found = engine.full_state_dict()
+    with Engine(MODELS["plain"], dict(data=4, expert=2, zero=zero(3)), **settings) as engine:
+        again = engine.full_state_dict()
+    with Engine(MODELS["plain"], dict(data=4), **settings) as engine:
+        wanted = engine.full_state_dict()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value) and torch.equal(again[name], value), name
+
+
+@ranks(4)
+def test_experts_are_reduced_over_the_ranks_that_have_copies_alone() -> None:
+    with engine_of(dict(data=4, expert=2), "unbalanced", clip_grad_norm=None) as engine:
+        batch = engine.shard_batch(batches(1)[0])
+        engine.train_step(batch)
+        with record() as log:
+            engine.train_step(batch)
+        own = sum(p.numel() for p in engine.model.parameters() if metadata(p).own_sum_axes)
+    reduced = [entry for entry in log.entries if entry.kind == "all_reduce" and entry.axes == ("data/2",)]
+    assert own * 8 <= sum(entry.block_bytes for entry in reduced) <= own * 8 + 1024  # padding, and who used what
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def save(parallel: dict[str, Any], path: str) -> list[float]:
+    with engine_of(parallel, optimizer=ADAMW) as engine:
+        given = batches(4)
+        for batch in given[:2]:
+            engine.train_step(engine.shard_batch(batch))
+        engine.save(path)
+        return [engine.train_step(engine.shard_batch(batch)) for batch in given[2:]]
+
+
+def resume(parallel: dict[str, Any], path: str) -> list[float]:
+    with engine_of(parallel, optimizer=ADAMW) as engine:
+        engine.load(path)
+        return [engine.train_step(engine.shard_batch(batch)) for batch in batches(4)[2:]]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_goes_on_under_any_expert_size_and_none(tmp_path: Path, stage: int) -> None:
+    path, shared = str(tmp_path / "run"), {} if stage == 0 else dict(zero=zero(stage))
+    wanted = run_on_ranks(4, save, dict(data=4, expert=2, **shared), path)[0]
+    others: list[tuple[int, dict[str, Any]]] = [
+        (4, dict(data=4, expert=4)),
+        (4, dict(data=2, expert=4, tensor=2, zero=zero(2))),
+        (2, dict(data=2)),
+    ]
+    for count, parallel in others:
+        found = run_on_ranks(count, resume, parallel, path)[0]
+        assert found == pytest.approx(wanted, rel=1e-9), parallel
+    assert resume({}, path) == pytest.approx(wanted, rel=1e-9)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    def __init__(self, *, experts: int = 6, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.mlp = MixtureOfExperts(4, 4, experts, 2)
+        self.mlp.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.mlp(x)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2), "expert spreads the experts of a mixture over ranks, and Linear has none.* Leave expert out"),
+        (Mixture(dropout=0.1), r"expert=1\): mlp.drop is dropout among experts.* Put it behind the mixture"),
+    ],
+    ids=["no experts", "dropout"],
+)
+def test_a_model_whose_experts_cannot_be_split_is_refused(model: nn.Module, message: str) -> None:
+    before = dict(model.state_dict(keep_vars=True))
+    with pytest.raises(SpecError, match=message):
+        Engine(model, dict(expert=1), loss_fn=lambda output, batch: output.mean())
+    assert all(value is before[name] for name, value in model.state_dict(keep_vars=True).items())
+
+
+@ranks(4)
+def test_what_does_not_fit_is_refused_with_what_to_write() -> None:
     with pytest.raises(
-        SpecError, match=r"parallel=dict\(expert=1\): expert is not carried out by the engine yet: leave it out"
+        SpecError, match=r"mlp.experts has 6 experts, and 4 ranks .* write expert=dict\(size=1, 2, 3 or 6\)"
     ):
-        Engine(nn.Linear(2, 2), dict(expert=1))
+        Engine(Mixture(), dict(data=4, expert=4), loss_fn=lambda output, batch: output.mean())
+    with pytest.raises(SpecError, match=r"size 3 does not divide data=4. Write size=1, 2 or 4"):
+        Engine(Mixture(), dict(expert=3))
+    alone = MixtureOfExperts(4, 4, 4, 2).experts
+    with pytest.raises(SpecError, match=r"the experts of Experts are its own children.* or leave tensor out"):
+        Engine(alone, dict(data=2, tensor=2, expert=2), loss_fn=lambda output, batch: output.mean())
+    with engine_of(dict(data=2, sequence=RING, expert=2)) as engine:
+        batch = {name: value[:, :6] for name, value in batches(1)[0].items()}
+        with pytest.raises(SpecError, match=r"sequences of 6 tokens are filled up to 8 .* give 8 tokens"):
+            engine.train_step(engine.shard_batch(batch))
+
+
+def balanced_pipeline() -> str:
+    with engine_of(dict(data=1, expert=1, pipeline=2)) as engine:
+        try:
+            engine.train_step(engine.shard_batch(batches(1)[0]))
+        except SpecError as error:
+            return str(error)
+    return ""
+
+
+def test_a_balance_loss_in_a_pipeline_is_refused() -> None:
+    with pytest.raises(Exception, match="has the routers of its own layers alone"):
+        run_on_ranks(2, balanced_pipeline)

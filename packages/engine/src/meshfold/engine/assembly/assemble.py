@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
+from meshfold.engine.experts import give_own_tokens, share_routing_sums, split_experts
 from meshfold.engine.model.checks import (
     check_model,
     refuse_complex,
@@ -116,6 +117,7 @@ def assemble(
         _share(built, world)
     folder = _folder(model, built, world)
     dropout = has_dropout(built)
+    mixtures = split_experts(built, world)
     if roots is None:
         report = _shard(built, world, rules, dropout)
         torch_dropout = dropout and report is None
@@ -123,6 +125,8 @@ def assemble(
         report, torch_dropout = split_roots(
             built, roots, rules, lambda root, own: _shard(root, world, own, has_dropout(root)), has_dropout
         )
+    give_own_tokens(mixtures, world)
+    share_routing_sums(built, world)
     in_chunks = world.spec.zero is not None
     values = None
     if trace is not None and (in_chunks or folder is not None):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches.packed import Documents
+from meshfold.engine.experts import balances
 from meshfold.engine.sequence.checks import check_mixing
 from meshfold.engine.sequence.incoming import Forward, Incoming, Labels, next_token_losses
 from meshfold.engine.world import World
@@ -53,6 +54,7 @@ class SplitSequence:
         check_mixing(model, world)
         self._incoming = Incoming(model, world.mesh, spec.mode, labels, written)
         self._outgoing = Outgoing(world.mesh, spec.mode, written)
+        self._written, self._ranks, self._balances = written, spec.size, balances(model)
         self._now: Forward | None = None
         with ExitStack() as undo:
             for loss in next_token_losses(model):
@@ -77,6 +79,12 @@ class SplitSequence:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, now = self._incoming.take(args, kwargs, training=module.training)
+        ranks, length = self._ranks, now.sharding.length
+        if self._balances and module.training and now.sharding.local * ranks != length:
+            raise SpecError(
+                f"{self._written}: sequences of {length} tokens are filled up to {now.sharding.local * ranks} for {ranks} ranks, "
+                f"and a balance loss of experts would count what was filled in: give {now.sharding.local * ranks} tokens"
+            )
         self._attention.begin(now)
         self._now = now
         return args, kwargs

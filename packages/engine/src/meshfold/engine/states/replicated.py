@@ -191,7 +191,6 @@ class PlainStates:
     """
 
     residency = None
-    all_read = False
 
     def __init__(
         self,
@@ -210,6 +209,7 @@ class PlainStates:
         trains: whether gradients are taken and summed; who only evaluates leaves them alone.
         """
         self.masters, self._world = masters, world
+        self.all_read = world.spec.expert is not None  # ranks along data have different experts
         self.targets = {uncompiled_name(name): masters.of(p) for name, p in parameters.items()}
         self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
         if self.optimizer is not None:

@@ -53,6 +53,16 @@ class World:
     row_axes: tuple[str, ...]
 
     @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks can work on different tokens: all but the pipeline's."""
+        return tuple(axis for axis in self.mesh.names if axis != PIPE)
+
+    @property
+    def expert_group(self) -> Group:
+        """Ranks that together have all experts of a layer, each different ones; this rank alone without ``expert``."""
+        return self.mesh.group(*self.spec.expert_axes)
+
+    @property
     def everyone(self) -> Group:
         """All ranks."""
         return self.mesh.group(*self.mesh.names)
@@ -214,8 +224,6 @@ def require_runnable(spec: ParallelSpec) -> None:
     Raises:
         SpecError: that names the distribution which is not installed.
     """
-    if spec.expert is not None:
-        raise SpecError(f"{spec.written or spec}: expert is not carried out by the engine yet: leave it out")
     spec.require_installed()
 
 

@@ -110,7 +110,8 @@ class LayerBuilder:
         """
         mode, said = self.analysis.mode_at(name), "whole on every rank"
         if role == "own_tokens":
-            OwnTokens(self.mesh, mode, self.batch).attach(module)
+            flattened = self.analysis.flat_at(name) is not None
+            OwnTokens(self.mesh, mode, self.batch, flattened=flattened).attach(module)
             return f"as it is; each rank of {', '.join(mode.axes)} gives it tokens of its own"
         adapter, whole = StreamSource if role == "source" else Replicated, ""
         hidden, boundary = self.analysis.roles.hidden, self.analysis.flat_at(name)

@@ -7,6 +7,7 @@ tensor axes: whoever marks the module says so in the parameters' metadata (``sum
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,12 +30,15 @@ class OwnTokens(OnMesh):
     shared out over those whose ranks have the same. Where they do not divide, some ranks get fewer.
     """
 
-    def __init__(self, mesh: Mesh, mode: Mode | None, batch: BatchShape | None = None) -> None:
+    def __init__(
+        self, mesh: Mesh, mode: Mode | None, batch: BatchShape | None = None, *, flattened: bool = False
+    ) -> None:
         """Args:
         mode: how the stream lies; None: a rank's tokens are its own already.
         batch: of the forward that runs.
+        flattened: the stream is ``m h`` where the module's own code was written for ``b s h``.
         """
-        self.mesh, self.batch = mesh, batch
+        self.mesh, self.batch, self._flattened = mesh, batch, flattened
         self.columns: tuple[str, ...] = ()
         self.alike: tuple[str, ...] = ()
         if mode is not None:
@@ -46,16 +50,16 @@ class OwnTokens(OnMesh):
         self._take, self._collect = bind_take(mesh, 0, self.alike), bind_collect(mesh, 0, self.alike)
         self._shape = torch.Size()
         self._layout: Any = None
-        self._quiet: list[Any] = []
+        self._apart: list[ExitStack] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Register the hooks. Code inside is not tracked: what it does with the tokens of one rank is its own affair."""
+        """Register the hooks. Code inside is left alone: what it does with the tokens of one rank is its own affair."""
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
         module.register_forward_hook(self.leave)
         module.register_forward_hook(self._end, always_call=True)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with this rank's own tokens first, ``n h``."""
+        """Return the arguments with this rank's own tokens first, in one row: ``1 n h`` for a stream ``b s h``."""
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         if self.batch is not None and self.batch.given < self.batch.rows:
             raise LayoutError(
@@ -63,11 +67,10 @@ class OwnTokens(OnMesh):
                 f"be given tokens that do not count: give {self.batch.rows} rows, or another multiple that needs no filling up"
             )
         self._layout = tracked_layout(x)
-        quiet = untracked()
-        quiet.__enter__()
-        self._quiet.append(quiet)
+        self._apart.append(_apart())
         self._shape = x.shape
         mine = self._own(x.reshape(-1, x.shape[-1]))
+        mine = mine.view(*(1 for _ in x.shape[int(not self._flattened) : -1]), *mine.shape)
         if args:
             return (mine, *args[1:]), kwargs
         return args, {**kwargs, next(iter(kwargs)): mine}
@@ -75,14 +78,14 @@ class OwnTokens(OnMesh):
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output with the stream as it lay."""
         first = output[0] if isinstance(output, tuple) else output
-        y = self._joined(first)
+        y = self._joined(first.reshape(-1, first.shape[-1]))
         self._end(module, args, output)
         set_tracked_layout(y, self._layout)
         return (y, *output[1:]) if isinstance(output, tuple) else y
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        while self._quiet:
-            self._quiet.pop().__exit__(None, None, None)
+        while self._apart:
+            self._apart.pop().close()
 
     @property
     def _parts(self) -> int:
@@ -108,6 +111,15 @@ class OwnTokens(OnMesh):
             y = nn.functional.pad(y, (0, 0, 0, each - real))
             y = self._to_columns(self._collect(y))[: self._shape[:-1].numel()]
         return y.reshape(self._shape)
+
+
+def _apart() -> ExitStack:
+    """Enter a context in which code is left alone: not tracked, and ``torch.arange`` counts no tokens of a sequence."""
+    entered = ExitStack()
+    entered.enter_context(untracked())
+    if torch._C._len_torch_function_stack():
+        entered.enter_context(torch._C.DisableTorchFunction())
+    return entered
 
 
 def is_marked(module: nn.Module) -> bool:

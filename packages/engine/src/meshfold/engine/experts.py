@@ -1,0 +1,176 @@
+"""The spec's entry ``expert``: experts over the ranks of its axis, tokens on their way to them and back.
+
+Each rank keeps a block of every stacked parameter, ``[experts, ...]``, along dim 0. A block's metadata say that it is split over
+the expert axes, and that its gradient is summed over the axes whose ranks have the same experts: the tokens of all others came to
+it, and their gradients with them. Reductions, ZeRO, norms and checkpoints go by that alone.
+
+Under tensor parallelism a rank gives the block tokens of its own (:class:`meshfold.tensor_parallel.convert.OwnTokens`), so the
+gradients of the block's other parameters are parts of a sum over the tensor axes too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine.world import World
+from meshfold.mesh import ParameterMeta, Placement, SpecError, all_reduce, annotate
+from meshfold.mesh.collectives import adjoint_pair, bind_leave
+from meshfold.mesh.parameters import copy_parameter_hooks
+from meshfold.mesh.spec import join_choices
+from meshfold.tensor_parallel.convert import OwnTokens
+
+if TYPE_CHECKING:
+    from meshfold.experts import ExpertBlock
+
+
+def split_experts(model: nn.Module, world: World) -> Sequence[nn.Module]:
+    """Split the experts of a model over the ranks of the expert axis, in place; nothing without the entry ``expert``.
+
+    Args:
+        model: whole, real or on the meta device; before anything else of it is split.
+        world: where it will lie.
+
+    Returns:
+        The modules round the experts, which :func:`give_own_tokens` is to be called with when the rest is split.
+
+    Raises:
+        SpecError: for a model without experts, or one whose experts cannot be split so; it is as it was then.
+    """
+    if world.spec.expert is None:
+        return ()
+    from meshfold.experts import find_experts
+
+    blocks = find_experts(model)
+    _check(model, blocks, world)
+    made: dict[Tensor, nn.Parameter] = {}
+    for block in blocks:
+        _split(block, world, made)
+        block.block.own_tokens = True  # type: ignore[assignment]
+    return [block.block for block in blocks]
+
+
+def give_own_tokens(mixtures: Iterable[nn.Module], world: World) -> None:
+    """Let the code of those that tensor parallelism has not met work on this rank's tokens as it likes."""
+    for module in mixtures:
+        hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+        if not any(isinstance(owner, OwnTokens) for owner in hooks):
+            OwnTokens(world.mesh, None).attach(module)
+
+
+class RoutingSumsOverRanks:
+    """The sum of a vector over all ranks that have different tokens of a micro-step, with gradients.
+
+    Each rank counts its loss with a share, and the shares of the data coordinates add up to one; ranks along the tensor axes have
+    one loss together, each with its own gradient of all of it.
+    """
+
+    def __init__(self, world: World) -> None:
+        inner = () if world.spec.expert is None else tuple(a for a in world.token_axes if a not in world.outer_axes)
+        self.mesh, self.outer, self._pipelined = world.mesh, world.outer_axes, world.pipelined
+        self._leave = bind_leave(world.mesh, inner)
+
+    def __call__(self, sums: Tensor) -> Tensor:
+        """Return the sums over all ranks.
+
+        Raises:
+            SpecError: in a pipeline, whose last stage has the routers of its own layers alone.
+        """
+        if self._pipelined:
+            raise SpecError(
+                "a balance loss or z-loss of experts under pipeline: the stage that computes the loss has the routers of its own "
+                "layers alone. Leave the loss out (SigmoidRouter balances by a bias), or use a spec without pipeline"
+            )
+        group = self.mesh.group(*self.outer)
+        return adjoint_pair(lambda x: all_reduce(x, group), lambda g: all_reduce(g, group))(self._leave(sums))
+
+    def __deepcopy__(self, memo: object) -> RoutingSumsOverRanks:
+        return self
+
+
+def share_routing_sums(model: nn.Module, world: World) -> None:
+    """Let balance losses of :mod:`meshfold.experts` be those of the global batch, under every spec."""
+    for router in _routers(model):
+        router.over_ranks = RoutingSumsOverRanks(world)
+
+
+def balances(model: nn.Module) -> bool:
+    """Return whether a model has a router that keeps sums for a balance loss."""
+    return next(_routers(model), None) is not None
+
+
+def _routers(model: nn.Module) -> Iterator[Any]:
+    found = sys.modules.get("meshfold.experts")  # whoever made a router has imported it
+    return iter(()) if found is None else (each for each in model.modules() if isinstance(each, found.Router))
+
+
+def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> None:
+    spec = world.spec
+    written = spec.written or str(spec)
+    if not blocks:
+        raise SpecError(
+            f"{written}: expert spreads the experts of a mixture over ranks, and {type(model).__name__} has none: a mixture has "
+            "experts stacked in parameters [experts, ...] behind a router, as transformers' and meshfold.experts.MixtureOfExperts "
+            "have. Leave expert out"
+        )
+    size = 1 if spec.expert is None else spec.expert.size
+    for block in blocks:
+        where, number = block.experts_name or type(model).__name__, block.num_experts
+        if number % size:
+            fits = [each for each in range(1, number + 1) if number % each == 0]
+            raise SpecError(
+                f"{written}: {where} has {number} experts, and {size} ranks cannot have as many each: write "
+                f"expert=dict(size={join_choices(fits)})"
+            )
+        drops = [
+            name for name, m in block.block.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p
+        ]
+        if drops:
+            raise SpecError(
+                f"{written}: {'.'.join(filter(None, (block.name, drops[0])))} is dropout among experts, where tokens lie in the "
+                "order of their experts: it could not drop the same elements on any number of ranks. Put it behind the mixture"
+            )
+        if spec.tensor is not None and not block.name:
+            raise SpecError(
+                f"{written}: the experts of {type(model).__name__} are its own children, and under tensor the mixture must be a "
+                "module by itself, with the router and the experts in it: write it so, or leave tensor out"
+            )
+
+
+def _split(block: ExpertBlock, world: World, made: dict[Tensor, nn.Parameter]) -> None:
+    from meshfold.experts import DispatchingForward
+
+    spec, mesh = world.spec, world.mesh
+    for name in block.layout.names:
+        whole = block.experts.get_parameter(name)
+        if whole not in made:
+            axes = (spec.expert_axes, *(() for _ in whole.shape[1:]))
+            made[whole] = _shard(whole, Placement(shape=tuple(whole.shape), axes=axes), world)
+        block.experts._parameters[name] = made[whole]
+    if spec.tensor is not None:
+        stacked = set(made.values())
+        for parameter in block.block.parameters():
+            if parameter not in stacked:
+                shape = tuple(parameter.shape)
+                place = Placement(shape=shape, axes=((),) * len(shape))
+                meta = ParameterMeta(mesh=mesh, placement=place, sum_axes=world.token_axes, own_sum_axes=True)
+                annotate(parameter, meta)
+    forward: Any = DispatchingForward(block, world.expert_group)
+    block.experts.forward = forward
+
+
+def _shard(whole: Tensor, placement: Placement, world: World) -> nn.Parameter:
+    """Return this rank's block of a stacked parameter, real or meta."""
+    if whole.is_meta:
+        local = torch.empty(placement.local_shape(world.mesh), dtype=whole.dtype, device="meta")
+    else:
+        local = placement.shard(whole.detach(), world.mesh)
+    block = nn.Parameter(local, requires_grad=whole.requires_grad)
+    sums = world.spec.expert_data_axes
+    annotate(block, ParameterMeta(mesh=world.mesh, placement=placement, sum_axes=sums, own_sum_axes=True))
+    copy_parameter_hooks(whole, block)
+    return block
