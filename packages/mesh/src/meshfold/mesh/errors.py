@@ -1,6 +1,6 @@
 """Everything Meshfold raises on purpose, and the "Did you mean ...?" that goes into the messages.
 
-A message says what is wrong, quotes the value as the user wrote it, and says what to change.
+A message says what is wrong, quotes the value as written, and says what to change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class MeshfoldError(Exception):
 
 
 class SpecError(MeshfoldError, ValueError):
-    """A parallel spec that a person got wrong: an unknown key, a wrong type, an impossible size, ..."""
+    """An invalid parallel spec: an unknown key, a wrong type, an impossible size, ..."""
 
 
 class LayoutError(MeshfoldError, ValueError):
@@ -30,7 +30,7 @@ class LaunchError(MeshfoldError, RuntimeError):
 
 
 class CollectiveError(MeshfoldError, RuntimeError):
-    """A collective that was asked for something it cannot do, or that failed while it ran."""
+    """An invalid argument of a collective, or a collective that failed while it ran."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

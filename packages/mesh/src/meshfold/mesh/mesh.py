@@ -1,6 +1,6 @@
-"""The mesh: named axes with sizes, and which ranks stand together along them.
+"""The mesh: named axes with sizes, and the groups of ranks along them.
 
-A mesh is a pure object. It answers every question about ranks without a process group, so plans and tests
+A mesh is a pure object. It needs no process group to answer questions about ranks, so plans and tests
 for hundreds of ranks run in one process; only :meth:`Mesh.group` needs the processes to exist.
 """
 
@@ -26,7 +26,7 @@ class Mesh:
 
     Several meshes may live in one process. A token for an axis is its name, or a factor of it:
     ``"tensor/2"`` is its major factor of size 2 (``i // (n/2)``), ``"tensor%2"`` its minor one (``i % 2``).
-    An axis the mesh does not have counts as size 1, so that code never asks which axes exist.
+    An axis that the mesh does not have counts as size 1, so code need not check which axes exist.
 
     >>> mesh = Mesh({"data": 2, "row": 2, "col": 2})
     >>> mesh.groups("row")
@@ -131,7 +131,7 @@ class Mesh:
         return sorted(found.values(), key=min)
 
     def spanned(self, *axes: str) -> tuple[str, ...]:
-        """Return the axes in mesh order, those of size 1 left out: how records and plans name a group."""
+        """Return the axes in mesh order without those of size 1: the name of a group in records and plans."""
         return tuple(sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a)))
 
     def group(self, *axes: str) -> Group:
@@ -145,7 +145,7 @@ class Mesh:
         return known
 
     def channel(self, purpose: str, *axes: str) -> Group:
-        """Return the group along the axes once more, with a process group of its own: its messages do not wait for others.
+        """Return the group along the axes with a separate process group, whose messages do not wait for others.
 
         All of its ranks must call.
         """
@@ -167,7 +167,7 @@ class Mesh:
         return known
 
     def prepare(self, *axes: str) -> None:
-        """Make the group along the axes now, if processes are running: before a forward is traced, not in it."""
+        """Make the group along the axes now, before a forward is traced, if processes are running."""
         from meshfold.mesh.processes import process_group
 
         self.size(*axes)
@@ -176,7 +176,7 @@ class Mesh:
             self.numbers(*axes)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned for this key first. Layers alike share what they bind to the
+        """Return what ``make`` first returned for this key. Identical layers share what they bind to the
         mesh through it, so that torch.compile, which guards on identity, compiles them once."""
         if key not in self._made:
             self._made[key] = make()
@@ -184,8 +184,8 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """Communicate no more. The mesh still answers questions about ranks, and has groups of one; its process groups stay
-        with the world, for the next mesh that wants the same ranks."""
+        """Stop communicating. The mesh still answers questions about ranks, and has groups of one; its process groups stay
+        with the world, for the next mesh with the same ranks."""
         self._handles.clear()
         self._groups.clear()
         self._closed = True
@@ -196,7 +196,7 @@ class Mesh:
         return self._closed
 
     def require(self, *axes: str, what: str) -> None:
-        """Raise a LayoutError if the mesh lacks one of the axes (where a missing axis must be a mistake)."""
+        """Raise a LayoutError if the mesh lacks one of the axes, where a missing axis must be a mistake."""
         from meshfold.mesh.errors import LayoutError
 
         for axis in axes:
@@ -260,7 +260,7 @@ class Mesh:
         return index
 
     def _elsewhere(self, at: Mapping[str, int], axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return what tells two groups along ``axes`` apart: the coordinates with the part along ``axes`` taken out."""
+        """Return what distinguishes groups along ``axes``: the coordinates without the part along ``axes``."""
         rest = dict(at)
         for axis in axes:
             base, size, divisor = self._factor(axis)

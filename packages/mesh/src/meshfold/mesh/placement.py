@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A block of the global tensor and where it lies in the local one: offsets and sizes, in elements, per dim."""
+    """A block of the global tensor and its position in the local one: offsets and sizes, in elements, per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

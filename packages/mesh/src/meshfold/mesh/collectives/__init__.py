@@ -1,4 +1,4 @@
-"""Collectives over groups of a mesh: the only calls of torch.distributed, and the same with gradients."""
+"""Collectives over groups of a mesh: the only calls of torch.distributed, with and without gradients."""
 
 from __future__ import annotations
 

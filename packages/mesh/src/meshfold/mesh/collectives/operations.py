@@ -35,7 +35,7 @@ _TRACES_NO_OUT = torch.__version__ < "2.13"
 
 
 class Pending:
-    """A collective on its way: ``wait()`` gives the tensor, as often as it is asked."""
+    """A collective in flight: ``wait()`` returns the tensor, and may be called several times."""
 
     __slots__ = ("_call", "_finish", "_tensor", "_waits")
 
@@ -115,7 +115,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
 
 
 def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
-    """Begin to gather every rank's block along dim 0, of a contiguous tensor: ``[n, ..] -> [g·n, ..]``, to be waited for."""
+    """Start gathering every rank's block of a contiguous tensor along dim 0: ``[n, ..] -> [g·n, ..]``."""
     if x.device.type != "cpu":
         gathered: Tensor = _ops.all_gather_into_tensor(x, group.size, group.name)
         return gathered
@@ -134,14 +134,14 @@ def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
-    """Gather along dim 0 as :func:`all_gather` does, into memory that is given: ``[n, ..] -> [g·n, ..]``.
+    """Gather along dim 0 as :func:`all_gather` does, into ``out``: ``[n, ..] -> [g·n, ..]``.
 
     Args:
         out: contiguous; written when the result has been waited for.
         x: contiguous; it may be this rank's block of ``out``.
 
     Raises:
-        CollectiveError: if ``out`` has not room for exactly every rank's block.
+        CollectiveError: if the size of ``out`` is not exactly that of all ranks' blocks.
     """
     if out.shape != (group.size * x.shape[0], *x.shape[1:]) or out.dtype != x.dtype:
         raise CollectiveError(
@@ -188,9 +188,9 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
 
 
 def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
-    """Reduce and scatter a tensor along dim 0 that is not needed afterwards, without memory for the result where possible.
+    """Reduce-scatter along dim 0 a tensor that is not needed afterwards; allocate no result where possible.
 
-    Where the back end can (NCCL), the result is this rank's block of ``x`` itself, which is overwritten.
+    Where the back end supports it (NCCL), the result is this rank's block of ``x``, which is overwritten.
 
     Args:
         x: contiguous, dim 0 a multiple of the group's size.
@@ -240,7 +240,7 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, asyn
 
 
 def exchange_rows(x: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-    """Begin to send every rank its own number of rows: ``[sum(sends), ..] -> [sum(receives), ..]``, sources in group order.
+    """Start sending each rank its own number of rows: ``[sum(sends), ..] -> [sum(receives), ..]``, sources in group order.
 
     Args:
         x: the rows for rank 0 of the group, then those for rank 1, and so on.
@@ -300,7 +300,7 @@ def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) ->
 
 
 class Transfer(Pending):
-    """A tensor on its way between two ranks; it is kept until ``wait()``, or until ``done`` was seen to be true."""
+    """A tensor in flight between two ranks; it is kept until ``wait()`` returns or ``done`` is true."""
 
     __slots__ = ("_work",)
 
@@ -318,7 +318,7 @@ class Transfer(Pending):
 
     @property
     def done(self) -> bool:
-        """Tell without waiting whether the transfer is over: then the memory of what was sent may be used again."""
+        """True if the transfer is complete, so that the sent memory may be reused; does not wait."""
         return self._finish is None or bool(self._work.is_completed())
 
 
@@ -351,7 +351,7 @@ def barrier(group: Group, device: torch.device | str = "cpu") -> None:
 
 
 def _begun(call: Call | None, start: Callable[[], Any]) -> Any:
-    """Return a message on its way; gloo raises here where the other side has gone."""
+    """Return the transfer of a message; gloo raises here if the other side has exited."""
     try:
         return start()
     except RuntimeError as error:
@@ -374,7 +374,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _leads_in_memory(x: Tensor, dim: int) -> bool:
-    """Tell whether a dim that is not the first lies outermost in memory (a transposed tensor): then blocks need no copy."""
+    """Return True if a dim other than the first is outermost in memory (a transposed tensor): blocks then need no copy."""
     return dim > 0 and not x.is_contiguous() and x.movedim(dim, 0).is_contiguous()
 
 
@@ -388,7 +388,7 @@ def _note(
     peer: int | None = None,
     later: bool,
 ) -> Call | None:
-    """Tell the recorder and the watchdog, where there is one, of a collective; ``later``: it is not waited for yet."""
+    """Report a collective to the recorder and to the watchdog, if one runs; ``later``: nobody waits for it yet."""
     if comm_log._active:
         comm_log.note(kind, group.axes, group.size, times * x.numel() * x.element_size())
     if torch.compiler.is_compiling() or flight_recorder.active is None:
@@ -415,7 +415,7 @@ WIDE = torch.complex128
 
 
 def wide_contiguous(x: Tensor) -> Tensor:
-    """Return ``x.contiguous()``, copied in wide elements where it can be."""
+    """Return ``x.contiguous()``, copied in wide elements where possible."""
     if x.is_contiguous() or not _is_wide(x):
         return x.contiguous()
     return x.view(WIDE).contiguous().view(x.dtype)
@@ -432,7 +432,7 @@ def wide_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _is_wide(x: Tensor) -> bool:
-    """Tell whether all runs of features begin and end at multiples of 16 bytes, in real memory, with no gradient wanted."""
+    """Return True if all runs of features begin and end at multiples of 16 bytes in real memory, and no gradient is needed."""
     if not x.dim() or torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter):
         return False
     if x.device.type not in ("cpu", "cuda") or (x.requires_grad and torch.is_grad_enabled()):

@@ -77,9 +77,9 @@ def exchange_blocks(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes
 
 
 def adjoint_pair(forward: Primitive, backward: Primitive) -> Primitive:
-    """Return a differentiable function from a linear map and its adjoint, neither of which autograd looks into.
+    """Return a differentiable function made of a linear map and its adjoint; autograd does not trace either.
 
-    What the maps need is in their closures, so that only tensors are arguments: all that torch.compile can trace.
+    Everything else that the maps need is in their closures: torch.compile can only trace tensor arguments.
     """
 
     class Pair(torch.autograd.Function):
@@ -112,7 +112,7 @@ def _bind(
     *,
     together: bool,
 ) -> Primitive:
-    """Return the pair, with its groups made now; the identity where there is nobody to talk to."""
+    """Return the pair and make its groups now; the identity if no other rank is involved."""
     if mesh.size(*axes) == 1:
         return identity
     for group in [axes] if together else [(axis,) for axis in axes]:
@@ -212,8 +212,8 @@ def traceable_result(y: Tensor) -> Tensor:
 
     Torch 2.11 gives the graph of a forward every tensor on the way as a further result. Where an operator returned its
     operand (``x.to(x.dtype)``, ``x.contiguous()``, ``x.add_(..)``, waiting for a collective), two of them are one and
-    the same tensor, autograd ties it to the last, and the gradient of the first, which the model has, is zero without
-    a word. A forward that returns what other code gave it, which may have done so, returns it through here.
+    the same tensor, autograd ties it to the last, and the gradient of the first, which the model has, is silently
+    zero. A forward that returns what other code gave it, which may have done so, returns it through here.
     ``detach`` and not a view: what becomes of a view in place autograd refuses.
     """
     return y.detach() if torch.compiler.is_compiling() else y

@@ -52,7 +52,7 @@ class InitTrace:
         """Give random numbers their keys: `key_of` the name of the parameter they are for.
 
         A second draw into the same parameter has the key of ``name#1``, and so on. What `torch.compile` adds to names is
-        no part of them: a model draws the same numbers however it is run.
+        ignored: a model draws the same numbers however it is run.
         `build_on_meta` and `materialize` do this. Binding again, after modules were renamed, changes nothing that
         was bound before.
         """
@@ -163,7 +163,7 @@ class InitTrace:
 def record_initialization() -> Iterator[InitTrace]:
     """Record how tensors get their values: inside, every factory makes a tensor on the meta device.
 
-    No ``torch.device("meta")`` is needed; code that asks a tensor for a value (``.item()``, ``.tolist()``, a branch)
+    ``torch.device("meta")`` is not needed; code that reads a tensor's value (``.item()``, ``.tolist()``, a branch)
     gets it, unless it is random. Call ``trace.bind(model)`` once the model is there.
     """
     trace = InitTrace()
@@ -176,7 +176,7 @@ def record_initialization() -> Iterator[InitTrace]:
 
 
 def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, InitTrace]:
-    """Build a model without allocating it: its tensors are on the meta device, how they get their values on the trace.
+    """Build a model without allocating it: its tensors are on the meta device, and the trace records how they get their values.
 
     Args:
         builder: makes the model in the plain way: ``lambda: AutoModelForCausalLM.from_config(config)``.
@@ -191,7 +191,7 @@ def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, InitTrace]:
 
 
 def retrace_initialization(model: nn.Module) -> InitTrace:
-    """Return a trace for a model that is on the meta device already: have every module initialise itself once more.
+    """Return a trace for a model that is already on the meta device, by having every module initialise itself again.
 
     Calls ``initialize_weights`` of Hugging Face models and ``reset_parameters`` of other modules. What a constructor
     did beyond these is not seen; `materialize` raises for what stays uninitialised.
@@ -212,7 +212,7 @@ def retrace_initialization(model: nn.Module) -> InitTrace:
 
 @contextmanager
 def _untied(model: nn.Module) -> Iterator[None]:
-    """Let only the first of the modules that share a parameter have it: constructors tie after they initialise."""
+    """Leave a shared parameter only in the first of its modules: constructors tie after they initialise."""
     seen: set[Tensor] = set()
     tied: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
@@ -309,5 +309,5 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return tensors that a module keeps as ordinary attributes."""
+    """Return the tensors that a module stores as ordinary attributes."""
     return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]

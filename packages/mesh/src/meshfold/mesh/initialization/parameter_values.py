@@ -1,4 +1,4 @@
-"""First values of parameters on the meta device, one by one: what a model needs that is never whole anywhere."""
+"""Initial values of parameters on the meta device, one at a time, for a model that is never whole on any rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ValueSource:
 
 
 def set_value_source(parameter: Tensor, origin: ValueSource) -> None:
-    """Let a parameter, or a buffer, remember where its values come from."""
+    """Attach the source of its values to a parameter or buffer."""
     setattr(parameter, _ATTRIBUTE, origin)
 
 
@@ -66,7 +66,7 @@ def find_value_source(model: nn.Module, *, buffers: bool = False) -> ValueSource
 
 
 def shard_coordinates(tensor: Tensor) -> list[Tensor] | None:
-    """Return the global coordinates of this rank's block of a tensor, a vector a dim; None for one that no mesh knows."""
+    """Return the global coordinates of this rank's block of a tensor, one vector per dim; None for one without metadata."""
     meta = metadata(tensor)
     if meta is None:
         return None
@@ -96,7 +96,7 @@ def parameter_init(trace: InitTrace, seed: int, device: torch.device) -> Paramet
 
 
 def _by_rows(trace: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int) -> Tensor:
-    """Return the first values of a large block, some rows at a time: ``at_once`` elements."""
+    """Return the initial values of a large block, computed some rows at a time (``at_once`` elements)."""
     rows = max(1, at_once * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], rows):
         some = [coordinates[0][start : start + rows], *coordinates[1:]]

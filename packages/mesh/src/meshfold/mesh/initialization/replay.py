@@ -1,9 +1,9 @@
-"""Computes the values of recorded tensors: those of a block, element by element where the operations allow it.
+"""Replay of recorded tensors: values of one block, element by element where the operations allow it.
 
 Constants, random numbers and pointwise operations are replayed on the block alone. Anything else (a triangle, a
-concatenation, a decomposition) is replayed on the whole tensor, on the CPU, of which the block is taken; for a block
-of a large tensor that is an error. Random numbers are indexed by the place of an element in its storage, so both ways
-and every view see the same ones.
+concatenation, a decomposition) is replayed on the whole tensor on the CPU, and the block is cut out of it; for a large
+tensor that is an error. Random numbers are indexed by an element's position in its storage, so both ways and every view
+give the same ones.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Geometry:
         return torch.Size(self.size).numel()
 
     def covers(self, nbytes: int) -> bool:
-        """Tell whether each byte of a storage of this size belongs to exactly one element."""
+        """Return True if each byte of a storage of this size belongs to exactly one element."""
         expected = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
             if size != 1 and stride != expected:
@@ -128,7 +128,7 @@ class Log:
         return self.writes[:count]
 
     def defined(self, count: int) -> bool:
-        """Tell whether the first ``count`` writes have given every element a value."""
+        """Return True if the first ``count`` writes have given every element a value."""
         live = self.live(count)
         if live and live[0].overwrites and live[0].output is not None:
             return True
@@ -148,7 +148,7 @@ class Recording:
         return Ref(storage._cdata, len(self.log(storage).writes), Geometry.of(tensor))
 
     def knows(self, tensor: Tensor) -> bool:
-        """Tell whether the tensor was made, or written, under this recording."""
+        """Return True if the tensor was made, or written, under this recording."""
         return tensor.device == META and tensor.untyped_storage()._cdata in self._logs
 
     def log(self, storage: torch.UntypedStorage) -> Log:
@@ -165,7 +165,7 @@ class Recording:
         kwargs: dict[str, Any],
         output: int | None = None,
     ) -> None:
-        """Note a write; args and kwargs hold refs already."""
+        """Record a write whose args and kwargs hold refs."""
         log = self.log(target.untyped_storage())
         log.writes.append(Write(func, tuple(args), kwargs, Geometry.of(target), output))
 
@@ -224,7 +224,7 @@ class Window:
 
 
 class Recorder(TorchDispatchMode):
-    """Sends factories to the meta device and notes writes into meta tensors.
+    """Redirects factories to the meta device and records writes into meta tensors.
 
     Args:
         recording: receives the writes.
@@ -298,9 +298,9 @@ class Recorder(TorchDispatchMode):
 
 
 class Reader(TorchFunctionMode):
-    """Lets a builder take recorded tensors for real ones where no operator is involved.
+    """Makes recorded tensors look real to a builder where no operator is involved.
 
-    They turn into lists and arrays, and deny that they are on the meta device: initialisers skip what is.
+    They convert to lists and arrays, and say that they are not on the meta device, since initialisers skip meta tensors.
     """
 
     def __init__(self, value: Callable[[Tensor], Tensor]) -> None:
@@ -323,7 +323,7 @@ class Reader(TorchFunctionMode):
 
 @contextmanager
 def noting_truncated_normal(recording: Recording) -> Iterator[None]:
-    """Note torch.nn.init.trunc_normal_ as one write: it samples by rejection, and leaves meta tensors alone."""
+    """Record torch.nn.init.trunc_normal_ as one write: it samples by rejection, and skips meta tensors."""
     original = torch.nn.init._no_grad_trunc_normal_
 
     def note(
@@ -387,7 +387,7 @@ def _operator(func: Any) -> _Operator:
 
 
 def _is_plain_normal(func: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether a call is a normal_ that does nothing on the meta device, where torch takes very long for it."""
+    """Return True for a normal_ on the meta device, which does nothing and takes torch very long."""
     return func is torch.ops.aten.normal_.default and args[0].is_floating_point() and (len(args) < 3 or args[2] >= 0)
 
 
@@ -403,7 +403,7 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _changed(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return arguments with every tensor changed; as torch's ``tree_map_only``, which takes longer than most operators here."""
+    """Return arguments with every tensor changed: torch's ``tree_map_only``, which takes longer than most operators here."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):

@@ -39,7 +39,7 @@ class Saved:
 
 @contextmanager
 def saved_for_backward(parameters: Iterable[Tensor]) -> Iterator[Saved]:
-    """Count what is saved for backward: each storage once, parameters (and what else is there anyway) left out."""
+    """Count what is saved for backward: each storage once, without parameters and other given tensors."""
     found = Saved(parameters)
 
     def pack(tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def saved_for_backward(parameters: Iterable[Tensor]) -> Iterator[Saved]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention without values that keeps what flash attention keeps: its inputs, its output, a number a row, its mask."""
+    """Attention on meta tensors that saves what flash attention saves: its inputs, its output, one number per row, its mask."""
 
     @staticmethod
     def forward(ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -81,13 +81,13 @@ def _pairs(q: Tensor, k: Tensor) -> int:
 class DryRun(TorchFunctionMode):
     """Lets a model's code run on the meta device.
 
-    ``scaled_dot_product_attention`` would keep all scores there; the one above takes its place. Code that looks
-    whether something holds for all elements (a mask that masks nothing) is told yes, for any element no.
+    ``scaled_dot_product_attention`` would keep all scores there; the one above takes its place. Code that asks
+    whether all elements are true (a mask that masks nothing) gets True, and whether any is, False.
 
     Attributes:
         active: the one that is entered, if any.
         attention_flops: operations of attention so far, of forwards and backwards.
-        on_attention: is told of each as it comes.
+        on_attention: called with each as it comes.
     """
 
     active: ClassVar[DryRun | None] = None
@@ -203,7 +203,7 @@ def map_tensors(
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager: put the model in eval mode, then give each module the mode back that it had."""
+    """Context manager: put the model in eval mode, then restore each module's mode."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,6 +1,6 @@
 """Labels of a loss, batches without a label that counts, and documents packed into a row.
 
-Documents are told by positions that begin anew, as in transformers: the positions 0 1 2 0 1 2 3 are two documents of 3 and
+A new document begins where positions restart, as in transformers: the positions 0 1 2 0 1 2 3 are two documents of 3 and
 4 tokens.
 """
 
@@ -23,13 +23,13 @@ LABEL_NAMES = ("labels", "shift_labels", "targets", "target")
 
 
 def targets_key(fields: Mapping[str, Any]) -> str:
-    """Return the key under which a batch in the form of a dict has its labels; "" if under none that is known."""
+    """Return the key of the labels in a batch that is a dict; "" if it has none that is known."""
     found = (name for name in LABEL_NAMES if name != "shift_labels" and isinstance(fields.get(name), Tensor))
     return next(found, "")
 
 
 def labels_are_shifted(model: nn.Module) -> bool:
-    """Tell whether a model's own loss takes each position of ``b s`` labels for the target of the one before.
+    """Return True if a model's own loss uses each position of ``b s`` labels as the target of the one before.
 
     True unless it names another kind of loss, as ``transformers`` does (``model.loss_type``: masked words, classes, ...), or
     has an encoder apart.
@@ -38,12 +38,12 @@ def labels_are_shifted(model: nn.Module) -> bool:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Tell whether a model has an encoder beside the decoder: labels then have another length than the input."""
+    """Return True if a model has an encoder and a decoder: its labels then differ from the input in length."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
 def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tensor:
-    """Return the targets with one that counts: where none does, the last becomes class 0, so that a mean over them is finite.
+    """Return targets of which at least one counts: if none does, the last becomes class 0, so that their mean is finite.
 
     For a part of a batch that has no share in the loss: 0 times its gradient is 0, and 0 times that of a mean over nothing
     is not.
@@ -83,5 +83,5 @@ def document_starts(position_ids: Tensor) -> Tensor:
 
 
 def ignore_document_starts(labels: Tensor, position_ids: Tensor) -> Tensor:
-    """Return labels ``b s``, not shifted, that leave out each document's first token: none before it should predict it."""
+    """Return unshifted labels ``b s`` that leave out each document's first token, which no token before it should predict."""
     return labels.masked_fill(document_starts(position_ids), IGNORE_INDEX)

@@ -1,11 +1,11 @@
-"""Tensors of which each rank has a shard, gathered when the program reads them.
+"""Sharded tensors that are gathered when the program reads them.
 
-:func:`lazy_gather` stands for the whole of a tensor that most programs never look at, such as logits beside a loss. Its shape,
-dtype and device are known, casts to another dtype wait, and gradients pass; the first operation that needs values has the ranks
-exchange their shards, and all of them must carry it out. Until then no memory is taken for it.
+:func:`lazy_gather` returns a stand-in for a whole tensor that most programs never read, such as logits beside a loss. Its shape,
+dtype and device are known, casts are deferred, and gradients pass. The first operation that needs values gathers the shards, and
+all ranks must run it. Until then it takes no memory.
 
-A collective that one rank alone calls does not end, or is taken for what the others call next. So the ranks first wait in the
-store until all have come. Where a watchdog runs (:mod:`meshfold.mesh.watchdog`), a rank that will not come is known within seconds.
+A collective that only one rank calls hangs, or is matched with the next call of the others. So the ranks first wait in the store
+until all have arrived. With a watchdog (:mod:`meshfold.mesh.watchdog`) a rank that will not arrive is known within seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ShardedOutput:
 
 
 def lazy_gather(piece: Tensor, pieces: ShardedOutput) -> Tensor:
-    """Return a stand-in for the whole tensor. All ranks that have a shard must call, and later read it alike.
+    """Return a stand-in for the whole tensor. All ranks that have a shard must call, and later read it together.
 
     Gradients come back through ``pieces.piece``.
     """
@@ -205,7 +205,7 @@ _of_world: Any = None
 
 @report_errors
 def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
-    """Return once all of these ranks have come to read the same. Alone, or in a world that is not there, at once.
+    """Return once all of these ranks have come to read the same; at once if alone or in a simulated world.
 
     Args:
         what: is read, in words.

@@ -1,4 +1,4 @@
-"""Parameters of a sharded model: their metadata, names and hooks, their gradients, what an optimizer keeps of them."""
+"""Parameters of a sharded model: metadata, names, hooks, gradients and optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight gradients that wait: what a matmul leaves behind in backward, to be multiplied when there is time.
+"""Deferred weight gradients: operands that a matmul keeps in backward, to be multiplied later.
 
 A matmul that defers is given its weight detached, beside a *ticket*: a scalar that asks for a gradient, so that autograd
 calls the backward. There it computes dx and hands x and dy to :func:`defer_weight_grad`, which returns the ticket's gradient:
@@ -34,7 +34,7 @@ _numbers = count()
 
 
 class WeightGradSite:
-    """A matmul whose weight gradient may wait.
+    """A matmul whose weight gradient may be deferred.
 
     Attributes:
         ticket: float64 scalar on the CPU that asks for a gradient; goes into the matmul.
@@ -90,14 +90,14 @@ class WeightGradQueue:
             self._open = None
 
     def put(self, site: WeightGradSite, pair: MatmulOperands) -> bool:
-        """Keep a pair; False if nobody collects."""
+        """Store a pair and return True; return False if nothing is being collected."""
         if self._open is None:
             return False
         self._waiting[self._open].append((site, pair))
         return True
 
     def compute(self, *keys: Hashable) -> None:
-        """Add the weight gradients of these keys, in their order, and let what they were made of go.
+        """Add the weight gradients of these keys, in order, and release their operands.
 
         Raises:
             MeshfoldError: for a key under which nothing was collected.
@@ -131,7 +131,7 @@ class WeightGradQueue:
         return sum(storages.values())
 
     def clear(self) -> None:
-        """Forget what waits, after a step that was broken off."""
+        """Discard what waits, after an aborted step."""
         self._open = None
         self._waiting.clear()
 
@@ -146,7 +146,7 @@ class DefersWeightGrad(Protocol):
 
 
 def defer_weight_grad(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
-    """Called by a backward: let dw of x and dy be made now or later. Returns the gradient of the ticket."""
+    """Make dw of x and dy, now or later, and return the gradient of the ticket; called by a backward."""
     if torch.compiler.is_compiling():
         given: Tensor = torch.ops.meshfold.defer(ticket.detach(), x.detach(), dy.detach())
         return given
@@ -184,7 +184,7 @@ _together: list[list[Callable[[], None]]] = []  # not of a thread: autograd call
 def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is taken as it is.
 
-    The parameter may be empty meanwhile: ZeRO stage 3 puts values away that nobody computes with, and dw needs none.
+    The parameter may be empty meanwhile: ZeRO stage 3 releases values that are not in use, and dw needs none.
     """
     if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
         values = parameter.data

@@ -69,7 +69,7 @@ def gradient_norm(
 
 
 def max_over_ranks(value: Tensor, group: Group) -> Tensor:
-    """Return the largest of all ranks' scalars; NaN if one is NaN, which back ends take for smaller or larger as it comes."""
+    """Return the largest of all ranks' scalars; NaN if one is NaN, which back ends order arbitrarily."""
     nan = value.isnan()
     both = operations.all_reduce(torch.stack([value.masked_fill(nan, 0.0), nan.to(value)]), group, "max")
     return both[0].masked_fill(both[1] > 0, math.nan)

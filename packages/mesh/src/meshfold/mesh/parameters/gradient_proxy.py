@@ -1,4 +1,4 @@
-"""``parameter.grad`` where the gradient is somewhere else: in buckets, in chunks, in shards on several ranks.
+"""``parameter.grad`` for gradients that are stored elsewhere: in buckets, in chunks, in shards on several ranks.
 
 A :class:`GradientProxy` has a gradient's shape and no memory. torch's own functions that read ``parameter.grad`` work on it
 and reach the gradient through its :class:`GradientOwner`::
@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 class GradientOwner(Protocol):
-    """Object that has the gradients, each under its place. The methods raise if there are none now."""
+    """Object that stores the gradients by index. Its methods raise if there are none now."""
 
     def norm(self, places: Sequence[int], norm_type: float) -> Tensor:
         """Return the norm of these gradients over the whole model. All ranks must call."""
@@ -89,7 +89,7 @@ class GradientProxy(_Proxy):
 
 
 class NormProxy(_Proxy):
-    """Norms of such gradients, one an element, that were not computed yet: torch asks for the norm of all of them next.
+    """Norms of such gradients, one element each, not computed yet: torch asks for the norm of all of them next.
 
     So one collective gives the norm over parameters, ranks and the stages of a pipeline, which have other parameters.
     """
@@ -118,10 +118,10 @@ class NormProxy(_Proxy):
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry an operation out on what proxies stand for.
+    """Run an operation on what proxies stand for.
 
     Raises:
-        Exception: the owner's, for one that it cannot carry out.
+        Exception: the owner's, for one that it cannot run.
     """
     first = args[0] if args else None
     many = isinstance(first, list | tuple)
@@ -136,7 +136,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_norms(func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Do what needs no norm of each gradient; return None for all else."""
+    """Run an operation that needs no norm of each gradient; return None for any other."""
     first, norm_type = proxies[0], proxies[0].norm_type
     if func in _SAME:
         return first
@@ -156,7 +156,7 @@ def _of_norms(func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kw
 def _of_gradients(
     func: Any, proxies: list[GradientProxy], args: tuple[Any, ...], kwargs: dict[str, Any], *, many: bool
 ) -> Any:
-    """Carry an operation out on gradients; ``many``: it is one of torch's for lists."""
+    """Run an operation on gradients; ``many``: it is one of torch's for lists."""
     first, owner, places = proxies[0], proxies[0].owner, [one.places[0] for one in proxies]
     given: Any = args[1] if len(args) > 1 else None
     if func in _NORM and (many or _is_over_all(args, kwargs)):
@@ -183,7 +183,7 @@ def _of_gradients(
 
 
 def _on_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carry an operation out on this rank's blocks, and on norms that are computed for it."""
+    """Run an operation on this rank's blocks, and on norms that are computed for it."""
     first = args[0] if args else None
     args, kwargs = tree_map(lambda one: _computed(one, func), (args, kwargs))
     found = func(*args, **kwargs)
@@ -223,7 +223,7 @@ def _norm_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 
 def _is_over_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a norm is over all dims, and gives a number."""
+    """Return True if a norm is over all dims, and returns a scalar."""
     return len(args) <= 2 and not any(kwargs.get(name) for name in ("dim", "keepdim"))
 
 

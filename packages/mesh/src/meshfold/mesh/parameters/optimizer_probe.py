@@ -1,4 +1,4 @@
-"""A probe of what an optimizer reads when it steps on a parameter: it is tried on two small matrices."""
+"""A probe of what an optimizer reads when it steps a parameter: it is tried on two small matrices."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 
 def _looks_wider(state: Mapping[str, Any], shape: torch.Size) -> bool:
-    """Tell whether something in a matrix's state is neither of its shape nor a number: then it is not for each element."""
+    """Return True if something in a matrix's state has neither its shape nor is a number: it is then not elementwise."""
     return any(
         bool(value)
         if isinstance(value, list | tuple | dict)

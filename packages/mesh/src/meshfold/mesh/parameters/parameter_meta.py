@@ -23,7 +23,7 @@ ROLE = "_meshfold_role"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterMeta:
-    """The place of a parameter on a mesh.
+    """Layout of a parameter on a mesh.
 
     Attributes:
         mesh: where it lies.
@@ -44,7 +44,7 @@ class ParameterMeta:
 
 
 def annotate(parameter: Tensor, meta: ParameterMeta) -> None:
-    """Let a parameter (or buffer) carry its metadata."""
+    """Attach metadata to a parameter or buffer."""
     setattr(parameter, _ATTRIBUTE, meta)
 
 
@@ -63,7 +63,7 @@ def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
 
 
 def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:
-    """Register on the parameter ``now`` what was registered on the one it stands for.
+    """Register on the parameter ``now`` the hooks of the one that it stands for.
 
     A hook then sees what this rank has of the gradient: that of its rows, in its block. Handles of the hooks before do not
     remove these.
@@ -96,7 +96,7 @@ def _single(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class StoredValue(NamedTuple):
-    """The tensors that a value is kept in, none of them copied: they change when the value does.
+    """The tensors that a value is stored in, not copied: they change when the value does.
 
     Attributes:
         tensors: on any device.
@@ -108,7 +108,7 @@ class StoredValue(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """True if the value is the one tensor, so that a view of it is kept in a view of that."""
+        """True if the value is the single tensor, so that views of it are views of that tensor."""
         return self.whole is _single
 
     def made(self) -> Tensor:

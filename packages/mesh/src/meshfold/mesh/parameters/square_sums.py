@@ -1,4 +1,4 @@
-"""Sums of squares of whole tensors whose shards ranks hold: what LAMB and LARS must see, all tensors in one all-reduce."""
+"""Sums of squares of whole sharded tensors, which LAMB and LARS need, in one all-reduce for all tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ShardedSquareSums:
         return summed.index_select(1, self._index([shard.place for shard in shards]))
 
     def _index(self, places: Sequence[int]) -> Tensor:
-        """Return numbers as a tensor on the device, made once: a copy from the host would be in the way in every step."""
+        """Return numbers as a tensor on the device, made once, since a copy from the host in every step would cost time."""
         key = tuple(places)
         if key not in self._indices:
             self._indices[key] = torch.tensor(key, dtype=torch.int64, device=self._device)
@@ -101,7 +101,7 @@ def _add_squares(
 
 
 def holders_factor(meta: ParameterMeta, mesh: Mesh, axes: Collection[str]) -> float:
-    """Return what turns the number of ranks of the mesh that hold an element into that of a group over ``axes``.
+    """Return the factor from the ranks of the mesh that hold an element to those of a group over ``axes``.
 
     The axes have all that split the parameter, and none of those whose ranks have different parameters.
     """

@@ -28,7 +28,7 @@ class ShardedBlocks:
     keeps does not travel; pairs of ranks are padded to the largest.
 
     Attributes:
-        bucket_elements: so many elements of blocks are to be asked about together.
+        bucket_elements: number of elements of blocks to ask about together.
     """
 
     bucket_elements = _BUCKET
@@ -39,7 +39,7 @@ class ShardedBlocks:
         """Args:
         metas: of the parameters that this rank has blocks of.
         splitting: the ranks that have other blocks of them, at least.
-        owners: the ranks that matrices are dealt to: those of ``splitting``, and others that have the same blocks.
+        owners: the ranks that matrices are assigned to: those of ``splitting``, and others that have the same blocks.
         device: where ranks communicate from, and matrices are computed.
         """
         self._splitting, self._owners, self._device = splitting, owners, device
@@ -309,7 +309,7 @@ def blocks_of(
     Args:
         metas: of the parameters of this rank.
         mesh: where they lie.
-        owners: the ranks that matrices are dealt to; None: those that have other blocks.
+        owners: the ranks that matrices are assigned to; None: those that have other blocks.
         device: where ranks communicate from.
         every: metadata of all parameters, where a rank does not have each.
     """

@@ -1,6 +1,6 @@
 """The file that every rank of the launcher runs first: no torch, nothing of Meshfold.
 
-It ties the rank's life to the launcher's, runs the user's program, and leaves a record of how that failed.
+It ends the rank with its launcher, runs the user's program, and records how that failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOPPED_CODE = 75
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that happens (Linux; elsewhere nothing).
+    """Have the kernel kill this process when its parent ends in any way (on Linux; elsewhere do nothing).
 
     Args:
         parent: the process id that the parent has; if it is gone already, this process ends here.
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def _end() -> None:
-    """Leave after a program that has come to its end, with all that Python does then and nothing behind it.
+    """Exit after the program has ended: run Python's own exit work and nothing after it.
 
     Once in some hundred runs over gloo a C++ library is taken down with a thread that still runs, which aborts the process:
     a program that has done its work must not fail by that. With CUDA the process ends as it always does, since profilers
@@ -131,7 +131,7 @@ def refusal_sentence(error: BaseException) -> str:
 
 
 def _leave(record: str, code: int, text: str, sentence: str = "") -> None:
-    """Write the record in one step, so that the launcher never reads half of it."""
+    """Write the record atomically, so that the launcher never reads half of it."""
     moment = time.monotonic()  # one clock for all processes of a machine: tells which rank failed first
     with contextlib.suppress(OSError):  # without its folder the launcher is gone, and nobody reads
         with open(record + ".part", "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The one place that reads the process environment: which rank this is, and where the others are met.
+"""The only code that reads the process environment: which rank this is, and where ranks meet.
 
 torchrun (and ``meshfold run``) set ``RANK`` and its companions; Slurm sets ``SLURM_PROCID`` and its own; with
 neither, the process is alone. Variables that contradict each other are an error that names them, never a guess:
@@ -31,7 +31,7 @@ _HELP = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """This process's place among those that run together.
+    """Rank of this process and the size of its job.
 
     Attributes:
         rank: 0 to ``world_size - 1``, over all machines.
@@ -73,7 +73,7 @@ class Environment:
         return cls()
 
     def variables(self) -> dict[str, str]:
-        """Return the torchrun variables that say the same, for a process that is to be this rank."""
+        """Return the torchrun variables of this environment, for a process that is to be this rank."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -149,16 +149,16 @@ class Environment:
 
 
 def store_is_served(variables: Mapping[str, str] | None = None) -> bool:
-    """Tell whether the launcher serves the store in which the ranks meet, so that rank 0 must not."""
+    """Return True if the launcher serves the store in which the ranks meet, so that rank 0 must not."""
     found = os.environ if variables is None else variables
     return found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def watchdog_settings(variables: Mapping[str, str] | None = None) -> tuple[float | None, bool]:
-    """Return what ``MESHFOLD_WATCHDOG`` (seconds; 0 for none) and ``MESHFOLD_DEBUG=collectives`` ask for.
+    """Return the settings of ``MESHFOLD_WATCHDOG`` (seconds; 0 for none) and ``MESHFOLD_DEBUG=collectives``.
 
     Returns:
-        The limit in seconds, None if nothing is said; and whether calls are compared between ranks.
+        The limit in seconds, None if not set; and whether calls are compared between ranks.
 
     Raises:
         LaunchError: for values that are neither.

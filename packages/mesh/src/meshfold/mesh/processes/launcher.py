@@ -64,7 +64,7 @@ def launch(
         0, or the code of the rank that failed first; 128 + n if signal n ended it, or ended the launcher.
 
     Raises:
-        LaunchError: before any process starts, for a program or a number of ranks that cannot be.
+        LaunchError: before any process starts, for an invalid program or number of ranks.
     """
     _check(argv, ranks, port)
     logs = None if log_dir is None else Path(log_dir)
@@ -117,7 +117,7 @@ def launch(
 
 
 def _let_stop(job: list[Rank], signals: Signals, stop_s: float, calm: int) -> Failure | None:
-    """Pass requests to stop on to the ranks, until they have ended, their time is over, or the same is asked a second time."""
+    """Pass requests to stop on to the ranks until they have ended, their time is over, or a second request comes."""
     until, asked = time.monotonic() + stop_s, list[int]()
     while True:
         for number in signals.caught[len(asked) :]:
@@ -189,7 +189,7 @@ def _cores_each(ranks: int) -> int:
 
 
 def _variables(place: Environment, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a rank. A launcher that torchrun started must not pass its own rank on."""
+    """Return the environment of a rank. A launcher started by torchrun must not pass its own rank on."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     variables.setdefault("OMP_NUM_THREADS", str(_cores_each(place.local_world_size)))
     variables.setdefault("PYTHONUNBUFFERED", "1")  # what is printed is seen at once, not lost with the rank
@@ -231,7 +231,7 @@ def launch_node(
         0; 75 if the ranks stopped on request; else the code of the rank of this node that failed first.
 
     Raises:
-        LaunchError: for arguments that cannot be, or if the other nodes could not be met.
+        LaunchError: for invalid arguments, or if the other nodes could not be reached.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -333,7 +333,7 @@ def _children() -> list[int]:
 
 
 def _report(records: Path, rank: int, code: int, ranks: int) -> int:
-    """Say how the rank failed that failed first, of all that left a record the earliest."""
+    """Describe the failure of the rank that failed first: the earliest record."""
     left = [(_read(file), file.stem) for file in records.glob("rank*.json")]
     failed = sorted((one for one in left if one[0].get("code")), key=lambda one: one[0]["time"])
     died = code < 0 and (not failed or f"rank{rank}" not in {name for _, name in failed})

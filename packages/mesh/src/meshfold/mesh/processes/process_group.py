@@ -1,4 +1,4 @@
-"""This process's part in the job, and its process groups: the one module that starts, makes and ends them."""
+"""The process's membership in the job and its process groups: the only module that makes and ends them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _made_in: Any = None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process:
-    """This process, once it takes part: who it is and where its tensors live.
+    """This process as a member of the job: its rank and device.
 
     Attributes:
         rank: 0 to ``world_size - 1``.
@@ -76,7 +76,7 @@ class Process:
 
 
 def is_started() -> bool:
-    """Tell whether this process takes part in a process group, whoever started it."""
+    """Return True if this process is in a process group, whoever started it."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -89,7 +89,7 @@ def start(
     store: Any = None,
     meeting: timedelta | float | None = None,
 ) -> Process:
-    """Take part in the job: find the other processes and make the process group of all.
+    """Join the job: find the other processes and make the process group of all.
 
     Alone (no launcher), the process becomes a world of one, without a port. If a process group is already
     running, it is taken as it is.
@@ -148,9 +148,9 @@ def start(
 
 
 def start_fake(world_size: int, rank: int = 0) -> Process:
-    """Take part in a simulated world: groups of any size can be made, collectives return at once.
+    """Join a simulated world: groups of any size can be made, and collectives return at once.
 
-    What a collective returns is meaningless; what was asked of it can be recorded.
+    Results of collectives are meaningless, but the calls can be recorded.
     """
     if is_started():
         raise LaunchError("a process group is already running in this process: close it before starting a fake one")
@@ -163,7 +163,7 @@ def start_fake(world_size: int, rank: int = 0) -> Process:
 
 
 def is_simulated() -> bool:
-    """Tell whether this process is in a simulated world, whose collectives give results without meaning."""
+    """Return True if this process is in a simulated world, whose collectives return meaningless results."""
     return is_started() and dist.get_backend() == dist.Backend.FAKE
 
 
@@ -248,7 +248,7 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
 
 
 def meet_members(ranks: Sequence[int], name: str, look: Callable[[], None] = lambda: None, forget: str = "") -> None:
-    """Wait in the store until all of these ranks have come. Alone, or in a world that is not there, at once.
+    """Wait in the store until all of these ranks have arrived; return at once if alone or in a simulated world.
 
     Args:
         ranks: global ranks; this process's is among them.
@@ -275,7 +275,7 @@ def _call_limit() -> timedelta:
 
 
 def own_store() -> Any:
-    """Return a connection of its own to the store in which all processes met; None alone, and in a simulated world."""
+    """Return a new connection to the store in which all processes met; None if alone or in a simulated world."""
     if not is_started() or dist.get_world_size() == 1 or dist.get_backend() == dist.Backend.FAKE:
         return None
     c10d = dist.distributed_c10d
@@ -284,7 +284,7 @@ def own_store() -> Any:
 
 
 def limit_groups(limit: timedelta | None) -> None:
-    """Limit how long a collective of any group may take, those made later too; None: torch's own limits again."""
+    """Limit how long a collective of any group, present or future, may take; None restores torch's limits."""
     global _limit
     _limit = limit
     for group in list(dist.distributed_c10d._world.pg_map) if is_started() else []:
@@ -303,7 +303,7 @@ def _limit_group(group: Any, limit: timedelta | None) -> None:
 
 
 def break_off() -> None:
-    """Have every collective over gloo that this process is in, and every later one, fail at once; of any thread.
+    """Make every present and later gloo collective of this process, in any thread, fail at once.
 
     gloo has no call for that, but closes all connections of a group when one of its messages is not there in time.
     """
@@ -324,7 +324,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def ended_ranks(ranks: Iterable[int]) -> list[int]:
-    """Return those of the ranks whose processes are known to have ended: of this machine, in a world that :func:`start` made."""
+    """Return the ranks whose processes are known to have ended: those of this machine, in a world that :func:`start` made."""
     own = Address.own()
     return [rank for rank in ranks if rank in _addresses and _addresses[rank].is_gone(own)]
 
@@ -378,7 +378,7 @@ def _gpu_for_each(environment: Environment) -> bool:
 
 
 def _settle(device: torch.device | None, backend: str, environment: Environment) -> torch.device:
-    """Return the device with its index, made this process's current one if it is a GPU; raise if it is not there."""
+    """Return the device with its index, and make a GPU the current one; raise if it does not exist."""
     if device is None:
         device = torch.device("cuda" if "nccl" in backend else "cpu")
     if device.type != "cuda":

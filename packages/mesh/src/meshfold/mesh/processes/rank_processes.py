@@ -1,4 +1,4 @@
-"""The processes of a local job: their lives, their output, and which of them failed first."""
+"""The processes of a local job: start, end, output, and which failed first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Failure:
     sentence: str = ""
 
     def ended_by(self, number: int) -> bool:
-        """Tell whether this signal ended the rank, and nothing of its own."""
+        """Return True if this signal, and no error of its own, ended the rank."""
         return self.code == 128 + number and not self.traceback
 
 
@@ -107,7 +107,7 @@ class Rank:
         return Failure(rank=self.rank, time=died, code=code, how=f"exited with code {code}")
 
     def send(self, number: int, *, alone: bool = False) -> None:
-        """Send a signal to the rank and, unless to it alone, to what it has started."""
+        """Send a signal to the rank and, unless ``alone``, to the processes that it started."""
         with suppress(ProcessLookupError, PermissionError):
             (os.kill if alone else os.killpg)(self.process.pid, number)
 
@@ -164,7 +164,7 @@ class Signals:
 
 
 def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | None = None) -> Failure | None:
-    """Wait until all ranks have ended well (None), one has failed (the first that did), or a signal came (None).
+    """Wait until all ranks have succeeded (None), one has failed (the first that did), or a signal came (None).
 
     Args:
         job: the ranks.
@@ -192,7 +192,7 @@ def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | 
 
 
 def end(job: list[Rank], grace_s: float, signals: Signals) -> None:
-    """End what still runs: ask, wait, kill. A second Ctrl-C cuts the waiting short."""
+    """End the ranks that still run: ask, wait, kill. A second Ctrl-C ends the wait."""
     if all(rank.process.poll() == 0 for rank in job):
         return  # all is well: what the program left running on purpose stays
     for rank in job:
@@ -209,7 +209,7 @@ def end(job: list[Rank], grace_s: float, signals: Signals) -> None:
 
 
 def report(job: list[Rank], failure: Failure) -> None:
-    """Say on standard error which rank failed, how, and with what sentence, traceback or last words."""
+    """Print to standard error which rank failed, how, and its message, traceback or last output."""
     rank, ranks = job[failure.rank], len(job)
     text = failure.traceback
     if not text and rank.tail:

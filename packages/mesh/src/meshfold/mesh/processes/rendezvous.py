@@ -1,4 +1,4 @@
-"""The store in which processes meet. Ranks that are about to connect to each other first wait there until all have come.
+"""The store in which processes meet. Ranks wait there for each other before they connect.
 
 torch waits for a rank that never comes in C++, for half an hour and without a name. Here a rank leaves its address under a key
 of the meeting and waits for the others' keys. Once a second it looks whether one that is missing can still come: a process of
@@ -75,7 +75,7 @@ class Address:
         return cls(host=socket.gethostname(), space=space, pid=os.getpid())
 
     def is_gone(self, seen_from: Address) -> bool:
-        """Tell whether the process is known to have ended; False for one that cannot be seen from there."""
+        """Return True if the process is known to have ended; False for one that cannot be seen from here."""
         return self.space == seen_from.space and process_state(self, seen_from.host) == "gone"
 
 
@@ -89,7 +89,7 @@ def meet(
     broken_off: Callable[[], bool] = lambda: False,
     look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait until all ranks have come; add their addresses to ``known``.
+    """Wait until all ranks have arrived; add their addresses to ``known``.
 
     Args:
         store: where they meet.
@@ -148,7 +148,7 @@ def _wait(
 
 
 def leave(store: Any, name: str, rank: int) -> None:
-    """Take back that a rank has come: when all have met, or when it waits no longer."""
+    """Withdraw a rank's arrival: when all have met, or when it no longer waits."""
     store.delete_key(_key(name, rank))
 
 
@@ -187,7 +187,7 @@ def join_store(host: str, port: int) -> Any:
 
 
 def open_store(environment: Environment, timeout: timedelta) -> Any:
-    """Return the store at the environment's address; rank 0 serves it unless the launcher does. Nobody is waited for."""
+    """Return the store at the environment's address, without waiting; rank 0 serves it unless the launcher does."""
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
@@ -201,7 +201,7 @@ def open_store(environment: Environment, timeout: timedelta) -> Any:
 
 
 def store_of_this_start(store: Any, attempt: int) -> Any:
-    """Return a part of the store for this start: a second one would find the addresses of the first, which are dead."""
+    """Return a part of the store for this start, since a restart would find dead addresses of the one before."""
     from torch._C._distributed_c10d import PrefixStore
 
     again = f" of attempt {attempt}" if attempt else ""

@@ -51,7 +51,7 @@ class Draw:
     """Result of one dropout call's draw.
 
     Attributes:
-        key: with the seed, says what falls.
+        key: with the seed, determines the mask.
         call: how many calls of the name there were before it.
         seed, first_row, first_token, rows, token_shards: those of the stream.
     """
@@ -66,7 +66,7 @@ class Draw:
 
 
 class BatchRows(Protocol):
-    """Rows of the global batch that a forward is given. The numbers are asked for when something drops."""
+    """Rows of the global batch in a forward. Their numbers are computed when a dropout layer needs them."""
 
     @property
     def part(self) -> int:
@@ -171,14 +171,14 @@ class DropoutStream:
         )
 
     def copy(self) -> DropoutStream:
-        """Return a stream that continues from here on its own."""
+        """Return an independent stream that continues from here."""
         made = DropoutStream(self.seed, self.step, self._calls, batch=self.batch, token_shards=self.token_shards)
         made._calls_elsewhere, made._named = self._calls_elsewhere, {*self._named}
         return made
 
     @contextmanager
     def after_calls_elsewhere(self, calls: int) -> Iterator[None]:
-        """Number draws inside as if each name had been drawn ``calls`` times more: by other stages, earlier in the same forward."""
+        """Count draws inside as if each name had been drawn ``calls`` times before, by other stages in the same forward."""
         before = self._calls_elsewhere, self._named
         self._calls_elsewhere, self._named = calls, set()
         try:
@@ -199,8 +199,8 @@ _MOST_DRAWN = 1 << 16
 class _Use:
     """Makes a copy of a stream the current one of this thread: entered again, it starts again at the same call.
 
-    In a forward torch's CPU generator begins at the stream's place; where one is repeated it is as it is. Behind either it is put
-    back.
+    In a forward torch's CPU generator starts at the stream's position; where a forward is repeated it is left alone. It is restored
+    after either.
     """
 
     def __init__(self, stream: DropoutStream, *, repeats: bool = False) -> None:
@@ -266,13 +266,13 @@ def current_dropout_stream() -> DropoutStream:
 
 
 def after_calls_elsewhere(calls: int) -> AbstractContextManager[None]:
-    """Tell the current stream, if there is one, that other ranks made ``calls`` calls of what is called inside."""
+    """Tell the current stream, if any, that other ranks made ``calls`` calls of each name drawn inside."""
     stream = _current.get()
     return nullcontext() if stream is None or not calls else stream.after_calls_elsewhere(calls)
 
 
 def set_token_shards(token_shards: TokenShards | None) -> None:
-    """Say of the current stream, if there is one, which tokens of each sequence its forward is given."""
+    """Tell the current stream, if any, which tokens of each sequence its forward is given."""
     stream = _current.get()
     if stream is not None:
         stream.token_shards = token_shards

@@ -1,4 +1,4 @@
-"""The recorder: what was really handed to torch.distributed.
+"""The recorder: calls and bytes passed to torch.distributed.
 
 >>> with record() as log:                              # doctest: +SKIP
 ...     loss = model(batch)
@@ -125,7 +125,7 @@ def weight_gradients() -> Iterator[None]:
 
 
 def note(kind: Kind, axes: tuple[str, ...], group_size: int, block_bytes: int) -> None:
-    """Tell the active recordings of a collective; called by :mod:`meshfold.mesh.collectives.operations` alone."""
+    """Report a collective to the active recordings; called only by :mod:`meshfold.mesh.collectives.operations`."""
     for log in _active:
         log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase, bool(_of_weights)))
 

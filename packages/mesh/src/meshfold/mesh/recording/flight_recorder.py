@@ -29,16 +29,16 @@ class Watcher(Protocol):
     """Observer of the calls."""
 
     def announce(self, call: Call) -> None:
-        """Take note of a call that is about to be handed over."""
+        """Record a call that is about to be made."""
 
     def stays_away(self, call: Call) -> str | None:
-        """Return a line about a rank that is known not to come to a meeting."""
+        """Return a line about a rank that is known not to come to a rendezvous."""
 
     def before(self, call: Call) -> None:
-        """Take note of a call that is waited for from here on."""
+        """Record that a call is waited for from now on."""
 
     def ended(self, call: Call) -> None:
-        """Take note that a call that was waited for is over."""
+        """Record that a call that was waited for is complete."""
 
     def failed(self, call: Call, error: RuntimeError) -> Exception:
         """Return what to raise for a call that failed."""
@@ -195,7 +195,7 @@ limit: timedelta | None = None
 
 @contextmanager
 def meeting(kind: str, ranks: Sequence[int], rank: int, name: str) -> Iterator[Call | None]:
-    """Let others see that this rank waits in the store for these, where somebody watches.
+    """Report that this rank waits in the store for these, if a watchdog runs.
 
     Args:
         kind: what they meet for.
@@ -204,7 +204,7 @@ def meeting(kind: str, ranks: Sequence[int], rank: int, name: str) -> Iterator[C
         name: of the meeting.
 
     Raises:
-        LaunchError: for a RuntimeError inside; where somebody watches, the watcher's.
+        LaunchError: for a RuntimeError inside; the watchdog's error if one runs.
     """
     if active is not None:
         group = Group(axes=(), ranks=tuple(ranks), index=list(ranks).index(rank), name=name)
@@ -220,7 +220,7 @@ def meeting(kind: str, ranks: Sequence[int], rank: int, name: str) -> Iterator[C
 
 
 def at_step(step: int) -> None:
-    """Say which optimizer step the collectives that follow belong to."""
+    """Set the optimizer step that the following collectives belong to."""
     if active is not None:
         active.step = step
 

@@ -48,7 +48,7 @@ def named(entry: str, value: object, known: Mapping[str, object]) -> tuple[str, 
 
 
 def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mapping[str, object]) -> None:
-    """Raise for the first key that is not known."""
+    """Raise for the first unknown key."""
     for key in keys:
         if key not in known:
             hint = did_you_mean(str(key), known)
@@ -56,7 +56,7 @@ def known_keys(entry: str, value: object, keys: Mapping[str, Any], known: Mappin
 
 
 def reject_unknown_arguments(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a constructor: a keyword that it does not take raises a SpecError with the most similar name."""
+    """Decorate a constructor so that an unknown keyword raises a SpecError with the most similar name."""
     owner = method.__qualname__.partition(".")[0]
     known = [*inspect.signature(method).parameters][1:]
 

@@ -74,7 +74,7 @@ def format_value(value: object) -> str:
 
 
 def kind(value: object) -> str:
-    """Return the type in a reader's words, with its article: ``a string``, ``a bool``, ``None``."""
+    """Return the type in plain words, with its article: ``a string``, ``a bool``, ``None``."""
     if value is None:
         return "None"
     name = "string" if isinstance(value, str) else type(value).__name__
@@ -122,7 +122,7 @@ class Entry:
         return self.value
 
     def count(self, key: str, value: object, example: int) -> int:
-        """Return ``value`` as an int of at least 1; ``example`` is a number that would do."""
+        """Return ``value`` as an int of at least 1; ``example`` is a number that would work."""
         if isinstance(value, bool) or not isinstance(value, int):
             problem = f"{key}={format_value(value)} is {kind(value)}, not an int."
             raise self.error(problem, f"Write {key}={meant(value) or example}.")
@@ -135,7 +135,7 @@ class Entry:
         return int(value)
 
     def choice(self, key: str, value: object, known: tuple[str, ...], also: str = "") -> str:
-        """Return ``value`` as one of the known names, exactly; ``also`` tells what else the key takes."""
+        """Return ``value`` if it is one of the known names; ``also`` says what else the key takes."""
         options = f"Known: {', '.join(known)}{also}."
         if not isinstance(value, str):
             raise self.error(f"{key}={format_value(value)} is {kind(value)}, not a name.", options)
@@ -146,7 +146,7 @@ class Entry:
 
 
 def meant(value: object) -> int | None:
-    """Return the int that something else plainly stands for: 4 for ``4.0``, ``"4"`` and a NumPy integer 4."""
+    """Return the int that another value clearly means: 4 for ``4.0``, ``"4"`` and a NumPy integer 4."""
     if isinstance(value, float):
         number = int(value) if value.is_integer() else 0
     elif isinstance(value, str):
@@ -173,7 +173,7 @@ def root(number: int, degree: int) -> int:
 
 
 def is_power(number: int, degree: int) -> bool:
-    """Tell whether ``number`` is a whole number to the power ``degree``: a square, a cube, ..."""
+    """Return True if ``number`` is a whole number to the power ``degree``: a square, a cube, ..."""
     base: int = root(number, degree)
     return math.prod([base] * degree) == number
 

@@ -1,4 +1,4 @@
-"""The whole spec: six entries, their axes in rank order, and what only shows when they are seen together."""
+"""The whole spec: six entries, their axes in rank order, and checks across entries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ParallelSpec:
     """The checked spec of how a model is split over ranks. Made by ``ParallelSpec.parse``; an entry that was left out is None.
 
     ``data`` is None until the world size is known, and counts as 1 till then. ``written`` is the
-    spec in the user's own words, for messages.
+    spec as the user wrote it, for messages.
     """
 
     data: int | None = None
@@ -54,7 +54,7 @@ class ParallelSpec:
 
         Pure: needs no process group and accepts the whole grammar whatever is installed. With ``world_size``
         (ranks) given, ``data`` is inferred where it was left out, and the product must be the world size.
-        Raises SpecError for everything that can be wrong with it.
+        Raises SpecError for anything that is wrong with it.
         """
         if not isinstance(parallel, dict):
             raise SpecError(
@@ -202,7 +202,7 @@ class ParallelSpec:
         return needs
 
     def required_distributions(self) -> tuple[str, ...]:
-        """Return the distributions beyond meshfold-mesh that carry this spec out, each once."""
+        """Return the distributions beyond meshfold-mesh that this spec needs, each once."""
         return tuple(dict.fromkeys(need.distribution for need in self._needs()))
 
     def require_installed(self) -> None:
@@ -213,7 +213,7 @@ class ParallelSpec:
 
 
 def _belongs(key: str, value: object) -> str:
-    """Return the entry that a key belongs to which stands where an entry should: ``mode='2d'`` is one of tensor's."""
+    """Return the entry that a misplaced key belongs to: ``mode='2d'`` is a key of tensor."""
     owners = [name for name, keys in _KEYS.items() if key in keys]
     return (
         f" {key!r} goes into {join_choices(owners)}, as {owners[0]}=dict({key}={format_value(value)}, ...)."
@@ -281,7 +281,7 @@ def _zero_settings(zero: ZeroSpec) -> str:
 
 
 class Need(NamedTuple):
-    """A distribution that an entry of a spec needs, and the module by which its presence is told."""
+    """A distribution that an entry of a spec needs, and the module that shows if it is installed."""
 
     entry: str
     distribution: str
@@ -289,7 +289,7 @@ class Need(NamedTuple):
 
 
 def is_importable(module: str) -> bool:
-    """Tell whether ``module`` could be imported, without importing it. A folder without code does not count."""
+    """Return True if ``module`` could be imported, without importing it. A folder without code does not count."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # its parent is missing or no package
@@ -298,7 +298,7 @@ def is_importable(module: str) -> bool:
 
 
 def why_missing(needs: Sequence[Need]) -> str:
-    """Return what a spec asks for that is not installed, and what to do about it."""
+    """Return what a spec needs that is not installed, and how to install it."""
     entries: dict[str, list[str]] = {}
     for need in needs:
         entries.setdefault(need.distribution, []).append(need.entry)

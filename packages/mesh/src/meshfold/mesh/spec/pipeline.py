@@ -1,4 +1,4 @@
-"""The entry ``pipeline``: how many stages in a row, and the order in which they work."""
+"""The entry ``pipeline``: the number of stages and their schedule."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The entry ``tensor``: 1d, 2d, 2.5d, 3d or a mode of one's own, the sizes of its axes, and how attention is computed.
 
-Every mode is treated alike: it has named axes. One called ``depth`` is given by ``depth``; the others are all
+All modes are treated the same way: each has named axes. One called ``depth`` is set by ``depth``; the others are all
 equal when only ``size`` is given (a square, a cube), and free when ``grid`` names them.
 """
 
@@ -41,7 +41,7 @@ _POWERS = {2: "a square", 3: "a cube"}
 
 
 class TensorMode(Protocol):
-    """A mode of one's own, as far as a spec needs to know it: a name, and mesh axes outermost first."""
+    """A custom mode, as far as a spec needs to know it: a name, and mesh axes outermost first."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""The entry ``zero``: which model state is sharded over the data axis, and where it lives."""
+"""The entry ``zero``: which model state is sharded over the data axis, and where it is stored."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _reshards(entry: Entry, stage: int, placement: str, fields: Mapping[str, obj
 
 
 def _fractions(entry: Entry, placement: str, fields: Mapping[str, object]) -> dict[str, float]:
-    """Return both fractions under placement static, 0 where not given; none under the others."""
+    """Return both fractions under placement static, 0 if not given; none under the others."""
     found = dict.fromkeys(_FRACTIONS, 0.0) if placement == "static" else {}
     for key in _FRACTIONS:
         if key not in fields:

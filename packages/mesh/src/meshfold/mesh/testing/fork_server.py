@@ -1,4 +1,4 @@
-"""A process with torch imported and nothing run, which forks ranks on request.
+"""A process that has imported torch and run nothing, and forks ranks on request.
 
 Importing torch costs a second; a fork of a process that has done so costs milliseconds. The test process itself
 must not be forked: once it has run a backward it has threads, and a forked child hangs. So this one is kept clean.
@@ -138,7 +138,7 @@ def main(descriptor: str, parent: str) -> None:
 
 
 def _preload() -> None:
-    """Import what ranks will want; nothing here may start a thread."""
+    """Import what ranks will need; nothing here may start a thread."""
     import torch
     import torch._dynamo  # every optimizer imports it, and it takes as long as torch itself
     import torch.distributed

@@ -183,7 +183,7 @@ class Pool:
 
 
 class Pools:
-    """The pools of this process, the least recently used given up first."""
+    """The pools of this process; the least recently used is closed first."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

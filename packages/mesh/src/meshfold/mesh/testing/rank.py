@@ -37,7 +37,7 @@ SERVING = False
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """A function to run, by the file it stands in, and its pickled arguments."""
+    """A function to run, by its file, and its pickled arguments."""
 
     file: str
     module: str

@@ -24,7 +24,7 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 def close_pools() -> None:
-    """End all ranks now (it happens by itself at exit); a later call has new ones."""
+    """End all ranks now (done automatically at exit); a later call starts new ones."""
     POOLS.end_ranks()
 
 

@@ -1,4 +1,4 @@
-"""Tracking of split dims while a model's own code runs, so that nothing is computed on a shard in silence.
+"""Tracking of split dims while a model's own code runs, so that nothing is silently computed on a shard.
 
 See :mod:`meshfold.mesh.tracking.follow`.
 """

@@ -1,6 +1,6 @@
-"""The tracker of the forward under way: layers and hooks that exchange between ranks ask for it.
+"""The tracker of the running forward, for layers and hooks that communicate between ranks.
 
-Who runs parts of a model says which (:func:`part_of_model`), and which forwards compute nothing (:func:`without_tracking`).
+Code that runs parts of a model declares them (:func:`part_of_model`), and forwards that compute nothing (:func:`without_tracking`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def tracker() -> Tracker | None:
 
 
 def untracked(*, rows: bool = False) -> Any:
-    """Return a context in which ranks may exchange: operations are not tracked.
+    """Return a context in which ranks may communicate: operations are not tracked.
 
     Args:
         rows: they do not, and the rows of the batch are followed all the same.
@@ -93,7 +93,7 @@ def tracked_layout(tensor: Tensor) -> TrackedLayout | None:
 
 
 def set_tracked_layout(tensor: Tensor, known: TrackedLayout | None) -> None:
-    """Say how a tensor lies that has come from elsewhere; None: nothing is known of that."""
+    """Set the layout of a tensor that came from elsewhere; None: unknown."""
     found = tracker()
     if found is None:
         return

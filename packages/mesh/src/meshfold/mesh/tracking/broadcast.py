@@ -1,4 +1,4 @@
-"""Operations element by element: the dims of all operands must lie alike."""
+"""Elementwise operations: the dims of all operands must be laid out alike."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COPIES = ("clone", "_to_copy", "detach", "alias", "lift_fresh", "contiguous")
 
 
 def broadcast_dims(call: Call, operands: list[tuple[Tensor, Dims]], shape: tuple[int, ...]) -> Dims:
-    """Return the layout of what operands, broadcast to a shape, make element by element.
+    """Return the layout of an elementwise result of operands that are broadcast to a shape.
 
     Raises:
         MixesError: where a piece meets something that is no piece.
@@ -59,7 +59,7 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
 
 
 def _check_counted(here: list[tuple[Tensor, Dim]], place: int, split: list[Dim]) -> None:
-    """Refuse what each rank counts by itself, such as positions from 0, beside a piece."""
+    """Refuse what each rank counts by itself, such as positions from 0, together with a shard."""
     sharded = next((dim for dim in split if not _is_counted(dim)), None)
     counted = next((x for x, dim in here if is_split(dim) and _is_counted(dim)), None)
     if sharded is not None and counted is not None:
@@ -92,7 +92,7 @@ def _axes(dim: Dim) -> str:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """Return the layouts of the results of an operation element by element."""
+    """Return the layouts of the results of an elementwise operation."""
     read = (lambda dims: dims) if call.name in _COPIES else chosen_by
     operands = [(x, read(call.dims_of(x))) for x in call.tensors]
     return [
@@ -101,5 +101,5 @@ def pointwise(call: Call) -> list[Dims]:
 
 
 def alike(call: Call) -> list[Dims]:
-    """Return the layouts of results that lie as the first operand does."""
+    """Return the layouts of results that are laid out like the first operand."""
     return [call.first if isinstance(out, Tensor) else () for out in as_list(call.out)]

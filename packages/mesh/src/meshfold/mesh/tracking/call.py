@@ -1,4 +1,4 @@
-"""One call of a torch operation: its arguments by name, and how its tensors lie."""
+"""One call of a torch operation: its arguments by name, and the layouts of its tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshfold.mesh.tracking.dims import Dim, Dims, MixesError, axes_of, is_split
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call that has been carried out.
+    """A completed call.
 
     Attributes:
         function: the operation, ``torch.ops.aten...``.

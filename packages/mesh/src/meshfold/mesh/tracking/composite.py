@@ -1,4 +1,4 @@
-"""Calls that torch carries out in several steps, followed as one: its steps move dims of one element where none can follow.
+"""Calls that torch runs in several steps, tracked as one: their steps move dims of one element in ways that cannot be tracked.
 
 Of ``einsum`` over a dim of which a rank has one element torch does not even sum.
 """
@@ -274,7 +274,7 @@ def check_slices(dims: Dims, index: Any, is_local: Callable[[Any], bool]) -> Non
 
 
 def _takes(item: Any) -> int:
-    """Return how many dims an index takes."""
+    """Return the number of dims that an index covers."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1

@@ -111,7 +111,7 @@ def unknown(size: int) -> Dim:
 
 
 def unknown_dims(shape: Iterable[int]) -> Dims:
-    """Return the layout of a tensor of which nothing is known."""
+    """Return the layout of a tensor that nothing is known about."""
     return tuple(unknown(size) for size in shape)
 
 
@@ -121,12 +121,12 @@ def is_split(dim: Dim) -> bool:
 
 
 def is_open(dim: Dim) -> bool:
-    """Return whether the dim may be whole or a piece; only what it is combined with tells."""
+    """Return True if the dim may be whole or a piece; only what it is combined with decides."""
     return not is_split(dim) and any(factor.split is not None for factor in dim)
 
 
 def is_unknown(dim: Dim) -> bool:
-    """Return whether nothing is known of the dim."""
+    """Return True if nothing is known about the dim."""
     return not is_split(dim) and any(factor.split is not None and factor.split.kind == "unknown" for factor in dim)
 
 
@@ -169,7 +169,7 @@ def shape_of(dims: Dims) -> tuple[int, ...]:
 
 
 def normal(factors: Iterable[Factor]) -> Dim:
-    """Return the same dim with as few factors as will do: what follows a block is a part of its elements."""
+    """Return the same dim with as few factors as possible: what follows a block is a part of its elements."""
     found: list[Factor] = []
     for factor in factors:
         if factor.size == 1 and factor.split is None:
@@ -242,7 +242,7 @@ def regroup(
 
 
 class _Regrouping:
-    """Fills the dims of the new shape with the factors of the old one, from the left."""
+    """Assigns the factors of the old shape to the dims of the new one, from the left."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class _Regrouping:
         return self._inferred if self._inferred in places and is_row else None
 
     def _spare(self) -> int:
-        """Return how many more dims of one element come next than factors that may go there."""
+        """Return by how many the next dims of one element exceed the factors that may go there."""
         dims = next((i for i, n in enumerate(self._sizes[self._at :]) if n != 1), len(self._sizes) - self._at)
         factors = next((i for i, f in enumerate(self._rest) if f.size != 1), len(self._rest))
         return max(0, dims - factors - 1)

@@ -1,7 +1,7 @@
-"""Follows split dims through a model's own code while a forward runs, and refuses what would mix them.
+"""Tracks split dims through a model's own code during a forward, and refuses operations that would mix them.
 
-Layers that are split say how their results lie (:meth:`Tracker.mark`); every operation of torch between them hands that on
-by a rule, or by a trial where there is none. Within :func:`untracked` nothing is looked at: that is where ranks exchange.
+Sharded layers mark the layouts of their results (:meth:`Tracker.mark`); every torch operation between them propagates these by
+a rule, or by a trial where there is none. Within :func:`untracked`, where ranks communicate, nothing is tracked.
 
 Gradients are checked as well. Backward gives each rank the gradient of its own piece, and a tensor that is the same on all ranks
 needs the sum of these. Layers that are split sum what they must; a model's own code does not.
@@ -70,7 +70,7 @@ _OURS = ("c10d", "_c10d_functional", "meshfold", "profiler", "prim", "inductor")
 
 
 class Tracker(TorchDispatchMode):
-    """One forward that is looked at.
+    """One tracked forward.
 
     Attributes:
         module: names the module whose forward runs, for messages.
@@ -78,7 +78,7 @@ class Tracker(TorchDispatchMode):
         token_split: how the tokens of a sequence are split over ranks; None if they are not.
         local_tokens: tokens of a sequence that a rank has.
         moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
-        flat: the stream has its tokens in one dim, where the model's code believes in two.
+        flat: the residual stream has its tokens in one dim, where the model's code expects two.
         random_axes: those along which ranks have the same data, or parts of it, and need not draw the same random numbers.
         overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
         inferred: which size of the ``unflatten`` under way the user has left open.
@@ -118,7 +118,7 @@ class Tracker(TorchDispatchMode):
         self.records.put(tensor, dims)
 
     def refuse(self, name: str, why: str, *tensors: Tensor, axes: tuple[str, ...] = ()) -> NoReturn:
-        """Raise the LayoutError of an operation that mixes pieces."""
+        """Raise the LayoutError of an operation that mixes shards."""
         raise refusal(name, why, tensors, self.module(), self.remedy(axes))
 
     @contextmanager
@@ -150,7 +150,7 @@ class Tracker(TorchDispatchMode):
                 self.mark(x, _alike_at(alike, x.shape))
 
     def as_one(self, name: str, operands: list[Tensor], found: Callable[[], Dims], run: Callable[[], Tensor]) -> Tensor:
-        """Carry out a call of several operations, of which is known how the result lies.
+        """Run a call of several operations whose result has a known layout.
 
         Raises:
             LayoutError: if it mixes a split dim.
@@ -316,7 +316,7 @@ def user_line() -> tuple[str, int]:
 
 
 def check_gradients(found: Tracker, name: str, operands: Sequence[Tensor], results: Sequence[Dims], out: Any) -> None:
-    """See that all operands that want a gradient get what they count on: the whole of it, or a part of what is summed.
+    """Check that all operands that need a gradient get what they expect: the whole of it, or a part of what is summed.
 
     Args:
         found: the tracker, in whose records operands lie as before the call.

@@ -32,7 +32,7 @@ _choices = itertools.count(1)
 
 
 def _chosen_of(dims: Dims) -> Split | None:
-    """Return the split of places that ``nonzero`` has found among a rank's own."""
+    """Return the split of positions that ``nonzero`` found among a rank's own elements."""
     for dim in dims:
         for factor in dim:
             if factor.split is not None and factor.split.kind == "places":

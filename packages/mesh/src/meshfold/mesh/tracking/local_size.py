@@ -1,4 +1,4 @@
-"""The size of a split dim as a number that remembers what it counts: a size for views and new tensors, no factor."""
+"""The size of a split dim as a number that remembers what it counts: valid as a size of views and new tensors, not as a factor."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class LocalSize(int):
 
 
 def local_size(value: int, axes: tuple[str, ...], dim: Dim | None, refuse: Callable[[], NoReturn]) -> LocalSize | int:
-    """Return a number of a rank's elements; a plain one without axes."""
+    """Return a number of a rank's elements; a plain int without axes."""
     if not axes:
         return value
     found = LocalSize(value)

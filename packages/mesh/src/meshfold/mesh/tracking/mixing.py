@@ -1,6 +1,6 @@
 """Operations that mix elements along dims: reductions, softmax, norms, sorting, products.
 
-They need whole dims: along a split dim they would see a rank's piece alone.
+They need whole dims: along a split dim they would see only a rank's piece.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _dims_given(call: Call) -> Any:
 
 
 def along(call: Call) -> list[Dims]:
-    """Work along one dim or several, which stay."""
+    """Operate along one or several dims, which are kept."""
     dims = list(call.first)
     given = _dims_given(call)
     if call.name in ("sort", "argsort", "topk") and given is None:

@@ -1,4 +1,4 @@
-"""Operations that no rule knows: tried out on two pieces and on both together, in random numbers."""
+"""Operations without a rule: tried on two pieces and on both together, with random numbers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
 
 
 def _written_along(call: Call, split: Split) -> int | None:
-    """Return the dim along which memory that nobody has marked is a piece, since a piece is written into it in place.
+    """Return the dim along which unmarked memory is a piece, since a piece is written into it in place.
 
     One process has the whole there, which it could not write into memory of a rank's size.
     """

@@ -27,7 +27,7 @@ class _Memory:
 
 
 class Records:
-    """Layouts of tensors. A tensor that nothing is known of is whole on every rank.
+    """Layouts of tensors. An unknown tensor counts as whole on every rank.
 
     Attributes:
         placed: the layout of a parameter, which may be a piece that a layer of ours reads; None for one that is whole.
@@ -61,7 +61,7 @@ class Records:
             memory.dims.pop(_geometry(tensor), None)
 
     def name(self, tensor: Tensor, dims: Dims | None = None) -> None:
-        """Keep a view apart from others of the same shape: pieces of one element may be in another of its dims.
+        """Distinguish a view from others of the same shape: pieces of one element may be in another of its dims.
 
         Args:
             tensor: the view.
@@ -74,7 +74,7 @@ class Records:
             self.put(tensor, dims)
 
     def put_into_base(self, tensor: Tensor, dims: Dims) -> None:
-        """Say how a tensor lies that was written into, and so the tensor that it is a view of."""
+        """Set the layout of a tensor that was written into, and of the tensor that it is a view of."""
         self.put(tensor, dims)
         if (memory := self._memory.get(_storage(tensor))) is not None:
             memory.views.clear()
@@ -96,7 +96,7 @@ class Records:
         self.put(base, tuple(known))
 
     def vary(self, tensors: Iterable[Tensor]) -> None:
-        """Note tensors whose values are others in other forwards: weights, batches, random numbers."""
+        """Record tensors whose values differ between forwards: weights, batches, random numbers."""
         for tensor in tensors:
             self._at(tensor).varies = True
 
@@ -108,12 +108,12 @@ class Records:
         return memory is not None and memory.varies
 
     def sum_over(self, tensors: Iterable[Tensor], axes: Iterable[str]) -> None:
-        """Note tensors whose gradients may come in parts, one a rank along these axes: who made them sums these."""
+        """Record tensors whose gradients may come in parts, one per rank along these axes; their producer sums them."""
         for tensor in tensors:
             self._at(tensor).summed = frozenset(axes)
 
     def summed(self, tensor: Tensor) -> frozenset[str]:
-        """Return the axes over which parts of its gradient are summed by who made it."""
+        """Return the axes over which a tensor's producer sums parts of its gradient."""
         memory = self._memory.get(_storage(tensor))
         return frozenset() if memory is None else memory.summed
 

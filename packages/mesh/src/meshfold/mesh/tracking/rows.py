@@ -51,7 +51,7 @@ _SPREADING = ("expand", "repeat")
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """A call that is about to be carried out, with where its operands have their rows."""
+    """A call that is about to run, with the rows of its operands."""
 
     function: Any
     name: str
@@ -62,7 +62,7 @@ class _Before:
 
 
 class Rows:
-    """Follows the rows of a batch through a forward.
+    """Tracks the rows of a batch through a forward.
 
     Attributes:
         follows: a batch was given; without one nothing is done.
@@ -90,13 +90,13 @@ class Rows:
         return self._records.dims(tensor)
 
     def put(self, tensor: Tensor, dims: Dims) -> None:
-        """Say where a tensor has its rows."""
+        """Set where a tensor has its rows."""
         if self.follows:
             self._records.put(tensor, dims)
             self._counts |= {dim[0].size for dim in dims if dim[0].split == ROWS}
 
     def lose(self, tensor: Tensor, why: Split = UNKNOWN) -> None:
-        """Say that nobody knows where a tensor has its rows."""
+        """Mark a tensor whose rows are unknown."""
         self.put(tensor, tuple((Factor(n, why),) for n in tensor.shape))
 
     def keep(self, made: Tensor, of: Tensor) -> None:
@@ -144,7 +144,7 @@ class Rows:
         return found
 
     def before(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], apart: bool) -> _Before | None:
-        """Note a call before it is carried out; None if it has nothing of a batch.
+        """Record a call before it runs; None if none of its operands comes from a batch.
 
         Args:
             apart: ranks may exchange in it, so that its results are said by others.
@@ -161,7 +161,7 @@ class Rows:
         return _Before(function=function, name=name, given=given, dims=dims, first=first, apart=apart)
 
     def after(self, call: _Before, out: Any) -> None:
-        """Mark what a call that was noted has returned."""
+        """Mark the results of a recorded call."""
         into = written_tensors(call.function, call.given)
         results = into or [x for x in as_list(out) if isinstance(x, Tensor)]
         if call.apart:

@@ -1,4 +1,4 @@
-"""Sizes as the source of a model's code reads them, where Python tells nothing of it.
+"""Sizes as read in the source of a model's code, where Python gives no other sign.
 
 ``1.0 / x.shape[1]`` asks the size nothing, since the float is on the left; ``x.shape[1]`` and ``x.shape[-1]`` give the same number.
 

@@ -1,4 +1,4 @@
-"""Sizes as a model's code reads and writes them: what torch has filled in or forgotten where an operation is seen.
+"""Sizes as a model's code reads and writes them, which torch has filled in or dropped by the time it dispatches an operation.
 
 ``x.shape`` has a piece's sizes. They may say how many elements there are, which is so on this rank; as a number to compute with,
 as in ``x.sum(1) / x.shape[1]``, they would be those of the whole.
@@ -121,7 +121,7 @@ class OpenSizes(TorchFunctionMode):
         return out
 
     def _check_random(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]) -> None:
-        """Refuse to draw from a generator that ranks with the same data need not have in the same state.
+        """Refuse to draw from a generator whose state may differ between ranks with the same data.
 
         One that the model gives may be: what is whole is drawn from it alike.
         """
@@ -164,7 +164,7 @@ class OpenSizes(TorchFunctionMode):
         return sizes_given("", args, kwargs)
 
     def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
-        """Refuse an operation that fails on a piece, with its line: in one process it may not fail."""
+        """Refuse an operation that fails on a piece, with its line, since it may not fail in one process."""
         if isinstance(error, MeshfoldError | torch.OutOfMemoryError | torch._C._DistError):
             return
         if "modified inplace" in str(error):  # of a view, whatever its size: torch says what to change
@@ -184,7 +184,7 @@ class OpenSizes(TorchFunctionMode):
             raise refused from error
 
     def _check_values(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]) -> None:
-        """Refuse a number of a rank's elements among the values that a function computes with."""
+        """Refuse a count of a rank's elements among the values that a function computes with."""
         values: list[LocalSize] = []
         if name == "setitem":
             values = [*local_sizes_in(args[2:])]
@@ -199,7 +199,7 @@ class OpenSizes(TorchFunctionMode):
             values[0].refuse()
 
     def _made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        """Say how a new tensor lies that was made in local sizes."""
+        """Set the layout of a new tensor that was made in local sizes."""
         tracker, rank = self._tracker, out.dim()
         if name == "arange":
             found = [*local_sizes_in(args), *local_sizes_in(tuple(kwargs.values()))]

@@ -1,4 +1,4 @@
-"""Operations that arrange elements anew: views, slices, ``cat``, padding."""
+"""Operations that rearrange elements: views, slices, ``cat``, padding."""
 
 from __future__ import annotations
 

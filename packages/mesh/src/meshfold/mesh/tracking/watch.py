@@ -1,4 +1,4 @@
-"""Tracked forwards: the first of each kind of call. All others run without any of this.
+"""Tracked forwards: the first of each kind of call. All others run untracked.
 
 Calls are of one kind if the same arguments are given, of the same dtypes and numbers of dims, in the same state (training or
 not, with gradients or not).
@@ -25,7 +25,7 @@ _TRACKING = "_meshfold_watch"
 
 
 class TrackingHooks(Protocol):
-    """Callbacks by which a way of splitting a model tells the tracker what it has split."""
+    """Callbacks with which a way of splitting a model reports to the tracker what it has split."""
 
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Begin a forward that is tracked, with these arguments by name or number."""
@@ -91,14 +91,14 @@ class ForwardTracking:
         self._kind: object = None
 
     def attach(self, model: nn.Module) -> None:
-        """Register the hooks, before those that are there."""
+        """Register the hooks, in front of existing ones."""
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, always_call=True),
         ]
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -131,7 +131,7 @@ class ForwardTracking:
 
 
 def _has_no_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether it is a plan's forward, which computes nothing."""
+    """Return True for a plan's forward, which computes nothing."""
     return any(isinstance(value, Tensor) and value.is_meta for value in (*args, *kwargs.values()))
 
 
@@ -220,7 +220,7 @@ class TrackedForward:
                 return
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that a module's forward has ended, if only by an exception that the model's code may catch."""
+        """Record that a module's forward has ended, also by an exception that the model's code may catch."""
         self._ended(module)
 
     def _ended(self, module: nn.Module) -> bool:
@@ -266,7 +266,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _cached(tensor: Tensor) -> Dims:
-    """Return the layout of keys or values, ``.. b heads s d``: any rows and heads, of each all tokens."""
+    """Return the layout of keys or values, ``.. b heads s d``: any rows and heads, all tokens of each."""
     if tensor.dim() < 4:
         return unknown_dims(tensor.shape)
     *more, rows, heads, tokens, size = tensor.shape

@@ -1,8 +1,8 @@
-"""The debug mode of the collectives: before one runs, its ranks compare what each of them calls.
+"""The debug mode of collectives: ranks compare their calls before each one runs.
 
-gloo and NCCL do not look: tensors of different shapes end in wrong numbers, different collectives in a hang. Here every
-rank leaves its call in the store, and reads those of the others. A round trip to the store for every collective, some
-tenths of a millisecond: for finding a fault, not for training.
+gloo and NCCL do not check: tensors of different shapes give wrong numbers, different collectives hang. Here every
+rank leaves its call in the store, and reads those of the others. This costs a round trip to the store for every collective, some
+tenths of a millisecond: use it to find a fault, not to train.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CallComparison:
         self._store, self._rank = store, rank
 
     def announce(self, call: Call) -> None:
-        """Leave a call for the others to see; nobody is waited for."""
+        """Publish a call for the others, without waiting."""
         words = [call.kind, list(call.shape), str(call.dtype).removeprefix("torch."), call.detail]
         self._store.set(self._key(call, self._rank), json.dumps([words, own_line()]))
 

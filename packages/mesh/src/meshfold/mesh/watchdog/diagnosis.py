@@ -189,14 +189,14 @@ class Diagnosis:
         return min(_BEAT_S, self.limit_s / 4)
 
     def publish(self) -> None:
-        """Let the others see where this rank is."""
+        """Publish this rank's status."""
         self._beat += 1
         state = RankStatus.of(self._flight, self._beat, self._host, ended=self.ended)
         with self._lock:
             self._store.set(f"{_KEY}{self.rank}", state.to_json())
 
     def read(self) -> dict[int, RankStatus]:
-        """Return all ranks' states, as they were told last."""
+        """Return all ranks' last reported states."""
         keys = [f"{_KEY}{rank}" for rank in range(self.world_size)]
         with self._lock:
             if not self._store.check(keys):
@@ -213,7 +213,7 @@ class Diagnosis:
         return f"{call}{step}, number {call.number} over these ranks, {how}{reason}"
 
     def verdict(self, call: Call, error: Exception | None) -> str:
-        """Return why a call does not end, as the first rank found that looked."""
+        """Return why a call does not end, as found by the first rank that looked."""
         with suppress(RuntimeError):
             self.publish()
         failures = self._failures.from_other_ranks()
@@ -238,16 +238,16 @@ class Diagnosis:
         return "\n".join(describe_rank(rank, states.get(rank), how.get(rank, ""), states) for rank in causes)
 
     def agreed(self) -> str | None:
-        """Return the verdict, if some rank has come to one."""
+        """Return the verdict, if a rank has reached one."""
         with self._lock:
             return self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else None
 
     # -- within -------------------------------------------------------------------------------------------------
 
     def _is_past(self, state: RankStatus) -> bool:
-        """Tell whether a rank will not come to where this one is: it has called, or waits in, what this one has not called.
+        """Return True if a rank will not reach this one's call: it has called, or waits in, what this one has not called.
 
-        For both run the same program. Messages may be sent ahead of those who receive them.
+        Both run the same program. Messages may be sent before they are received.
         """
         mine, waiting = self._flight.counts, state.waiting
         if waiting is not None and self.rank in waiting.ranks and mine.get(waiting.channel, 0) < waiting.number:

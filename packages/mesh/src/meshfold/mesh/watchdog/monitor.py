@@ -1,4 +1,4 @@
-"""The watchdog: a collective that does not finish ends the job, with a message that says which and whose fault it is.
+"""The watchdog: a collective that does not finish ends the job, with a message that names it and the ranks at fault.
 
 A thread in every rank tells the others once a second, through the store in which they met, how many calls of each group
 this rank has made and where it is. When a call has been waited for as long as the limit, or its connection breaks, the
@@ -107,7 +107,7 @@ class Watchdog:
             self.flight.waiting.pop(id(call), None)
 
     def announce(self, call: Call) -> None:
-        """Let the others see a call that is made, if calls are compared."""
+        """Publish a call, if calls are compared."""
         if self.comparing:
             self._agreement.announce(call)
             self._agreement.look(call)
@@ -117,13 +117,13 @@ class Watchdog:
         return self._diagnosis.stays_away(call)
 
     def ended(self, call: Call) -> None:
-        """Take this rank's error back, if it had one and has gone on: here, where no thread can be late for it."""
+        """Withdraw this rank's error, if it had one and has continued; done here, where no thread can be late."""
         if self._failures.has_failed:
             with suppress(RuntimeError):  # the store may be gone
                 self._failures.withdraw()
 
     def failed(self, call: Call, error: RuntimeError) -> CollectiveError:
-        """Return what to raise for a call that did not come to its end."""
+        """Return the error of a call that did not finish."""
         self._raising = True
         found: list[str] = []
         self.flight.waiting[id(call)] = call  # it is still what this rank is in, as far as others are concerned
@@ -144,7 +144,7 @@ class Watchdog:
         )
 
     def report(self, error: BaseException) -> None:
-        """Report an error of this rank's own; not one that it was told by others."""
+        """Report this rank's own error, not one that it heard of from others."""
         if not self._raising:
             self._failures.report(error)
 
@@ -196,7 +196,7 @@ class Watchdog:
             self._give_up(failure.message_for(self.rank, call), FAILED_CODE)
 
     def _stuck(self) -> Call | None:
-        """Return a call that should have ended long ago, or behind which the GPU has not come further."""
+        """Return a call that should have ended long ago, or one after which the GPU has made no progress."""
         limit, now = self._diagnosis.limit_s, time.monotonic()
         call = longest_waiting(self.flight)
         if call is not None and call.since is not None and now - call.since > limit + _GRACE_S:
@@ -227,7 +227,7 @@ class GpuProgress:
         self._moved = time.monotonic()
 
     def look(self) -> None:
-        """Let go of the calls that are over; to be done again and again."""
+        """Release the calls that are complete; called periodically."""
         now, queue = time.monotonic(), self._flight.on_device
         while queue and queue[0].event is not None and queue[0].event.query():
             queue.popleft()
@@ -236,7 +236,7 @@ class GpuProgress:
             self._moved = now
 
     def held_up_by(self, seconds: float) -> Call | None:
-        """Return the call that was the first in the queue for more than so many seconds at the last look."""
+        """Return the call that was first in the queue for more than so many seconds at the last check."""
         queue = self._flight.on_device
         return queue[0] if queue and time.monotonic() - self._moved > seconds else None
 
@@ -263,7 +263,7 @@ class Watch:
         self._watchdog = watchdog
 
     def close(self) -> None:
-        """End it, unless others use it. May be called twice."""
+        """Stop it, unless others use it. May be called twice."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is None:
             return
@@ -276,7 +276,7 @@ class Watch:
 def watch(limit_s: float, *, compare: bool = False) -> Watch:
     """Watch over the collectives of this process from now on; all ranks must call, at the same place of the program.
 
-    Alone, or in a world that is not there, nothing is watched. Of several in one process the newest limit counts.
+    Nothing is watched if alone or in a simulated world. With several in one process the newest limit counts.
 
     Args:
         limit_s: seconds after which a collective that does not finish is an error. 0 for none.

@@ -1,4 +1,4 @@
-"""An error on one rank alone: the others hear of it, and do not wait for that rank until the watchdog's limit.
+"""An error on one rank: the others hear of it, and do not wait for that rank until the watchdog's limit.
 
 The rank leaves its error in the store in which all met, under a key of its own. Whoever waits for it, directly or through
 others, finds it there and ends with it (:mod:`meshfold.mesh.watchdog` looks once a second). Two kinds of errors are no reason
@@ -66,7 +66,7 @@ class ErrorLocation:
         return cls(kind=words["kind"], step=words["step"], counts=tuple((name, n) for name, n in words["counts"]))
 
     def matches(self, other: ErrorLocation, shared: Iterable[str]) -> bool:
-        """Tell whether it is another rank's location too; ``shared``: the channels over which both ranks call."""
+        """Return True if it is another rank's location too; ``shared``: the channels over which both ranks call."""
         mine, theirs = dict(self.counts), dict(other.counts)
         return (self.kind, self.step) == (other.kind, other.step) and all(
             mine.get(channel, 0) == theirs.get(channel, 0) for channel in shared
@@ -163,7 +163,7 @@ class RankErrors:
         self._since: dict[tuple[int, int], float] = {}  # by rank and order
 
     def report(self, error: BaseException, *, final: bool = False) -> None:
-        """Let the others know of an error that leaves the library, once; and once more if it is ``final``."""
+        """Report an error that leaves the library to the others, once; and again if it is ``final``."""
         if getattr(error, _REPORTED, False) and not final:
             return
         with suppress(AttributeError):  # an exception class with slots
@@ -182,11 +182,11 @@ class RankErrors:
 
     @property
     def has_failed(self) -> bool:
-        """True if this rank has failed and not gone on."""
+        """True if this rank has failed and not continued."""
         return self._own is not None
 
     def withdraw(self) -> None:
-        """Take this rank's error back, if it has gone on."""
+        """Withdraw this rank's error, if it has continued."""
         own = self._own
         if own is None or own[0].final:
             return
@@ -203,7 +203,7 @@ class RankErrors:
     def from_other_ranks(self) -> list[Failure]:
         """Return the errors of other ranks that this one has not had, the first one first.
 
-        Where no rank has ever failed this asks the store one question.
+        If no rank has ever failed, this is a single query of the store.
         """
         with self._lock:
             if not self._store.check([_WHO]):
