@@ -310,6 +310,30 @@ def test_what_stays_in_bf16_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "narrow"), [({}, False), (dict(keep=("narrow",)), True), (dict(keep=("first",)), False)]
+)
+def test_layers_that_would_lose_stay_in_bf16_where_that_counts(given: dict[str, Any], narrow: bool) -> None:
+    for device, kept in (("cpu", narrow), ("meta", narrow or not given)):
+        with Engine(Odd, precision=in_fp8(**given), device=device) as engine:
+            assert engine.fp8_layers is not None
+            whys = {why for why in engine.fp8_layers.kept.values() if "narrow" in why}
+            said = "keep='narrow': its casts to fp8 take longer than its matmuls gain (32 x 16 on a rank)"
+            assert whys and said in whys if kept else not whys
+
+
+def test_a_plan_says_which_layers_multiply_in_fp8() -> None:
+    from meshfold.mesh import ParallelSpec
+    from meshfold.planner import estimate
+
+    for spec in (dict(tensor=2), dict(pipeline=2)):
+        found = estimate(
+            llama, ParallelSpec.parse(spec, 2), batch_size=8, seq_len=LENGTH, precision="bf16", fp8="rowwise"
+        )
+        assert found.fp8.startswith("fp8 (rowwise): no linear layer\nbf16: blocks.0.attn.qkv")
+        assert "gain (128 x 64 on a rank)" in found.fp8 or "gain (64 x 64 on a rank)" in found.fp8
+
+
+@pytest.mark.parametrize(
     ("precision", "said"),
     [
         ("fp8", "write precision=dict(name='bf16', matmul='fp8')"),

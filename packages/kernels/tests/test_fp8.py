@@ -10,6 +10,7 @@ from meshfold.kernels import (
     FP8_RECIPES,
     Fp8Recipe,
     bind_fp8_matmul,
+    fp8_gain,
     fp8_input_gradient,
     fp8_output,
     fp8_product,
@@ -140,6 +141,16 @@ def test_no_tokens(recipe: Fp8Recipe) -> None:
     bind_fp8_matmul(recipe)(x, w).sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 32)
     assert w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("rowwise_hp_dw", 245), ("rowwise", 436), ("tensorwise", 545)])
+def test_narrow_layers_lose_by_the_roofline(recipe: str, least: int) -> None:
+    """Against the bound by hand, for square layers of twice that width and for long ones; few tokens do not pay for the weights."""
+    kind = FP8_RECIPES[recipe]
+    assert fp8_gain(2 * least - 6, 2 * least - 6, kind) < 0 < fp8_gain(2 * least + 6, 2 * least + 6, kind)
+    assert fp8_gain(least, 2**20, kind) < 0 < fp8_gain(least + 3, 2**20, kind)
+    assert fp8_gain(4096, 4096, kind, tokens=256) < 0 < fp8_gain(4096, 4096, kind, tokens=8192)
+    assert fp8_gain(4096, 4096, kind, tokens=8192) < fp8_gain(4096, 4096, kind)
 
 
 def test_compiled_casts_are_equal_to_eager_ones() -> None:

@@ -46,6 +46,7 @@ from meshfold.kernels.fp8 import (
     fp8_weight_gradient,
     to_fp8,
 )
+from meshfold.kernels.fp8_roofline import Fp8Speeds, fp8_gain
 from meshfold.kernels.grad_pass import (
     largest_magnitude,
     sum_of_magnitudes,
@@ -89,6 +90,7 @@ __all__ = [
     "Fp8Dim",
     "Fp8Maximum",
     "Fp8Recipe",
+    "Fp8Speeds",
     "Fp8Tensor",
     "KernelError",
     "Nf4Linear",
@@ -109,6 +111,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
+    "fp8_gain",
     "fp8_input_gradient",
     "fp8_output",
     "fp8_product",

@@ -31,7 +31,7 @@ from meshfold.cli.arguments import (
     read_parallel,
     read_rules,
 )
-from meshfold.cli.train_arguments import OPTIMIZER_NAMES, RECOMPUTE
+from meshfold.cli.train_arguments import FP8_NAMES, OPTIMIZER_NAMES, RECOMPUTE
 
 if TYPE_CHECKING:
     from meshfold.planner import Estimate, Machine, Times
@@ -48,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--accumulate", type=positive, default=1, metavar="N", help="micro-steps of a step (1)")
     parser.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(bf16)")
+    parser.add_argument("--fp8", choices=FP8_NAMES, help="say which linear layers this recipe has in fp8 (none)")
     parser.add_argument("--recompute", choices=("blocks", "auto"), help=RECOMPUTE)
     parser.add_argument("--no-clip", action="store_true", help="gradients are not clipped, and so none is held")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_NAMES, help="(adamw)")
@@ -103,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             batch_size=arguments.batch_size,
             seq_len=seq_len,
             precision=precision,
+            fp8=arguments.fp8,
             optimizer=arguments.optimizer,
             accumulate=arguments.accumulate,
             rules=rules,
@@ -126,6 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}\n")
         _show(found, took, machine, report=arguments.report)
+        if found.fp8:
+            print(f"\n{found.fp8}\ntimes are those of bf16")
         _note_defaults(arguments, seq_len)
     reason = explain_misfit(found, machine)
     if reason:
@@ -192,6 +196,8 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
         "fits": fits(found, machine),
         "seconds": {**asdict(took), "apart": took.apart, "overlapped": took.overlapped},
     }
+    if found.fp8:
+        answer["fp8"] = found.fp8.splitlines()
     if found.pipeline is not None:
         from meshfold.planner.report import pipeline_numbers
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshfold.train.settings import TrainSettings
 
 _OF_THE_COMMAND = ("help", "out", "ranks", "resume", "no_plan", "report", "json", "model", "hf")
+FP8_NAMES = ("rowwise_hp_dw", "rowwise", "tensorwise")
 OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came")
 """Those of the engine that take a learning rate and a weight decay as they are."""
 RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
@@ -62,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
     work.add_argument(
         "--fp8",
-        choices=("rowwise_hp_dw", "rowwise", "tensorwise"),
+        choices=FP8_NAMES,
         help="recipe of linear layers in fp8, with --precision bf16 (none)",
     )
     work.add_argument(

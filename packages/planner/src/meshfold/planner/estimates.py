@@ -130,6 +130,7 @@ class Estimate:
         refusal: why it does not fit; empty if it does.
         pipeline: of a spec with one: every stage and rank, and the schedule on a clock. Then what is said of rank 0 here is of
             the rank of the pipeline that holds most.
+        fp8: which linear layers multiply in fp8, and why others do not; empty where none was asked to.
     """
 
     spec: ParallelSpec
@@ -147,6 +148,7 @@ class Estimate:
     plan: Plan | None = None
     refusal: str = ""
     pipeline: PipelineEstimate | None = None
+    fp8: str = ""
 
     @property
     def moved(self) -> int:

@@ -40,6 +40,7 @@ def estimate(
     batch_size: int,
     seq_len: int,
     precision: str = "fp32",
+    fp8: str | None = None,
     optimizer: str = "adamw",
     accumulate: int = 1,
     rules: Mapping[str, str] | None = None,
@@ -57,6 +58,7 @@ def estimate(
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
         precision: as the engine takes it.
+        fp8: recipe of linear layers in fp8, with ``precision="bf16"``: the estimate says which are. Its times are those of bf16.
         optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
         accumulate: micro-steps of an optimizer step.
         rules: as the engine takes them.
@@ -88,7 +90,7 @@ def estimate(
         )
         alone = replace(spec, pipeline=None, zero=None)
         # The logits of a pipeline do not wait for their loss.
-        without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off"}
+        without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off", "fp8": fp8}
         return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
     begin = time.perf_counter()
     with (
@@ -100,7 +102,7 @@ def estimate(
         engine = Engine(
             build,
             parallel=plain,
-            precision=precision,
+            precision=precision if fp8 is None else dict(name=precision, matmul="fp8", recipe=fp8),
             device="meta",
             rules=rules,
             recompute=None if recompute is None else "blocks",
@@ -146,6 +148,7 @@ def estimate(
             seconds=time.perf_counter() - begin,
             plan=None if zero is None else zero.plan,
             refusal="" if zero is None else zero.refusal,
+            fp8="" if engine.fp8_layers is None else str(engine.fp8_layers),
         )
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from meshfold.engine.model.fp8_linear import Fp8Products, is_plain_linear, use_fp8_products
-from meshfold.engine.precision.fp8 import Fp8Settings
+from meshfold.engine.precision.fp8 import KEEP, Fp8Settings
 from meshfold.engine.world import World
-from meshfold.kernels import FP8_MULTIPLE
+from meshfold.kernels import FP8_MULTIPLE, fp8_gain
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.tensor_parallel import Linear, bind_fp8_maximum
 
@@ -79,13 +79,14 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
     heads = _output_weights(model)
     reduced = None if world.data_size == 1 else bind_fp8_maximum(world.mesh, None, world.outer_axes)
     products = Fp8Products.bind(settings.recipe, reduced)
+    narrow = settings.keeps_narrow(world.device)
     names = []
     for name, module in model.named_modules():
         if not isinstance(module, Linear | nn.Linear) or not (isinstance(module, Linear) or is_plain_linear(module)):
             continue
         why = _kept_by_name(name, module, settings, heads)
         if isinstance(module, Linear):
-            why = why or module.fp8_refusal()
+            why = why or module.fp8_refusal() or (_narrow(*module.multiplied, settings) if narrow else "")
             if not why:
                 module.use_fp8(settings.recipe, world.outer_axes)
                 found._undo.append(lambda layer=module: layer.use_fp8(None))  # type: ignore[misc]
@@ -93,6 +94,7 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
             why = why or ("tensor parallelism does not split it" if split else "")
             if not why and (module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE):
                 why = f"its width is no multiple of {FP8_MULTIPLE}"
+            why = why or (_narrow(module.out_features, module.in_features, settings) if narrow else "")
             if not why:
                 found._undo.append(use_fp8_products(module, products))
         if why:
@@ -117,6 +119,13 @@ def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: se
     return "an expert, which not every rank calls" if _EXPERTS in parts else ""
 
 
+def _narrow(n: int, k: int, settings: Fp8Settings) -> str:
+    """Return why a layer of so many outputs and inputs on a rank stays in bf16; empty if fp8 saves time in it."""
+    if fp8_gain(n, k, settings.recipe) > 0:
+        return ""
+    return f"keep='narrow': its casts to fp8 take longer than its matmuls gain ({n} x {k} on a rank)"
+
+
 def _has(parts: list[str], entry: str) -> bool:
     """Return True if the parts of an entry follow one another among those of a name."""
     wanted = entry.split(".")
@@ -126,11 +135,11 @@ def _has(parts: list[str], entry: str) -> bool:
 def _check_names(model: nn.Module, settings: Fp8Settings) -> None:
     names = [name.split(".") for name, _ in model.named_modules()]
     for entry in settings.keep:
-        if entry not in ("head", "router") and not any(_has(parts, entry) for parts in names):
+        if entry not in KEEP and not any(_has(parts, entry) for parts in names):
             known = {part: None for parts in names for part in parts if part and not part.isdigit()}
             raise SpecError(
                 f"precision=dict(keep={settings.keep!r}): no layer is called {entry!r}.{did_you_mean(entry, known)} An entry "
-                "is 'head', 'router', or a part of a layer's name, as in 'blocks.0' or 'down'"
+                "is 'head', 'router', 'narrow', or a part of a layer's name, as in 'blocks.0' or 'down'"
             )
 
 

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from meshfold.kernels import FP8_RECIPES, Fp8Recipe
 from meshfold.mesh import SpecError, did_you_mean
 
 FP8_KEYS = ("matmul", "recipe", "keep")
+KEEP = ("head", "router", "narrow")
 _RECIPE = "rowwise_hp_dw"
 
 
@@ -19,11 +22,18 @@ class Fp8Settings:
 
     Attributes:
         recipe: scales and formats of the three products.
-        keep: layers that stay in bf16: ``"head"``, ``"router"``, or parts of names such as ``"blocks.0"``.
+        keep: layers that stay in bf16: ``"head"``, ``"router"``, ``"narrow"`` (those in which fp8 costs time, by
+            :func:`meshfold.kernels.fp8_gain`), or parts of names such as ``"blocks.0"``.
+        asked: whether the user has written ``keep``; else ``"narrow"`` counts on GPUs alone.
     """
 
     recipe: Fp8Recipe = FP8_RECIPES[_RECIPE]
-    keep: tuple[str, ...] = ("head", "router")
+    keep: tuple[str, ...] = KEEP
+    asked: bool = False
+
+    def keeps_narrow(self, device: torch.device) -> bool:
+        """Return True if layers stay in bf16 that would lose time on a device; no layer gains time on a CPU."""
+        return "narrow" in self.keep and (self.asked or device.type != "cpu")
 
     @classmethod
     def parse(cls, value: object, name: str, keys: Mapping[str, Any]) -> Fp8Settings | None:
@@ -58,4 +68,4 @@ class Fp8Settings:
         keep = keys.get("keep", cls.keep)
         if isinstance(keep, str) or not isinstance(keep, tuple | list) or not all(isinstance(k, str) for k in keep):
             raise SpecError(f"precision={value!r}: keep is a tuple of names of layers, as in keep=('head', 'router')")
-        return cls(recipe=FP8_RECIPES[recipe], keep=tuple(keep))
+        return cls(recipe=FP8_RECIPES[recipe], keep=tuple(keep), asked="keep" in keys)

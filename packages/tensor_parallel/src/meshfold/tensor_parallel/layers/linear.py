@@ -239,9 +239,15 @@ class Linear(ShardedLayer):
             return "its matmul is done in pieces"
         if self._sum_weight is not identity:
             return "several ranks hold some of its heads, each with a part of their gradient"
-        blocks = {dim: self.mesh.size(*(a for d, a in self.plan.extras("w") if d == dim)) for dim in self.plan.w}
-        n, k = self.weight.shape[0] * blocks[self.plan.n], self.weight.shape[1] * blocks[self.plan.k]
+        n, k = self.multiplied
         return f"its width on a rank is no multiple of {FP8_MULTIPLE}" if n % FP8_MULTIPLE or k % FP8_MULTIPLE else ""
+
+    @property
+    def multiplied(self) -> tuple[int, int]:
+        """Outputs and inputs of the weight that this rank multiplies with: its block, gathered as the plan says."""
+        blocks = {dim: self.mesh.size(*(a for d, a in self.plan.extras("w") if d == dim)) for dim in self.plan.w}
+        n, k = self.weight.shape if self.stored == "nk" else self.weight.shape[::-1]
+        return n * blocks[self.plan.n], k * blocks[self.plan.k]
 
     def use_fp8(self, recipe: Fp8Recipe | None, outer_axes: Sequence[str] = ()) -> None:
         """Multiply in fp8 from now on, in all three products as the recipe says; None: in the operands' own dtype again.

@@ -1,0 +1,52 @@
+"""Time that fp8 saves, or costs, in a linear layer, by a roofline.
+
+A layer of n outputs and k inputs on a rank multiplies three times, ``2 m n k`` operations each for m tokens, in fp8 as often as its
+recipe says. A compiled cast reads an operand and writes it in one byte an element; where the amax runs along the other dim, or
+over all of a tensor, it reads the operand twice. Weights are cast once for all tokens::
+
+    bf16   6 n k / BF16
+    fp8    (4 or 6) n k / FP8 + (2 or 0) n k / BF16 + (bytes cast a token + bytes of the weight's casts / m) / BANDWIDTH
+
+What this leaves out (launches, tiles that fill no multiprocessor) makes narrow layers slower still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshfold.kernels.fp8 import Fp8Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Speeds:
+    """Speeds of a GPU. The defaults were measured on one H200.
+
+    Attributes:
+        bf16: operations a second of a matmul in bf16.
+        fp8: in fp8.
+        bandwidth: bytes a second of a pass over memory.
+    """
+
+    bf16: float = 660e12
+    fp8: float = 1300e12
+    bandwidth: float = 4.1e12
+
+
+H200 = Fp8Speeds()
+_ONE_PASS, _TWO_PASSES = 3, 5  # bytes an element: read once or twice in bf16, written in fp8
+
+
+def fp8_gain(n: int, k: int, recipe: Fp8Recipe, tokens: int | None = None, *, speeds: Fp8Speeds = H200) -> float:
+    """Return the seconds a token that fp8 saves in a layer, forward and backward; negative if it costs time.
+
+    Args:
+        n, k: outputs and inputs of the layer on a rank.
+        recipe: scales and formats.
+        tokens: on a rank; None: so many that the casts of weights do not count.
+        speeds: of the GPU.
+    """
+    saved = (6 if recipe.weight_gradient else 4) * n * k * (1 / speeds.bf16 - 1 / speeds.fp8)
+    along = _ONE_PASS if recipe.rows else _TWO_PASSES  # x, w and dy of y and dx
+    cast = along * (n + k) + (_TWO_PASSES * (n + k) if recipe.weight_gradient else 0)
+    weights = 0.0 if tokens is None else (along + _TWO_PASSES) * n * k / tokens
+    return saved - (cast + weights) / speeds.bandwidth
