@@ -10,7 +10,7 @@ import tokenize
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,7 @@ def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int
                     yield node.lineno, name
 
 
+@cache
 def imports_of(path: Path, package: Package) -> list[tuple[int, str]]:
     """Return what a module of a package imports, with lines."""
     parts = path.relative_to(package.folder / "src").with_suffix("").parts
@@ -252,6 +253,8 @@ def deep_imports(source: str, package: str) -> Iterator[tuple[int, str, str]]:
 
 def private_uses(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the name of each private attribute that code takes from an engine: ``engine._x``, ``self.engine._x``."""
+    if "engine._" not in source:  # parsing takes most of the time
+        return
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(value=ast.Name(id="engine") | ast.Attribute(attr="engine" | "_engine"), attr=attr) if (
@@ -271,6 +274,8 @@ def tracked(*patterns: str) -> list[str] | None:
 
 def formatter_comments(source: str) -> Iterator[int]:
     """Yield the line of each comment that turns the formatter off: ``# fmt: off``, ``# fmt: skip`` and yapf's."""
+    if not re.search("fmt:|yapf:", source):  # reading tokens takes most of the time
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and re.search(r"#\s*(fmt:\s*(off|skip)|yapf:\s*disable)\b", token.string):
             yield token.start[0]
@@ -278,6 +283,8 @@ def formatter_comments(source: str) -> Iterator[int]:
 
 def questions(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the opening of each docstring that opens as a question does."""
+    if not re.search(rf"[\"']\s*({'|'.join(QUESTIONS)})\b", source):  # parsing takes most of the time
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
@@ -299,6 +306,14 @@ def identifiers(source: str) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, part) for part in (*name.split("."), other) if part)
 
 
+def suspect_identifiers(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the ``identifiers`` of a source in which some banned word stands; nothing for the others, which is most."""
+    text = source.lower().replace("_", "")
+    if any(word.replace("_", "") in text for word in BANNED):  # parsing takes most of the time
+        yield from identifiers(source)
+
+
+@cache
 def replaced(name: str) -> str | None:
     """Return the banned word in an identifier: it is made of words, in snake_case or CamelCase. None without one."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("_")
