@@ -49,6 +49,23 @@ def _stays_here(address: object) -> bool:
 gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m takes its choice
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases slow, of a test that is marked ``few(count)``: all but so many, evenly chosen among those not slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for members in cases.values():
+        marker = members[0].get_closest_marker("few")
+        assert marker is not None
+        count = min(marker.args[0], len(members))
+        kept = {(2 * number + 1) * len(members) // (2 * count) for number in range(count)}
+        for number, item in enumerate(members):
+            if number not in kept:
+                item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     """Leave what there is by now out of collections of garbage."""
     gc.collect()

@@ -23,6 +23,7 @@ TOKENS: Spec = dict(tensor=dict(mode="1d", size=2, attention="tokens"))
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "spec", "then"),
     [

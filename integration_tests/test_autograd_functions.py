@@ -86,6 +86,7 @@ def test_every_function_is_here() -> None:
     assert found() == listed
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("name", "dtype", "backend"), chosen(1))
 def test_compiled_gradients_are_those_of_eager(name: str, dtype: torch.dtype, backend: str) -> None:
     compare(name, dtype, backend)

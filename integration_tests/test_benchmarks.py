@@ -252,6 +252,7 @@ def test_power_is_averaged_over_the_timed_steps() -> None:
     assert log.mean(begin, begin + 1, 3) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["warm_commands", pytest.param("cold", marks=pytest.mark.slow)])
 def test_two_versions_are_compared_by_turns(
     start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest

@@ -267,6 +267,7 @@ def test_a_run_leaves_numbers_table_and_plot(tmp_path: Path, capsys: pytest.Capt
     assert "\nReproduced: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_script_runs_by_itself_from_anywhere(tmp_path: Path) -> None:
     (tmp_path / "simulated.json").write_text(json.dumps(committed(hanayo.EXPERIMENT)))
     script = [str(hanayo.FOLDER / "run.py"), "--render", "--no-plots", "--output", str(tmp_path)]

@@ -25,7 +25,10 @@ from integration_tests.kills import (
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc tells which processes are left")
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("exporting", "meshfold run"), ("asynchronous saving", "none")])
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [("exporting", "meshfold run"), pytest.param("asynchronous saving", "none", marks=pytest.mark.slow)],
+)
 def test_three_kills(name: str, launcher: str, warm_python: str, tmp_path: Path) -> None:
     found = list(Campaign(name, launcher, warm_python, tmp_path.resolve(), random.Random(7)).run(3))
     assert len(found) == 3

@@ -114,6 +114,7 @@ def agree(runs: list[Run]) -> Run:
     return runs[0]
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("member", "following", "steps", "more"), members())
 def test_it_trains_as_one_process_and_goes_on_under_another_spec(
     member: Member, following: Member, steps: int, more: int, tmp_path: Path, found: list[Found]
@@ -149,6 +150,7 @@ def check_bf16_on_rank(cases: list[tuple[Spec, str]]) -> list[Run]:
     return [train(model, spec, "bf16", steps=2) for spec, model in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "specs"),
     [

@@ -51,6 +51,7 @@ Picture = tuple[str, Callable[[], "Figure | str"]]
 """What a picture shows, in words that change when it should; and what draws it, or writes its SVG."""
 
 
+@functools.cache
 def pictures() -> dict[str, Picture]:
     """Every picture by its file name."""
     spec = ParallelSpec.parse(dict(data=2, tensor=dict(mode="2d", size=4)))

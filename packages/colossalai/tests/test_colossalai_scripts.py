@@ -89,6 +89,7 @@ class ResNet(nn.Module):
         return out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plugin", ["torch_ddp", "torch_ddp_fp16", "low_level_zero", "gemini"])
 @ranks(2)
 def test_resnet(plugin: str, tmp_path: Path) -> None:

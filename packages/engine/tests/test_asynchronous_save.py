@@ -152,6 +152,7 @@ LEGS: dict[str, tuple[str, list[tuple[int, dict[str, Any]]], dict[str, Any]]] = 
 WITHIN = {"fp64": 1e-8, "fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [

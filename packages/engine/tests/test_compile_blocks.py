@@ -183,6 +183,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("model", "spec"),
     [

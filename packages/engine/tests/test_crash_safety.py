@@ -158,6 +158,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
     [case if case in ("one", "two, zero") else pytest.param(case, marks=pytest.mark.slow) for case in CASES],

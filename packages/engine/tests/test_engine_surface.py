@@ -367,6 +367,7 @@ def compare(name: str, pieces: int, specs: list[dict[str, Any]]) -> None:
                 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_on_two_ranks_is_the_serial_loop(name: str) -> None:
     run_on_ranks(2, compare, name, 2, [{"data": 2, **ZEROS[-1]}])
@@ -447,6 +448,7 @@ def compare_clipping(kind: str, specs: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-9, msg=f"{kind} {parallel} {name}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind",
     [kind if kind in ("L2", "value") else pytest.param(kind, marks=pytest.mark.slow) for kind in CLIPS],

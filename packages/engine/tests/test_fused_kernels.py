@@ -240,6 +240,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("model", "spec"), CASES, ids=[f"{model}, {spec}" for model, spec in CASES])
 @ranks(2)
 def test_on_two_ranks(model: str, spec: str) -> None:

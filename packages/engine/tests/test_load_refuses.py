@@ -163,6 +163,7 @@ def all_refused(parallel: dict[str, Any], path: str) -> None:
         refused(parallel, f"{path}-{case}", case)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "parallel",
     [

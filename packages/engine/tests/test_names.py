@@ -86,6 +86,7 @@ def go_through(folder: str, parallel: dict[str, Any], name: str) -> None:
             engine.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [(0, "adamw"), (0, "sgd"), (1, "adamw"), (2, "sgd")])
 def test_checkpoints_of_compiled_blocks(case: tuple[int, str], tmp_path: Path) -> None:
     run_on_ranks(1, go_through, str(tmp_path), ZEROS[case[0]], case[1])
@@ -113,6 +114,7 @@ def losses_of_one_made_here(compiled: bool) -> list[float]:
         return [engine.train_step(dict(input_ids=batch(step), labels=batch(step))) for step in range(3)]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_begin_with_the_same_weights_and_drop_the_same_elements() -> None:
     eager, compiled = (run_on_ranks(2, losses_of_one_made_here, way)[0] for way in (False, True))
     assert compiled == pytest.approx(eager, rel=1e-12)

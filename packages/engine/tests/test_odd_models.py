@@ -144,6 +144,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 @ranks(4)
 def test_nothing_counts_on_some_ranks_and_in_some_microbatches(name: str) -> None:

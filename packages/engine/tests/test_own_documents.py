@@ -147,6 +147,7 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "window"),
     [("gpt", None), pytest.param("gpt", WINDOW, marks=pytest.mark.slow), ("llama", WINDOW)],

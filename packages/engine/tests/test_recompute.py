@@ -86,6 +86,7 @@ def products() -> list[Any]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("make", "zero", "clip"), products())
 @ranks(1)
 def test_alone(make: Callable[[], nn.Module], zero: dict[str, Any] | None, clip: float | None) -> None:
@@ -117,6 +118,7 @@ def on_ranks(parallel: dict[str, Any]) -> None:
 FEW = ("3d", "zero, 1d")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in SPECS]
 )
@@ -160,6 +162,7 @@ def hugging_face_on_ranks(name: str, parallel: dict[str, Any]) -> None:
     assert_same(trained(make, parallel, "blocks", some), wanted)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize(
     "parallel",
@@ -346,6 +349,7 @@ def compile_blocks(model: nn.Module, how: str) -> None:
             blocks[number] = torch.compile(block, backend=counting)  # type: ignore[assignment]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["before", "after", "in place"])
 @pytest.mark.parametrize("zero", [{}, dict(zero=dict(stage=3, placement="cpu"))])
 @ranks(1)

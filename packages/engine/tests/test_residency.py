@@ -272,6 +272,7 @@ def _host_limit() -> int:
     return torch.distributed.get_world_size() * (resident_bytes() + 300 * MiB)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "tight", "every"),
     [(1, 5 * MiB, 1), (2, 8 * MiB, 2), pytest.param(2, 8 * MiB, 1, marks=pytest.mark.slow)],

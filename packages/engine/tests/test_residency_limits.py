@@ -96,6 +96,7 @@ def random_limits(count: int, seed: int) -> tuple[list[int], list[int]]:
     return [int(2.0 ** float(power) * MiB) for power in powers], stages
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "count"),
     [

@@ -65,6 +65,7 @@ def planned(parallel: dict[str, Any], model: str, given: list[dict[str, Tensor]]
         return (seen, engine.full_state_dict()), words
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_every_stage_is_planned_and_training_is_that_of_one_process(schedule: str) -> None:
     given = batches(5)

@@ -418,6 +418,7 @@ def test_bf16_is_near() -> None:
 # -- dropout, recomputation ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["hf gpt2 drops weights", "weights"])
 def test_attention_drops_the_weights_that_one_process_drops(model: str) -> None:
     assert serial(model, 3, 13, 1)[0] != serial("hf gpt2", 3, 13, 1)[0]
@@ -614,6 +615,7 @@ def by_document(model: str, pack: str) -> float:
         return total / counted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["hf llama", "windowed"])
 def test_packed_documents_and_windows(model: str, turn: int) -> None:

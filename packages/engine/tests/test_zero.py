@@ -141,6 +141,7 @@ def described(case: tuple[int, str, tuple[int, ...], int]) -> str:
     return f"{MESHES[case[0]][1]}-{case[1]}-{case[3]}".translate(str.maketrans("", "", "'{}() "))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "case",
     [

@@ -188,6 +188,7 @@ def half_a_step(folder: str, when: str) -> None:
         train(again, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["host", "device"])
 def test_half_a_step_is_said_and_not_undone(when: str, tmp_path: Path) -> None:
     run_on_ranks(1, half_a_step, str(tmp_path), when)

@@ -323,6 +323,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize(
     "how", ["2d", "zero 3", *(pytest.param(how, marks=pytest.mark.slow) for how in ("1d", "pipeline"))]

@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXAMPLES = 8 if INTERPRETED else 30
+EXAMPLES = 4 if INTERPRETED else 30
 Check = Callable[..., None]
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 

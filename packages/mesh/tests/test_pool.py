@@ -297,6 +297,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["idle", "busy"])
 def test_no_rank_outlives_the_test_process(tmp_path: Path, how: str) -> None:
     file = tmp_path / "script.py"

@@ -59,6 +59,7 @@ def one_comes_late(what: str) -> str:
     return "no error"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["everyone", "all_reduce", pytest.param("receive", marks=pytest.mark.slow)])
 def test_the_rank_that_did_not_come_is_named_on_every_rank(what: str) -> None:
     began = time.monotonic()

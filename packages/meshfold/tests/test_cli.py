@@ -580,6 +580,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_job(meshfold: Run, text: Path,
     assert "1/1000000  loss" in found.stdout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind(text: Path, tmp_path: Path, ranks: int) -> None:
     words = [

@@ -261,6 +261,7 @@ CASES: list[tuple[int, dict[str, Any], str, int]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_write_the_text_of_one_process(size: int) -> None:
     cases = [(parallel, model, rows) for count, parallel, model, rows in CASES if count == size]

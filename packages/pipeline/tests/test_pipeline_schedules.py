@@ -49,6 +49,7 @@ def check_schedules(count: int, microbatches: tuple[int, ...], steps: int, by_tu
             assert pipeline.peaks.graphs == simulate(plan, kept=0.0).peak[rank], what
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by_turns", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize(("count", "microbatches"), [(2, (1, 3, 4)), (4, (2, 8))])
 def test_every_schedule_trains_as_one_process(count: int, microbatches: tuple[int, ...], by_turns: bool) -> None:

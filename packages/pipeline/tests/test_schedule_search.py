@@ -123,6 +123,7 @@ def test_the_cut_is_chosen_too() -> None:
         search(ranks=4, microbatches=8, costs={1: Costs(), 2: Costs()}, chunks=4)
 
 
+@pytest.mark.slow
 def test_the_same_costs_give_the_same_schedule_in_every_process() -> None:
     """Every rank searches for itself, and text hashes otherwise in every process."""
     numbers = [0.7, 0.5, 0.5, 0.8, 0.6, 0.5, 0.5, 0.9]

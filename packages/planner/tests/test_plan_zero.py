@@ -94,6 +94,7 @@ MEASURED: dict[str, tuple[dict[str, Any], float, float, float]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MEASURED)
 def test_predictions_are_near_what_was_measured(name: str) -> None:
     zero, seconds, gpu, host = MEASURED[name]
@@ -176,6 +177,7 @@ def test_tensor_axes_divide_what_chunks_hold() -> None:
     assert any(entry.phase == "forward" and entry.axes == ("tensor",) for entry in half.traffic)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("placement", ["auto", "cuda", "cpu", "static", "const"])
 def test_every_placement_keeps_to_the_limits(placement: str) -> None:
     model = partial(opt, 6, 512, 8)

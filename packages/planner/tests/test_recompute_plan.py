@@ -202,6 +202,7 @@ def test_what_no_plan_can_relieve_is_recomputed() -> None:
         assert engine.recomputed_blocks is not None and not engine.recomputed_blocks.kept
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_of_several_ranks_one_that_is_near_the_end_makes_all_plan_again() -> None:
     seen = {}
@@ -257,6 +258,7 @@ def planned(recompute: str | None, model: Any = gpt, parallel: dict[str, Any] | 
     )
 
 
+@pytest.mark.slow
 def test_kept_as_planned_is_kept_as_never_recomputed() -> None:
     """With room for all, what is recomputed first and kept by the plan is, to a byte, what was never recomputed."""
     without, blocks, auto = planned(None), planned("blocks"), planned("auto")
@@ -269,6 +271,7 @@ def test_kept_as_planned_is_kept_as_never_recomputed() -> None:
     assert auto.memory.total == auto.plan.peak_gpu_bytes
 
 
+@pytest.mark.slow
 def test_collectives_of_what_is_kept_are_made_once() -> None:
     without, blocks, auto = (planned(recompute, parallel=dict(tensor=2)) for recompute in (None, "blocks", "auto"))
     assert auto.traffic == without.traffic

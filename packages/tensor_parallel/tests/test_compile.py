@@ -103,6 +103,7 @@ def step_of(model: nn.Module) -> None:
         output.sum().backward()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mode", "axes"), MODES[1:3], ids=SPLIT_ROUND_BLOCKS)
 def test_blocks_alike_share_one_graph(mode: str, axes: tuple[tuple[str, int], ...]) -> None:
     """Names of modules, of which dropout needs some, make no difference. Where the stream is split round the blocks

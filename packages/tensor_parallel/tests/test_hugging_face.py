@@ -262,6 +262,7 @@ def compare_dropout(kind: str, cases: tuple[Case, ...], attention: str) -> None:
             assert_gradients_equal(found, exact, what)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("place", "kind"), list(enumerate(DROPPING)))
 def test_dropout_is_that_of_one_rank(place: int, kind: str) -> None:
     """One mode a model; the slow test below has all."""

@@ -475,6 +475,7 @@ def run_trials(cases: tuple[Case, ...], trials: tuple[str, ...], dtype: torch.dt
 SOME = (case("2.5d", depth=2, row=2, col=2), case("3d", a=1, b=2, c=4), case("2d", data=2, row=2, col=2))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("trial", TRIALS)
 def test_layer_is_the_serial_one(trial: str) -> None:
     assert run_on_ranks(4, run_trials, CASES[4], (trial,), torch.float64) == [len(CASES[4])] * 4

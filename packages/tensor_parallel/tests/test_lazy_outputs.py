@@ -131,6 +131,7 @@ def compare(name: str, cases: tuple[Case, ...], beside: bool) -> None:
         assert torch.equal(ids, wanted.logits.argmax(-1)), what
 
 
+@pytest.mark.few(1)
 @needs_transformers
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_logits_beside_a_loss_are_the_serial_ones(name: str) -> None:

@@ -176,6 +176,7 @@ def assert_close(results: list[dict[str, float]], tolerance: float, least: int) 
     assert not off, "\n".join(f"{what}: off by {d:.2e}" for what, d in off.items())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("world", "keeps", "least"), [(2, KEEPS, 60), (4, KEEPS, 200), (6, KEEPS[:1], 10), (8, KEEPS[:1], 35)]
 )

@@ -114,6 +114,7 @@ def language_models(names: tuple[str, ...], cases: tuple[Case, ...], rows: int) 
         compare_language_model(LANGUAGE_MODELS[name], cases, rows, VOCAB)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("place", "name"), list(enumerate(LANGUAGE_MODELS)))
 def test_language_model_is_the_serial_one(place: int, name: str) -> None:
     """The GPT in all modes, the others in two each."""
@@ -312,6 +313,7 @@ def train_own(flat: tuple[Case, ...], classic: tuple[Case, ...]) -> None:
     train_and_compare_replicas(lambda: Classic(dropout=0.1), classic, VOCAB)
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_to_the_bit() -> None:
     """Each mode with one of the two models."""
     run_on_ranks(4, train_own, (*two_of_them(0), case("2.5d", depth=2, row=2, col=1)), two_of_them(1))

@@ -99,6 +99,7 @@ MASKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("name", MASKS)
 def test_torchs_transformer_is_the_serial_one(name: str, turn: int) -> None:
@@ -129,6 +130,7 @@ def drop_alike(cases: tuple[Case, ...], rules: dict[str, str]) -> None:
             assert not torch.allclose(loss_of(model.eval()), found[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rules", [{}, {"*attn": "replicate"}], ids=["split", "whole"])
 def test_it_drops_the_same_elements_under_every_spec(rules: dict[str, str]) -> None:
     run_on_ranks(4, drop_alike, (MODES[0], MODES[2]), rules)

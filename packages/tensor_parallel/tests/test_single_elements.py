@@ -124,6 +124,7 @@ def verdict(layout: Case, heads: int, how: str, code: Code, rows: int, tokens: i
     return "exact"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYOUTS)
 @ranks(4)

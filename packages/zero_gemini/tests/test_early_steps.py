@@ -183,6 +183,7 @@ def same_bits(cases: list[Case]) -> None:
             assert torch.equal(held, early), (recompute, dtype, regime, stage, placement, accumulate, number)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [

@@ -186,6 +186,7 @@ def test_the_minimum_that_an_error_names_is_the_true_one(r: Random, chunks: int)
         assert exhaustive(workload, roomy, only_gpu).proved
 
 
+@pytest.mark.slow
 @SOME
 @given(st.randoms(use_true_random=False), st.integers(1, 6), st.booleans())
 def test_more_memory_is_never_slower(r: Random, chunks: int, many: bool) -> None:
@@ -203,6 +204,7 @@ def test_more_memory_is_never_slower(r: Random, chunks: int, many: bool) -> None
         assert roomier.seconds <= less.seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @SOME
 @given(st.randoms(use_true_random=False), st.integers(2, 6))
 def test_the_family_for_many_chunks_is_legal_and_no_better_than_the_best(r: Random, chunks: int) -> None:
