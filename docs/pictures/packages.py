@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CONTENTS = {
     "mesh": "spec, mesh, layouts\ncollectives, random numbers\nlaunch, watchdog",
     "kernels": "Triton and numba kernels\nbeside torch references",
-    "optimizers": "LAMB, LARS, Lion, CAME\nAdafactor, Muon",
+    "optimizers": "LAMB, LARS, Lion, CAME\nAdafactor, Muon, GaLore",
     "experts": "routers, balance\ndispatch over ranks",
     "tensor_parallel": "layout algebra, modes\nsharded layers\nconversion of a model",
     "pipeline": "schedules, their check and run\nring and Ulysses attention",

@@ -13,6 +13,8 @@ from meshfold.optimizers import (
     Adafactor,
     AdafactorHF,
     Came,
+    GaLoreAdafactor,
+    GaLoreAdamW,
     Lamb,
     Lars,
     Lion,
@@ -22,6 +24,7 @@ from meshfold.optimizers import (
     role_groups,
     roles_of,
 )
+from meshfold.optimizers.galore import singular_vectors
 
 SHAPES = ((6, 5), (4, 7), (6, 5), (8,), (3, 4, 5))
 STEPS = 10
@@ -227,6 +230,59 @@ def test_muon_on_matrices_is_that_of_torch() -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < 0.02 * moved
 
 
+def projected(x: Tensor, gradients: list[Tensor], low: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """GaLore as in its paper: ``low`` makes the update of a projected gradient."""
+    basis = x
+    for number, gradient in enumerate(gradients):
+        if number % 4 == 0:
+            left, _, right = torch.linalg.svd(gradient)
+            basis = right[:2].T if x.shape[0] >= x.shape[1] else left[:, :2]
+            basis = basis * basis.gather(0, basis.abs().argmax(0, keepdim=True)).sign()
+        if x.shape[0] >= x.shape[1]:
+            update = low(number, gradient @ basis) @ basis.T
+        else:
+            update = basis @ low(number, basis.T @ gradient)
+        x = (x - 0.05 * 0.25 * update) * (1 - 0.05 * 0.1)
+    return x
+
+
+def test_galore_on_adamw() -> None:
+    """Moments are of projected gradients, and go on in new projections; all else is AdamW with eps before bias correction."""
+
+    def reference(x: Tensor, gradients: list[Tensor]) -> Tensor:
+        means: list[Tensor] = []
+
+        def adam(number: int, gradient: Tensor) -> Tensor:
+            if not means:
+                means.extend([torch.zeros_like(gradient), torch.zeros_like(gradient)])
+            means[0] = 0.9 * means[0] + 0.1 * gradient
+            means[1] = 0.999 * means[1] + 0.001 * gradient**2
+            corrected = (1 - 0.999 ** (number + 1)) ** 0.5 / (1 - 0.9 ** (number + 1))
+            return corrected * means[0] / (means[1].sqrt() + 1e-6)
+
+        if x.dim() == 2:
+            return projected(x, gradients, adam)
+        for number, gradient in enumerate(gradients):
+            x = (x - 0.05 * adam(number, gradient)) * (1 - 0.05 * 0.1)
+        return x
+
+    settings: dict[str, Any] = dict(lr=0.05, weight_decay=0.1, rank=2, update_proj_gap=4)
+    check(lambda p: GaLoreAdamW(p, **settings), reference, rtol=1e-10, atol=1e-10)
+
+
+def test_galore_of_full_rank_is_adafactor_of_the_rotated_gradient() -> None:
+    """On the side that is projected a full rank is a rotation, which a first moment without clipping does not see."""
+    first, gradients = data(((6, 5),))
+    settings: dict[str, Any] = dict(lr=0.05, clip_threshold=1e9)
+    found = run(lambda p: GaLoreAdafactor(p, rank=5, update_proj_gap=100, scale=1.0, **settings), first, gradients)
+    basis = singular_vectors(gradients[0][0], 5)
+    turned = [[one @ basis for one in step] for step in gradients]
+    plain = run(
+        lambda p: AdafactorHF(p, relative_step=False, scale_parameter=False, **settings), [first[0] @ basis], turned
+    )
+    torch.testing.assert_close(found[0], plain[0] @ basis.T, rtol=1e-10, atol=1e-10)
+
+
 def test_newton_schulz_brings_singular_values_near_one_and_keeps_vectors() -> None:
     matrix = torch.randn(3, 12, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = orthogonalize(matrix)
@@ -261,7 +317,7 @@ def test_roles_of_a_model() -> None:
     assert groups == {"matrices": 1, "embeddings": 1, "head": 0, "norms_and_biases": 3}
 
 
-@pytest.mark.parametrize("cls", [Lamb, Lars, Lion, Came, AdafactorHF, Muon])
+@pytest.mark.parametrize("cls", [Lamb, Lars, Lion, Came, AdafactorHF, Muon, GaLoreAdamW, GaLoreAdafactor])
 def test_state_dict_goes_on_to_the_bit(cls: type[torch.optim.Optimizer]) -> None:
     first, gradients = data()
     straight = run(cls, first, gradients)
@@ -277,7 +333,7 @@ def test_state_dict_goes_on_to_the_bit(cls: type[torch.optim.Optimizer]) -> None
     assert all(torch.equal(a, b) for a, b in zip(halfway, straight, strict=True))
 
 
-@pytest.mark.parametrize("cls", [Lamb, Lars, Lion, Came, AdafactorHF, Muon])
+@pytest.mark.parametrize("cls", [Lamb, Lars, Lion, Came, AdafactorHF, Muon, GaLoreAdamW, GaLoreAdafactor])
 def test_a_parameter_without_a_gradient_stays(cls: type[torch.optim.Optimizer]) -> None:
     pair = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))]
     optimizer = cls(pair)

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 _OF_THE_COMMAND = ("help", "out", "ranks", "resume", "no_plan", "report", "json", "model", "hf")
 FP8_NAMES = ("rowwise_hp_dw", "rowwise", "tensorwise")
-OPTIMIZER_NAMES = ("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came")
+OPTIMIZER_NAMES = (
+    *("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came", "muon"),
+    *("galore_adamw", "galore_adafactor"),
+)
 """Those of the engine that take a learning rate and a weight decay as they are."""
 RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
 

@@ -1,11 +1,12 @@
-"""Optimizers in plain torch that say what they must see of a tensor: elements, norms, or all of it."""
+"""Optimizers in plain torch that say what they must see of a tensor: elements, norms, sums over dims, or all of it."""
 
 from __future__ import annotations
 
 from meshfold.optimizers.adafactor import Adafactor, AdafactorHF
 from meshfold.optimizers.base import MatrixOptimizer, NormOptimizer, Sight, SquareSums, TensorOptimizer, square_sums
-from meshfold.optimizers.blocks import Blocks, SumOver, WholeTensors
+from meshfold.optimizers.blocks import Blocks, Product, SumOver, WholeTensors
 from meshfold.optimizers.came import Came
+from meshfold.optimizers.galore import GaLoreAdafactor, GaLoreAdamW
 from meshfold.optimizers.lamb import Lamb
 from meshfold.optimizers.lars import Lars
 from meshfold.optimizers.lion import Lion
@@ -20,6 +21,8 @@ __all__ = [
     "AdafactorHF",
     "Blocks",
     "Came",
+    "GaLoreAdafactor",
+    "GaLoreAdamW",
     "Lamb",
     "Lars",
     "Lion",
@@ -27,6 +30,7 @@ __all__ = [
     "Muon",
     "NormOptimizer",
     "OptimizerSettingError",
+    "Product",
     "Sight",
     "SquareSums",
     "SumOver",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -189,35 +189,12 @@ class AdafactorHF(MatrixOptimizer):
 
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
         """Step on some parameters, in two rounds of sums: of squares, and of updates."""
-        blocks = self.blocks
         counts = {p: self._count(p) for p in bucket}
+        rates: dict[Tensor, float | Tensor] = dict.fromkeys(bucket, group["lr"])
         if group["relative_step"]:
-            group["lr"] = _relative_rate(counts[bucket[-1]], group["warmup_init"])
-        sums = iter(blocks.sums(self._wanted(group, bucket)))
-        updates, rates = [], []
-        for p in bucket:
-            decay, state = 1.0 - counts[p] ** group["decay_rate"], self.state[p]
-            if p.dim() >= 2:
-                if "exp_avg_sq_row" not in state:
-                    state["exp_avg_sq_row"], state["exp_avg_sq_col"] = zero_means(blocks, p)
-                means = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
-                add_to_means(blocks, p, means, [next(sums), next(sums)], decay)
-                update = inverse_root(blocks, p, *means).mul_(gradient_of(p))
-            else:
-                [mean_square] = self._moments([p], "exp_avg_sq")
-                mean_square.mul_(decay).add_(gradient_of(p).square().add_(group["eps"][0]), alpha=1 - decay)
-                update = mean_square.rsqrt().mul_(gradient_of(p))
-            updates.append(update)
-            rate: float | Tensor = group["lr"]
-            if group["relative_step"]:
-                rate = _relative_rate(counts[p], group["warmup_init"])
-            if group["scale_parameter"]:
-                rate = rms(blocks, p, next(sums)).clamp(min=group["eps"][1]) * rate
-            rates.append(rate)
-        norms = blocks.sums(square_sum(p, update) for p, update in zip(bucket, updates, strict=True))
-        for p, update, rate, norm in zip(bucket, updates, rates, norms, strict=True):
-            limit_rms(blocks, p, update, norm, group["clip_threshold"])
-            update.mul_(rate)
+            rates = {p: _relative_rate(counts[p], group["warmup_init"]) for p in bucket}
+            group["lr"] = rates[bucket[-1]]
+        for p, update, rate in adafactor_updates(self, group, counts, {p: gradient_of(p) for p in bucket}, rates):
             if group["beta1"] is not None:
                 [mean] = self._moments([p], "exp_avg")
                 update = mean.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
@@ -225,13 +202,55 @@ class AdafactorHF(MatrixOptimizer):
                 p.mul_(1 - group["weight_decay"] * rate)
             p.sub_(update)
 
-    def _wanted(self, group: dict[str, Any], bucket: list[Tensor]) -> Iterator[SumOver]:
-        """Yield the sums of the first round, in the order in which they are used."""
-        for p in bucket:
-            if p.dim() >= 2:
-                yield from row_and_column(p, gradient_of(p).square().add_(group["eps"][0]))
+
+def adafactor_updates(
+    optimizer: MatrixOptimizer,
+    group: Mapping[str, Any],
+    counts: Mapping[Tensor, float],
+    gradients: Mapping[Tensor, Tensor],
+    rates: Mapping[Tensor, float | Tensor],
+    whole: Container[Tensor] = (),
+) -> Iterator[tuple[Tensor, Tensor, float | Tensor]]:
+    """Yield each parameter with its update, times its rate, and that rate; the optimizer's means take the gradients in.
+
+    Args:
+        optimizer: whose state and blocks.
+        group: with ``eps``, ``clip_threshold``, ``decay_rate`` and ``scale_parameter``.
+        counts: steps of each parameter.
+        gradients: of each.
+        rates: of each, before the parameter's size.
+        whole: parameters whose gradients are whole tensors of their own shapes, on every rank.
+    """
+    blocks = optimizer.blocks
+    like = {p: gradient if p in whole else p for p, gradient in gradients.items()}
+
+    def wanted() -> Iterator[SumOver]:
+        for p, gradient in gradients.items():
+            if gradient.dim() >= 2:
+                yield from row_and_column(like[p], gradient.square().add_(group["eps"][0]))
             if group["scale_parameter"]:
                 yield square_sum(p, p)
+
+    sums = iter(blocks.sums(wanted()))
+    updates, sized = {}, {}
+    for p, gradient in gradients.items():
+        decay, state = 1.0 - counts[p] ** group["decay_rate"], optimizer.state[p]
+        if gradient.dim() >= 2:
+            if "exp_avg_sq_row" not in state:
+                state["exp_avg_sq_row"], state["exp_avg_sq_col"] = zero_means(blocks, like[p])
+            means = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+            add_to_means(blocks, like[p], means, [next(sums), next(sums)], decay)
+            updates[p] = inverse_root(blocks, like[p], *means).mul_(gradient)
+        else:
+            [mean_square] = optimizer._moments([p], "exp_avg_sq")
+            mean_square.mul_(decay).add_(gradient.square().add_(group["eps"][0]), alpha=1 - decay)
+            updates[p] = mean_square.rsqrt().mul_(gradient)
+        size = rms(blocks, p, next(sums)).clamp(min=group["eps"][1]) if group["scale_parameter"] else 1.0
+        sized[p] = size * rates[p]
+    norms = blocks.sums(square_sum(like[p], update) for p, update in updates.items())
+    for (p, update), norm in zip(updates.items(), norms, strict=True):
+        limit_rms(blocks, like[p], update, norm, group["clip_threshold"])
+        yield p, update.mul_(sized[p]), sized[p]
 
 
 def _relative_rate(count: float, warmup_init: bool) -> float:

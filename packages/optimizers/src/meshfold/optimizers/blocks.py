@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Blocks", "SumOver", "WholeTensors", "in_buckets"]
+__all__ = ["Blocks", "Product", "SumOver", "WholeTensors", "in_buckets"]
 
 
 class SumOver(NamedTuple):
@@ -27,6 +27,22 @@ class SumOver(NamedTuple):
     parameter: Tensor
     values: Tensor
     kept: tuple[int, ...]
+
+
+class Product(NamedTuple):
+    """A product of a whole matrix with another one.
+
+    Attributes:
+        parameter: whose block it is.
+        values: of the shape of the parameter's block, of two dims.
+        factor: ``(size of dim, r)``, of the whole.
+        dim: of the matrix, that is summed over.
+    """
+
+    parameter: Tensor
+    values: Tensor
+    factor: Tensor
+    dim: int
 
 
 class Blocks(Protocol):
@@ -45,9 +61,31 @@ class Blocks(Protocol):
         """Return sums, each of the whole tensor's sizes along the kept dims, in one all-reduce; padding counts as nothing."""
 
     def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
-        """Return the part of a tensor over some dims of the whole that belongs to the parameter's block.
+        """Return the part of a tensor that belongs to the parameter's block, zero in padding.
 
-        Padding gets some number that is there.
+        Args:
+            whole: its first dims are those of the whole tensor that ``dims`` names.
+            parameter: whose block.
+            dims: of the parameter.
+        """
+
+    def products(self, wanted: Iterable[Product]) -> list[Tensor]:
+        """Return whole products ``(size of the other dim, r)``, in one all-reduce."""
+
+    def of_whole(
+        self,
+        parameters: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Tensor]:
+        """Return ``function`` of whole matrices, each computed by one rank, on every rank.
+
+        Args:
+            parameters: of two dims.
+            values: of the shapes of their blocks, of one dtype.
+            function: of one matrix ``(m, n)``, to a tensor of that dtype.
+            shapes: of what the function returns, for each.
         """
 
     def through_whole(
@@ -75,6 +113,18 @@ class WholeTensors:
 
     def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
         return whole
+
+    def products(self, wanted: Iterable[Product]) -> list[Tensor]:
+        return [(one.values if one.dim == 1 else one.values.mT) @ one.factor for one in wanted]
+
+    def of_whole(
+        self,
+        parameters: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Tensor]:
+        return [function(value) for value in values]
 
     def through_whole(
         self, parameters: Sequence[Tensor], values: Sequence[Tensor], function: Callable[[Tensor], Tensor]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Muon(MatrixOptimizer):
     groups for a model with embeddings. On matrices it is ``torch.optim.Muon``, with Nesterov momentum and rates that grow
     with the shape. Matrices of one shape are orthogonalised in one batch; of blocks, each matrix by one rank.
     """
+
+    needs_roles: ClassVar[bool] = True
 
     def __init__(
         self,

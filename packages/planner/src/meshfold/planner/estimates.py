@@ -28,11 +28,14 @@ MOMENTS = {
     "adafactor_hf": 0,
     "came": 1,
     "muon": 1,
+    "galore_adamw": 0,
+    "galore_adafactor": 0,
 }
 """Numbers that an optimizer keeps for an element, each as wide as the master weight.
 
 With default settings: SGD without momentum, LARS with it. Means of rows and columns (Adafactor, CAME) are not counted: of a
-matrix of n columns they are about 1/n of its elements. Muon keeps two of embeddings, head, norms and biases.
+matrix of n columns they are about 1/n of its elements; nor are GaLore's projections and moments of projected gradients.
+Muon and GaLore on AdamW keep two of embeddings, head, norms and biases.
 """
 
 

@@ -23,7 +23,7 @@ from meshfold.engine.optimizers.roles import groups_by_role
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.parameters import OptimizerProbeError, ShardedBlocks, ShardedSquareSums, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, Muon
+from meshfold.optimizers import Adafactor, AdafactorHF, Came, GaLoreAdafactor, GaLoreAdamW, Lamb, Lars, Lion, Muon
 
 __all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class"]
 
@@ -41,6 +41,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adafactor_hf": AdafactorHF,
     "came": Came,
     "muon": Muon,
+    "galore_adamw": GaLoreAdamW,
+    "galore_adafactor": GaLoreAdafactor,
 }
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 NO_DECAY = "norms_and_biases"
@@ -210,7 +212,8 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [{"params": list(parameters)}]
-        if cls is Muon:
+        by_role = getattr(cls, "needs_roles", False)
+        if by_role:
             groups = groups_by_role(parameters)
         elif no_decay:
             groups = [
@@ -219,7 +222,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
             ]
         # Also empty ones: which there are must not depend on what a stage of a pipeline happens to have.
         made: torch.optim.Optimizer = cls(groups, **rest, **_fast(cls))
-        if cls is Muon and no_decay:
+        if by_role and no_decay:
             made.param_groups[-1]["weight_decay"] = 0.0
         return made
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from meshfold.mesh.mesh import Mesh
 from meshfold.mesh.parameters.parameter_meta import ParameterMeta, metadata_on
 
 _BUCKET = 1 << 26
+ProductOf = tuple[Tensor, Tensor, Tensor, int]
+"""A parameter, values of its block's shape, the other matrix, and the dim that is summed over."""
 SumOf = tuple[Tensor, Tensor, tuple[int, ...]]
 """A parameter, values of its block's shape, and the dims that are not summed over."""
 
@@ -57,15 +60,36 @@ class ShardedBlocks:
 
     def sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
         """Return sums over whole tensors; see the class."""
+
+        def addends() -> Iterator[tuple[Tensor, bool]]:
+            for parameter, values, kept in wanted:
+                block = self._split_block(parameter)
+                mine = _sum_over_others(values, kept) if block is None else block.sum(values, kept)
+                yield mine, block is not None
+
+        return self._added_up(addends())
+
+    def products(self, wanted: Iterable[ProductOf]) -> list[Tensor]:
+        """Return products of whole matrices with others; see the class."""
+
+        def addends() -> Iterator[tuple[Tensor, bool]]:
+            for parameter, values, factor, dim in wanted:
+                block = self._split_block(parameter)
+                if block is None:
+                    yield (values if dim == 1 else values.mT) @ factor, False
+                else:
+                    yield block.product(values, factor, dim), True
+
+        return self._added_up(addends())
+
+    def _added_up(self, addends: Iterable[tuple[Tensor, bool]]) -> list[Tensor]:
+        """Return tensors, those that are marked added up over the ranks that split parameters."""
         found: list[Tensor] = []
         shared: list[int] = []
-        for parameter, values, kept in wanted:
-            block = self._split_block(parameter)
-            if block is None:
-                found.append(_sum_over_others(values, kept))
-                continue
-            shared.append(len(found))
-            found.append(block.sum(values, kept))
+        for addend, is_shared in addends:
+            if is_shared:
+                shared.append(len(found))
+            found.append(addend)
         if not shared or self._splitting.size == 1:
             return found
         wide = torch.float64 if any(found[i].dtype == torch.float64 for i in shared) else torch.float32
@@ -89,6 +113,36 @@ class ShardedBlocks:
         blocks = [self._block(parameter, self._owners) for parameter in parameters]
         items = [_Item(block, value) for block, value in zip(blocks, values, strict=True)]
         return self._computed(items, function) if items else []
+
+    def of_whole(
+        self,
+        parameters: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Tensor]:
+        """Return a function of whole matrices on every rank, in an all-to-all and an all-gather; see the class."""
+        if not all(parameter in self._metas for parameter in parameters):
+            return [function(value) for value in values]
+        blocks = [self._block(parameter, self._owners) for parameter in parameters]
+        items = [_Item(block, value) for block, value in zip(blocks, values, strict=True)]
+        if not items:
+            return []
+        owners = _deal(items, self._owners.size)
+        wholes = self._gather(items, owners)
+        made = {place: function(wholes.pop(place)).reshape(-1) for place in list(wholes)}
+        counts, sizes = [math.prod(shape) for shape in shapes], [0] * self._owners.size
+        for owner, count in zip(owners, counts, strict=True):
+            sizes[owner] += count
+        mine = torch.zeros(max(sizes), dtype=values[0].dtype, device=self._device)
+        if made:
+            own = torch.cat([made[place] for place in sorted(made)])
+            mine[: own.numel()] = own
+        rows = [[row] for row in operations.all_gather(mine.unsqueeze(0), self._owners)]
+        return [
+            _next_of(rows, owner, count).view(shape).to(item.value.device)
+            for owner, count, shape, item in zip(owners, counts, shapes, items, strict=True)
+        ]
 
     def _split_block(self, parameter: Tensor) -> _Block | None:
         """Return a parameter's block if it is less, or more, than the whole."""
@@ -229,12 +283,12 @@ class _Block:
 
     @cached_property
     def _coordinates(self) -> list[Tensor | None]:
-        """For each dim, the coordinate in the whole of each local position, in padding the last; None for all of the dim."""
+        """For each dim, the coordinate in the whole of each local position; None for all of the dim."""
         found: list[Tensor | None] = []
         for dim, size in enumerate(self.shape):
             coordinates = self._placement.coordinates(self._mesh, dim)
             same = len(coordinates) == size and bool((coordinates == torch.arange(size)).all())
-            found.append(None if same else coordinates.clamp(max=size - 1))
+            found.append(None if same else coordinates)
         return found
 
     def sum(self, values: Tensor, kept: tuple[int, ...]) -> Tensor:
@@ -247,21 +301,42 @@ class _Block:
                 values = values.index_select(dim, counted.to(values.device))
         total = _sum_over_others(values, kept)
         for place, dim in enumerate(kept):
-            coordinates, counted = self._coordinates[dim], self._counted[dim]
-            if coordinates is None:
-                continue
-            at = (coordinates if counted is None else coordinates[counted]).to(total.device)
-            spread = total.new_zeros([*total.shape[:place], self.shape[dim], *total.shape[place + 1 :]])
-            total = spread.index_copy_(place, at, total)
+            at = self._counted_coordinates(dim)
+            if at is not None:
+                spread = total.new_zeros([*total.shape[:place], self.shape[dim], *total.shape[place + 1 :]])
+                total = spread.index_copy_(place, at.to(total.device), total)
         return total
 
+    def product(self, values: Tensor, factor: Tensor, dim: int) -> Tensor:
+        """Return this block's addend of the product of the whole matrix with another one over one of its dims."""
+        other = 1 - dim
+        if not self._counts:
+            return values.new_zeros(self.shape[other], factor.shape[1])
+        for along, counted in enumerate(self._counted):
+            if counted is not None:
+                values = values.index_select(along, counted.to(values.device))
+        at = self._counted_coordinates(dim)
+        factor = factor if at is None else factor.index_select(0, at.to(factor.device))
+        found = (values if dim == 1 else values.mT) @ factor
+        at = self._counted_coordinates(other)
+        if at is None:
+            return found
+        return found.new_zeros(self.shape[other], found.shape[1]).index_copy_(0, at.to(found.device), found)
+
     def cut(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
-        """Return the part of a tensor over some dims of the whole that belongs to this block."""
+        """Return the part of a tensor that belongs to this block, along its first dims, which are these; zero in padding."""
         for place, dim in enumerate(dims):
             coordinates = self._coordinates[dim]
             if coordinates is not None:
-                whole = whole.index_select(place, coordinates.to(whole.device))
+                whole = whole.index_select(place, coordinates.clamp(max=self.shape[dim] - 1).to(whole.device))
+                if int(coordinates.max()) >= self.shape[dim]:
+                    padding = (coordinates >= self.shape[dim]).nonzero().flatten()
+                    whole = whole.index_fill(place, padding.to(whole.device), 0)
         return whole
+
+    def _counted_coordinates(self, dim: int) -> Tensor | None:
+        coordinates, counted = self._coordinates[dim], self._counted[dim]
+        return coordinates if coordinates is None or counted is None else coordinates[counted]
 
 
 def _sum_over_others(values: Tensor, kept: tuple[int, ...]) -> Tensor:

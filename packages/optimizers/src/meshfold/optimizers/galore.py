@@ -1,0 +1,284 @@
+"""GaLore: moments of gradients that are projected to a few dims (Zhao et al. 2024, arXiv 2403.03507)."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from meshfold.optimizers.adafactor import adafactor_updates
+from meshfold.optimizers.base import MatrixOptimizer, gradient_of
+from meshfold.optimizers.blocks import Product, in_buckets
+from meshfold.optimizers.roles import MATRICES, ROLES
+from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
+
+__all__ = ["GaLoreAdafactor", "GaLoreAdamW"]
+
+
+class GaLoreOptimizer(MatrixOptimizer):
+    """Base of optimizers that keep moments of projected gradients.
+
+    A matrix m × n with m ≥ n keeps the first ``rank`` right singular vectors of a gradient, else left ones; they are
+    computed anew every ``update_proj_gap`` steps. Of each vector the component of largest size is positive: moments go on in
+    the new vectors, so a sign that chance gives would change steps. Projection and moments are kept flat, whole on every
+    rank that has a block. A group's ``role`` says what is projected: ``"matrices"``; without a role, parameters of two dims.
+    """
+
+    needs_roles: ClassVar[bool] = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see torch.
+
+        Raises:
+            OptimizerSettingError: for an unknown role, or matrices of other than two dims.
+        """
+        role, name = param_group.get("role"), type(self).__name__
+        if role is not None and role not in ROLES:
+            raise OptimizerSettingError(f"{name}: role={role!r}; give one of {', '.join(map(repr, ROLES))}")
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if role == MATRICES and parameter.dim() != 2:
+                raise OptimizerSettingError(
+                    f"{name}: a parameter of shape {tuple(parameter.shape)} in a group of matrices; give it the role "
+                    "norms_and_biases"
+                )
+
+    def _step(self) -> None:
+        for group in self.param_groups:
+            for bucket in in_buckets(self._trained(group), self.blocks.bucket_elements):
+                counts = {p: self._count(p) for p in bucket}
+                projected = [p for p in bucket if group["role"] == MATRICES or (group["role"] is None and p.dim() == 2)]
+                low = self._project(group, projected, counts) if projected else {}
+                self._step_on(group, bucket, counts, low)
+
+    def _step_on(
+        self, group: dict[str, Any], bucket: list[Tensor], counts: dict[Tensor, float], low: dict[Tensor, Tensor]
+    ) -> None:
+        """Step on some parameters, whose steps are counted; ``low``: projected gradients of those that are projected."""
+        raise NotImplementedError
+
+    def _project(
+        self, group: dict[str, Any], projected: list[Tensor], counts: dict[Tensor, float]
+    ) -> dict[Tensor, Tensor]:
+        """Return projected gradients, ``(size of the dim that stays, rank)``; projections are renewed where it is time."""
+        stale = [
+            p for p in projected if (counts[p] - 1) % group["update_proj_gap"] == 0 or "projection" not in self.state[p]
+        ]
+        alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        for p in stale:
+            alike.setdefault((p.dtype, self._projection_shape(group, p)[1]), []).append(p)
+        for (_, rank), some in alike.items():
+            made = self.blocks.of_whole(
+                some,
+                [gradient_of(p) for p in some],
+                partial(singular_vectors, rank=rank),
+                [self._projection_shape(group, p) for p in some],
+            )
+            for p, projection in zip(some, made, strict=True):
+                self.state[p]["projection"] = projection.reshape(-1).clone()
+        wanted = (Product(p, gradient_of(p), self._projection(group, p), _dim(self.blocks.shape(p))) for p in projected)
+        return dict(zip(projected, self.blocks.products(wanted), strict=True))
+
+    def _projection_shape(self, group: dict[str, Any], parameter: Tensor) -> tuple[int, int]:
+        shape = self.blocks.shape(parameter)
+        return shape[_dim(shape)], min(group["rank"], *shape)
+
+    def _projection(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        kept: Tensor = self.state[parameter]["projection"]
+        return kept.view(self._projection_shape(group, parameter))
+
+    def _back(self, group: dict[str, Any], parameter: Tensor, low: Tensor) -> Tensor:
+        """Return this block of an update from its projected form."""
+        dim = _dim(self.blocks.shape(parameter))
+        stays = self.blocks.cut(low, parameter, (1 - dim,))
+        summed = self.blocks.cut(self._projection(group, parameter), parameter, (dim,))
+        update: Tensor = stays @ summed.mT if dim == 1 else summed @ stays.mT
+        return update.mul_(group["scale"])
+
+    def _low_rank(self, parameter: Tensor, key: str, like: Tensor) -> Tensor:
+        """Return a moment of a projected gradient, of its shape: zeros at first."""
+        state = self.state[parameter]
+        if key not in state:
+            state[key] = like.new_zeros(like.numel())
+        kept: Tensor = state[key]
+        return kept.view(like.shape)
+
+
+def singular_vectors(matrix: Tensor, rank: int) -> Tensor:
+    """Return the first singular vectors on the smaller side of a matrix as columns; the largest component of each is positive."""
+    wide = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
+    left, _, right = torch.linalg.svd(wide, full_matrices=False)
+    vectors = (right.mT if _dim(tuple(matrix.shape)) == 1 else left)[:, :rank]
+    largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
+    found: Tensor = vectors * torch.where(largest < 0, -1, 1)
+    return found.to(matrix.dtype)
+
+
+def _dim(shape: tuple[int, ...]) -> int:
+    """Return the dim that a projection sums over: the smaller one."""
+    return 1 if shape[0] >= shape[1] else 0
+
+
+def _check(name: str, rank: object, update_proj_gap: object, scale: object) -> None:
+    for key, value, example in (("rank", rank, 128), ("update_proj_gap", update_proj_gap, 200)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptimizerSettingError(f"{name}: {key}={value!r}; give a count of at least 1, such as {key}={example}")
+    positive(name, "scale", scale, example="0.25")
+
+
+class GaLoreAdamW(GaLoreOptimizer):
+    """GaLore on AdamW, as ``galore_torch.GaLoreAdamW`` with ``proj_type="std"``: eps before bias correction, decay last."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        rank: int = 128,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        correct_bias: bool = True,
+    ) -> None:
+        """Args:
+        params: parameters, or groups of them as :func:`meshfold.optimizers.role_groups` makes.
+        lr: learning rate.
+        betas: decay rates of the means of the gradient and of its square.
+        eps: added to the root of the mean square.
+        weight_decay: of the weights, times the learning rate.
+        rank: of projected gradients; a matrix that is smaller keeps all of its own.
+        update_proj_gap: steps between two projections.
+        scale: of updates that are projected back.
+        correct_bias: divide the means by 1 − beta^t.
+
+        Raises:
+            OptimizerSettingError: for a value that is out of range, an unknown role, or matrices that are none.
+        """
+        learning_rate("GaLoreAdamW", lr)
+        decay_rates("GaLoreAdamW", "betas", betas, example=(0.9, 0.999))
+        at_least("GaLoreAdamW", "eps", eps, 0.0, example="1e-6")
+        at_least("GaLoreAdamW", "weight_decay", weight_decay, 0.0, example="0.01")
+        _check("GaLoreAdamW", rank, update_proj_gap, scale)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                rank=rank,
+                update_proj_gap=update_proj_gap,
+                scale=scale,
+                correct_bias=correct_bias,
+                role=None,
+            ),
+        )
+
+    def _step_on(
+        self, group: dict[str, Any], bucket: list[Tensor], counts: dict[Tensor, float], low: dict[Tensor, Tensor]
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        for p in bucket:
+            gradient = low.get(p, gradient_of(p))
+            if p in low:
+                mean, square = (self._low_rank(p, key, gradient) for key in ("low_rank_avg", "low_rank_avg_sq"))
+            else:
+                [mean], [square] = self._moments([p], "exp_avg"), self._moments([p], "exp_avg_sq")
+            mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            update = mean / square.sqrt().add_(group["eps"])
+            if p in low:
+                update = self._back(group, p, update)
+            if group["correct_bias"]:
+                update.mul_(math.sqrt(1 - beta2 ** counts[p]) / (1 - beta1 ** counts[p]))
+            p.sub_(update.mul_(group["lr"]))
+            if group["weight_decay"]:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+class GaLoreAdafactor(GaLoreOptimizer):
+    """GaLore on Adafactor, as ``galore_torch.GaLoreAdafactor``: that of transformers with a given rate, on projected gradients."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        *,
+        scale_parameter: bool = False,
+        rank: int = 128,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+    ) -> None:
+        """Args:
+        params: parameters, or groups of them as :func:`meshfold.optimizers.role_groups` makes.
+        lr: learning rate.
+        eps: added to squared gradients, and the least root mean square of a parameter that the rate is scaled by.
+        clip_threshold: largest root mean square of an update, of a projected one in its projected form.
+        decay_rate: the mean of squares decays by 1 − t^decay_rate; below 0.
+        beta1: decay rate of the mean of updates; None: none is kept.
+        weight_decay: of the weights, times the rate.
+        scale_parameter: scale the rate by the parameter's root mean square.
+        rank: of projected gradients; a matrix that is smaller keeps all of its own.
+        update_proj_gap: steps between two projections.
+        scale: of updates that are projected back.
+
+        Raises:
+            OptimizerSettingError: for a value that is out of range, an unknown role, or matrices that are none.
+        """
+        name = "GaLoreAdafactor"
+        learning_rate(name, lr)
+        if not isinstance(eps, tuple | list) or len(eps) != 2:
+            raise OptimizerSettingError(f"{name}: eps={eps!r}; give 2 numbers above 0, such as eps=(1e-30, 1e-3)")
+        for one in eps:
+            positive(name, "eps", one, example="(1e-30, 1e-3)")
+        positive(name, "clip_threshold", clip_threshold, example="1.0")
+        if not isinstance(decay_rate, float) or not -1 <= decay_rate < 0:
+            raise OptimizerSettingError(
+                f"{name}: decay_rate={decay_rate!r}; give a number in [-1, 0), such as decay_rate=-0.8"
+            )
+        if beta1 is not None:
+            decay_rates(name, "beta1", (beta1,), example=(0.9,))
+        at_least(name, "weight_decay", weight_decay, 0.0, example="0.01")
+        _check(name, rank, update_proj_gap, scale)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                eps=eps,
+                clip_threshold=clip_threshold,
+                decay_rate=decay_rate,
+                beta1=beta1,
+                weight_decay=weight_decay,
+                scale_parameter=scale_parameter,
+                rank=rank,
+                update_proj_gap=update_proj_gap,
+                scale=scale,
+                role=None,
+            ),
+        )
+
+    def _step_on(
+        self, group: dict[str, Any], bucket: list[Tensor], counts: dict[Tensor, float], low: dict[Tensor, Tensor]
+    ) -> None:
+        gradients = {p: low.get(p, gradient_of(p)) for p in bucket}
+        for p, update, rate in adafactor_updates(
+            self, group, counts, gradients, dict.fromkeys(bucket, group["lr"]), low
+        ):
+            if group["beta1"] is not None:
+                mean = self._low_rank(p, "low_rank_avg", update) if p in low else self._moments([p], "exp_avg")[0]
+                update = mean.mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+            if p in low:
+                update = self._back(group, p, update)
+            if group["weight_decay"]:
+                p.mul_(1 - group["weight_decay"] * rate)
+            p.sub_(update)
