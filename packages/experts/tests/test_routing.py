@@ -17,9 +17,11 @@ from meshfold.experts import (
     balance_loss,
     balance_loss_of,
     find_experts,
+    keep_routing,
     routing_sums,
     sigmoid_top_k,
     softmax_top_k,
+    sum_over_ranks,
     update_selection_bias,
     z_loss,
 )
@@ -117,6 +119,51 @@ def test_the_loss_over_the_model_is_transformers(masked: bool) -> None:
         logits=torch.zeros(8, EXPERTS),
     )
     torch.testing.assert_close(balance_loss_of([routing_sums(even)]), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek", "gpt-oss"])
+def test_routers_of_transformers_are_balanced_by_a_hook(family: str) -> None:
+    model = model_of(family)
+    assert not hasattr(model, "router")
+    keepers = keep_routing(model)
+    assert not keep_routing(model) and len(keepers) == len(find_experts(model))
+    logits: list[Tensor] = []
+    for block in find_experts(model):
+        assert block.router_name is not None
+        model.get_submodule(block.router_name).register_forward_hook(lambda m, x, y: logits.append(y[0]))
+    ids = torch.randint(0, 64, (2, 9))
+    model.train()(input_ids=ids)
+    routings = [
+        ROUTERS[family](each, model.get_submodule(b.router_name))
+        for each, b in zip(logits, find_experts(model), strict=True)
+    ]
+    expected = balance_loss_of([routing_sums(routing) for routing in routings])
+    found = balance_loss(model)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, check_dtype=False)
+    found.backward()
+    assert model.get_submodule(find_experts(model)[0].router_name).weight.grad.abs().sum() > 0
+    sum_over_ranks(model, lambda sums: 2 * sums)  # as a second rank with the same tokens would
+    torch.testing.assert_close(balance_loss(model), found)
+    for keeper in keepers:
+        keeper.close()
+    with pytest.raises(SpecError, match="no routing"):
+        balance_loss(model)
+
+
+def test_a_router_that_weighs_otherwise_is_refused() -> None:
+    model = model_of("mixtral")
+    gate = type(model.model.layers[0].mlp.gate)
+
+    class Odd(gate):  # type: ignore[misc,valid-type]
+        """Weights are the squares of the others."""
+
+        def forward(self, x: Tensor) -> Any:
+            logits, weights, index = super().forward(x)
+            return logits, weights**2, index
+
+    model.model.layers[1].mlp.gate.__class__ = Odd
+    with pytest.raises(SpecError, match=r"model.layers.1.mlp.gate: its weights are neither"):
+        keep_routing(model)
 
 
 @ranks(4)

@@ -110,6 +110,10 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.layer_norm_backward_apply(x, x, w, rstd, rstd, sums, 2 * h)
         K.local_max(x)
         K.sum_exp_and_target(x, rstd, labels, 0)
+    places = torch.arange(24).view(8, 3)
+    K.sum_rows(
+        K.take_rows(x, places.flatten(), places), places.flatten(), places, torch.ones(8, 3, requires_grad=True)
+    ).sum().backward()
     p, grad, settings = torch.zeros(h), x[0].detach(), K.AdamSettings(weight_decay=0.1)
     for made in (
         K.WholeState.of(p, torch.bfloat16),
@@ -140,6 +144,9 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         "activations._gelu_gradients",
         "rotary._rotate",
         "merge_attention._merge",
+        "token_rows._take",
+        "token_rows._sum",
+        "token_rows._sum_gradients",
         "cross_entropy._sums",
         "cross_entropy._gradient",
         "cross_entropy._losses_and_gradient",

@@ -234,6 +234,26 @@ def test_merge_of_partial_attention(dims: tuple[int, ...], dtype: torch.dtype) -
     near(out, exact_out, "output", 4.0)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "each", "rows", "hidden"), [(9, 3, 23, 12), (1, 1, 1, 1), (40, 2, 80, 5), (3, 4, 12, 1030)]
+)
+@dtypes
+def test_token_rows(tokens: int, each: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+    """Pairs without a row and rows without a pair; rows that are part of wider ones."""
+    generator = torch.Generator().manual_seed(rows)
+    number = max(1, min(rows, tokens * each) - 2)
+    places = torch.full((tokens * each,), -1)
+    slots, targets = (torch.randperm(n, generator=generator)[:number] for n in (tokens * each, rows))
+    places = places.scatter(0, slots, targets).view(tokens, each).to(DEVICE)
+    pairs = torch.zeros(rows, dtype=torch.int64).scatter(0, targets, slots).to(DEVICE)
+    x = seeded(tokens, 2 * hidden, dtype=dtype)[:, :hidden]
+    agree(lambda x: K.take_rows(x, pairs, places)[targets], x, scale=each)
+    summands = seeded(rows, 2 * hidden, dtype=dtype, seed=1)[:, hidden:]
+    weights = seeded(tokens, each, seed=2)
+    agree(lambda r: K.sum_rows(r, pairs, places), summands, scale=each)
+    agree(lambda r, w: K.sum_rows(r, pairs, places, w), summands, weights, scale=hidden**0.5)
+
+
 # A row is a program of its own: more rows than a few are only slower.
 FEW_ROWS = [(7, 5) if shape == (70, 5) else shape for shape in SHAPES]
 

@@ -15,10 +15,13 @@ from meshfold.experts.dispatch import dispatch
 from meshfold.experts.feed_forward import ExpertLayout, feed_forward
 from meshfold.experts.find import ExpertBlock, find_experts
 from meshfold.experts.grouped import grouped_matmul
-from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert, balance_loss, z_loss
+from meshfold.experts.keep import RoutingKeeper, keep_routing, sum_over_ranks
+from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert
+from meshfold.experts.losses import balance_loss, z_loss
 from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, update_selection_bias
 from meshfold.experts.routing import Routing, sigmoid_top_k, softmax_top_k
 from meshfold.experts.shard import DispatchingForward, ExpertShard, ShardedExperts, shard_experts
+from meshfold.experts.upcycling import upcycle
 
 __all__ = [
     "DispatchingForward",
@@ -30,6 +33,7 @@ __all__ = [
     "Reduce",
     "Router",
     "Routing",
+    "RoutingKeeper",
     "RoutingSums",
     "ShardedExperts",
     "SharedExpert",
@@ -41,12 +45,15 @@ __all__ = [
     "feed_forward",
     "find_experts",
     "grouped_matmul",
+    "keep_routing",
     "moved_bias",
     "over_ranks",
     "routing_sums",
     "shard_experts",
     "sigmoid_top_k",
     "softmax_top_k",
+    "sum_over_ranks",
+    "upcycle",
     "update_selection_bias",
     "z_loss",
     "z_loss_of",

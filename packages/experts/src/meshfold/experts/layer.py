@@ -8,12 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from meshfold.experts.balance import balance_loss_of, z_loss_of
 from meshfold.experts.dispatch import dispatch
 from meshfold.experts.feed_forward import ExpertLayout, feed_forward
-from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, read_sums
+from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter
 from meshfold.kernels import swiglu, swiglu2
-from meshfold.mesh import Group, SpecError
+from meshfold.mesh import SpecError
 
 ROUTERS = ("softmax", "sigmoid")
 
@@ -126,25 +125,3 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             y = y + self.shared(tokens)
         return y.view(x.shape)
-
-
-def balance_loss(model: nn.Module, group: Group | None = None, *, over: Literal["layer", "model"] = "layer") -> Tensor:
-    """Return the balance loss of the last forward of every router in a model: a scalar, to be added to the loss with a factor.
-
-    Args:
-        model: has routers, ran forward in training mode.
-        group: the ranks that share the batch; the loss is of all their tokens, in one all-reduce. None: those that an engine has
-            split it over; without one, this rank has all of it.
-        over: see :func:`meshfold.experts.balance_loss_of`.
-
-    Raises:
-        SpecError: without such a router.
-    """
-    sums, reduce = read_sums(model)
-    return balance_loss_of(sums, group or reduce, over=over)
-
-
-def z_loss(model: nn.Module, group: Group | None = None) -> Tensor:
-    """Return the z-loss of the last forward of every router in a model, a scalar; otherwise as :func:`balance_loss`."""
-    sums, reduce = read_sums(model)
-    return z_loss_of(sums, group or reduce)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -153,9 +152,3 @@ def update_selection_bias(model: nn.Module, rate: float = 0.001, group: Group | 
     for router, own in zip(routers, counts.split([len(router.counts) for router in routers]), strict=True):
         router.selection_bias.copy_(moved_bias(router.selection_bias, own, rate))
         router.counts = torch.zeros_like(router.counts)
-
-
-def read_sums(model: nn.Module) -> tuple[Sequence[RoutingSums], Reduce | None]:
-    """Return the sums that the routers of a model kept in the last forward, in the order of its modules; how ranks sum them."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    return [router.sums for router in routers if router.sums is not None], routers[0].over_ranks if routers else None

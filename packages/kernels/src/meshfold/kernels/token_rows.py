@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import compute_dtype
 
 
@@ -63,32 +64,34 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(pairs, places)
-        return taken(x, pairs, places.shape[1])
+        ctx.summed = dispatch.twin(summed, x)
+        return dispatch.twin(taken, x)(x, pairs, places.shape[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         pairs, places = ctx.saved_tensors
-        return summed(dy, pairs, places, None), None, None
+        return ctx.summed(dy, pairs, places, None), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(None if weights is None else rows, pairs, places, weights)
-        return summed(rows, pairs, places, weights)
+        ctx.taken, ctx.gradients = dispatch.twin(taken, rows), dispatch.twin(sum_gradients, rows)
+        return dispatch.twin(summed, rows)(rows, pairs, places, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         rows, pairs, places, weights = ctx.saved_tensors
         if weights is None:
-            return taken(dy, pairs, places.shape[1]), None, None, None
-        drows, dweights = sum_gradients(dy, rows, pairs, places, weights)
+            return ctx.taken(dy, pairs, places.shape[1]), None, None, None
+        drows, dweights = ctx.gradients(dy, rows, pairs, places, weights)
         return drows, None, None, dweights
 
 
-# The reference, in plain torch: defines every result.
+# The reference, in plain torch: defines every result, and what Triton is given in its place.
 
 
 def taken(x: Tensor, pairs: Tensor, places_each: int) -> Tensor:

@@ -114,7 +114,7 @@ def _box(simulation: Simulation, one: Timed, y: float, scale: float) -> Iterator
     if one.action.op is Op.BW:
         yield Rectangle(x, y + 0.8 * height, width, 0.2 * height, _hex(_mix(base, 0.0, 0.4)))
     number = str(one.action.microbatch)
-    size = min(11.0, 0.6 * height, 1.4 * width / len(number))
+    size = min(11.0, 0.6 * height, 1.5 * width / len(number))
     if size >= 5:
         shade = _INK_ON_LIGHT if one.action.op is Op.F else "#ffffff"
         yield Text(x + width / 2, y + height * (0.4 if one.action.op is Op.BW else 0.5), number, size, shade)

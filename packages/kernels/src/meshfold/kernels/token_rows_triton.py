@@ -1,0 +1,170 @@
+"""Tokens copied into rows and summed back in Triton: a program takes some rows, or some tokens with all of their rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshfold.kernels import token_rows as plain
+from meshfold.kernels._triton import launch, tile
+from meshfold.kernels.inputs import as_rows
+
+_WIDEST = 65536  # columns that a program takes
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _take(x, pairs, y, rows, columns, each, x_row, y_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows)[:, None] & (column < columns)
+    token = tl.load(pairs + row, mask=row < rows, other=0) // each
+    tl.store(y + row[:, None] * y_row + column, tl.load(x + token[:, None] * x_row + column, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _sum(
+    rows,
+    places,
+    weights,
+    y,
+    tokens,
+    columns,
+    each,
+    rows_row,
+    y_row,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    real = token < tokens
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for i in range(each):
+        place = tl.load(places + token * each + i, mask=real, other=-1)
+        named = place >= 0
+        mask = named[:, None] & (column < columns)
+        x = tl.load(rows + place[:, None] * rows_row + column, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            x = x * tl.load(weights + token * each + i, mask=named, other=0.0).to(tl.float32)[:, None]
+        total += x
+    tl.store(y + token[:, None] * y_row + column, total.to(y.dtype.element_ty), mask=real[:, None] & (column < columns))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_gradients(
+    dy,
+    rows,
+    pairs,
+    places,
+    weights,
+    drows,
+    dweights,
+    count,
+    columns,
+    each,
+    dy_row,
+    rows_row,
+    drows_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    real = row < count
+    pair = tl.load(pairs + row, mask=real, other=0)
+    named = real & (tl.load(places + pair, mask=real, other=-1) == row)
+    mask = named[:, None] & (column < columns)
+    g = tl.load(dy + (pair // each)[:, None] * dy_row + column, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(rows + row[:, None] * rows_row + column, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weights + pair, mask=named, other=0.0).to(tl.float32)
+    # A row has one pair and a pair one row, so nobody else writes here.
+    tl.store(dweights + pair, tl.sum(g * x, 1).to(dweights.dtype.element_ty), mask=named)
+    there = drows + row[:, None] * drows_row + column
+    tl.store(there, (g * weight[:, None]).to(drows.dtype.element_ty), mask=real[:, None] & (column < columns))
+
+
+def taken(x: Tensor, pairs: Tensor, places_each: int) -> Tensor:
+    if x.shape[1] > _WIDEST:
+        return plain.taken(x, pairs, places_each)
+    x = as_rows(x)
+    y = x.new_empty(pairs.shape[0], x.shape[1])
+    high, wide, warps = tile(x.shape[1])
+    launch(
+        _take,
+        (triton.cdiv(y.shape[0], high),),
+        x,
+        x,
+        pairs.contiguous(),
+        y,
+        y.shape[0],
+        x.shape[1],
+        places_each,
+        x.stride(0),
+        y.stride(0),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
+    return y
+
+
+def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    if rows.shape[1] > _WIDEST:
+        return plain.summed(rows, pairs, places, weights)
+    rows = as_rows(rows)
+    tokens, each = places.shape
+    y = rows.new_empty(tokens, rows.shape[1])
+    high, wide, warps = tile(rows.shape[1])
+    launch(
+        _sum,
+        (triton.cdiv(tokens, high),),
+        rows,
+        rows,
+        places.contiguous(),
+        places if weights is None else weights.contiguous(),
+        y,
+        tokens,
+        rows.shape[1],
+        each,
+        rows.stride(0),
+        y.stride(0),
+        WEIGHTED=weights is not None,
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
+    return y
+
+
+def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    if rows.shape[1] > _WIDEST:
+        return plain.sum_gradients(dy, rows, pairs, places, weights)
+    dy, rows = as_rows(dy), as_rows(rows)
+    drows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    dweights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    high, wide, warps = tile(rows.shape[1])
+    launch(
+        _sum_gradients,
+        (triton.cdiv(rows.shape[0], high),),
+        rows,
+        dy,
+        rows,
+        pairs.contiguous(),
+        places.contiguous(),
+        weights.contiguous(),
+        drows,
+        dweights,
+        rows.shape[0],
+        rows.shape[1],
+        places.shape[1],
+        dy.stride(0),
+        rows.stride(0),
+        drows.stride(0),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
+    return drows, dweights
