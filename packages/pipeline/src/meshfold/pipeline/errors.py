@@ -6,18 +6,18 @@ from meshfold.mesh import LayoutError, MeshfoldError
 
 
 class ScheduleError(MeshfoldError, ValueError):
-    """A schedule that cannot be made, read or run: what is wrong, where it stands, what to change."""
+    """A schedule that cannot be made, read or run. The message says what is wrong, where, and what to change."""
 
 
 class ChainError(LayoutError):
-    """Blocks that are no chain: called in another order than they stand in, or with another shape than they return."""
+    """Blocks that do not form a chain: called out of order, or with another shape than they return."""
 
 
 class ExampleError(LayoutError):
-    """An example batch that the model cannot be called with.
+    """An example batch that the model does not accept.
 
     Attributes:
-        what: happened, without what to change.
+        what: what happened, without what to change.
     """
 
     def __init__(self, what: str) -> None:

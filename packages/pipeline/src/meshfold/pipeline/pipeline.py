@@ -35,15 +35,15 @@ from meshfold.pipeline.scheduling.costs import Costs
 
 @with_old_names({"cut": "partition", "home": "stage_ranks"})
 class Pipeline:
-    """This rank's stages of a model, and how a batch goes through all of them.
+    """A model in stages: this rank's part, and the steps that run a batch through all stages.
 
-    All ranks of the pipeline axis make one, are given the same batches and call the same methods. Gradients, parameters
+    All ranks of the pipeline axis construct one, pass the same batches and call the same methods. Gradients, parameters
     and their names are those of the whole model; each rank has those of its stages.
 
     Attributes:
         partition: what this rank keeps.
         module: the model with only that in it.
-        peaks: what the last step held at most on this rank.
+        peaks: the most that the last step held on this rank.
     """
 
     def __init__(
@@ -66,21 +66,21 @@ class Pipeline:
         **options: Any,
     ) -> None:
         """Args:
-            model: a module, the same on every rank, or a function that makes one, of which each rank then only allocates
-                its own stages. It is cut in place.
+            model: a module, the same on every rank, or a function that makes one; each rank then allocates only its
+                own stages. It is cut in place.
             mesh: has the axis of the pipeline.
             schedule: a name, a schedule, or a function of one's own; see :func:`meshfold.pipeline.schedule`.
             microbatches: in a step. By default the smallest multiple of the ranks that divides the batch, or as many as
                 there are ranks where none does. A batch of fewer rows has as many as it has rows.
             chunks, waves, costs, memory: for a schedule by name or function, as :func:`meshfold.pipeline.schedule` takes them.
-            loss_fn: makes a scalar of (output, micro-batch as it was given), a mean over what counts in the micro-batch;
+            loss_fn: makes a scalar of (output, micro-batch as it was given), a mean over the targets of the micro-batch;
                 None: the model's own, its output's ``.loss``.
-            weigh: how much a micro-batch counts, where neither labels nor rows tell.
+            weigh: weight of a micro-batch, where neither labels nor rows determine it.
             partition: how the model is cut, where its stages run, and their first values.
-            batched_weights: let the weight gradients of several micro-batches that are due at once be one product.
+            batched_weights: compute the weight gradients of several micro-batches that are due at once in one product.
             reduce: called with parameters as soon as a step has completed their gradients, in the same order on all
-                ranks with the same stages; where gradients over data axes may be summed meanwhile.
-            replicas: what is to be agreed with other pipelines that share this one's parameters.
+                ranks with the same stages; gradients over data axes may be summed there.
+            replicas: agreements with other pipelines that share this one's parameters.
             options: fields of :class:`PartitionConfig`, such as ``layers=[2, 6]``: they replace those of ``partition``.
 
         Raises:
@@ -144,7 +144,7 @@ class Pipeline:
 
     @property
     def config(self) -> Any:
-        """The model's configuration, where it has one."""
+        """The model's configuration, if it has one."""
         return getattr(self.module, "config", None)
 
     @property
@@ -161,7 +161,7 @@ class Pipeline:
         return dict(self._stages)
 
     def defer_logits(self, logits: DeferredLogits) -> None:
-        """Let the loss be computed without whole logits where the last stage is; ``logits``: of ``module``."""
+        """Compute the loss without whole logits in the last stage; ``logits``: of ``module``."""
         for stage in self._stages.values():
             stage.logits = logits
 
@@ -173,7 +173,7 @@ class Pipeline:
         Args:
             batch: the same on every rank of the axis: token ids ``b s``, a dict of the model's arguments, or a pair
                 (inputs, targets) for the ``loss_fn``.
-            scale: factor of the gradients: 1/n for n steps of which the mean is wanted.
+            scale: factor of the gradients: 1/n for the mean over n steps.
 
         Returns:
             The loss, the mean over all that counts in the batch: a float64 scalar, the same on every rank.
@@ -189,7 +189,7 @@ class Pipeline:
         return self._replicas.filled(self._batches.to_train(batch, unit=unit))
 
     def run(self, works: Sequence[Microbatch], *, scale: float | Tensor = 1.0) -> Tensor:
-        """:meth:`step` for micro-batches that are there already; their weights should add up to 1."""
+        """:meth:`step` for existing micro-batches; their weights should add up to 1."""
         program = self.program(len(works))
         plans = [self._plans.of(work) for work in works]
         self._channels.open(pairs(self.partition.ties), self.device)
@@ -205,27 +205,27 @@ class Pipeline:
     def measure(self, batch: Any, repeats: int = 3) -> Costs:
         """Measure the seconds of F, B and W of every stage for a micro-batch of this batch; the same on every rank.
 
-        For ``simulate`` and ``schedule="auto"``. Nothing is trained. Communication is not measured: the caller says how long
-        it takes.
+        For ``simulate`` and ``schedule="auto"``. Nothing is trained. Communication is not measured: pass its
+        time separately.
         """
         return self.measure_work(self.split(batch)[0], repeats)
 
     def measure_work(self, work: Microbatch, repeats: int = 3) -> Costs:
-        """:meth:`measure` for a micro-batch that is there already."""
+        """:meth:`measure` for an existing micro-batch."""
         plan, group = self._plans.of(work), self.mesh.group(self.axis)
         with preserved_buffers(self.module):
             return measure(self._stages, work, plan, group, len(self.stage_ranks), self.device, repeats)
 
     def replan(self, costs: Costs) -> None:
-        """Let ``schedule="auto"`` find its order anew, for these costs; stages stay where they are. All ranks must give
+        """Let ``schedule="auto"`` search again, for these costs; stages stay on their ranks. All ranks must pass
         the same."""
         self._programs.replan(costs)
 
     def rehearse(self, work: Microbatch) -> None:
         """Run F of this rank's stages on a micro-batch, then B and W from the last one back, on noise; send nothing.
 
-        For who watches a rank by itself: hooks see what they see in a step. Gradients come, and are whoever's who takes
-        them up.
+        For profiling a single rank: hooks see what they see in a step. The gradients are computed, and left to the
+        caller.
         """
         plan = self._plans.of(work)
         with preserved_buffers(self.module):
@@ -248,7 +248,7 @@ class Pipeline:
 
     @torch.no_grad()
     def assess(self, works: Sequence[Microbatch]) -> Tensor:
-        """:meth:`evaluate` for micro-batches that are there already."""
+        """:meth:`evaluate` for existing micro-batches."""
         total: Tensor | None = None
         with eval_mode(self.module), ExitStack() as opened:
             for work in works:
@@ -266,9 +266,9 @@ class Pipeline:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model without gradients; its output on every rank, in one piece.
+        """Call the model without gradients; return its whole output on every rank.
 
-        A tensor, or an object with the tensors among the output's fields as attributes, ``logits`` for one. So
+        The output is a tensor, or an object with the tensors among the output's fields as attributes, such as ``logits``. So
         ``meshfold.models.generate(pipeline, ids, 20)`` writes text.
         """
         calls = self._batches.to_call(args, kwargs)
@@ -278,7 +278,7 @@ class Pipeline:
         return share(here, self.mesh.group(self.axis), source, self.device)
 
     def _outputs(self, works: Sequence[Microbatch]) -> Iterator[Any]:
-        """Outputs of the model where the last stage is, None elsewhere."""
+        """Outputs of the model on the rank of the last stage, None elsewhere."""
         plans = [self._plans.of(work) for work in works]
         program = self._programs.forward(len(works))
         return iter(self._executor.evaluate(program, works, plans))

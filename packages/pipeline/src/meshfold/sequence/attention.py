@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over ranks, and the bytes that it sends: exact, and equal to what is recorded."""
+"""Attention over a sequence that is split over ranks, and the exact bytes that it sends."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def attention(
         documents: cumulative lengths of documents packed into the sequence, of every row of the batch alike:
             ``(0, 3, 8)`` for two of 3 and 5 tokens. Tokens see their own document.
         scale: of the scores; None: 1 / sqrt(d).
-        length: tokens of the whole sequence where it does not divide; what lies beyond is padding, which neither sees
+        length: tokens of the whole sequence if it does not divide evenly; tokens beyond are padding, which neither sees
             nor is seen: its output and gradients are zero. None: no padding.
         order: "zigzag" or "contiguous", as the sequence was sharded; None: the mode's own.
         kernel: "auto", "flash", "cudnn", "efficient" or "reference", see :mod:`meshfold.sequence.kernels`.
-        dropout: which weights fall, as :class:`meshfold.sequence.WeightDropout` says it: those that fall in one process. A share
-            alone is refused, since kernels draw by the place in a tile. Computed by the reference kernel, at a rank's share of
+        dropout: which weights are dropped, as a :class:`meshfold.sequence.WeightDropout`: the same as in one process. A number
+            alone is refused, since kernels draw by position in a tile. Computed by the reference kernel, at a rank's share of
             the memory of all scores.
 
     Returns:

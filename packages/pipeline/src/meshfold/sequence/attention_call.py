@@ -1,6 +1,6 @@
-"""Attention calls of a model, carried out over the ranks, and the function mode that catches them.
+"""Attention calls of a model, run over the ranks, and the function mode that intercepts them.
 
-The mode also answers where a model counts out positions itself.
+The mode also handles models that count positions themselves.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AttentionSettings:
             causal, window, scale, dropout: what the model asks for.
 
         Raises:
-            LayoutError: for a mask that nobody has said the meaning of, and for what attention itself refuses.
+            LayoutError: for a mask of unknown meaning, and for what attention itself refuses.
         """
         if self.causal is None and masked:
             raise LayoutError(
@@ -126,7 +126,7 @@ _INTEGERS = (None, torch.int64, torch.int32)
 
 
 class AttentionMode(TorchFunctionMode):
-    """While it is on, ``scaled_dot_product_attention`` runs over the ranks.
+    """Function mode in which ``scaled_dot_product_attention`` runs over the ranks.
 
     Where a model counts positions itself, ``torch.arange(n)`` for the n tokens of this rank gives their positions in
     the whole sequence; ``positions`` says of which n, and what.
@@ -236,7 +236,7 @@ class ModeAroundModules:
             mode.__exit__(None, None, None)
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,6 +1,6 @@
-"""Dropout of attention weights by their place in the whole batch, so that ranks drop what a single process does.
+"""Dropout of attention weights by their position in the whole batch, so that ranks drop the same weights as one process.
 
-Flash kernels draw by the place in a tile of theirs; here the weight of query i for key j, of head h of sequence n of the global
+Flash kernels draw by position in a tile; here the weight of query i for key j, of head h of sequence n of the global
 batch, is element ((n · heads + h) · length + i) · length + j of one stream, whoever computes it
 (:func:`meshfold.kernels.dropout`). Such tiles are computed by the reference kernel.
 """
@@ -24,7 +24,7 @@ class WeightDropout:
     """Dropout of the weights of one attention.
 
     Attributes:
-        p: share of them that falls, from 0 to 1; what stays is scaled by 1 / (1 - p).
+        p: share of them that is dropped, from 0 to 1; the rest is scaled by 1 / (1 - p).
         seed, key: of the stream; integers or 0-d int64 tensors.
         first_row: number of the first sequence in the global batch.
         first_head: number of the first head in the whole model.
@@ -75,10 +75,10 @@ DropoutFactors = Callable[[Sequence[Tile]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RingDropout:
-    """The same over a ring, whose places have the pieces of a sharding.
+    """Dropout over a ring, whose ranks have the pieces of a sharding.
 
     Attributes:
-        weights: which fall.
+        weights: which are dropped.
         sharding: of the sequence.
         index: this rank's place in the ring.
     """

@@ -1,4 +1,4 @@
-"""The attention of Hugging Face models, through the registry in which they look it up.
+"""Attention of Hugging Face models, through transformers' registry of attention functions.
 
 Their own masks are never made: at 128K tokens they would take gigabytes. Imports transformers only for models of it.
 """
@@ -33,7 +33,7 @@ def parts(model: nn.Module) -> list[nn.Module]:
 
 
 class Registered:
-    """Has the attention of a model's modules run over the ranks until it is removed."""
+    """Runs the attention of a model's modules over the ranks until it is removed."""
 
     def __init__(self, model: nn.Module, settings: Callable[[], AttentionSettings]) -> None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -54,7 +54,7 @@ class Registered:
             _settings[module] = settings
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         for config, before in self._before:
             config._attn_implementation = before
         for module in self._modules:
@@ -101,7 +101,7 @@ def attend(
 
 
 def no_mask(*args: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Stands in for the function that makes masks: there is none, but one of padding is refused.
+    """Replaces the function that makes masks: returns None, and refuses padding masks.
 
     Raises:
         LayoutError: if the caller masks tokens.

@@ -112,10 +112,10 @@ class Reference:
 
 
 class MetaKernel:
-    """Tensors without values, as plans have them: what a flash kernel returns, and nothing that it keeps in between.
+    """Meta tensors, as in plans: what a flash kernel returns, without its intermediate results.
 
     Attributes:
-        count: is told the floating point operations of each tile, masked pairs among them.
+        count: called with the floating-point operations of each tile, masked pairs included.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class FlashCUDA:
 
 
 class CuDNN:
-    """cuDNN's attention, as torch has it."""
+    """cuDNN's attention, through torch."""
 
     def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(

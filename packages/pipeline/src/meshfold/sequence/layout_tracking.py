@@ -64,12 +64,12 @@ class ShardedSequenceLayout:
     def check_arguments(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Do nothing: a loss takes what this rank has."""
+        """Do nothing: a loss takes this rank's tokens."""
 
     def mark_results(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """Do nothing: a loss of this rank's tokens is weighed with those of the others."""
+        """Do nothing: the loss of this rank's tokens is weighted with those of the others."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return advice to use another spec: no rule gathers a sequence."""

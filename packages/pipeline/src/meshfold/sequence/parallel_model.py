@@ -59,18 +59,18 @@ class SequenceParallel:
             refused.pop_all()
 
     def set_batch(self, *, length: int | None = None, documents: Documents | None = None) -> None:
-        """Say of the batches from now on what ``length`` and ``documents`` say of the first."""
+        """Set ``length`` and ``documents`` for the batches from now on."""
         self._settings = self._settings.with_batch(length, documents)
 
     def again(self) -> AbstractContextManager[None]:
         """Return the context manager for repeating a part of the current forward that is not a module's own.
 
-        For who recomputes activations; may be entered any number of times.
+        For recomputation of activations; may be entered any number of times.
         """
         return _Again(self, self._settings, self._local)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         for change in self._changes:
             change.remove()
         self._changes.clear()
@@ -175,13 +175,13 @@ class _NoMasks:
             module.__dict__["makes_masks"] = False
 
     def remove(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         for module in self._masks:
             module.__dict__["makes_masks"] = True
 
 
 class _Again:
-    """A part of a forward that is repeated: with the batch that it had."""
+    """A repeated part of a forward, with its original batch."""
 
     def __init__(self, parallel: SequenceParallel, settings: AttentionSettings, local: int) -> None:
         self._parallel, self._batch = parallel, (settings, local)
@@ -229,15 +229,15 @@ def sequence_parallel(
     Args:
         model: any module with self-attention; its attention dropout must be 0 unless ``draw`` is given.
         mesh, mode, order, kernel: as in :func:`meshfold.sequence.attention`.
-        causal: None: what the model asks for at each call; said, it stands for the masks that the model makes.
+        causal: None: what the model asks for at each call; if given, it replaces the model's own masks.
         window: None: what the model asks for (Hugging Face's ``sliding_window``, own models' ``window``).
         documents: cumulative lengths of packed documents, of all rows alike or one for every row (which then attend one
             after another); positions start again at each.
-        length: tokens of the whole sequence where it does not divide; ``set_batch`` says it anew for other batches.
-        draw: says at each attention that drops weights which ones fall; called with queries ``b heads s d`` and the share.
+        length: tokens of the whole sequence if it does not divide evenly; ``set_batch`` changes it for other batches.
+        draw: returns the dropout of each attention call with dropout; called with queries ``b heads s d`` and the share.
 
     Raises:
-        LayoutError: for an unknown mode or a mesh that does not fit; in the forward, for what the model wants and
+        LayoutError: for an unknown mode or a mesh that does not fit; in the forward, for anything that
             attention over a split sequence cannot do.
     """
     sequence_mode(mode, mesh)

@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, keys and values travel.
+"""Ring attention: queries stay, keys and values are passed around the ring.
 
 Forward: at step t a rank attends to the block of the rank t places before it, while that block is already on its way to
 the next rank; partial results are merged by their log-sum-exp. Backward: keys and values travel again, and with each
@@ -33,7 +33,7 @@ class Round:
         steps: this rank's tiles at each step.
         kernel: what computes a tile.
         scale: of the scores.
-        drop: which weights fall; None: none.
+        drop: which weights are dropped; None: none.
     """
 
     group: Group
@@ -117,7 +117,7 @@ def _total(dk: tile_attention.PartialSum, dv: tile_attention.PartialSum, before:
 
 
 class _Travelling:
-    """Keys and values on their way round: one tensor, so one message a step, sent on before it is used."""
+    """Keys and values on their way around the ring: one tensor, so one message per step, sent on before it is used."""
 
     def __init__(self, job: Round, k: Tensor, v: Tensor) -> None:
         self._job, self._k, self._v = job, k, v

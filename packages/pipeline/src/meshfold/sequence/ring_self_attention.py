@@ -1,4 +1,4 @@
-"""Ring self-attention as its paper has it: the baseline of arXiv 2105.13120, not a mode to train with.
+"""Ring self-attention as in its paper: the baseline of arXiv 2105.13120, not a mode to train with.
 
 Keys travel round the ring once to make every score of this rank's queries, then the softmax is taken over whole rows,
 then values travel. Backward: both travel again, and dK and dV of the whole sequence are summed by all-reduce, of which

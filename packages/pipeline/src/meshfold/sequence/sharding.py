@@ -169,7 +169,7 @@ def inverse_of(sharding: SequenceSharding) -> Tensor:
 
 
 def check_order(order: str) -> str:
-    """Raise a LayoutError for an order that is none."""
+    """Raise a LayoutError for an unknown order."""
     if order not in ORDERS:
         raise LayoutError(
             f"order={order!r}: a sequence is sharded in the order {' or '.join(map(repr, ORDERS))}."

@@ -1,4 +1,4 @@
-"""Runs a kernel over the tiles of two blocks; tiles of one shape go through it together, as one batch."""
+"""Attention over the tiles of two blocks; tiles of one shape are computed together, as one batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PartialAttention:
     lse: Tensor | None = field(default=None, init=False)
 
     def take(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Merge attention of some of the rows over further keys."""
+        """Merge the attention of some rows over further keys."""
         b, s, heads, _ = self.shape
         wide = accumulating(self.like.dtype)
         if self.out is None and tile.rows == s:
@@ -89,13 +89,13 @@ class PartialSum:
 
 @dataclass(frozen=True, slots=True)
 class TilePairs:
-    """A block of queries that meets one of keys.
+    """A block of queries with a block of keys.
 
     Attributes:
         kernel: what computes a tile.
         q: ``b s heads d``.
         k, v: ``b t kv_heads d``.
-        tiles: what is seen of the keys.
+        tiles: the visible parts of the keys.
         scale: of the scores.
         dropout_factors: which weights are dropped, by the reference kernel then, which alone can; None: none.
     """

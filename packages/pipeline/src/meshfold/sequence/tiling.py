@@ -10,7 +10,7 @@ begins or ceases to move, the visible part of the block is a rectangle, a trapez
     first moves, stop stands       an "upper" triangle (query x sees keys x to the end of the tile) and a rectangle
     both move                      bands of that width, each an upper and a lower triangle
 
-So the two halves of a zigzag meet as halves: what is masked whole costs nothing, and a diagonal block of two pieces is
+So the two halves of a zigzag are tiled as halves: fully masked parts cost nothing, and a diagonal block of two pieces is
 one triangle.
 """
 
@@ -96,8 +96,8 @@ class Tile:
 
 @dataclass(slots=True)
 class _Run:
-    """Queries [start, start + rows) of the block see keys [first, stop); each end stands (0), moves (1), or is not
-    known to do either, of a single row (None)."""
+    """Queries [start, start + rows) of the block see keys [first, stop); each end is fixed (0), moves (1), or is
+    unknown for a single row (None)."""
 
     start: int
     rows: int
@@ -107,7 +107,7 @@ class _Run:
     stop_moves: int | None
 
     def joins(self, other: _Run) -> bool:
-        """Take in the rows that follow, if the ends go on as they did."""
+        """Extend by the following rows, if the ends continue in the same way."""
         first = _continued(self.first, self.first_moves, self.rows, other.first, other.first_moves)
         stop = _continued(self.stop, self.stop_moves, self.rows, other.stop, other.stop_moves)
         if first is None or stop is None:

@@ -1,4 +1,4 @@
-"""Shards of sequences: what of a whole sequence each rank has, and its share of the loss."""
+"""Shards of sequences: each rank's tokens of a whole sequence, and its share of the loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shard_sequence(
         mode: as in :func:`meshfold.sequence.attention`.
         dim: the sequence dim.
         order: "zigzag" or "contiguous"; None: the mode's own.
-        pad: what a length that does not divide is filled up with at its end; -100 for labels.
+        pad: fill value at the end of a length that does not divide evenly; -100 for labels.
 
     Raises:
         LayoutError: for an unknown mode or order.
@@ -51,7 +51,7 @@ def gather_sequence(
 
     Args:
         x: this rank's tokens.
-        mesh, mode, dim, order: as they were sharding.
+        mesh, mode, dim, order: as they were sharded.
         length: tokens of the whole sequence; None: there is no padding.
     """
     axes = sequence_mode(mode, mesh).axes
@@ -72,7 +72,7 @@ def positions(
 
     Args:
         length: tokens of the whole sequence, without padding; a padded token has the position of the last one.
-        mesh, mode, order: as the sequence is sharding.
+        mesh, mode, order: as the sequence is sharded.
         documents: cumulative lengths of packed documents; positions start again at each.
         device: of the result.
     """
@@ -81,9 +81,9 @@ def positions(
 
 
 def next_tokens(labels: Tensor, documents: Sequence[int] | None = None, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Labels of a whole batch, moved so that each token has the next one's: ``b length -> b length``.
+    """Shift the labels of a whole batch, so that each token has the next one's: ``b length -> b length``.
 
-    A model shifts labels by one token itself, which a shard of a sequence cannot do: do it before sharding them.
+    A model shifts labels by one token itself, which is impossible on a shard of a sequence: shift before sharding.
 
     Args:
         labels: not shifted.
@@ -113,7 +113,7 @@ def loss_share(
         logits: ``... v``, of this rank's tokens.
         targets: ``...``, already moved by one token (:func:`meshfold.sequence.next_tokens`) and then sharded with
             ``pad=ignore_index``; as many as there are logits.
-        mesh, mode: as the sequence is sharding.
+        mesh, mode: as the sequence is sharded.
         ignore_index: the target of a token that does not count.
     """
     rows = logits.reshape(-1, logits.shape[-1])

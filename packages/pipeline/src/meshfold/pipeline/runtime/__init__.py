@@ -1,4 +1,4 @@
-"""Runs a program: a model in stages, its micro-batches, and what travels between ranks."""
+"""Execution of a program: stages of a model, micro-batches, and messages between ranks."""
 
 from __future__ import annotations
 

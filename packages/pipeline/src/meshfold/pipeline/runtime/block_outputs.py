@@ -19,9 +19,9 @@ class OutputForm:
     """The structure of a block's output, without values.
 
     Attributes:
-        spec: how the leaves lie in it.
-        leaves: what is no tensor as it is, of tensors the shape.
-        place: the leaf that takes the place of what the block was given.
+        spec: the tree structure of the output.
+        leaves: the shape of each tensor; other leaves as they are.
+        place: index of the leaf that has the shape of the block's input.
     """
 
     spec: TreeSpec
@@ -33,12 +33,12 @@ class OutputForm:
         """Return the form of an output.
 
         Args:
-            output: it.
+            output: of a block.
             given: what the block was called with.
             kind: the block's class.
 
         Raises:
-            ChainError: if nothing in it has the shape of what was given.
+            ChainError: if nothing in it has the shape of the input.
         """
         leaves, spec = tree_flatten(output)
         place = next((i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.shape == given.shape), None)
@@ -59,7 +59,7 @@ class OutputForm:
 
     @property
     def key(self) -> object:
-        """The same for what is alike but for shapes and plain values."""
+        """A key that is equal for forms that differ only in shapes and plain values."""
         return str(self.spec), self.place, tuple(isinstance(leaf, TensorPlaceholder) for leaf in self.leaves)
 
     @property
@@ -72,14 +72,14 @@ class OutputForm:
         return " and ".join(str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, TensorPlaceholder))
 
     def fill(self, given: Tensor) -> Any:
-        """Return the output of a block that hands its input through."""
+        """Return the output of a block that passes its input through."""
         made = [leaf.make(given.requires_grad) if isinstance(leaf, TensorPlaceholder) else leaf for leaf in self.leaves]
         made[self.place] = same_storage(given)
         return tree_unflatten(made, self.spec)
 
 
 class OutputForms:
-    """The output forms of a model's blocks, as far as they were seen while all blocks were on this rank."""
+    """The output forms of a model's blocks, as far as they were recorded while all blocks were on this rank."""
 
     def __init__(self) -> None:
         self._seen: dict[int, OutputForm] = {}
@@ -119,7 +119,7 @@ class OutputForms:
         return learn(here[0] if mine is None else mine)
 
     def check(self, ranks: Sequence[Sequence[int]]) -> None:
-        """Raise a ChainError for a rank that could not make what a block of another returns.
+        """Raise a ChainError for a rank that cannot build the output of another rank's block.
 
         Args:
             ranks: the blocks that each will have.

@@ -1,7 +1,7 @@
-"""The repeated block of a model: where it is, how many of them each stage gets, and one module for each place.
+"""The repeated blocks of a model: where they are, how many each stage gets, and one module object per position.
 
-Stages and gates go by places in the list. A module that stands twice in it, or in it and elsewhere in the model, is replaced there
-by another module object with the same parameters and buffers. Its weights are then tied, as an embedding and a head may be.
+Stages and gates count positions in the list. A module that occurs twice in it, or in it and elsewhere in the model, is replaced
+there by another module object with the same parameters and buffers. Its weights are then tied, as an embedding and a head may be.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Blocks:
 def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
     """Return the list with the most parameters whose members are of one class, from the first of that class to the last.
 
-    An nn.ModuleDict counts where there is no other list. A module may stand at several places.
+    An nn.ModuleDict is used only if there is no other list. A module may occur at several positions.
 
     Args:
-        model: any module; lists inside of lists are not looked at.
+        model: any module; lists inside lists are ignored.
         name: full name of the list to take instead.
 
     Raises:
@@ -104,8 +104,8 @@ def balance_blocks(costs: Sequence[float], stages: int, *, before: float = 0.0, 
     Args:
         costs: of every block, in any unit of time.
         stages: how many; each gets one block at least.
-        before: what comes before the blocks costs, in the first stage.
-        after: what comes behind them, in the last.
+        before: cost of what comes before the blocks, in the first stage.
+        after: cost of what comes after them, in the last.
 
     Raises:
         LayoutError: for more stages than blocks, or a cost that is negative.
@@ -154,7 +154,7 @@ def balance_blocks(costs: Sequence[float], stages: int, *, before: float = 0.0, 
 
 
 def separate_repeated_blocks(model: nn.Module, blocks: Blocks) -> list[int]:
-    """Let each block stand at one place of the model alone, in place. Return for each place the first that had the same block."""
+    """Make each position's block a separate module object, in place. Return for each position the first one with the same block."""
     lists = {path for path, module in model.named_modules(remove_duplicate=False) if module is blocks.container}
     places = {f"{path}.{key}" if path else key for path in lists for key in blocks.keys}
     stands = Counter(module for path, module in model.named_modules(remove_duplicate=False) if path not in places)
@@ -171,7 +171,7 @@ def separate_repeated_blocks(model: nn.Module, blocks: Blocks) -> list[int]:
 
 
 def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Return another module object with the same parameters, buffers and attributes; so are the modules in it."""
+    """Return another module object with the same parameters, buffers and attributes, submodules included."""
     made = {} if made is None else made
     if module not in made:
         if "_orig_mod" in module._modules:

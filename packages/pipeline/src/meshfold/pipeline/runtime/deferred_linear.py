@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradient can wait: what splits W from B.
+"""Linear layers with deferred weight gradients, which split W from B.
 
     forward  y  = x wᵀ + b
     B        dx = dy w
@@ -6,7 +6,7 @@
 
 :func:`defer_weight_gradients` switches the linear layers of a module to it, in place: names, parameters and hooks stay.
 Everything else of a stage (norms, tables, what is not a linear layer) gets its gradient in B, by autograd. Without a queue that
-collects (:mod:`meshfold.mesh.parameters.deferred_wgrad`) dw is made as soon as backward comes by, and the layer is an ordinary one.
+collects (:mod:`meshfold.mesh.parameters.deferred_wgrad`) dw is computed in backward, as in an ordinary layer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Deferring:
     """Mixin that is added to a linear layer's class.
 
     Attributes:
-        computes_linear: ``nn.Linear``'s product still, so that :mod:`meshfold.kernels.fuse` may take it for a head.
+        computes_linear: True: it computes ``nn.Linear``'s product, so :mod:`meshfold.kernels.fuse` may treat it as a head.
     """
 
     computes_linear = True
@@ -93,8 +93,8 @@ def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> Weigh
 
     Args:
         module: it, and everything in it.
-        batched: let the gradient of several micro-batches that is asked for at once be one larger product. It rounds
-            otherwise than one product a micro-batch, and copies x and dy together.
+        batched: compute the gradients of several micro-batches that are due at once in one larger product. It rounds
+            differently from one product per micro-batch, and concatenates x and dy.
 
     Returns:
         Where the gradients wait: ``with queue.collecting(0): loss.backward()``, later ``queue.compute(0)``.
@@ -129,7 +129,7 @@ def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
 
 
 class _Adder:
-    """Adds the gradients of a layer. It asks the layer for its parameters each time: they may be replaced."""
+    """Adds up the gradients of a layer. It reads the layer's parameters each time, since they may be replaced."""
 
     def __init__(self, layer: nn.Module, turned: bool, batched: bool) -> None:
         self._layer, self._turned, self._batched = layer, turned, batched
@@ -147,7 +147,7 @@ class _Adder:
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
-    """Return whether this is transformers' linear layer with a weight ``k n``, which cannot be imported here."""
+    """Return True for transformers' linear layer with a weight ``k n``, whose class cannot be imported here."""
     weight, width = layer._parameters.get("weight"), getattr(layer, "nf", None)
     named = any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__[:2])
     return named and isinstance(width, int) and weight is not None and weight.shape[-1] == width

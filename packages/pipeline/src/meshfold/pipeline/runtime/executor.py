@@ -1,8 +1,8 @@
 """Runs a program: a rank's list of actions, sends and receives, from left to right.
 
-A receive is posted where it stands and waited for by the action that uses it; a send is waited for before the memory of
-what was sent is used again. Each direction has a process group of its own, so that an activation that goes one way never
-waits for a gradient that comes the other way. Shapes are known ahead, so nothing is said but the tensors.
+A receive is posted at its position in the list and waited for by the action that uses it; a send is waited for before its memory
+is reused. Each direction has its own process group, so that activations and gradients never wait for each other. Shapes are known
+in advance, so only the tensors are sent.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Channels:
         self._sent.clear()
 
     def open(self, pairs: set[tuple[int, int]], device: torch.device) -> None:
-        """Let every pair (source, target) meet once, in an order that all ranks share: NCCL connects two ranks at their
-        first message, and has both wait for it."""
+        """Connect every pair (source, target) once, in an order that all ranks share: NCCL connects two ranks at their
+        first message, and both wait for it."""
         for source, target in sorted(pairs - self._warm):
             word = torch.zeros(1, device=device)
             if source == self.index:
@@ -71,7 +71,7 @@ class Channels:
 
 @dataclass
 class Peaks:
-    """The most of something that a rank was seen to hold at a time.
+    """Peak counts of what a rank held at a time.
 
     Attributes:
         microbatches: pairs of stage and micro-batch between F and the gradient of the weights.
@@ -82,7 +82,7 @@ class Peaks:
     graphs: int = 0
 
     def record(self, stages: Sequence[Stage]) -> None:
-        """Look at all stages of a rank."""
+        """Update the peaks from all stages of a rank."""
         self.microbatches = max(self.microbatches, sum(len(stage.kept) for stage in stages))
         self.graphs = max(self.graphs, sum(len(stage.live) for stage in stages))
 
@@ -96,8 +96,8 @@ class Executor:
         stage_ranks: the rank of every stage.
         channels: to the others.
         device: of what is received.
-        together: let the weight gradients of micro-batches whose W follow each other be made at once.
-        reduce: called with a stage once the gradients of its weights are whole.
+        together: compute the weight gradients of consecutive W actions together.
+        reduce: called with a stage once the gradients of its weights are complete.
         peaks: of the last program.
     """
 
@@ -119,13 +119,13 @@ class Executor:
         """Run this rank's steps; the gradients are in ``.grad`` afterwards.
 
         Args:
-            program: of as many micro-batches as there are works.
+            program: for as many micro-batches as ``works`` has.
             works: the micro-batches, the same on all ranks of the axis.
             plans: what travels, for each.
             scale: factor of the gradients, not of the loss.
 
         Returns:
-            The batch's loss, float64, where the last stage is; None elsewhere.
+            The batch's loss, float64, on the rank of the last stage; None elsewhere.
         """
         self.peaks = Peaks()
         step = _Step(self, works, plans, scale)
@@ -147,7 +147,7 @@ class Executor:
     def evaluate(
         self, program: Program, works: Sequence[Microbatch], plans: Sequence[TransferPlan]
     ) -> list[Any | None]:
-        """Run a program of forwards alone, without gradients: the model's outputs where the last stage is."""
+        """Run a program of forwards only, without gradients; return the model's outputs on the rank of the last stage."""
         step = _Step(self, works, plans, 1.0, training=False)
         self.channels.open(_pairs(program), self.device)
         with torch.no_grad():
@@ -177,7 +177,7 @@ class _Step:
         self.loss: Tensor | None = None
 
     def take(self, steps: Sequence[Step], at: int) -> int:
-        """Do the step at a place; how many were done."""
+        """Run the step at an index; return how many were run."""
         try:
             return self._do(steps, at)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Finds which stage needs which parameters outside the blocks, by running the forward on an example without values."""
+"""Which stage needs which parameters outside the blocks, found by running the forward on meta tensors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Uses = dict[str, set[int]]
 
 @dataclass(kw_only=True)
 class ForwardAnalysis:
-    """The use of parameters and buffers that a forward was seen to make.
+    """Parameters and buffers that a forward used.
 
     Attributes:
-        uses: of the parameters beside the blocks.
-        seen: of the whole forward; None where it could not be run to its end.
-        last: what it made behind the last block.
-        changed: buffers that the forward changes: those beside the blocks, and shared ones in them.
+        uses: of the parameters outside the blocks.
+        seen: of the whole forward; None if it could not be run to its end.
+        last: what it computed after the last block.
+        changed: buffers that the forward changes: those outside the blocks, and shared ones in them.
     """
 
     uses: Uses
@@ -74,14 +74,14 @@ def analyze_forward(
     device: torch.device,
     shared: Sequence[nn.Module],
 ) -> ForwardAnalysis:
-    """See what a forward does beside its blocks, as far as it can be seen.
+    """Find out what a forward does outside its blocks, as far as possible.
 
-    What comes before the blocks has to be seen. What comes between and behind them is, where the forward can be run to its end
-    without values.
+    What comes before the blocks must be found. What comes between and after them is found if the forward can be run to its end
+    on meta tensors.
 
     Args:
         model: real or meta; its parts are gated.
-        partial_forward: of the model; gates all blocks and of ``beside``.
+        partial_forward: of the model; gates all blocks and those of ``beside``.
         beside: modules beside the blocks.
         weights: parameters that lie in no block and no such module: module and name in it.
         example: what to call the model with.
@@ -182,7 +182,7 @@ def _writes(buffer: Tensor | None) -> int:
 
 
 class _NoLargeProducts(TorchFunctionMode):
-    """Skips the product with a large placeholder matrix: only the shape of the result is needed."""
+    """Skips products with a large placeholder matrix, since only the shape of the result is needed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1:

@@ -1,9 +1,9 @@
-"""Gradients of a step: those of parameters that several ranks keep are summed, complete ones are handed over.
+"""Gradients of a step: tied ones are summed over their ranks, complete ones are passed on.
 
 Each holder of a tied parameter, such as a head that shares the embedding's table, sends its gradient to every other one, and all
 add them in the order of the ranks. All get the same bits, so equal copies stay equal under any optimizer that treats them alike.
-What a step's micro-batches make is set aside in float32 or wider as it comes, before anything else reads ``.grad``; the sum is
-then added as one gradient.
+Gradients of a step's micro-batches are set aside in float32 or wider as they arrive, before anything else reads ``.grad``; the
+sum is then added as one gradient.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TiedGradients:
         self._own = [None] * len(self.parameters)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -116,13 +116,13 @@ Reduce = Callable[[Sequence[tuple[str, nn.Parameter]]], None]
 
 
 class CompleteGradients:
-    """Hands parameters on as soon as no other stage of this rank, and no other rank, adds to their gradients."""
+    """Passes parameters on as soon as no other stage of this rank, and no other rank, adds to their gradients."""
 
     def __init__(self, partition: Partition, ties: TiedGradients, reduce: Reduce) -> None:
         """Args:
         partition: the model.
-        ties: parameters that other ranks keep as well: theirs are whole once they were summed.
-        reduce: takes them up.
+        ties: parameters that other ranks keep as well: complete once they have been summed.
+        reduce: called with them.
         """
         self._partition, self._ties, self._reduce = partition, ties, reduce
         self._tied = {tie.name for tie in partition.ties}
@@ -133,7 +133,7 @@ class CompleteGradients:
         self._unfinished = set(self._partition.stages)
 
     def of_stage(self, stage: int) -> None:
-        """Hand over what is complete once all micro-batches of a stage had their W."""
+        """Pass on what is complete once all micro-batches of a stage have had their W."""
         self._unfinished.discard(stage)
         done = [
             (name, parameter)
@@ -146,7 +146,7 @@ class CompleteGradients:
             self._reduce(done)
 
     def of_ties(self) -> None:
-        """Hand over tied parameters, once their gradients are summed."""
+        """Pass on tied parameters, once their gradients are summed."""
         if self._ties.parameters:
             named = zip(self._ties.ties, self._ties.parameters, strict=True)
             self._reduce([(tie.name, parameter) for tie, parameter in named])

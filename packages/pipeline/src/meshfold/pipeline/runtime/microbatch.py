@@ -1,8 +1,8 @@
-"""A batch in micro-batches: what the model is called with for each, and how much each counts.
+"""Micro-batches of a batch: the model's arguments for each, and its weight.
 
 A batch is a tensor of token ids ``b s``, a dict of the model's arguments, or a pair ``(inputs, targets)`` for a
-``loss_fn``. The loss of the batch is the mean over all that counts in it, so a micro-batch weighs as much as it has of
-that: targets that are not -100 where there are some, rows else.
+``loss_fn``. The loss of the batch is the mean over its targets, so a micro-batch is weighted by its targets that are not -100, or
+by its rows if there are none.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def split(
     weigh: Callable[[Any], Tensor | float] | None = None,
     unit: int = 1,
 ) -> list[Microbatch]:
-    """Cut a batch into so many parts of as many rows as can be; the first ones get the rows that are over.
+    """Cut a batch into ``count`` parts of equal size; the first ones get the remaining rows.
 
     Args:
         batch: tensors of it whose first dim is the batch are cut, everything else goes to every part.
@@ -64,8 +64,8 @@ def split(
         own_loss: the loss is a ``loss_fn``'s: labels that are missing stay missing.
         shifted: a position of ``b s`` labels is the target of the one before.
         weigh: how much a part counts, in the user's form, where targets or rows do not tell.
-        unit: rows that stay together if there are as many times as many as parts: what splits the batch once more, as
-            some tensor modes do, fills up any other number of rows with some that do not count.
+        unit: rows that stay together if there are at least ``unit`` times as many rows as parts. What splits the batch
+            again, as some tensor modes do, pads any other number of rows with rows that do not count.
 
     Raises:
         SpecError: for a batch in none of the three forms, or with fewer rows than parts.
@@ -109,7 +109,7 @@ def split(
 
 
 def _sizes(rows: int, count: int, unit: int) -> list[int]:
-    """Rows of every part: whole units, the last one of which may be short; single rows if there are too few units."""
+    """Rows of every part: whole units, the last of which may be short; single rows if there are too few units."""
     unit = unit if count * unit < rows + unit else 1
     groups = -(-rows // unit)
     ends = [unit * (part * (groups // count) + min(part, groups % count)) for part in range(1, count + 1)]
@@ -118,7 +118,7 @@ def _sizes(rows: int, count: int, unit: int) -> list[int]:
 
 
 def rows_of(batch: Any) -> int:
-    """Return the rows of a batch: the first dim of ``input_ids``, else of the tensor of a dict that has most, or of the
+    """Return the number of rows of a batch: the first dim of ``input_ids``, else of the largest tensor of a dict, or of the
     first tensor.
 
     Raises:
@@ -173,7 +173,7 @@ def form(batch: Any, *, own_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def _rows(tensor: Tensor, *, rows: int, first: int, size: int) -> Tensor:
-    """Return some rows of a tensor that has all of them; any other tensor as it is."""
+    """Return some rows of a tensor that has all rows; any other tensor unchanged."""
     return tensor[first : first + size] if tensor.dim() and tensor.shape[0] == rows else tensor
 
 
@@ -213,9 +213,9 @@ class Replicas:
     """Agreements with the data-parallel replicas of a pipeline that share its parameters (ZeRO stage 3); all of them must call.
 
     Attributes:
-        agree_on_count: from how many micro-batches this pipeline's batch has to how many all have, the most of any. None: each has
+        agree_on_count: maps this pipeline's number of micro-batches to the largest of all replicas. None: each has
             its own.
-        around_trial: context manager for trial forwards, which one pipeline may make and another not.
+        around_trial: context manager for trial forwards, which one pipeline may run and another not.
     """
 
     agree_on_count: Callable[[int], int] | None = None
@@ -233,7 +233,7 @@ NO_REPLICAS = Replicas()
 
 
 class Batches:
-    """Cuts batches as a model and its schedules want them."""
+    """Cuts batches as a model and its schedules need them."""
 
     def __init__(
         self,
@@ -245,11 +245,11 @@ class Batches:
         weigh: Callable[[Any], Tensor | float] | None,
     ) -> None:
         """Args:
-        model: says by its class what it is called with, and what its loss is a mean over.
-        programs: say how many micro-batches there are.
-        device: where to.
+        model: its class determines its arguments and what its loss is a mean over.
+        programs: determine the number of micro-batches.
+        device: of the micro-batches.
         own_loss: the loss is a ``loss_fn``'s.
-        weigh: how much a micro-batch counts, where neither labels nor rows tell.
+        weigh: weight of a micro-batch, where neither labels nor rows determine it.
         """
         self._programs, self._device = programs, device
         self._own_loss, self._weigh = own_loss, weigh
@@ -272,7 +272,7 @@ class Batches:
         return works
 
     def to_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Microbatch]:
-        """Cut the arguments of a call whose output is wanted; all parts count alike."""
+        """Cut the arguments of a call for its output; all parts have equal weight."""
         given = self._moved((args, kwargs))
         count = self._programs.count(rows_of(given), training=False)
         default = {"use_cache": False} if self._takes_cache else {}

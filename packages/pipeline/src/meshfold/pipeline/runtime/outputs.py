@@ -1,4 +1,4 @@
-"""The model's output, made where its last stage is, on every rank of the axis."""
+"""The output of the last stage, made available on every rank of the axis."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Output(SimpleNamespace):
 
 
 def share(outputs: Sequence[Any] | None, group: Group, source: int, device: torch.device) -> Any:
-    """Put the outputs of micro-batches together, and give them to all.
+    """Concatenate the outputs of micro-batches, and broadcast them.
 
     Args:
-        outputs: in order, where the last stage is; None elsewhere.
+        outputs: in order, on the rank of the last stage; None elsewhere.
         group: of the pipeline axis.
         source: index of the rank that has them.
         device: of the tensors.
@@ -38,7 +38,7 @@ def share(outputs: Sequence[Any] | None, group: Group, source: int, device: torc
         such fields.
 
     Raises:
-        SpecError: on all ranks, if there is no such tensor, or those of the micro-batches do not go together.
+        SpecError: on all ranks, if there is no such tensor, or those of the micro-batches cannot be concatenated.
     """
     fields: list[tuple[Tensor, Tensor]] = []  # head and tensor
     error: Exception | None = None

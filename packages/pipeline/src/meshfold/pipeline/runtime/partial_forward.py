@@ -1,17 +1,16 @@
 """Running some blocks of a model by the model's own forward.
 
-A stage runs the whole model's code. What lies before its first block is run for what it makes of the batch alone
-(masks, positions, rotary tables), and what depends on weights is a tensor of NaN in the right shape: modules with
-parameters are not run, blocks of other stages hand their input through. At the stage's first block these tensors
-become, in place, those that the stage before has sent, so that all code that still refers to them finds the right
-values; at the first block of the next stage, what that is called with is taken and the forward is left by an exception.
-So a stage needs nothing but the code that the model has.
+A stage runs the whole model's code. Code before its first block runs for what it computes from the batch alone (masks,
+positions, rotary tables); what depends on weights is a tensor of NaN in the right shape: modules with parameters are not
+run, and blocks of other stages return their input. At the stage's first block these tensors become, in place, those that
+the stage before has sent, so all code that still refers to them finds the right values. At the first block of the next
+stage its arguments are taken, and an exception ends the forward. So a stage needs only the model's own code.
 
-Which of a block's arguments travel is found without values, once for each shape of input: those that require a gradient
+Which of a block's arguments are sent is found on meta tensors, once for each shape of input: those that require a gradient
 when every module before the blocks is replaced by a tensor that does.
 
-Blocks are called in the order they stand in. One may be called several times in a row, or not at all; a stage has one at least
-that is.
+Blocks are called in order. One may be called several times in a row, or not at all; at least one block of each stage is
+called.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _GATE = "_meshfold_gate"
 
 @dataclass(frozen=True)
 class Slot:
-    """An argument of a block that travels: its place among the leaves of (args, kwargs), its shape and dtype."""
+    """An argument of a block that is sent between stages: its index among the leaves of (args, kwargs), shape and dtype."""
 
     place: int
     shape: tuple[int, ...]
@@ -55,18 +54,18 @@ Slots = tuple[Slot, ...]
 
 @dataclass
 class TransferPlan:
-    """The arguments that travel into each block, for one shape of input.
+    """The arguments that are sent to each block, for one shape of input.
 
     Attributes:
         slots: by block, of those that are called.
-        forms: in which form each of them returns.
+        forms: the output form of each of them.
     """
 
     slots: dict[int, Slots] = field(default_factory=dict)
     forms: dict[int, OutputForm] = field(default_factory=dict)
 
     def into(self, first: int) -> Slots:
-        """Return what travels into a stage that begins with a block: into the first block that is called from there on."""
+        """Return what is sent to a stage that begins with a block: to the first block that is called from there on."""
         return self.slots[min(index for index in self.slots if index >= first)]
 
     def check(self, bounds: Sequence[int], blocks: str) -> None:
@@ -92,18 +91,18 @@ class _Run:
     Attributes:
         plan: what travels; filled in where ``looking``.
         first: the first block that runs.
-        stop: the block at which the forward is left; the number of blocks for none.
+        stop: the block at which the forward ends; the number of blocks for none.
         received: what came from the stage before, in the order of the slots.
         looking: run without values, to find out what travels.
         inside: the first block was reached.
-        grad: whether gradients are wanted.
+        grad: whether gradients are needed.
         inputs: what was received, as backward knows it.
         at: the block that was called last; -1 before the first.
         calls: modules beside the blocks that were called, with ``at``.
-        keep: keep what modules are called with, and run each block by itself, inside of what this makes of it; None: do not.
-        entering: it, by the block that was called before.
+        keep: keep the arguments of modules, and run each block inside the context that this returns; None: do not.
+        entering: these arguments, by the block that was called before.
         crossings: the points at which blocks were called, by block.
-        began: how what travels lay at the first block that was run, by place.
+        began: layouts of the received tensors at the first block that was run, by index.
         elsewhere: calls of blocks that earlier stages make, by the first place of the block.
     """
 
@@ -142,7 +141,7 @@ class ObservedForward:
 
 
 class StageEnd(Exception):
-    """Leaves a forward with what the next stage needs. An Exception: hooks that are always called run for no other."""
+    """Ends a forward with what the next stage needs. It is an Exception, since hooks with always_call run for no other kind."""
 
     ends_forward = True
 
@@ -168,11 +167,11 @@ _classes: dict[type, type] = {}
 
 
 class PartialForward:
-    """The gates of one model: at every block, and at every module beside them that has parameters.
+    """The gates of one model: at every block, and at every other module that has parameters.
 
     Attributes:
         blocks: the model's, those of other ranks :class:`AbsentBlock`.
-        forms: in which form they returned while all were here.
+        forms: their output forms while all were here.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class PartialForward:
             self._gate(module, None)
 
     def replace_block(self, index: int, block: nn.Module) -> None:
-        """Let another module stand for a block."""
+        """Replace a block by another module."""
         self.blocks[index] = block
         self._gate(block, index)
 
@@ -230,14 +229,14 @@ class PartialForward:
                 return end.tensors, run.inputs
 
     def look(self, call: Callable[[], Any], weights: Sequence[Tensor]) -> TransferPlan:
-        """Find out what travels into each block.
+        """Find out what is sent to each block.
 
         Args:
             call: calls the model on a batch.
             weights: parameters, or what stands for them, that lie in no gated module and no block.
 
         Raises:
-            ChainError: for blocks that are no chain.
+            ChainError: for blocks that do not form a chain.
         """
         return self.watch(call, weights, stop=len(self.blocks) - 1)[0].plan
 
@@ -249,8 +248,8 @@ class PartialForward:
         Args:
             call: calls the model on a batch.
             weights: see :meth:`look`.
-            stop: the block at which the forward is left; the number of blocks for none.
-            keep: keep what modules are called with, and run each block by itself, inside of what this makes of it; None: do not.
+            stop: the block at which the forward ends; the number of blocks for none.
+            keep: keep the arguments of modules, and run each block inside the context that this returns; None: do not.
 
         Returns:
             What was seen, and the model's output, or what travels into the block at which the forward was left.
@@ -273,7 +272,7 @@ class PartialForward:
         return seen, output
 
     def forget(self) -> None:
-        """Forget the shapes that were seen: parameters may change their dtype."""
+        """Forget the shapes seen so far: parameters may change their dtype."""
         self._shapes.clear()
 
     @contextmanager
@@ -408,7 +407,7 @@ class PartialForward:
         return self.forms.like(index, run.plan.forms, here, learn)
 
     def _returned(self, here: int, index: int, hidden: Tensor, args: Any, kwargs: Any) -> OutputForm:
-        """Call block ``here`` as block ``index`` is called, to see in which form it returns what it was given."""
+        """Call block ``here`` with the arguments of block ``index``, to learn its output form."""
         block = self.blocks[here]
         try:
             output = self._run_by_itself(block, args, kwargs)
@@ -439,7 +438,7 @@ def _travels(slots: Slots, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 
 
 def _leaf(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the leaf at a place. The first argument, the usual one, is taken without flattening."""
+    """Return the leaf at an index. The first argument, the usual one, is taken without flattening."""
     if place == 0 and args and isinstance(args[0], Tensor):
         return args[0]
     leaves, _ = tree_flatten((args, kwargs))

@@ -66,11 +66,11 @@ class Tie:
 @with_old_names({"home": "stage_ranks"})
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A model of which this rank keeps its stages.
+    """This rank's stages of a model.
 
     Attributes:
-        model: what is left of it; names are those of the whole model.
-        partial_forward: run parts of it.
+        model: the remaining parts; names are those of the whole model.
+        partial_forward: runs parts of it.
         blocks: the repeated block.
         bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
         stage_ranks: the rank of every stage, on the pipeline axis.
@@ -115,7 +115,7 @@ class Partition:
         return {f"{prefix}{self.blocks.keys[i]}": self.partial_forward.blocks[i] for i in here}
 
     def set_absent_dtype(self, dtype: torch.dtype) -> None:
-        """Give all that stands for absent floating parameters a dtype, where no other rank can be asked for it."""
+        """Set the dtype of all stand-ins for absent floating-point parameters, when no other rank can be asked."""
         set_absent_dtype(self.outside_blocks, dtype)
 
     def loose(self) -> list[Tensor]:
@@ -254,7 +254,7 @@ def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[s
 
 
 def _slots(model: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
-    """Module and name in it of every parameter, by all of its full names."""
+    """Return the module of every parameter, and its name there, by all of its full names."""
     return [
         (f"{path}.{leaf}" if path else leaf, (module, leaf))
         for path, module in model.named_modules(remove_duplicate=False)
@@ -292,7 +292,7 @@ def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tu
 
 
 def _check_not_compiled(around: Sequence[nn.Module]) -> None:
-    """Refuse what torch.compile has made of a model: a stage leaves its forward in the middle."""
+    """Refuse a model compiled by torch.compile, since a stage leaves its forward in the middle."""
     for module in around:
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             name = type(module._modules.get("_orig_mod", module)).__name__
@@ -330,7 +330,7 @@ def _bounds(
 def estimate(model: nn.Module, blocks: Blocks, before: set[str]) -> list[float]:
     """Estimate the cost of a token (before, in every block, behind): elements of the matrices that it is multiplied with.
 
-    A table that is looked up costs nothing; a head that shares it costs what it multiplies.
+    A lookup in a table costs nothing; a head that shares the table costs its product.
     """
     times = [0.0] * (len(blocks) + 2)
     for path, module in model.named_modules(remove_duplicate=False):

@@ -15,9 +15,9 @@ from meshfold.mesh.tracking import set_tracked_layout, tracked_layout
 
 
 class AbsentBlock(nn.Module):
-    """Stands where a block of another rank was, with the plain attributes that it and the modules in it had.
+    """Placeholder for another rank's block, with the plain attributes that it and the modules in it had.
 
-    A model may look at them (``self.layers[0].self_attn.batch_first``). What stands for the modules inside is no part of the model.
+    A model may read them (``self.layers[0].self_attn.batch_first``). Stand-ins for the modules inside are not part of the model.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -38,14 +38,14 @@ class AbsentBlock(nn.Module):
 
 
 class TensorPlaceholder:
-    """The shape of a tensor that is not there, and how it lies, where that is known."""
+    """Shape of an absent tensor, and its layout if known."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.tracked_layout = tracked_layout(tensor)
 
     def make(self, tracked: bool) -> Tensor:
-        """NaN, so that a mistake shows; where it is only looked at, zeros that require a gradient."""
+        """NaN, so that mistakes show; if it is only inspected, zeros that require a gradient."""
         if tracked and self.dtype.is_floating_point:
             made = torch.zeros(self.shape, dtype=self.dtype, device=self.device, requires_grad=True).clone()
         else:
@@ -87,7 +87,7 @@ _LOOKS = {"__get__", "size", "dim", "numel", "element_size", "is_floating_point"
 
 
 class AbsentParameter(Tensor):
-    """A tensor of NaN. It may be looked at, and used before the blocks, where only shapes count.
+    """A tensor of NaN. Code may inspect it, and use it before the blocks, where only shapes count.
 
     Attributes:
         label: the parameter's full name.
@@ -129,7 +129,7 @@ def _plain(absent: AbsentParameter) -> Tensor:
 
 
 def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, device: torch.device) -> None:
-    """Give every stand-in the dtype that the parameter now has where it is kept; all ranks of the group call.
+    """Give every stand-in the current dtype of its parameter; all ranks of the group must call.
 
     Args:
         parameters: (module, name in it) of all parameters of the model, in the same order on all ranks.
@@ -175,9 +175,9 @@ def _recast(module: nn.Module, name: str, value: Tensor, dtype: torch.dtype) -> 
 
 @contextmanager
 def zeros_in_place(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Let zeros stand for all tensors of these modules that are not on the device; for a large one zeros of one element.
+    """Replace all tensors of these modules that are not on the device by zeros; a large one by one expanded zero.
 
-    Kernels that compute addresses by themselves are given vectors and packed bytes, and find all of these there.
+    Kernels that compute addresses get vectors and packed bytes in full.
     """
     swapped: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in modules:

@@ -18,7 +18,7 @@ from meshfold.pipeline.scheduling.costs import Costs
 
 
 class DeviceClock:
-    """Events in the order of a GPU's stream, where nobody has to wait in between; the clock on a CPU."""
+    """CUDA events, which need no wait in between; the clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,7 +48,7 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> Costs:
-    """Run F, B and W of this rank's stages by themselves, and tell all ranks; gradients are left as they were.
+    """Time F, B and W of this rank's stages alone, and share the result with all ranks; gradients are left as they were.
 
     Args:
         stages: this rank's.
@@ -57,7 +57,7 @@ def measure(
         group: of the pipeline axis; all of it must call.
         count: stages of the model.
         device: where stages run.
-        repeats: runs after a first one that does not count; their median does.
+        repeats: runs after a warm-up run; the median is returned.
 
     Returns:
         Seconds.
@@ -97,7 +97,7 @@ def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: TransferPlan, 
 def _run(stage: Stage, work: Microbatch, plan: TransferPlan, device: torch.device, clock: DeviceClock) -> list[Any]:
     """Return the timestamps before F, between F, B and W, and after W.
 
-    On a GPU nobody waits in between: what launching takes is hidden there, as it is in a step.
+    On a GPU the host does not wait in between, so launch times are hidden, as in a step.
     """
     received, gradients = stage.random_inputs(plan, device), stage.random_gradients(plan, device)
     points = [clock.now()]

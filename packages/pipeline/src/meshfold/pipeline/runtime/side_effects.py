@@ -16,7 +16,7 @@ from meshfold.mesh import dropout_stream
 def preserved_buffers(model: nn.Module) -> Iterator[None]:
     """Context manager: forwards change copies of the buffers, such as running statistics of norms and counters.
 
-    And attention adds nothing to its ``kv_cache``, the keys and values of the text that is being generated.
+    Attention adds nothing to its ``kv_cache``, the keys and values during generation.
     """
     before = [
         (module, name, buffer)
@@ -42,7 +42,7 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_randomness(leaves: Sequence[Any]) -> Iterator[None]:
-    """Leave random states as they are, and give dropout a stream that is nobody's."""
+    """Leave random states as they are, and give dropout a separate stream."""
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -52,7 +52,7 @@ def without_randomness(leaves: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def unscaled_tables(model: nn.Module) -> Iterator[None]:
-    """Keep tables with ``max_norm`` from rescaling the rows that a look at shapes reads: no batch has read them."""
+    """Keep tables with ``max_norm`` from rescaling rows that only a trial forward reads."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
     limits = [table.max_norm for table in tables]
     try:

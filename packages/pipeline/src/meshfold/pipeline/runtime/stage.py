@@ -1,7 +1,7 @@
-"""Stages: runs of blocks of the model on one rank, what each micro-batch holds in them, and how a model is cut into them.
+"""Stages: consecutive blocks of the model on one rank, the tensors that each micro-batch holds in them, and the cutting of a model.
 
-F keeps the graph, B gives it back and leaves x and dy of every linear layer, W makes their weight gradients: nothing is
-computed twice. What else has parameters (norms, tables) gets its gradient in B, exactly as in one backward.
+F keeps the graph, B releases it and keeps x and dy of every linear layer, W computes their weight gradients: nothing is
+computed twice. Other parameters (norms, tables) get their gradients in B, exactly as in one backward.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Stage:
         queue: where its weight gradients wait.
         live: micro-batches between F and B.
         kept: micro-batches between F and W.
-        logits: those of the last stage that wait for their loss, and are not held whole; None: all are computed.
+        logits: deferred logits of the last stage, which are never whole; None: all are computed.
     """
 
     def __init__(self, partition: Partition, number: int, queue: WeightGradQueue, loss_of: LossOf) -> None:
@@ -89,23 +89,23 @@ class Stage:
         return (p for name, p in self._partition.named_parameters() if self.number in self._partition.users[name])
 
     def inputs(self, plan: TransferPlan) -> Slots:
-        """Return the slots of what travels in."""
+        """Return the slots of the stage's input."""
         return plan.into(self.first) if self.first else ()
 
     def outputs(self, plan: TransferPlan) -> Slots:
-        """Return the slots of what travels out."""
+        """Return the slots of the stage's output."""
         return () if self.is_last else plan.into(self.stop)
 
     def random_inputs(self, plan: TransferPlan, device: torch.device) -> list[Tensor]:
-        """Return random tensors in the shape of what travels in."""
+        """Return random tensors in the shape of the stage's input."""
         return _random(self.inputs(plan), device)
 
     def random_gradients(self, plan: TransferPlan, device: torch.device) -> list[Tensor]:
-        """Return random gradients of what travels out; 1 for the loss, in the last stage."""
+        """Return random gradients of the stage's output; 1 for the loss, in the last stage."""
         return [torch.ones((), device=device)] if self.is_last else _random(self.outputs(plan), device)
 
     def run(self, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Run the forward: return what travels out, or the model's output; and what travelled in, as backward knows it."""
+        """Run the forward; return the stage's output, or the model's; and the input leaves that backward fills."""
         model, partial_forward = self._partition.model, self._partition.partial_forward
         with dropout_of(work):
             return partial_forward.forward(
@@ -115,10 +115,10 @@ class Stage:
     def forward(
         self, key: int, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Run F of micro-batch ``key``: return what travels out, and the loss in the last stage.
+        """Run F of micro-batch ``key``; return the stage's output, and the loss in the last stage.
 
         Raises:
-            MeshfoldError: if what comes out has another shape than was foreseen.
+            MeshfoldError: if the output has an unexpected shape.
             LayoutError: if a placeholder for a tensor of another stage was used.
         """
         loss = None
@@ -140,10 +140,11 @@ class Stage:
 
     @contextmanager
     def _loss_waits(self) -> Iterator[None]:
-        """Context manager around F: in the last stage logits wait for their loss.
+        """Context manager around F: logits of the last stage are deferred to their loss.
 
-        Computed in F, the gradient of the head's weight waits for B. So that of one micro-batch is at most: while one is
-        between F and B, others compute it in B, from the logits made again. The order of most schedules has B follow F there.
+        If computed in F, the gradient of the head's weight waits for B. At most one micro-batch holds such a gradient:
+        while one is between F and B, others compute it in B, from recomputed logits. In most schedules B follows F
+        there.
         """
         with ExitStack() as opened:
             if self.is_last and self.logits is not None:
@@ -153,7 +154,7 @@ class Stage:
             yield
 
     def backward_input(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Run B of micro-batch ``key``: from the gradients of what travelled out to those of what travelled in."""
+        """Run B of micro-batch ``key``: from the gradients of the output to those of the input."""
         with self.queue.collecting((self.number, key)):
             return self._backward(key, gradients)
 
@@ -169,7 +170,7 @@ class Stage:
         return found
 
     def clear(self) -> None:
-        """Forget all micro-batches, after a step that was broken off."""
+        """Forget all micro-batches, after an aborted step."""
         self._held.clear()
         self.kept.clear()
 
@@ -188,7 +189,7 @@ class Stage:
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs]
 
     def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
-        """Check the first micro-batch: only NaN from finite inputs shows that a tensor was used that did not travel."""
+        """Check the first micro-batch: NaN from finite inputs shows that a tensor was used that was not sent."""
         leaves = [leaf.rows if isinstance(leaf, LazyLogits) else leaf for leaf in tree_leaves(output)]
         made = [local_shard(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()]
         if not received or any(tensor.is_meta for tensor in (*made, *received)):
@@ -212,7 +213,7 @@ def _random(slots: Slots, device: torch.device) -> list[Tensor]:
 
 
 def dropout_of(work: Microbatch) -> AbstractContextManager[object]:
-    """Enter the dropout stream of a micro-batch, if one is active: its rows drop what they drop in the whole batch."""
+    """Enter the dropout stream of a micro-batch, if one is active: its rows get the masks that they have in the whole batch."""
     try:
         stream: DropoutStream = current_dropout_stream()
     except MeshfoldError:
@@ -275,7 +276,7 @@ def stage_model(
     batched_weights: bool = False,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
 ) -> StagedModel:
-    """Cut a model in place, give what is left of it its values, and take its weight gradients apart.
+    """Cut a model in place, materialise the rest, and split off its weight gradients.
 
     Args:
         model, mesh, batched_weights, loss_fn: as of :class:`meshfold.pipeline.Pipeline`.
@@ -284,7 +285,7 @@ def stage_model(
 
     Raises:
         LayoutError: for a model that cannot be cut.
-        SpecError: for what is no model, or ``fill`` with a function that makes one.
+        SpecError: if ``model`` is not a model, or for ``fill`` with a function that makes one.
     """
     fill, seed = config.fill, config.seed
     built, trace, seed = _built(model, seed) if fill is None else (model, None, seed)
@@ -333,7 +334,7 @@ def _device(device: torch.device | str | None, model: nn.Module) -> torch.device
 
 
 class TransferPlans:
-    """Found out when a shape is first seen, by running the model's forward without values."""
+    """Made when a shape is first seen, by running the model's forward on meta tensors."""
 
     def __init__(self, staged: StagedModel, mesh: Mesh, axis: str, replicas: Replicas) -> None:
         """Args:

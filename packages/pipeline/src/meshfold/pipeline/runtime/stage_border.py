@@ -1,7 +1,7 @@
 """The border between two stages: a received tensor enters the code of the next, and what cannot cross is refused.
 
-What the first block of a stage is called with travels. Everything else that was computed from weights before that block is absent
-behind it: a residual around several blocks, the output of an early block that the model's end uses too. Autograd's graph of a
+The arguments of a stage's first block are sent. Everything else that was computed from weights before that block is absent
+after it: a residual around several blocks, the output of an early block that the model's end uses too. Autograd's graph of a
 forward on placeholders shows whether a model uses such a value.
 """
 
@@ -19,7 +19,7 @@ from meshfold.mesh.tracking import Dims, TrackedLayout, axes_of, is_open, tracke
 
 
 class _Enter(torch.autograd.Function):
-    """``inside`` gets the history of ``received``, whose values it has."""
+    """Gives ``inside`` the autograd history of ``received``, whose values it has."""
 
     @staticmethod
     def forward(ctx: Any, inside: Tensor, received: Tensor) -> Tensor:
@@ -32,14 +32,14 @@ class _Enter(torch.autograd.Function):
 
 
 def inject(inside: Tensor, received: Tensor, grad: bool) -> Tensor:
-    """Let a tensor of the model's code be what was received, in place: all who refer to it find the right values.
+    """Make a tensor of the model's code the received one, in place: all code that refers to it finds the right values.
 
-    It may be changed in place then, as what a block returns may be; save if it is a view, of something else that the code has.
+    It may be changed in place then, as a block's output may be, unless it is a view of another tensor of the code.
 
     Args:
-        inside: what a block is called with.
+        inside: an argument of a block.
         received: from the stage before.
-        grad: whether a gradient is wanted.
+        grad: whether a gradient is needed.
 
     Returns:
         The tensor whose ``.grad`` backward fills.
@@ -54,7 +54,7 @@ def inject(inside: Tensor, received: Tensor, grad: bool) -> Tensor:
 
 
 def same_storage(given: Tensor) -> Tensor:
-    """Return another tensor with the same memory that is no view, as a block's output is none; with its history, if it has one."""
+    """Return another tensor with the same memory that is not a view, like a block's output, and with the same history."""
     if given.requires_grad:
         return given.view_as(given)
     made = torch.empty(0, dtype=given.dtype, device=given.device)
@@ -72,12 +72,12 @@ def layouts_of(leaves: Mapping[int, Tensor]) -> Layouts:
 
 
 def check_handed_on(block: int, began: Layouts, leaves: Mapping[int, Tensor]) -> None:
-    """See that what a stage hands on lies as what its first block was given.
+    """Check that a stage's output has the layout of its first block's input.
 
     Args:
         block: the next stage's first.
         began: of this stage's first block.
-        leaves: what the next stage's is called with.
+        leaves: its arguments.
 
     Raises:
         LayoutError: if it does not.
@@ -103,7 +103,7 @@ class Crossing:
     """A point in a forward at which a block was called.
 
     Attributes:
-        travels: nodes of the graph that made what the block was called with.
+        travels: graph nodes of the block's arguments.
         time: nodes with a smaller number were made before.
     """
 
@@ -117,7 +117,7 @@ class Crossing:
         return cls(travels=frozenset(t.grad_fn for t in travels), time=made._sequence_nr())
 
     def is_bypassed(self, later: Sequence[Tensor]) -> bool:
-        """Return whether later tensors depend on an earlier one that did not travel."""
+        """Return True if later tensors depend on an earlier one that was not sent."""
         waiting = [tensor.grad_fn for tensor in later]
         seen: set[Any] = set(self.travels)
         while waiting:

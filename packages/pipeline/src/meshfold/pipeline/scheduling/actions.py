@@ -69,12 +69,12 @@ class Schedule:
     """A list of actions for every rank, in order.
 
     Attributes:
-        name: what it is called.
-        microbatches: how many a step has.
+        name: of the schedule.
+        microbatches: number in a step.
         stage_ranks: the rank of every stage.
         ranks: for every rank its actions in order. A rank without a stage has none.
 
-    Nothing is judged here: :func:`meshfold.pipeline.check` does, and says what is wrong with a list.
+    Nothing is checked here: :func:`meshfold.pipeline.check` does that, and says what is wrong with a list.
     """
 
     name: str
@@ -108,13 +108,13 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read what ``str`` wrote, or only its lines of actions, one for every rank.
+        """Parse the output of ``str``, or only its lines of actions, one per rank.
 
         Without the first line the rank of a stage is the rank that lists it first, and the micro-batches are those
         that are listed. ``rank 0:`` may be left out.
 
         Raises:
-            ScheduleError: for text that is no schedule; the message quotes it.
+            ScheduleError: for text that is not a schedule; the message quotes it.
         """
         lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
         head = _HEAD.fullmatch(lines[0]) if lines else None
@@ -145,7 +145,7 @@ class Schedule:
             microbatches: how many a step has; None: those that are listed.
 
         Raises:
-            ScheduleError: for text that is no action, and for a stage that no rank lists though a later one is listed.
+            ScheduleError: for text that is not an action, and for a stage that no rank lists although a later one is listed.
         """
         read = tuple(tuple(_actions(actions, rank)) for rank, actions in enumerate(ranks))
         stage_ranks: dict[int, int] = {}

@@ -36,7 +36,7 @@ def schedule(
     Args:
         name: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, hanayo, dualpipe-v or auto; or a function that takes ``ranks``
             and ``microbatches``, and ``chunks`` and ``waves`` where they are given, and returns text or lists of actions.
-        ranks: how many ranks stand in a row.
+        ranks: number of ranks.
         microbatches: how many a step has; any number from 1.
         chunks: stages a rank holds; stages = ranks × chunks. For interleaved (2 if None), auto, and functions; the
             others have as many as they need.
@@ -210,7 +210,7 @@ class Programs:
         return known
 
     def replan(self, costs: Costs) -> None:
-        """Find the orders of ``auto`` anew, for these costs, with stages where they are.
+        """Search the orders of ``auto`` again, for these costs; stages stay on their ranks.
 
         Raises:
             SpecError: for another schedule than ``auto``.
@@ -237,7 +237,7 @@ class Programs:
 
 
 def forwards(stage_ranks: Sequence[int], ranks: int, microbatches: int) -> Program:
-    """Forwards alone, in waves: stage s runs micro-batch i at moment s + i."""
+    """Return a program of forwards only, in waves: stage s runs micro-batch i at time s + i."""
     waves = sorted((stage + i, stage, i) for stage in range(len(stage_ranks)) for i in range(microbatches))
     order = [Action(Op.F, stage, i) for _, stage, i in waves]
     lists = tuple(tuple(action for action in order if stage_ranks[action.stage] == rank) for rank in range(ranks))

@@ -1,12 +1,11 @@
 """Turns a schedule into a program: inserts sends, receives, and the points at which gradients can be reduced.
 
-Order. The schedule is simulated. An action gets the time at which it begins, a message the time at which the action that makes
-it ends, and every rank gets its actions and messages in the order of these times. So all lists are parts of one global order in
-which a message comes after its maker and before its user. That is why no rank waits for ever, even if a send blocks until it is
-received: of the first step in the global order that is not done, everything before it is done, so its rank (of a message both
-ranks) has reached it and can do it. If several messages are posted at once (a batch), or all are posted early and waited for
-when used, every message is posted no later than that, so no rank waits longer. :func:`prove` runs a program both ways and
-refuses one that does not end.
+Order. The schedule is simulated. An action gets its start time, a message the end time of the action that produces it, and every
+rank gets its actions and messages in the order of these times. So all lists are parts of one global order in which a message
+comes after its producer and before its consumer. Hence no rank waits forever, even if a send blocks until it is received:
+everything before the first unfinished step in the global order is done, so its rank (for a message, both ranks) has reached it
+and can run it. If several messages are posted at once (a batch), or all are posted early and waited for when used, no message is
+posted later than that, so no rank waits longer. :func:`prove` runs a program both ways and refuses one that does not end.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients:
-    """The point from which on the gradients of a stage's weights are complete and can be reduced. Prints as ``2R``."""
+    """The point after which the gradients of a stage's weights are complete and can be reduced. Prints as ``2R``."""
 
     stage: int
 
@@ -102,10 +101,10 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Read what ``str`` wrote; the schedule is what is left without communication.
+        """Parse the output of ``str``; the schedule is what remains without communication.
 
         Raises:
-            ScheduleError: for text that is no program.
+            ScheduleError: for text that is not a program.
         """
         head, *lines = text.strip().splitlines()
         steps = tuple(tuple(map(parse_step, line.partition(":")[2].split())) for line in lines)
@@ -130,14 +129,14 @@ def parse_step(text: str) -> Step:
 
 
 def communicate(schedule: Schedule, costs: Costs | None = None) -> Program:
-    """Insert sends, receives and the points at which gradients are whole.
+    """Insert sends, receives and the points at which gradients are complete.
 
-    A send stands right behind the action that makes what is sent; its receive where the receiver is at that moment
-    under the ``costs`` (all equal if None), so that ranks that wait for their messages at once lose the least.
-    Neighbours on one rank need neither. ``ReduceGradients`` stands behind the last action on the weights of a stage.
+    A send comes right after the action that produces its tensors; its receive comes where the receiver is at that time
+    under the ``costs`` (all equal if None), so that ranks that wait at once for their messages lose the least.
+    Neighbours on one rank need neither. ``ReduceGradients`` comes after the last action on the weights of a stage.
 
     Raises:
-        ScheduleError: if the schedule cannot run, as :func:`meshfold.pipeline.check` says it.
+        ScheduleError: if the schedule cannot run; the message is that of :func:`meshfold.pipeline.check`.
     """
     check(schedule)
     depth = simulate_costs(schedule, Costs())  # grows along every dependency, also where a cost is 0
@@ -177,8 +176,8 @@ def prove(program: Program) -> None:
     """Run a program without tensors, once with messages that block one by one and once with messages in batches.
 
     Raises:
-        ScheduleError: if a message has no partner, if an action runs before its input is received, or if ranks wait
-            for each other for ever.
+        ScheduleError: if a message has no partner, if an action runs before its input is received, or if ranks
+            deadlock.
     """
     _paired(program)
     _inputs(program)
@@ -241,7 +240,7 @@ def _inputs(program: Program) -> None:
 
 
 def _carried(message: Message) -> Result:
-    """Return the result that a message brings."""
+    """Return the result that a message carries."""
     forward = message.kind == "activation"
     return forward, message.stage + (-1 if forward else 1), message.microbatch
 

@@ -21,10 +21,10 @@ class Costs:
         forward: time of F.
         backward_input: time of B, the gradient of the stage's input.
         backward_weight: time of W, the gradient of the stage's weights.
-        send: time on the way between stage s and s + 1, in either direction; one number for each of the
+        send: transfer time between stage s and s + 1, in either direction; one number for each of the
             stages - 1 borders. Ranks compute meanwhile, and stages of one rank need none.
-        backward: time of BW, both gradients in one go; None: the sum of both.
-        activation: what a stage holds of one micro-batch from the beginning of F on, in any unit of memory.
+        backward: time of BW, both gradients at once; None: the sum of both.
+        activation: what a stage holds of one micro-batch from the start of F, in any unit of memory.
         kept: share of it that is still held between the end of B and the end of W, from 0 to 1. In arXiv 2401.10241,
             Table 1, this is M_W / M_B = 32 sbh / sb(34 h + 5 a s).
     """
@@ -61,7 +61,7 @@ class Costs:
         """Return the costs of the same model with every stage cut into ``chunks`` equal ones; messages stay as large.
 
         Raises:
-            ScheduleError: if ``send`` differs from border to border: nothing says what the new borders cost.
+            ScheduleError: if ``send`` differs between borders: the cost of the new borders is then unknown.
         """
         if not isinstance(self.send, int | float):
             raise ScheduleError("send differs from border to border: measure the finer cut, or give one number.")

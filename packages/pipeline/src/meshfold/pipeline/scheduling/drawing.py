@@ -1,8 +1,8 @@
 """The picture of a schedule: a row for every rank, time from left to right, a box for every action.
 
-The colour is the micro-batch's; forwards are light, gradients of inputs full, gradients of weights dark, both at once full
-with a dark foot. Where a rank holds several stages, its first stage's boxes stand at the top of the row and its last's at the
-bottom. One list of shapes is made (:func:`scene`); SVG is written from it by hand, PNG and all else by matplotlib.
+The colour shows the micro-batch; forwards are light, gradients of inputs full, gradients of weights dark, both at once full with
+a dark foot. If a rank holds several stages, boxes of its first stage are at the top of the row, those of its last at the bottom.
+One list of shapes is made (:func:`scene`); SVG is written from it directly, all other formats by matplotlib.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Words in pixels: their middle, or their left or right end, on a vertical middle."""
+    """Text in pixels: its middle, left or right end, vertically centred."""
 
     x: float
     y: float
@@ -58,7 +58,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """All shapes of a picture in the order in which they are painted, and what it shows in words."""
+    """All shapes of a picture in drawing order, and a description in words."""
 
     width: float
     height: float
@@ -91,7 +91,7 @@ def scene(simulation: Simulation, *, width: float = 1000.0) -> Scene:
 
 
 def title(simulation: Simulation) -> str:
-    """Name, size, and the bubble in both readings."""
+    """Return the name, the size, and the bubble by both definitions."""
     made = simulation.schedule
     many = "micro-batch" if made.microbatches == 1 else "micro-batches"
     return (
@@ -121,7 +121,7 @@ def _box(simulation: Simulation, one: Timed, y: float, scale: float) -> Iterator
 
 
 def _axis(makespan: float, scale: float, y: float, width: float) -> Iterator[Rectangle | Text]:
-    """Time from 0 to the makespan in round steps."""
+    """Yield the time axis from 0 to the makespan in round steps."""
     yield Rectangle(_LEFT, y + 2, width - _LEFT - _RIGHT, 1, _FAINT, "time")
     rough = (makespan or 1.0) / 10
     power = 10.0 ** math.floor(math.log10(rough))

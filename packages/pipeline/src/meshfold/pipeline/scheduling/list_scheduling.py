@@ -1,4 +1,4 @@
-"""List scheduling: on a clock, every rank that is free takes the best action whose inputs are there."""
+"""List scheduling: on a clock, every free rank takes the best action whose inputs are available."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ListScheduler:
         stage_ranks: the rank of every stage.
         microbatches: how many a step has.
         costs: for every stage.
-        key: what is taken first among F, B and BW; W is taken where none of these can be, or where memory is short.
+        key: priority among F, B and BW; W is taken if none of these can run, or if memory is short.
         window: the most micro-batches between their first forward and their last gradient of an input.
-        split: whether weight gradients are made apart, by stage.
-        patience: W waits for an action that is sure to come within this share of W's time.
+        split: whether weight gradients are computed separately, by stage.
+        patience: W waits for an action that will be ready within this share of W's time.
         limit: the most activations a rank may hold; None: no limit.
     """
 
@@ -143,7 +143,7 @@ class _Clock:
         heappush(self.coming[target], (arrival, self.count, op, stage, microbatch))
 
     def _enter(self, now: float) -> None:
-        """Let micro-batches in, as many as the window has room for."""
+        """Admit as many micro-batches as the window has room for."""
         while self.inside < self.how.window and self.entered < self.how.microbatches:
             self.count += 1
             heappush(self.coming[self.how.stage_ranks[0]], (now, self.count, Op.F, 0, self.entered))

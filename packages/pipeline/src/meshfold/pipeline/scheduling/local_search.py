@@ -13,13 +13,13 @@ _SLACK = 1e-9
 
 
 def makespan(replay: Replay, lists: Lists) -> float:
-    """Return when the last action ends; infinite for lists that never end."""
+    """Return when the last action ends; infinity for a deadlock."""
     found = _run(replay, lists)
     return float("inf") if found is None else _value(found[0])[0]
 
 
 def _run(replay: Replay, lists: Lists) -> Replayed | None:
-    """Return the times of all actions and results; None for lists that never end."""
+    """Return the times of all actions and results; None for a deadlock."""
     times, made = replay.run(lists)
     return (times, made) if is_complete(times, lists) else None
 
@@ -31,7 +31,7 @@ def _value(times: Times) -> tuple[float, float]:
 
 
 def improve(replay: Replay, lists: Lists, limit: Sequence[float] | None, *, tries: int) -> Lists:
-    """Descend by such moves until none helps, or ``tries`` moves have been looked at; never worse than what it begins with."""
+    """Improve by such moves until none helps, or ``tries`` moves have been tried; never worse than the start."""
     costs = replay.costs
     found = _run(replay, lists)
     if found is None:
@@ -105,7 +105,7 @@ def _moves(
 
 
 def _gaps(own: list[tuple[float, float]], place: int) -> Iterator[int]:
-    """Yield the places right in front of an action that has to wait, and the last place."""
+    """Yield the positions right before an action that has to wait, and the last position."""
     count = 0
     for j in range(place + 1, len(own)):
         if own[j][0] > own[j - 1][1] + _SLACK:
@@ -118,7 +118,7 @@ def _gaps(own: list[tuple[float, float]], place: int) -> Iterator[int]:
 
 
 def fuse(replay: Replay, lists: Lists) -> Lists:
-    """Make B and W that follow each other one BW wherever that is no slower: both gradients in one pass are cheaper to run."""
+    """Fuse adjacent B and W into BW wherever that is no slower, since one pass for both gradients is cheaper."""
     found = _run(replay, lists)
     if found is None:
         return lists

@@ -25,7 +25,7 @@ def gpipe(*, ranks: int, microbatches: int) -> Lists:
 
 
 def one_forward_one_backward(*, ranks: int, microbatches: int) -> Lists:
-    """1F1B: after a warm-up, one forward and one backward by turns (Narayanan et al. 2021, arXiv 2104.04473).
+    """1F1B: after a warm-up, alternate one forward and one backward (Narayanan et al. 2021, arXiv 2104.04473).
 
     Bubble (p - 1)(TF + TB + TW), as GPipe's; rank r holds at most p - r micro-batches.
     """
@@ -45,8 +45,8 @@ def interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Lists:
     """1F1B with ``chunks`` stages a rank: stage s is on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Bubble (p - 1)(TF + TB + TW) with the times of a stage, 1 / chunks of 1F1B's, if p divides m; a rank holds at most
-    p chunks + p - 1 activations of a stage. Micro-batches go through in groups of p; where the last group is not
-    full, the places of those that are missing are left out of every list, which keeps what is left in order.
+    p chunks + p - 1 activations of a stage. Micro-batches go through in groups of p; if the last group is not
+    full, the missing micro-batches are left out of every list, which keeps the rest in order.
     """
     padded = -(-microbatches // ranks) * ranks
     turns = [(chunk, group + i) for group in range(0, padded, ranks) for chunk in range(chunks) for i in range(ranks)]
@@ -80,7 +80,7 @@ def zb_h2(*, ranks: int, microbatches: int) -> Lists:
 
 
 def _handcrafted(ranks: int, microbatches: int, steps: int) -> Lists:
-    """Forwards run ahead by ``steps`` for every rank behind, weight gradients lag by ``steps`` for every rank before."""
+    """Run forwards ahead by ``steps`` per later rank, and delay weight gradients by ``steps`` per earlier rank."""
     lists = []
     for rank in range(ranks):
         ahead, lag = min(steps * (ranks - 1 - rank), microbatches), steps * rank
@@ -97,7 +97,7 @@ def _handcrafted(ranks: int, microbatches: int, steps: int) -> Lists:
 
 
 def wave_ranks(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of every stage where odd chunks run up the ranks; two chunks are a V, or one wave."""
+    """Return the rank of every stage if odd chunks run in reverse rank order; two chunks are a V, or one wave."""
     down = tuple(range(ranks))
     return tuple(rank for chunk in range(chunks) for rank in (down[::-1] if chunk % 2 else down))
 
@@ -106,10 +106,10 @@ def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
     """Waves with 2 ``waves`` stages a rank (Liu et al. 2023, arXiv 2308.15762).
 
     The paper's share of idle time for m = p, TB + TW = 2 TF and free messages is (2 p - 2) / (3 p waves + p - 1).
-    The order is found by list scheduling under these times: first is taken what would be first if every stage ran
-    as soon as it could and micro-batches entered every half of a rank's time for one. For m > p the paper says
-    nothing; more micro-batches then enter as long as no rank holds more activations of a stage than interleaved 1F1B
-    does, 2 p waves + p - 1.
+    The order is found by list scheduling under these times: the priority is the order that results if every stage runs as
+    soon as it can and a micro-batch enters after every half of a rank's time for one. The paper does not cover m > p;
+    more micro-batches then enter as long as no rank holds more activations of a stage than interleaved 1F1B does,
+    2 p waves + p - 1.
     """
     stages = 2 * waves * ranks
     costs = Costs().for_stages(stages)
@@ -169,8 +169,8 @@ def zb_v(*, ranks: int, microbatches: int) -> Lists:
 def dualpipe_v(*, ranks: int, microbatches: int) -> Lists:
     """DeepSeek's DualPipe cut in half, with one copy of the weights (arXiv 2412.19437, and "cut-in-half" of DualPipe's authors).
 
-    Both gradients at once in the middle, the weights' apart where that fills a gap. Forward of one micro-batch and backward
-    of another stand side by side there, so that the messages of one can hide behind the other's arithmetic.
+    Both gradients at once in the middle, weight gradients separate where that fills a gap. The forward of one micro-batch is
+    paired with the backward of another, so that each can hide the other's messages.
     A rank holds at most 2 p + 1 activations of a stage.
     """
     full = max(microbatches, 2 * ranks)
@@ -195,7 +195,7 @@ def dualpipe_v(*, ranks: int, microbatches: int) -> Lists:
 
 
 def _unroll(phases: Sequence[Phase], stages: tuple[int, int], microbatches: int) -> list[Action]:
-    """Number the micro-batches of every operation, and keep those that a step has."""
+    """Number the micro-batches of every operation, and keep those within the step."""
     count: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
     actions = []

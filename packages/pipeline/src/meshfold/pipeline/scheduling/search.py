@@ -1,9 +1,9 @@
-"""``auto``: an order found for given costs and a memory bound.
+"""``auto``: search for an order under given costs and a memory bound.
 
 Three sources of candidates, best first kept: every named schedule that has as many stages; list scheduling under the real
 costs with several keys, windows and placements of the stages; and moves on the critical path of the best of these
-(:mod:`meshfold.pipeline.scheduling.local_search`). What is returned is never slower than the best named schedule within the
-bound, because that is a candidate.
+(:mod:`meshfold.pipeline.scheduling.local_search`). The result is never slower than the best named schedule within the
+bound, which is among the candidates.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Found:
 
     Attributes:
         schedule: the best; its name is ``auto``.
-        costs: under which costs; those of the chosen cut if there were several.
-        simulation: what it does under them.
+        costs: those of the chosen cut if there were several.
+        simulation: of the schedule under these costs.
         named: the makespan of every named schedule that was within the bound, by a text such as ``interleaved, 2 chunks``.
     """
 
@@ -55,7 +55,7 @@ def auto(
     memory: float | Sequence[float] | None = None,
     stage_ranks: Sequence[int] | None = None,
 ) -> Schedule:
-    """Return the fastest order found for given costs; :func:`search` also says what it was compared with."""
+    """Return the fastest order found for given costs; :func:`search` also returns the alternatives."""
     return search(
         ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, memory=memory, stage_ranks=stage_ranks
     ).schedule
@@ -82,7 +82,7 @@ def search(
         memory: the most activations that a rank may hold at a time, for all or for each, in the unit of
             ``costs.activation``; None: no bound.
         effort: how long to try; with 0 only named schedules are compared.
-        stage_ranks: the rank of every stage, where that is settled: only orders with stages there.
+        stage_ranks: the rank of every stage, if fixed: only orders with stages there.
 
     Raises:
         ScheduleError: if numbers do not fit the ranks, or if nothing within the bound was found.
@@ -136,7 +136,7 @@ def _cuts(ranks: int, chunks: int | None, costs: Costs | Mapping[int, Costs] | N
 
 @dataclass(frozen=True)
 class Candidate:
-    """An order within the bound: its makespan, the most activations that a rank holds, and what it is called if it is named."""
+    """An order within the bound: makespan, peak activations of a rank, and the name of a named schedule."""
 
     time: float
     peak: float
@@ -175,7 +175,7 @@ class _Cut:
                 yield from self._judge(one.stage_ranks, fuse(replay, better), "")
 
     def _judge(self, stage_ranks: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
-        """Return a candidate, or none if a rank would hold too much or a stage is on another rank than it must be."""
+        """Return a list of one candidate; empty if a rank would hold too much or a stage is on the wrong rank."""
         if self.stage_ranks not in (None, stage_ranks):
             return []
         peaks = [peak_activations(actions, self.costs.activation, self.costs.kept) for actions in lists]
@@ -215,7 +215,7 @@ class _Cut:
             yield f"hanayo, {waves} wave{'s' * (waves > 1)}", SCHEDULES["hanayo"](**size, waves=waves)
 
     def listed(self) -> Iterator[tuple[tuple[int, ...], Lists]]:
-        """List scheduling under the costs, with several keys and windows, weight gradients apart or not."""
+        """List scheduling under the costs, with several keys and windows, with and without separate weight gradients."""
         ranks, m = self.ranks, self.microbatches
         windows = {min(m, w) for w in (ranks, 3 * ranks // 2, max(2 * ranks - 1, 1), 3 * ranks)}
         if self.limit is not None:

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: when every action begins and ends, which ranks wait for ever, idle time, activations held."""
+"""Simulation of a schedule: when every action begins and ends, which ranks deadlock, idle time, activations held."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def result_of(action: Action) -> Result | None:
 
 
 class Replay:
-    """Runs lists of actions under given costs. What does not depend on their order is looked up once.
+    """Runs lists of actions under given costs. Whatever does not depend on their order is computed once.
 
     Every action begins as soon as the action before it on its rank is over and its input has arrived.
     """
@@ -49,7 +49,7 @@ class Replay:
         self._facts: dict[Action, tuple[Result | None, float, float, Result | None]] = {}
 
     def facts(self, action: Action) -> tuple[Result | None, float, float, Result | None]:
-        """Return what an action waits for, how long that travels, how long the action takes, and what it makes."""
+        """Return what an action waits for, its transfer time, the action's duration, and its result."""
         found = self._facts.get(action)
         if found is None:
             source = source_of(action, len(self.stage_ranks))
@@ -64,8 +64,8 @@ class Replay:
         """Run lists as far as they can run.
 
         Returns:
-            The times of the actions that ran, and when each result was made. Where a rank has fewer times than actions, it waits
-            for ever in front of the next one.
+            The times of the actions that ran, and when each result was made. A rank with fewer times than actions waits
+            forever for the next one.
         """
         made: dict[Result, float] = {}
         waiting: dict[Result, list[int]] = {}
@@ -117,7 +117,7 @@ def peak_activations(actions: Sequence[Action], activation: Sequence[float], kep
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An action, where it runs, and from when to when."""
+    """An action with its rank, start and end."""
 
     action: Action
     rank: int
@@ -156,7 +156,7 @@ class Simulation:
 
     @property
     def longest_span(self) -> float:
-        """The longest span of a rank: time from step to step where no barrier stands between them."""
+        """The longest span of a rank: time from step to step without a barrier between them."""
         return max(self.spans, default=0.0)
 
     @property
@@ -168,7 +168,7 @@ class Simulation:
     def span_bubble(self) -> float:
         """Share that is idle within the longest span: (cost - m (TF + TB + TW)) / cost of arXiv 2401.10241, section 5.3.
 
-        It is what is lost where the ranks pass from step to step without waiting for each other.
+        It is the loss if ranks go from step to step without waiting for each other.
         """
         return self._idle(self.longest_span)
 
@@ -222,8 +222,8 @@ def simulate(
 ) -> Simulation:
     """Run a schedule on a clock. The arguments are those of :class:`Costs`.
 
-    Every action begins as soon as the action before it on its rank is over and its inputs are there. What is sent
-    takes its time on the way and none of the sender's or the receiver's.
+    Every action begins as soon as the action before it on its rank is over and its inputs have arrived. Transfers take
+    time, but none of the sender's or the receiver's.
 
     Raises:
         ScheduleError: for costs that do not fit the stages, and for a schedule that can never end.

@@ -1,4 +1,4 @@
-"""Judge a schedule, above all one that somebody wrote: what is wrong, where, and what to change.
+"""Checks of schedules, hand-written ones above all: what is wrong, where, and what to change.
 
 Places in a rank's list count from 0.
 """
@@ -19,14 +19,14 @@ def check(schedule: Schedule, *, memory: float | Sequence[float] | None = None, 
     """Raise if a schedule cannot run, or holds more than it may.
 
     Args:
-        schedule: what to judge.
+        schedule: to check.
         memory: the most activations that a rank may hold at a time, for all ranks or for each; None: no bound. In
             the unit of ``costs.activation``: by default activations of one stage for one micro-batch.
-        costs: what an activation of each stage takes, and what B leaves of it; None: 1, and all of it.
+        costs: what an activation of each stage takes, and the share that B leaves; None: 1, and all of it.
 
     Raises:
-        ScheduleError: if an action stands on a rank that does not hold its stage, is missing or doubled; if F, B and W
-            of a stage and a micro-batch are out of order; if ranks would wait for each other for ever; if a rank
+        ScheduleError: if an action is on a rank that does not hold its stage, is missing or duplicated; if F, B and W
+            of a stage and a micro-batch are out of order; if ranks would deadlock; if a rank
             holds too much. The message says where, and what to change.
     """
     _Judge(schedule).judge()
@@ -82,7 +82,7 @@ class _Judge:
         return [(r, i, action) for r, actions in enumerate(self.schedule.ranks) for i, action in enumerate(actions)]
 
     def _once(self) -> dict[Action, int]:
-        """Return the place of every action on its rank; check that none is doubled."""
+        """Return the position of every action on its rank; check that none is duplicated."""
         at: dict[Action, int] = {}
         for rank, place, action in self._all():
             if action in at:
@@ -136,7 +136,7 @@ class _Judge:
                 )
 
     def _no_deadlock(self, at: dict[Action, int]) -> None:
-        """Run the lists; where no rank can go on, name the ranks that wait for each other."""
+        """Run the lists; if no rank can continue, name the ranks that wait for each other."""
         schedule = self.schedule
         times, _ = Replay(schedule.stage_ranks, Costs().for_stages(schedule.stages)).run(schedule.ranks)
         done = [len(own) for own in times]
@@ -145,7 +145,7 @@ class _Judge:
             self._cycle(stuck[0], done, at)
 
     def _cycle(self, rank: int, done: list[int], at: dict[Action, int]) -> NoReturn:
-        """Follow who waits for whom until a rank comes again."""
+        """Follow the chain of waiting ranks until one repeats."""
         schedule = self.schedule
         waits: list[tuple[int, Action, Action]] = []  # rank, where it stands, what it waits for
         while rank not in [one[0] for one in waits]:
