@@ -1,4 +1,4 @@
-"""Tensor parallelism by one layout algebra: plan a matmul, split any model, write a mode of your own."""
+"""Tensor parallelism by one layout algebra: plan a matmul, split any model, write your own mode."""
 
 from meshfold.tensor_parallel.convert import Placed, Report, parallelize
 from meshfold.tensor_parallel.cost import Cost, CostEntry

@@ -1,4 +1,4 @@
-"""The cost of a plan: collectives with their bytes, comparable to what the recorder saw."""
+"""The cost of a plan: collectives with their bytes, comparable to the recorder's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CostEntry:
     Attributes:
         phase: forward, dx or dw.
         kind: the collective.
-        operand: the tensor that moves.
+        operand: the tensor that is sent.
         axes: mesh axes, in mesh order, those of size 1 left out.
         group_size: ranks that take part.
         block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.comm_log`).

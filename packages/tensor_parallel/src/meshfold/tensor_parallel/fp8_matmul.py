@@ -71,7 +71,7 @@ class Fp8Gather:
         self._recipe, self._maximum = recipe, maximum
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Return an empty string: every plan can be carried out."""
+        """Return an empty string: every plan can be executed."""
         return ""
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:

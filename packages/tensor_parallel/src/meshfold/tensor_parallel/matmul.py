@@ -1,7 +1,7 @@
-"""The sharded matmul as one differentiable operation, and operands of a plan that enter and leave without one.
+"""The sharded matmul as one differentiable operation, and collectives of a plan without the matmul.
 
-An embedding looks rows up instead of multiplying, and several linear layers share one gathered input: they enter and leave
-with the collectives of the plan, differentiably.
+An embedding looks rows up instead of multiplying, and several linear layers share one gathered input: they use the collectives
+of the plan, differentiably.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def matmul(
 
     Args:
         x: ``.. k``, this rank's block of layout ``plan.x``; all dims but the last together are m.
-        w: ``n k``, this rank's block of layout ``plan.w``, lying as ``nn.Linear`` keeps it.
+        w: ``n k``, this rank's block of layout ``plan.w``, stored as in ``nn.Linear``.
         plan: from :func:`meshfold.tensor_parallel.plan`.
         mesh: where the blocks lie.
-        lowering: how to carry it out (:mod:`meshfold.tensor_parallel.lowerings`).
+        lowering: how to execute it (:mod:`meshfold.tensor_parallel.lowerings`).
         keep: gathered operands that forward keeps for backward (``{"x", "w"}`` or fewer): less traffic, more memory.
 
     Returns:
-        ``.. n``, this rank's block of layout ``plan.y``. Where m is longer or shorter than in x, the first dim takes
-        it up.
+        ``.. n``, this rank's block of layout ``plan.y``. If m is longer or shorter than in x, the first dim
+        absorbs it.
 
     Raises:
         LayoutError: if the lowering does not apply to the plan.
@@ -80,10 +80,10 @@ DeferredProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def bind_deferred_matmul(plan: MatmulPlan, mesh: Mesh, *, lowering: str | Lowering = "gather") -> DeferredProduct:
-    """Bind the matmul of a weight that autograd does not see: a function from (x, detached w, ticket) to y.
+    """Bind the matmul of a weight hidden from autograd: a function from (x, detached w, ticket) to y.
 
-    Backward computes dx and hands x and dy, both at rest, to :func:`.deferred_wgrad.defer_weight_grad`; what both gradients
-    need gathered is gathered for each.
+    Backward computes dx and passes x and dy, both at rest, to :func:`.deferred_wgrad.defer_weight_grad`; operands that both
+    gradients need are gathered for each.
     """
     chosen = find_lowering(lowering, plan) if isinstance(lowering, str) else lowering
     return mesh.once(("deferred matmul", plan, lowering), lambda: _make_deferred_product(plan, mesh, chosen))
@@ -124,7 +124,7 @@ def _make_deferred_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering) -> De
 
 
 def on_one_rank(plan: MatmulPlan, mesh: Mesh) -> bool:
-    """Tell whether a plan has axes and all of them have one rank: nothing is split, so nothing is sent."""
+    """Return True if a plan has axes and all of them have one rank: nothing is split, so nothing is sent."""
     axes = {axis for layout in (plan.x, plan.w, plan.y) for axis in layout.axes}
     return bool(axes) and mesh.size(*axes) == 1
 
@@ -162,7 +162,7 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
 
 
 def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
-    """Fold so many rows into the shape of the dims before the last; the first dim takes up the change.
+    """Fold so many rows into the shape of the dims before the last; the first dim absorbs the change.
 
     Raises:
         LayoutError: if rows do not fill the dims after the first.
@@ -208,8 +208,8 @@ def bind_leave_operand(plan: MatmulPlan, mesh: Mesh) -> Primitive:
 
 
 def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, tuple[str, ...]], ...]) -> Primitive:
-    """Bind the identity on a parameter of which several ranks hold some spans, each using its copy differently (key/value
-    heads when there are fewer than ranks); backward sums the gradient of those spans.
+    """Bind the identity on a parameter with spans that several ranks hold and use differently (key/value heads
+    when there are fewer than ranks); backward sums the gradient of those spans.
 
     Args:
         mesh: where it lies.

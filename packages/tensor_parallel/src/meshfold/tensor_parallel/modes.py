@@ -1,8 +1,7 @@
 """The tensor-parallel modes: one table of layouts.
 
-A mode says how the tensors of a transformer lie on the tensor axes. Everything else (collectives, cost, layers,
-gradients, what a bias or a norm weight looks like) follows from the layout algebra. To make a mode of your own,
-write its row::
+A mode defines the layouts of a transformer's tensors on the tensor axes. Everything else (collectives, cost, layers,
+gradients, biases, norm weights) follows from the layout algebra. To make your own mode, write its row::
 
     mine = Mode(
         name="mine", axes=("u", "v"),
@@ -41,12 +40,12 @@ class Mode:
         head: the LM head's weight, ``k v``.
         logits: its output, ``m v``.
         attention: ``"tokens"``: attention's linear layers have whole weights and multiply a rank's own tokens; an all-to-all
-            exchanges tokens for heads behind the projections, and heads for tokens in front of the output projection
+            exchanges tokens for heads after the projections, and heads for tokens before the output projection
             (:mod:`meshfold.tensor_parallel.layers.head_exchange`). Empty: they are split as ``column`` and ``row`` say.
         paper: where it comes from.
 
     Raises:
-        LayoutError: if a layout names an axis that the mode does not have, or the layouts do not fit one another.
+        LayoutError: if a layout names an axis that the mode does not have, or the layouts do not fit each other.
     """
 
     name: str

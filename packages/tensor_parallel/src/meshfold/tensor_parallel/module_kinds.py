@@ -1,4 +1,4 @@
-"""Kinds of layers, whoever wrote them: linear, norm, dropout, and whether each can be split."""
+"""Kinds of layers from any library: linear, norm, dropout, and whether each can be split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MIX_COLUMNS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNo
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True for nn.Linear, and for transformers' Conv1D, which is one with its weight transposed."""
+    """Return True for nn.Linear, and for transformers' Conv1D, a linear layer with its weight transposed."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
@@ -75,7 +75,7 @@ def eps_for(eps: float | None, dtype: torch.dtype) -> float:
 
 
 def _measured_eps(module: nn.Module) -> float:
-    """Return the epsilon that a norm without an attribute for it adds: tried out where it outweighs the squares."""
+    """Return the epsilon of a norm that has no attribute for it, from a trial input where it outweighs the squares."""
     generator = torch.Generator().manual_seed(0)
     x = 1e-6 * torch.randn(1, norm_size(module), generator=generator, dtype=torch.float64)
     ones = {
@@ -94,7 +94,7 @@ def _measured_eps(module: nn.Module) -> float:
 def check_norm(name: str, module: nn.Module) -> None:
     """Raise a LayoutError unless a norm with a forward of its own computes what torch's would.
 
-    It is tried out on a few numbers, with other weights than its own.
+    It is tried on a few numbers, with other weights than its own.
     """
     kind, size = norm_kind(module), norm_size(module)
     if type(module) in (nn.LayerNorm, nn.RMSNorm):

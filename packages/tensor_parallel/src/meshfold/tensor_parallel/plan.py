@@ -58,9 +58,9 @@ class MatmulPlan:
 
     Attributes:
         x, w, y: the layouts at rest, of ``[m, k]``, ``[k, n]``, ``[m, n]``.
-        m, k, n: what the caller calls the three indices.
+        m, k, n: the caller's names of the three indices.
         compute: for each index, the axes that split the multiplications along it.
-        entered: x has been gathered by somebody else, who will also sum and scatter dx (see :meth:`enter`).
+        entered: x has been gathered by the caller, who also sums and scatters dx (see :meth:`enter`).
     """
 
     x: Layout
@@ -77,7 +77,7 @@ class MatmulPlan:
     _steps: Mapping[str, tuple[tuple[int, str], ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Work out what layers need in every forward."""
+        """Compute what layers need in every forward."""
         extras: dict[str, tuple[tuple[str, str], ...]] = {}
         sums: dict[str, tuple[str, ...]] = {}
         steps: dict[str, tuple[tuple[int, str], ...]] = {}
@@ -96,7 +96,7 @@ class MatmulPlan:
             object.__setattr__(self, attribute, value)
 
     def enter(self) -> MatmulPlan:
-        """Return the plan of a matmul whose input is gathered once for several: x arrives whole, dx leaves as partial sums."""
+        """Return the plan of a matmul whose input is gathered once for several: x arrives gathered, dx is a partial sum."""
         whole = Layout({self.m: self.compute[self.m], self.k: self.compute[self.k]})
         return replace(self, x=whole, entered=True)
 
@@ -106,11 +106,11 @@ class MatmulPlan:
 
     @property
     def changes_tokens(self) -> bool:
-        """True if a rank's x and y have other tokens: one of them is gathered or scattered along m."""
+        """True if a rank's x and y have different tokens: one of them is gathered or scattered along m."""
         return any(dim == self.m for operand in ("x", "y") for dim, _ in self._extras[operand])
 
     def steps(self, operand: Operand) -> tuple[tuple[int, str], ...]:
-        """Return the extras with the number of the dim in the tensor: x lies as ``[m, k]``, w as ``[n, k]``, y as ``[m, n]``."""
+        """Return the extras with the number of the dim in the tensor: x is ``[m, k]``, w is ``[n, k]``, y is ``[m, n]``."""
         return self._steps[operand]
 
     def sums(self, operand: Operand) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which stage needs which parameters outside the blocks, found by running the forward on meta tensors."""
+"""Search for the stages that need each parameter outside the blocks, by running the forward on meta tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Analysis of a model before anything of it is changed: roles, heads, blocks, and the mode of each part."""
+"""Analysis of a model before it is changed: roles, heads, blocks, and the mode of each part."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Analysis:
         lists: the lists of blocks.
         begins: the residual stream begins inside of the model, at an embedding, patches or a stem.
         by_sequences: the stream's tokens are split by whole sequences.
-        only_blocks: tokens are split within sequences, in the lists of blocks alone. Outside the stream is whole: the model's
-            own code reads batch and length there.
+        only_blocks: tokens are split within sequences, only in the lists of blocks. Outside them the stream is whole, since the
+            model's own code reads batch and length there.
         outer: the mode outside of the blocks.
         boundaries: of lists of blocks, or of the model (None): there the stream is split and gathered.
         stand_ins: attention whose code takes its width from its input, with the width of this rank's heads; found by
@@ -47,7 +47,7 @@ class Analysis:
         adapted: bool = False,
     ) -> None:
         """Args:
-        blocks_apart: let each block split and join the stream by itself.
+        blocks_apart: each block splits and joins the stream separately.
         adapted: projections have adapters that read their input too.
         """
         self.model, self.mesh, self.mode, self.rules = model, mesh, mode, rules
@@ -72,7 +72,7 @@ class Analysis:
         self.stand_ins: dict[str, int] = {}
 
     def mode_at(self, name: str) -> Mode:
-        """Return the mode that holds where a module stands."""
+        """Return the mode that applies at a module."""
         inside = not self.only_blocks or any(blocks.holds(name) for blocks in self.lists)
         return self.mode if inside else self.outer
 
@@ -102,7 +102,7 @@ class Analysis:
         return self.roles.role.get(name) in ("column", "row")
 
     def _is_whole(self, name: str) -> bool:
-        """Return True if a module stays whole, or lies in one that does."""
+        """Return True if a module stays whole, or is inside one that does."""
         whole = [name for role in WHOLE for name in self.roles.named(role)]
         return any(not kept or name == kept or name.startswith(f"{kept}.") for kept in whole)
 
@@ -133,32 +133,32 @@ class Blocks:
 
     @property
     def first(self) -> nn.Module:
-        """The block that the stream enters by."""
+        """The block where the stream enters."""
         return next(iter(self.members.values()))
 
     @property
     def last(self) -> nn.Module:
-        """The block that it leaves by."""
+        """The block where it leaves."""
         return list(self.members.values())[-1]
 
     def holds(self, name: str) -> bool:
-        """Return True if a module is one of the blocks or lies in one."""
+        """Return True if a module is one of the blocks or inside one."""
         return any(_lies_in(name, member) for member in self.members)
 
 
 def find_blocks(
     modules: Mapping[str, nn.Module], columns: Sequence[str], rows: Sequence[str], *, one_by_one: bool = False
 ) -> list[Blocks]:
-    """Find the outermost lists of blocks: each member with layers to split has column layers and the row layers behind.
+    """Find the outermost lists of blocks: each member with layers to split has column layers and the row layers after them.
 
-    A list whose members are single layers, such as an MLP in an nn.Sequential, is no list of blocks.
+    A list whose members are single layers, such as an MLP in an nn.Sequential, is not a list of blocks.
 
     Args:
         modules: all modules of the model by full name, parents first.
         columns: full names of the column layers.
         rows: full names of the row layers.
-        one_by_one: return each block by itself, as if it had a list of its own. A list in which a block stands twice is
-            always returned so: it is left and entered again in between.
+        one_by_one: return each block separately, as if it had its own list. A list in which a block occurs twice is
+            always returned so, since it is left and entered again in between.
     """
     found: list[Blocks] = []
     for name, module in modules.items():

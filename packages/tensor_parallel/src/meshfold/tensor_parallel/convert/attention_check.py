@@ -1,4 +1,4 @@
-"""Trial of attention's own code on some of its heads, before anything is changed.
+"""Trial of attention's own code on a subset of its heads, before anything is changed.
 
 No weights are needed. A twin of the module gets stand-ins: for its projections, which return given numbers, and for the layer
 that writes the output, which keeps its input. That input must be, with a rank's share of the projections, the rank's share of
@@ -46,7 +46,7 @@ class _Reached(Exception):
 
 
 class _RefusesNoHeads(TorchFunctionMode):
-    """Raises where a model's code attends without a head: torch 2.11 divides by their number and ends the process."""
+    """Raises where a model's code attends with no heads: torch 2.11 divides by their number and crashes the process."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -107,7 +107,7 @@ class AttentionTrial:
         tables: full names of the module's tables of biases, a column a head, which are split with the heads.
         biases_split: the module's biases come from such a table.
         input_width: of the module's input on a rank; None: the width that its projections read.
-        stand_in: the input has a shape and no values; only the projections may read it.
+        stand_in: the input has a shape but no values; only the projections may read it.
         """
         self.input_width, self.stand_in = input_width, stand_in
         self.tables = [table.rpartition(".")[2] for table in tables]
@@ -116,7 +116,7 @@ class AttentionTrial:
         self.width = heads.heads * heads.head_dim
 
     def why_not(self) -> str:
-        """Return why the module cannot work on some of its heads; empty if it can, or if it could not be tried."""
+        """Return why the module cannot work on a subset of its heads; empty if it can, or if it could not be tried."""
         kind = type(self.module).__name__
         parameters = parameters_of(self.module)
         for bias in BIASES:
@@ -238,7 +238,7 @@ class AttentionTrial:
         return found if isinstance(found, Tensor) else TypeError(f"returned {type(found).__name__}")
 
     def _twin(self) -> nn.Module:
-        """Return the module without its linear layers, on the CPU. The module does not see what its twin does."""
+        """Return a twin of the module without its linear layers, on the CPU. The module itself is not affected."""
         if "forward" in vars(self.module):
             raise TypeError("the instance has a forward of its own")
         twin = copy.copy(self.module)
@@ -304,7 +304,7 @@ class AttentionTrial:
 
 
 def _real(value: Tensor) -> Tensor:
-    """Return a copy on the CPU: float64 if it is of floating point, ones if it has no values."""
+    """Return a copy on the CPU: float64 if it is floating point, ones for a meta tensor."""
     if value.is_meta:
         kind = torch.float64 if value.is_floating_point() else value.dtype
         return torch.ones(value.shape, dtype=kind)

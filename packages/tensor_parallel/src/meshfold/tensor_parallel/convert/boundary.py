@@ -1,6 +1,6 @@
 """Boundaries: a tensor that is whole on every rank becomes the split residual stream, and back.
 
-Round a model that has no embedding, or round a list of blocks where the stream outside of it is whole.
+Around a model without an embedding, or around a list of blocks if the stream outside it is whole.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class Boundary(StreamAdapter):
         return x.view(*self.lead, x.shape[-1]) if self.flatten else x
 
     def attach_to_blocks(self, name: str, blocks: Sequence[nn.Module], model: nn.Module) -> None:
-        """Split what the first block is called with, join what the last returns, and see that none is called in between.
+        """Split the input of the first block, join the output of the last, and check that they are called in order.
 
         Args:
             name: full name of the list of blocks.
             blocks: in the order in which the model calls them; single layers among them may be called anywhere.
-            model: whose forward has to leave the blocks by the last.
+            model: its forward has to leave the blocks through the last one.
         """
         self.name = name
         self.attach(blocks[0], blocks[-1])
@@ -116,7 +116,7 @@ class Boundary(StreamAdapter):
             )
 
     def order(self) -> str:
-        """Return what to change where its blocks are not called one after another."""
+        """Return what to change if its blocks are not called one after another."""
         return (
             f"{self.name}: tokens are split over {', '.join(self.tokens)} from the first block of the list to the last, so "
             f"the model has to call all of them in the order of the list, each with what the one before returned. Put the "

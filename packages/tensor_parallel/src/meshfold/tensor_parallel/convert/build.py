@@ -1,4 +1,4 @@
-"""Construction of the sharded layer that stands for a module."""
+"""Construction of the sharded layer that replaces a module."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class LayerBuilder:
         )
 
     def keep_whole(self, name: str, module: nn.Module, role: str = "replicate") -> str:
-        """Gather the stream in front of a module and split it behind; dropout inside is the same on every rank.
+        """Gather the stream before a module and split it after it; dropout inside is the same on every rank.
 
         Args:
             role: ``"source"``: it makes the stream, and is given none. ``"mixture"``: the experts in it are split.
@@ -106,7 +106,7 @@ class LayerBuilder:
                 ``"attention"``: torch's own, whose heads are.
 
         Returns:
-            What became of it, for the report.
+            What was done to it, for the report.
         """
         mode, said = self.analysis.mode_at(name), "whole on every rank"
         if role == "own_tokens":
@@ -140,10 +140,10 @@ class LayerBuilder:
         return said
 
     def _inner_before(self, name: str) -> int:
-        """Return the width of the column layer that comes directly before a module among those of its parent, if one does.
+        """Return the width of the column layer directly before a module among its parent's children, if there is one.
 
         In the order in which the parent's forward calls them, where it can be read (T5 makes its dropout last and calls
-        it before the last layer); else in which they were made.
+        it before the last layer); else in the order in which they were made.
         """
         parent = name.rpartition(".")[0]
         roles = self.analysis.roles.role
@@ -160,7 +160,7 @@ class LayerBuilder:
         return features(self.analysis.modules[before])[1] if roles.get(before) == "column" else 0
 
     def _head_dim(self, name: str) -> int:
-        """Return the elements of a projection's output that stay together, those of a head; 0 for other layers."""
+        """Return the elements of a head in a projection's output, which stay together; 0 for other layers."""
         for heads in self.analysis.heads.values():
             if name in heads.projections:
                 return (3 if name in heads.interleaved else 1) * heads.head_dim
@@ -200,7 +200,7 @@ def meta_twin(module: nn.Module) -> nn.Module:
 
 
 def keep_hooks(module: nn.Module, made: nn.Module) -> None:
-    """Let a layer keep the hooks that were registered on the one it stands for."""
+    """Move the hooks of a replaced layer to its replacement."""
     for name, hooks in vars(module).items():
         if name.startswith(("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")):
             getattr(made, name).update(hooks)
@@ -208,7 +208,7 @@ def keep_hooks(module: nn.Module, made: nn.Module) -> None:
 
 
 def keep_ties(module: nn.Module, made: nn.Module, blocks: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Let layers that shared a parameter share its block."""
+    """Tie layers that shared a parameter to one block of it."""
     for name, whole in module._parameters.items():
         block = made._parameters.get(name)
         if whole is not None and block is not None:

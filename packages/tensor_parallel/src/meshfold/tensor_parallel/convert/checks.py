@@ -1,4 +1,4 @@
-"""Checks of an analysed model: all that cannot be split is refused before anything is changed."""
+"""Checks of an analysed model: whatever cannot be split is refused before anything is changed."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _columns_before(analysis: Analysis, name: str) -> list[str]:
 
 
 def _check_torchs_attention(analysis: Analysis) -> None:
-    """Raise a LayoutError for attention with dropout that keeps torch's forward: it would drop other weights on every rank."""
+    """Raise a LayoutError for attention with dropout that keeps torch's forward: each rank would drop different weights."""
     for name, module in analysis.modules.items():
         if isinstance(module, nn.MultiheadAttention) and module.dropout > 0 and (why := why_keep_forward(module)):
             raise LayoutError(
@@ -140,7 +140,7 @@ def _check_torchs_attention(analysis: Analysis) -> None:
 
 
 def _check_two_streams(analysis: Analysis) -> None:
-    """Raise a LayoutError for an encoder-decoder whose two streams do not lie as attention reads them."""
+    """Raise a LayoutError for an encoder-decoder whose two streams do not have the layouts that attention reads."""
     if not getattr(getattr(analysis.model, "config", None), "is_encoder_decoder", False):
         return
     if analysis.only_blocks or any(analysis.needs_region(name) for name in analysis.heads):
@@ -152,7 +152,7 @@ def _check_two_streams(analysis: Analysis) -> None:
 
 
 def _check_shared_by_blocks(analysis: Analysis) -> None:
-    """Raise a LayoutError for a layer used inside blocks and outside: it would get split tokens here and whole ones there."""
+    """Raise a LayoutError for a layer used inside and outside of blocks: it would get both split and whole tokens."""
     if not analysis.only_blocks:
         return
     members = {member for blocks in analysis.lists for member in blocks.members.values()}
@@ -237,7 +237,7 @@ def _splits_stream(analysis: Analysis) -> bool:
 
 
 def _check_joined(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for a whole module with a second argument of the stream, or made for a rank's rows: only the
+    """Raise a LayoutError for a whole module with a second argument from the stream, or made for a rank's rows: only the
     first is gathered.
     """
     takes = parameters_of(analysis.modules[name])
@@ -252,7 +252,7 @@ def _check_joined(analysis: Analysis, name: str) -> None:
 
 
 def _check_region(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for attention with other layers in its module, if its input is gathered in front of it."""
+    """Raise a LayoutError for attention with other layers in its module, if its input is gathered before it."""
     if analysis.needs_region(name) and not _only_attention(analysis, name):
         raise LayoutError(
             f"{name or '(root)'}: in mode {analysis.mode.name!r} attention has other tokens than the residual stream, so its "
@@ -262,7 +262,7 @@ def _check_region(analysis: Analysis, name: str) -> None:
 
 
 def _check_head_norm(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for a norm of queries or keys that does not normalise each head by itanalysis."""
+    """Raise a LayoutError for a norm of queries or keys that does not normalise each head by itself."""
     attention = name.rpartition(".")[0]
     size = norm_size(analysis.modules[name])
     whole = f"keep all of the attention whole: {attention!r}: 'replicate'"

@@ -1,7 +1,7 @@
-"""Code of a module's forward, read before it runs: what it takes, and what its source shows where there is one.
+"""A module's forward, read before it runs: its signature, and its source if there is one.
 
-Nothing else in the conversion reads a user's source. The source orders the children of a module, and refuses attention that
-reads the number of all heads and cannot be tried.
+Nothing else in the conversion reads a user's source. The source gives the order of a module's children, and shows attention that
+reads the number of all heads and cannot be tried, which is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZES = (
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return what a module's forward takes, by name; without ``self``."""
+    """Return the parameters of a module's forward by name, without ``self``."""
     return dict(list(inspect.signature(type(module).forward).parameters.items())[1:])
 
 

@@ -1,7 +1,7 @@
-"""Dropout that a model calls by function, in its own code rather than in an nn.Dropout.
+"""Dropout that a model calls as a function, in its own code rather than in an nn.Dropout.
 
 ``torch.nn.functional.dropout`` and ``scaled_dot_product_attention(dropout_p=...)`` would draw from torch's random
-state, differently on every rank. While a model runs they are sent through the dropout by global element.
+state, differently on every rank. While a model runs they are redirected to the dropout by global element.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FunctionalDropout(TorchFunctionMode):
 
     @contextmanager
     def inside(self, part: Dropout | None) -> Iterator[None]:
-        """Run a part, as when a checkpoint recomputes it."""
+        """Run a part, for example when a checkpoint recomputes it."""
         if part is None:
             yield
             return
@@ -129,7 +129,7 @@ class DropoutPart(OnMesh):
         self._begun = 0
 
     def attach(self, module: nn.Module) -> None:
-        """Register the hooks. They run first, so that they end where a part fails."""
+        """Register the hooks. They run first, so that they also end when a part fails."""
         module.register_forward_pre_hook(self._begin, prepend=True)
         module.register_forward_hook(self._end, always_call=True)
 

@@ -1,6 +1,6 @@
 """Gathers of an input that several linear layers read: queries, keys and values; gate and up.
 
-:class:`SharedInput` gathers once for layers that are given the same tensor.
+:class:`SharedInput` gathers once for layers that get the same tensor.
 
 :class:`Region` is for attention that has other tokens than the stream, in 3D and where tokens are split within sequences. Its
 code reads batch and length from its input. So the input is gathered in front of the module, and gets the batch and length of
@@ -62,7 +62,7 @@ class Region(StreamAdapter):
                 linear.input_adapter = flattened
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return what the linear layers read of a local block of the stream.
+        """Return the input of the linear layers for a local block of the stream.
 
         A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the
         layers' *output*: where that has fewer (3D), the rest is folded into the last dim, because modules read the
@@ -88,7 +88,7 @@ class Region(StreamAdapter):
         return fold(whole, self.folds) if self.folds > 1 else whole
 
     def _check_order(self, x: Tensor) -> None:
-        """Refuse an input with the sequence first: tokens are exchanged along the first dim."""
+        """Refuse an input with the sequence first, since tokens are exchanged along the first dim."""
         rows = self._batch.rows // self._row_blocks
         if x.dim() == 3 and x.shape[1] == rows != x.shape[0] == self._batch.length and self._row_blocks > 1:
             raise LayoutError(
@@ -97,7 +97,7 @@ class Region(StreamAdapter):
             )
 
     def _read(self, x: Tensor) -> tuple[Tensor, Size]:
-        """Return the gathered input ``m k`` to a linear layer that is called with the stand-in."""
+        """Return the gathered input ``m k`` for a linear layer that is called with the stand-in."""
         whole = self._whole
         if whole is None or x is not self._given:
             raise LayoutError(
@@ -147,9 +147,9 @@ def _for_rows(value: Any, rows: int) -> Any:
 
 
 class SharedInput(OnMesh):
-    """Gather that runs when the first layer is given a tensor; the others that are given it get the same result.
+    """Gather that runs when the first layer gets a tensor; other layers that get it reuse the result.
 
-    Its gradient leaves once, for all of them. Nothing is kept once each layer has been called.
+    Its gradient is reduced once, for all of them. Nothing is kept once each layer has been called.
     """
 
     _seen: Tensor | None
@@ -168,7 +168,7 @@ class SharedInput(OnMesh):
             linear.use_entered_input(self._enter)
 
     def around(self, module: nn.Module) -> None:
-        """Forget the last input before each forward of the module; that one may have been broken off."""
+        """Forget the last input before each forward of the module; the previous one may have been aborted."""
         # Not a hook behind the module: torch.compile guards on the number of such a hook, another in every block.
         module.register_forward_pre_hook(self._before)
 

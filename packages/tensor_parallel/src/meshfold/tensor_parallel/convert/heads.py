@@ -1,4 +1,4 @@
-"""Attention heads: their number, whether they can be split, and the local counts that a module is told."""
+"""Attention heads: their number, whether they can be split, and the local counts that are set on a module."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Heads:
     """The heads of an attention module.
 
     Attributes:
-        query: full names of the projections that make queries alone.
-        key_value: full names of those that make keys or values.
-        fused: full names of those that make all three, one after the other.
-        interleaved: full names of those that make query, key and value of one head after another.
+        query: full names of the projections that compute only queries.
+        key_value: full names of those that compute keys or values.
+        fused: full names of those that compute all three, one after the other.
+        interleaved: full names of those that compute query, key and value head by head.
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: elements a head.

@@ -1,4 +1,4 @@
-"""Hugging Face models beside their layers: the loss, dropout called by function, activation checkpointing."""
+"""Hugging Face models beyond their layers: the loss, functional dropout, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_causal_lm(model: nn.Module) -> bool:
 
 
 def use_sharded_loss(model: nn.Module, mesh: Mesh, mode: Mode, vocabulary: int) -> None:
-    """Give a model of the Hugging Face kind the vocab-parallel loss where it has a hook for it."""
+    """Set the vocab-parallel loss on a Hugging Face model that has a hook for it."""
 
     def loss_function(
         logits: Tensor,
@@ -45,7 +45,7 @@ def use_sharded_loss(model: nn.Module, mesh: Mesh, mode: Mode, vocabulary: int) 
 
 
 def layers_left_out(model: nn.Module) -> list[str]:
-    """Return the names of modules that leave out whole layers at random: ranks would not agree on which."""
+    """Return the names of modules that skip whole layers at random, since ranks would not agree on which."""
     return [name for name, m in model.named_modules() if isinstance(p := getattr(m, "layerdrop", 0.0), float) and p > 0]
 
 
@@ -67,14 +67,14 @@ class Recomputation:
     """Support of activation checkpointing: a block is recomputed with the same elements dropped and the same batch and
     sequence dims.
 
-    Every forward makes sure of it, whenever checkpointing was switched on.
+    Every forward checks it, so checkpointing may be switched on at any time.
     """
 
     def __init__(self, boundaries: list[Boundary], calls: FunctionalDropout | None) -> None:
         self.boundaries, self.calls = boundaries, calls
 
     def attach(self, model: nn.Module) -> None:
-        """Make it known to :func:`recompute_contexts`, and look at the model's own checkpointing before each forward."""
+        """Register it with :func:`recompute_contexts`, and check the model's own checkpointing before each forward."""
         model.__dict__[_RECOMPUTATION] = self
         if any(hasattr(module, "gradient_checkpointing") for module in model.modules()):
             model.register_forward_pre_hook(self._before)

@@ -1,4 +1,4 @@
-"""Layouts of the results of sharded layers, for the forward in which a model's own code is followed.
+"""Layouts of the results of sharded layers, for the forward in which a model's own code is tracked.
 
 See :mod:`meshfold.mesh.tracking`. Between layers the stream is ``.. h`` of the mode's residual layout, what column layers
 write ``.. n`` of its hidden layout.
@@ -49,7 +49,7 @@ from meshfold.tensor_parallel.modes import Mode
 
 
 class LayerTracking(OnMesh):
-    """Answers of a split model to :func:`meshfold.mesh.tracking.track_forwards`."""
+    """Callbacks of a split model for :func:`meshfold.mesh.tracking.track_forwards`."""
 
     def __init__(self, mesh: Mesh, mode: Mode, kept: Sequence[str], boundaries: Sequence[Boundary]) -> None:
         """Args:
@@ -69,7 +69,7 @@ class LayerTracking(OnMesh):
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
     def _placed(self, parameter: Tensor) -> Dims | None:
-        """Return the layout of a parameter that a sharded layer has split: other readers of it have a piece."""
+        """Return the layout of a parameter that a sharded layer has split: other code that reads it sees a shard."""
         meta = metadata(parameter)
         axes = () if meta is None else meta.placement.axes
         if len(axes) != parameter.dim():
@@ -94,7 +94,7 @@ class LayerTracking(OnMesh):
     def check_arguments(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Refuse a tensor that does not lie as a layer reads it."""
+        """Refuse a tensor without the layout that a layer reads."""
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if given is None:
             return
@@ -218,7 +218,7 @@ class LayerTracking(OnMesh):
         return (*lead, block(shape[-1], columns, grain=-1))
 
     def _check(self, found: Tracker, layer: nn.Module, given: Tensor, dims: Dims, columns: Axes) -> None:
-        """Refuse an input whose last dim does not lie as the layer reads it."""
+        """Refuse an input whose last dim does not have the layout that the layer reads."""
         wanted = spanning_axes(self.mesh, columns)
         if not dims or (is_split_first(dims[-1], wanted) and axes_of(dims[-1]) == wanted and not is_open(dims[-1])):
             return
@@ -253,12 +253,12 @@ class LayerTracking(OnMesh):
 
 
 def _is_handed(layer: nn.Module, dims: Dims) -> bool:
-    """Return True if a layer is called by code of a region, with what that was given: the mode alone tells its layout."""
+    """Return True if a layer is called by a region's code with the region's input: only the mode determines its layout."""
     return isinstance(layer, Linear) and layer.plan.entered and all(map(is_unknown, dims))
 
 
 def _token_axes(layer: nn.Module) -> tuple[Iterable[str], Iterable[str]] | None:
-    """Return the axes that split the tokens of what a layer reads, and writes; None for one without weights."""
+    """Return the axes that split the tokens of a layer's input and output; None for one without weights."""
     if isinstance(layer, Linear):
         (reads, _), (writes, _) = _between(layer)
         return reads, writes
@@ -272,7 +272,7 @@ def _token_axes(layer: nn.Module) -> tuple[Iterable[str], Iterable[str]] | None:
 
 
 def _between(layer: Linear) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
-    """Return the axes of tokens and features of what a linear layer reads, and of what it writes."""
+    """Return the axes of tokens and features of a linear layer's input and output."""
     residual, hidden, logits = (layer.mode.layout(name) for name in ("residual", "hidden", "logits"))
     stream, inner = (residual["m"], residual["h"]), (hidden["m"], hidden["n"])
     plan = layer.plan

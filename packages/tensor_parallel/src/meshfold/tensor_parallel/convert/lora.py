@@ -1,8 +1,8 @@
-"""LoRA of the kind that peft makes, under tensor parallelism: ``y = base(x) + B A x · scaling`` (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA as made by peft, under tensor parallelism: ``y = base(x) + B A x · scaling`` (Hu et al. 2021, arXiv 2106.09685).
 
-A model is split as if it had no adapters: they are taken off, its layers are placed by the rules, and they are put back
-round what was made. The two matrices of an adapter follow from the layouts of its layer; what lies between them, ``m r``, has
-the tokens of the stream and all of its few columns:
+A model is split as if it had no adapters: they are removed, its layers are placed by the rules, and the adapters are put back
+around the results. The two matrices of an adapter follow from the layouts of its layer; the tensor between them, ``m r``, has the
+tokens of the stream and all of its few columns:
 
 ======  ========================  ==========================
 layer   A ``[r, k]``              B ``[n, r]``
@@ -31,7 +31,7 @@ DropoutOf = Callable[[str, float, int], Dropout]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return True if a module is a layer with low-rank adapters round it."""
+    """Return True if a module is a layer with low-rank adapters."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and _filled(module, "lora_A")
 
 
@@ -45,7 +45,7 @@ def _filled(module: nn.Module, name: str) -> bool:
 
 
 class Adapters:
-    """The adapters of a model while they are off it.
+    """The adapters of a model while they are removed from it.
 
     Attributes:
         model: the model without them, which is within the one that was given.
@@ -53,7 +53,7 @@ class Adapters:
 
     def __init__(self, root: nn.Module, mode: Mode) -> None:
         """Raises:
-        LayoutError: for adapters that no rule knows, or a mode in which they cannot be split.
+        LayoutError: for unknown adapters, or a mode in which they cannot be split.
         """
         inner = getattr(root, "get_base_model", None)
         self.model: nn.Module = inner() if callable(inner) else root
@@ -95,13 +95,13 @@ class Adapters:
             self._put(name, module.base_layer)  # type: ignore[arg-type]
 
     def put_back(self) -> None:
-        """Undo :meth:`take_off`, whatever stands there now."""
+        """Undo :meth:`take_off`, whatever the layers are now."""
         for name, module in self._off.items():
             module._modules["base_layer"] = self.model.get_submodule(name)
             self._put(name, module)
 
     def split(self, mesh: Mesh, mode: Mode, dropout: DropoutOf, report: Report) -> None:
-        """Split the adapters as their layers were, once these are; then :meth:`put_back`."""
+        """Split the adapters like their layers, after these; then :meth:`put_back`."""
         for name, module in self._off.items():
             base = self.model.get_submodule(name)
             if not isinstance(base, Linear) or base.role not in ("column", "row"):

@@ -1,9 +1,9 @@
-"""Inputs and outputs of a split model: batches are padded to what the mode can split, outputs come out whole.
+"""Inputs and outputs of a split model: batches are padded to what the mode can split, outputs are returned whole.
 
 - A batch that the mode cannot split is padded with rows whose labels are ignored (−100); their rows of the output are cut off.
 - Logits stay split when the model computes its own loss, and are gathered when they are read
-  (:class:`LazyOutputs`). Otherwise they come out whole.
-- The residual stream of a model without a head comes out whole.
+  (:class:`LazyOutputs`). Otherwise they are returned whole.
+- The residual stream of a model without a head is returned whole.
 - A model whose modules have ``attended_rows = True`` gets its positions whole. These modules, which make masks and rotary
   tables of them, get the rows that attention has.
 """
@@ -89,7 +89,7 @@ class ModelAdapter(StreamAdapter):
         hidden: size of a residual stream that comes out split; 0 if it does not come out.
         whole: name of a module that stays whole and takes masks or positions of all rows; empty without one.
         ignored: the label that the model's loss ignores.
-        batch: what the layers know of a forward, set before each.
+        batch: the shape of the forward's batch, shared with the layers and set before each.
         """
         self.model, self.mesh, self.mode = model, mesh, mode
         self.heads, self.loss, self.hidden = heads, loss, hidden
@@ -115,7 +115,7 @@ class ModelAdapter(StreamAdapter):
         self._parameters = tuple(name for name, p in parameters_of(model).items() if p.kind in kinds)
 
     def attach_to_model(self) -> None:
-        """Register the hooks on the model, and let :func:`row_multiple` know."""
+        """Register the hooks on the model, and register it with :func:`row_multiple`."""
         self.model.__dict__[_ADAPTER] = self
         self.attach(self.model, prepend=True)
         for module in self._of_attention:
@@ -164,7 +164,7 @@ class ModelAdapter(StreamAdapter):
         batch.rows = self.padded_rows(batch.given, sequence)
 
     def _follow_rows(self, given: Mapping[str, Any]) -> None:
-        """Tell the tracker which dims are the batch, where that may be a part of a larger one."""
+        """Tell the tracker which dims are the batch, if that may be a part of a larger one."""
         found = tracker()
         if found is not None and self._batch.rows and self.mesh.world_size > 1:
             found.rows.begin((x for x in tree_leaves(given) if isinstance(x, Tensor)), self._batch.rows)
@@ -183,7 +183,7 @@ class ModelAdapter(StreamAdapter):
             )
 
     def _drop_mask(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Leave out a mask that masks nothing: attention is faster without."""
+        """Drop a mask that masks nothing, since attention is faster without it."""
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all()):
             return {**given, "attention_mask": None}
@@ -226,7 +226,7 @@ class ModelAdapter(StreamAdapter):
         return mine
 
     def _pad(self, name: str, value: Any) -> Any:
-        """Append copies of the last row, whose values the model can compute with; labels are ignored."""
+        """Append copies of the last row, whose values are valid for the model; their labels are ignored."""
         if (
             not isinstance(value, Tensor)
             or value.dim() == 0
@@ -277,7 +277,7 @@ class ModelAdapter(StreamAdapter):
 
 
 class LazyOutputs(OnMesh):
-    """Distinction of logits from a model's other outputs: by their layout in a followed forward, and by their size."""
+    """Finder of logits among a model's outputs: by their layout in a tracked forward, and by their size."""
 
     def __init__(self, mesh: Mesh, mode: Mode, heads: Sequence[Linear]) -> None:
         """Args:
@@ -297,7 +297,7 @@ class LazyOutputs(OnMesh):
         Args:
             name: of the output.
             value: this rank's piece of it.
-            rows, padded: of the batch, and what it was filled up to.
+            rows, padded: of the batch, and of the padded batch.
         """
         if value.is_meta or self.mesh.size(*self._mode.axes) == 1:
             return None
@@ -312,7 +312,7 @@ class LazyOutputs(OnMesh):
         return lazy_gather(value, self._refused(name, value, axes)) if axes else None
 
     def _split(self, name: str, value: Tensor) -> tuple[tuple[str, ...] | None, ...] | None:
-        """Return the axes that split each dim of an output, None for a dim that is not known; None if no forward was followed."""
+        """Return the axes that split each dim of an output, None for an unknown dim; None if no forward was tracked."""
         found, key = tracker(), (name, value.dim())
         if found is not None:
             self._seen[key] = tuple(

@@ -1,8 +1,8 @@
-"""Modules that work on each token by itself, such as a mixture whose experts are spread over ranks.
+"""Modules that work on each token separately, such as a mixture whose experts are spread over ranks.
 
-On the way in each rank gets tokens that no other rank has, with all of their hidden dim; on the way out the stream lies as it
-did. So nothing is computed twice, and the gradient of a parameter inside is this rank's part of a sum over all ranks of the
-tensor axes: whoever marks the module says so in the parameters' metadata (``sum_axes``).
+The module gets tokens that no other rank has, with all of their hidden dim; its output is returned in the stream's layout.
+So nothing is computed twice, and the gradient of a parameter inside is this rank's part of a sum over all ranks of the tensor
+axes: code that marks the module must set this in the parameters' metadata (``sum_axes``).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MARK = "own_tokens"
 
 
 class OwnTokens(OnMesh):
-    """Hooks round a module that takes the stream first, and returns a tensor of its shape, alone or first in a tuple.
+    """Hooks around a module that takes the stream first, and returns a tensor of its shape, alone or first in a tuple.
 
     The rows of the stream that a rank has, ``m h``, are exchanged for columns over the axes that split the hidden dim, and
-    shared out over those whose ranks have the same. Where they do not divide, some ranks get fewer.
+    divided over those whose ranks have the same. If they do not divide evenly, some ranks get fewer.
     """
 
     def __init__(
         self, mesh: Mesh, mode: Mode | None, batch: BatchShape | None = None, *, flattened: bool = False
     ) -> None:
         """Args:
-        mode: how the stream lies; None: a rank's tokens are its own already.
+        mode: of the stream; None: each rank already has tokens of its own.
         batch: of the forward that runs.
         flattened: the stream is ``m h`` where the module's own code was written for ``b s h``.
         """
@@ -76,7 +76,7 @@ class OwnTokens(OnMesh):
         return args, {**kwargs, next(iter(kwargs)): mine}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the output with the stream as it lay."""
+        """Return the output in the stream's layout."""
         first = output[0] if isinstance(output, tuple) else output
         y = self._joined(first.reshape(-1, first.shape[-1]))
         self._end(module, args, output)
@@ -92,7 +92,7 @@ class OwnTokens(OnMesh):
         return self.mesh.size(*self.columns, *self.alike)
 
     def _rows(self) -> tuple[int, int]:
-        """Return the rows that each rank works on, filled up, and how many of this rank's are real."""
+        """Return the rows that each rank works on, padded, and how many of this rank's are real."""
         rows = self._shape[:-1].numel()
         each = -(-rows // self._parts)
         first = self.mesh.index(*self.columns, *self.alike) * each
@@ -123,5 +123,5 @@ def _apart() -> ExitStack:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Return True if a module says that it works on each token by itself."""
+    """Return True if a module is marked as working on each token separately."""
     return bool(getattr(module, MARK, False))

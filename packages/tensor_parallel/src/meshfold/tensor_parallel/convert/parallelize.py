@@ -67,7 +67,7 @@ def parallelize(
     """Split a model over the tensor axes of a mesh, in place.
 
     Afterwards every parameter is this rank's block and carries its metadata; inputs and labels are given whole on
-    every rank of the tensor axes, a loss computed inside comes out the same on every rank, outputs come out whole.
+    every rank of the tensor axes, a loss computed inside is the same on every rank, outputs are returned whole.
     Gradients are complete over the tensor axes after ``backward()``; axes of data parallelism are not touched.
 
     A module whose own code works on a flat stream of tokens, ``m h`` rather than ``b s h``, says so with an attribute

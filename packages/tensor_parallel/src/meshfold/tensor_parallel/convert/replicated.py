@@ -1,7 +1,7 @@
 """Submodules that stay whole on every rank: their input is gathered, their output split again.
 
-The way out for a layer that no mode knows (a router, an odd convolution). Every rank computes the same, so parameters
-stay equal without a collective of their own.
+For layers that no mode can split (a router, an unusual convolution). Every rank computes the same, so parameters
+stay equal without a collective.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def takes_rows(module: nn.Module) -> bool:
 
 
 class Replicated(StreamAdapter):
-    """Adapter that gathers the residual stream in front of a module and splits its result."""
+    """Adapter that gathers the residual stream before a module and splits its result."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Replicated(StreamAdapter):
     ) -> None:
         """Args:
         module: it takes the stream first and returns a tensor, or a tuple that starts with one.
-        mesh, mode: where the stream lies and how.
+        mesh, mode: of the stream.
         hidden: its size.
         batch: of the forward that runs.
         boundary: of a stream that is flattened; the module gets its batch and sequence dims.
@@ -82,11 +82,11 @@ class Replicated(StreamAdapter):
         self._known: dict[tuple[int, int], StreamDims | None] = {}  # by place and number of dims of an argument
 
     def keep_whole(self, module: nn.Module) -> None:
-        """Attach to the module, and say of its parameters that they are whole.
+        """Attach to the module, and mark its parameters as whole.
 
-        Its first argument is gathered. Further ones of a stream (query, key, value) are gathered where they lie as the first
-        does, a mask by rows where the stream is. What it returns is split by rows where it has as many in the same dim, and by
-        columns if it is as wide as the stream.
+        Its first argument is gathered. Further arguments from a stream (query, key, value) are gathered if their layout is that of
+        the first, a mask by rows if the stream is. Its output is split by rows if it has as many in the same dim, and by columns
+        if it is as wide as the stream.
         """
         for parameter in module.parameters():
             shape = tuple(parameter.shape)
@@ -124,7 +124,7 @@ class Replicated(StreamAdapter):
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def _others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Return the places of further arguments that may be of a stream."""
+        """Return the positions of further arguments that may come from a stream."""
         named = [len(args) + i for i, name in enumerate(kwargs) if name in self._streams]
         return [place for place in (*range(1, min(len(args), self._count)), *named) if place > 0]
 
@@ -162,7 +162,7 @@ class Replicated(StreamAdapter):
         return x
 
     def _join_other(self, place: int, x: Any) -> Any:
-        """Gather a further argument that is of a stream as the first is; where that is flat, another may come whole."""
+        """Gather a further argument that comes from a stream as the first does; if that is flat, another may be whole."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
             return x
         if self.boundary is None:
@@ -170,10 +170,10 @@ class Replicated(StreamAdapter):
         return self._join_flat(x, self.boundary) if x.dim() == 2 else x
 
     def _where(self, place: int, x: Tensor, guess: Callable[[Tensor], StreamDims]) -> StreamDims:
-        """Return where an argument is split: as the first forward followed it, which later ones remember, or by its shape.
+        """Return where an argument is split: as tracked in the first forward, which later ones reuse, or by its shape.
 
         Raises:
-            LayoutError: for an argument that lies otherwise in another call.
+            LayoutError: for an argument that has another layout in another call.
         """
         key, found = (place, x.dim()), tracker()
         if found is None or any(map(is_open, found.dims(x))):
@@ -210,7 +210,7 @@ class Replicated(StreamAdapter):
         return x
 
     def _join_mask(self, mask: Any, rows: int) -> Any:
-        """Gather a mask's rows. All ranks have a mask or none has: the model's adapter sees to it."""
+        """Gather a mask's rows. All ranks have a mask or none has; the model's adapter ensures this."""
         if not isinstance(mask, Tensor) or mask.shape[0] != rows:
             return mask
         joined = self._collect_rows[0](mask)
@@ -275,10 +275,10 @@ class Replicated(StreamAdapter):
 
 
 class StreamSource(Replicated):
-    """Adapter of a module that makes the stream of something that is whole on every rank: only its result is split."""
+    """Adapter of a module that makes the stream from an input that is whole on every rank: only its result is split."""
 
     def attach(self, first: nn.Module, last: nn.Module | None = None, *, prepend: bool = False) -> None:
-        """Register the hook behind the module."""
+        """Register the hook after the module."""
         first.register_forward_hook(self.leave)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -16,9 +16,9 @@ class Placed:
 
     Attributes:
         name: full name.
-        role: the part it plays.
+        role: its role.
         was: its class before.
-        weights: layout of its weight, or what became of it.
+        weights: layout of its weight, or what was done to it.
         shape: global shape of its weight, elements.
         local: shape of this rank's block, elements.
     """
@@ -33,12 +33,12 @@ class Placed:
 
 @dataclass(kw_only=True)
 class Report:
-    """A readable account of a conversion; ``print(report)``.
+    """A readable report of a conversion; ``print(report)``.
 
     Attributes:
         mode: name of the mode.
         mesh: the mesh, as text.
-        placed: what became of each submodule.
+        placed: what was done to each submodule.
         parameters: global number of parameters, each tensor once.
         local_parameters: this rank's, padding included.
         notes: what else was done (heads, regions, loss).
@@ -71,7 +71,7 @@ class Report:
 
 
 def placed(name: str, role: str, was: str, made: nn.Module, said: str = "") -> Placed:
-    """Return the entry of a submodule of the class ``was``; ``said`` is what became of one that was kept."""
+    """Return the entry of a submodule of the class ``was``; ``said`` describes one that was kept."""
     weight = getattr(made, "weight", None)
     meta = metadata(weight) if weight is not None else None
     if said:

@@ -1,7 +1,7 @@
 """Roles of submodules, by rules on names and shapes: no file per model.
 
 A linear layer's name decides where it is one of the field's usual names; the shape decides otherwise, or refuses.
-What the rules cannot tell the user can: ``parallelize(..., rules={"*.router": "replicate"})``.
+Where the rules cannot decide, the user can: ``parallelize(..., rules={"*.router": "replicate"})``.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def check_rules(model: nn.Module, rules: Mapping[str, str]) -> None:
     """Check that a user's rules map patterns to roles, and that each matches a module.
 
     Raises:
-        LayoutError: for a rule that says an unknown role or matches nothing, and for what is no mapping.
+        LayoutError: for a rule with an unknown role or without a match, and for anything but a mapping.
     """
     if not isinstance(rules, Mapping):
         raise LayoutError(
@@ -104,7 +104,7 @@ def check_rules(model: nn.Module, rules: Mapping[str, str]) -> None:
 
 
 def _instead(pattern: str, names: list[str]) -> str:
-    """Return what may have been meant: the pattern with another last word, or a full name; otherwise the names' last words."""
+    """Return a suggestion: the pattern with another last word, or a full name; otherwise the names' last words."""
     front, dot, _ = str(pattern).rpartition(".")
     leaves = list(dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()))
     others = [other for leaf in leaves if any(fnmatchcase(name, other := f"{front}{dot}{leaf}") for name in names)]
@@ -118,7 +118,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
     """Find each submodule's role.
 
     Raises:
-        LayoutError: for a rule that says an unknown role, matches nothing, or matches another kind of module.
+        LayoutError: for a rule with an unknown role, without a match, or that matches another kind of module.
     """
     check_rules(model, rules)
     found = Roles(hidden=_hidden_size(model))
@@ -209,7 +209,7 @@ def _is_source(module: nn.Module, hidden: int) -> bool:
 
 
 def offered_rules(model: nn.Module, roles: Roles) -> dict[str, str]:
-    """Return rules for linear layers that neither name nor shape places, where they come in pairs of one module.
+    """Return rules for linear layers that neither name nor shape places, if they come in pairs within a module.
 
     The first of a pair writes what the second reads, and the second is as wide as the stream or the last of the model.
     Empty if anything was refused that is in no pair.
@@ -238,7 +238,7 @@ def _pattern(name: str) -> str:
 
 
 def usual_role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
-    """Return the role of a linear layer if no rule of the user's named it; empty if nothing tells."""
+    """Return the role of a linear layer that no rule of the user names; empty if it cannot be determined."""
     return _linear_role(name, name.rpartition(".")[2], module, model, hidden)
 
 

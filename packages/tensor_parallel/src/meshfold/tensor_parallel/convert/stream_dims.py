@@ -1,6 +1,6 @@
 """Split dims of a tensor, found by its shape: rows and columns of the residual stream, in any order of dims.
 
-Most modules are given ``b s h``. Torch's own attention and recurrent layers take ``s b h`` unless they are told
+Most modules get ``b s h``. Torch's own attention and recurrent layers take ``s b h`` unless they are told
 ``batch_first=True``, a linear layer over tokens takes ``b h s``, and so does a convolution over a sequence.
 """
 
@@ -37,7 +37,7 @@ class StreamDims:
 
 
 def sequence_first(module: nn.Module) -> bool:
-    """Return True if a module is one of torch's own that takes ``s b h``, told or by default."""
+    """Return True if a module is one of torch's own that takes ``s b h``, explicitly or by default."""
     if isinstance(module, _TORCHS_OWN):
         inner = next((m for m in module.modules() if isinstance(m, nn.MultiheadAttention)), None)
         return inner is not None and not inner.batch_first
@@ -45,7 +45,7 @@ def sequence_first(module: nn.Module) -> bool:
 
 
 class DimFinder:
-    """Finder of the split dims of tensors that one module is given."""
+    """Finder of the split dims of a module's input tensors."""
 
     def __init__(self, module: nn.Module, batch: BatchShape, hidden: int, row_blocks: int, column_blocks: int) -> None:
         """Args:
@@ -92,13 +92,13 @@ class DimFinder:
         )
 
     def _local_rows(self, shape: Size) -> bool:
-        """Return True if a tensor without the stream's features has this rank's rows all the same."""
+        """Return True if a tensor without the stream's features has this rank's rows nevertheless."""
         rows = self._batch.rows // self._row_blocks
         first = 1 if self._sequence_first and len(shape) > 2 else 0
         return self._row_blocks > 1 and rows > 0 and shape[first] == rows
 
     def _is_other(self, shape: Size) -> bool:
-        """Return True if a tensor, where features are not split, is nothing of the stream: neither as wide nor with its rows."""
+        """Return True if a tensor, where features are not split, is not of the stream: neither as wide nor with its rows."""
         wide = shape[-1] == self._local or (len(shape) > 2 and shape[1] == self._local)
         return not wide and not self._local_rows(shape)
 

@@ -52,12 +52,12 @@ def token_dim(found: Tracker, mesh: Mesh, size: int, axes: Axes, before: Dims | 
 
 
 def output_rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], reads: Axes, writes: Axes) -> Dims:
-    """Return the dims before the last of what a layer returns, from those of what it was given.
+    """Return the dims before the last of a layer's output, from those of its input.
 
     Args:
-        lead: of what it was given.
-        shape: of what it returns, without the last.
-        reads, writes: the axes that split tokens before and behind it.
+        lead: of its input.
+        shape: of its output, without the last.
+        reads, writes: the axes that split tokens before and after it.
     """
     reads, writes = spanning_axes(mesh, reads), spanning_axes(mesh, writes)
     if reads == writes:
@@ -76,7 +76,7 @@ def output_rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], 
 
 
 def move_of(lead: Dims) -> int | None:
-    """Return the number of the move that all of these dims are from; None if they are from none, or from several."""
+    """Return the number of the move that all of these dims come from; None if there is none, or several."""
     numbers = {
         factor.split.choice if factor.split and factor.split.kind == "moved" else 0 for dim in lead for factor in dim
     }
@@ -84,14 +84,14 @@ def move_of(lead: Dims) -> int | None:
 
 
 def rows_before_move(before: Dims, lead: Dims) -> Dims:
-    """Return the dims that tokens had before they were moved, where they lie in one dim if they do so now."""
+    """Return the dims that tokens had before they were moved, in one dim if they are in one now."""
     if len(lead) == len(before):
         return before
     return (normal(factor for dim in before for factor in dim),)
 
 
 def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
-    """Return the dims of tokens behind the first, whose sequence may be split."""
+    """Return the dims of tokens after the first, whose sequence may be split."""
     split = found.token_split
     return tuple(
         (Factor(n, split),) if split is not None and place == 0 and n == found.local_tokens else whole(n)
@@ -100,7 +100,7 @@ def inner_rows(found: Tracker, shape: tuple[int, ...]) -> Dims:
 
 
 def stream_rows(found: Tracker, shape: tuple[int, ...], axes: Axes, rows: Dims) -> Dims:
-    """Return the dims before the last of a stream of which only is known where it has the rows of the batch, over these axes."""
+    """Return the dims before the last of a stream, over these axes, if only the rows of the batch are known."""
     if len(rows) > 2 and is_split(rows[1]) and not is_split(rows[0]):
         return (*inner_rows(found, shape[:1]), block(shape[1], axes), *whole_dims(shape[2:]))
     return (block(shape[0], axes), *inner_rows(found, shape[1:]))
@@ -118,7 +118,7 @@ def split_rows(found: Tracker, mesh: Mesh, before: Dims, out: Tensor, axes: Axes
 
 
 def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]) -> Dims:
-    """Return the layout of a tensor that was put together of blocks of the stream."""
+    """Return the layout of a tensor that was joined from blocks of the stream."""
     if len(shape) == len(before) and len(shape) != 2:
         return (whole(shape[0]), *before[1:-1], whole(shape[-1]))
     if len(shape) == 2:
@@ -127,10 +127,10 @@ def joined_rows(found: Tracker, mesh: Mesh, before: Dims, shape: tuple[int, ...]
 
 
 def mark_gathered(mesh: Mesh, x: Tensor, number: int, axes: Axes, joined: Tensor, *, repeated: bool = False) -> Tensor:
-    """Return ``joined``, x gathered along a dim. In a followed forward x must be split so, and the result is marked whole.
+    """Return ``joined``, x gathered along a dim. In a tracked forward x must be split so, and the result is marked whole.
 
     Args:
-        repeated: x may be the same all along the dim, so that putting it together repeats it.
+        repeated: x may be constant along the dim, so that joining repeats it.
 
     Raises:
         LayoutError: for a tensor that is not split along that dim over these axes.
@@ -166,7 +166,7 @@ def _is_block(dim: Dim, axes: Axes) -> bool:
 
 
 def mark_split(mesh: Mesh, x: Tensor, number: int, axes: Axes, mine: Tensor) -> Tensor:
-    """Return ``mine``, a rank's block of x along a dim, marked so in a followed forward.
+    """Return ``mine``, a rank's block of x along a dim, marked so in a tracked forward.
 
     Raises:
         LayoutError: for a tensor that is not whole along that dim.
@@ -194,7 +194,7 @@ def _refuse_whole(found: Tracker, x: Tensor, number: int, axes: Axes, what: str,
 
 
 def check_stream(found: Tracker, mesh: Mesh, x: Tensor, axes: Axes, columns: Axes, what: str) -> None:
-    """Refuse what is taken for the stream, or what a head made of it, and does not lie so: rows in front, columns at the end."""
+    """Refuse a tensor used as the stream, or as a head's output, without its layout: rows first, columns last."""
     dims = found.dims(x)
     sequence_axes = () if found.token_split is None else found.token_split.axes
     for place, wanted in ((0, spanning_axes(mesh, axes)), (len(dims) - 1, spanning_axes(mesh, columns))):

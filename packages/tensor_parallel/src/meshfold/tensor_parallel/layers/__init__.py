@@ -1,4 +1,4 @@
-"""Sharded layers: each holds this rank's blocks and communicates as its plan says."""
+"""Sharded layers: each holds this rank's blocks and communicates according to its plan."""
 
 from meshfold.tensor_parallel.layers.embedding import Embedding, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear

@@ -47,7 +47,7 @@ def attention(
         causal: a query sees the keys up to its own place, counted from the start as torch does.
         scale: of the scores; ``1/√d`` by default.
         p: probability to drop an attention weight. Above 0 the weights are computed in full.
-        dropout: drops them; needed where p is above 0.
+        dropout: drops them; needed if p is above 0.
 
     Returns:
         ``b heads s d``.
@@ -66,7 +66,7 @@ def attention_weights(
 ) -> Tensor:
     """Return the weights of :func:`attention` in full, ``b heads s t``; as many heads of keys as of queries.
 
-    A query that the mask lets see nothing, such as one of padding on the left, has weights of 0, as in torch.
+    A fully masked query, such as one of padding on the left, has weights of 0, as in torch.
     """
     scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
@@ -112,7 +112,7 @@ class SplitOutProjection(ShardedLayer, nn.modules.linear.NonDynamicallyQuantizab
 
 
 class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` on the heads of one rank, with the same arguments, results and names of parameters.
+    """``nn.MultiheadAttention`` on the heads of one rank, with the same arguments, results and parameter names.
 
     ``num_heads`` and ``embed_dim`` stay those of all ranks together.
     """
@@ -186,7 +186,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
             they are not averaged.
 
         Raises:
-            LayoutError: for ``is_causal`` without ``attn_mask``, of which it is a hint.
+            LayoutError: for ``is_causal`` without ``attn_mask``, which it describes.
         """
         if is_causal and attn_mask is None:
             raise LayoutError("MultiheadAttention(is_causal=True) is a hint about attn_mask: give attn_mask too")

@@ -10,7 +10,7 @@ LayerNorm, RMSNorm        in float32, returned as torch returns it on the device
 vocab-parallel loss       in float32
 ========================= =================================================================
 
-Inside of a layer nothing is cast: some operations that sums are made with would be cast too.
+Inside a layer nothing is cast, since some operations used for sums would be cast too.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class OnMesh:
 
 
 class StreamAdapter(OnMesh):
-    """Hooks round modules: ``enter`` changes what the first is called with, ``leave`` what the last returns.
+    """Hooks around modules: ``enter`` changes the input of the first, ``leave`` the output of the last.
 
-    Subclasses define one of them or both; what they need to know they are given at construction.
+    Subclasses define one or both; they get what they need at construction.
     """
 
     def attach(self, first: nn.Module, last: nn.Module | None = None, *, prepend: bool = False) -> None:
-        """Register the hooks on one module, or round a run of modules.
+        """Register the hooks on one module, or around several consecutive ones.
 
         Args:
             prepend: enter before the hooks that the first module has already.
@@ -102,13 +102,13 @@ class ShardedLayer(OnMesh, nn.Module):
 
 @dataclass
 class BatchShape:
-    """The whole batch of the forward that runs. One object for all parts of a split model, set before each forward.
+    """Shape of the current forward's whole batch. One object for all parts of a split model, set before each forward.
 
     Attributes:
         rows: sequences, padding included; 0 where the input has none.
         given: sequences without padding.
         length: tokens of a sequence.
-        gather_logits: heads return whole logits: no loss is computed of split ones inside of the model.
+        gather_logits: heads return whole logits: the model computes no loss of split ones.
     """
 
     rows: int = 0
@@ -121,7 +121,7 @@ def shard_parameter(parameter: Tensor, placement: Placement, mesh: Mesh, *, turn
     """Return the local block of a whole parameter, real or meta, with its metadata: a new parameter.
 
     Args:
-        turned: let a matrix lie transposed in memory (its shape is the same): no copies where its last dim is gathered.
+        turned: store a matrix transposed in memory (its shape is the same): no copies where its last dim is gathered.
     """
     if parameter.is_meta:
         local = torch.empty(placement.local_shape(mesh), dtype=parameter.dtype, device="meta")
@@ -140,7 +140,7 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """Return ``x`` as a matmul takes it: in autocast's dtype, where autocast is on."""
+    """Return ``x`` in the dtype of a matmul: autocast's, if autocast is on."""
     if not is_autocast(x) or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
@@ -152,5 +152,5 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def to_norm_dtype(x: Tensor) -> Tensor:
-    """Return ``x`` as a layer norm takes it: on a GPU autocast has it compute, and return, float32."""
+    """Return ``x`` in the dtype of a layer norm: on a GPU, autocast computes and returns float32."""
     return x.float() if x.is_cuda and is_autocast(x) and x.dtype != torch.float64 else x

@@ -1,8 +1,8 @@
 """Dropout that drops the same elements under every layout.
 
 Whether an element is kept is a function of (seed, call, global element index), so no rank needs to agree with
-another about a random state, and nothing is stored for backward. Where the elements of a tensor lie is seen in the forward that
-is looked at (:mod:`meshfold.mesh.tracking`); where none is, sizes tell.
+another about a random state, and nothing is stored for backward. The positions of a tensor's elements are found in the tracked
+forward (:mod:`meshfold.mesh.tracking`), or from its sizes if none is tracked.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Dropout(ShardedLayer):
         hidden: size of the residual stream.
         name: of the module in the model; gives each dropout a stream of its own.
         inner: size of the hidden dim that the layer before it writes; 0 if that writes the residual stream. It
-            decides where the local widths of the two are the same.
-        heads: of the attention it stands in, all ranks' together; 0 if it stands in none.
+            decides if the local widths of the two are equal.
+        heads: of the attention that contains it, over all ranks; 0 if none does.
         whole: what it drops of is the same on every rank.
         flat_tokens: a tensor of two dims is ``m h``, tokens; else ``b h``, one vector a sequence.
         batch: of the forward that runs.
@@ -82,7 +82,7 @@ class Dropout(ShardedLayer):
         """Drop elements of ``x`` with probability ``p`` and scale the rest by 1/(1−p).
 
         Raises:
-            LayoutError: if nothing tells where it has the rows of a batch that is a part of a larger one.
+            LayoutError: if the batch is part of a larger one and the positions of its rows in ``x`` are unknown.
         """
         found = None if torch.compiler.is_compiling() else tracker()
         seed, key, batch, call = self._draw(x)
@@ -156,7 +156,7 @@ class Dropout(ShardedLayer):
             self._seen.pop(call, None)
 
     def _remembered(self, x: Tensor, call: int, batch: GlobalBatch) -> Positions | None:
-        """Return the positions seen for this call, or for another of the same kind; None if none was followed."""
+        """Return the positions seen for this call, or for another of the same kind; None if none was tracked."""
         place = self._seen.get(call)
         if place is None or len(place) != x.dim():
             alike = [seen for seen in self._seen.values() if len(seen) == x.dim()]

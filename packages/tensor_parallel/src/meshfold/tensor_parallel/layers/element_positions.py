@@ -1,4 +1,4 @@
-"""Positions of the elements of a rank's tensor in the tensor that one process has of the global batch.
+"""Positions of the elements of a rank's tensor in the tensor that one process would have for the global batch.
 
 A dim is a row of *runs*, major first: neighbouring elements that are whole on the rank, or its block over mesh axes, or the rows
 of its part of the batch, or its tokens of split sequences. The number of an element in one process's tensor, row-major,
@@ -54,7 +54,7 @@ Positions = tuple[tuple[Run, ...], ...]
 
 
 class GlobalBatch(NamedTuple):
-    """Rows and tokens of a forward: what their numbers follow from.
+    """Rows and tokens of a forward, which determine their numbers in the global batch.
 
     Attributes:
         first_row, first_token: those of the global batch before this forward's.
@@ -80,19 +80,19 @@ def followed_positions(
     sequence_axes: tuple[str, ...],
     name: str,
 ) -> Positions | None:
-    """Return the positions of a tensor's elements from what a tracker knows; None if that does not tell.
+    """Return the positions of a tensor's elements from a tracker's layouts; None if these do not determine them.
 
     Args:
         x: the tensor.
         real: its dims on the mesh; what is unknown of them is taken from ``guess``.
         rows: its dims by rows of the batch.
-        guess: what its sizes tell.
+        guess: positions inferred from its sizes.
         batch: of the forward.
         sequence_axes: axes that split sequences.
-        name: what drops, for messages.
+        name: of the dropout, for messages.
 
     Raises:
-        LayoutError: if the batch is a part of a larger one, and nothing tells where the tensor has its rows.
+        LayoutError: if the batch is part of a larger one, and the positions of its rows in the tensor are unknown.
     """
     if any(factor.split == TOKENS_EXCHANGED for dim in rows for factor in dim):
         raise _exchanged(x, name)
@@ -134,7 +134,7 @@ def _guessed(
     batch: GlobalBatch,
     sequence_axes: tuple[str, ...],
 ) -> Dims:
-    """Return the dims on the mesh of a tensor of which only is known where it has rows: axes of tokens split these."""
+    """Return the dims on the mesh of a tensor if only its rows are known: axes of tokens split these."""
     made: list[Dim] = []
     for place, (size, dim) in enumerate(zip(x.shape, rows, strict=True)):
         has_rows, flat = any(f.split for f in dim), guess[place][0].rows == "tokens"
@@ -150,7 +150,7 @@ def _guessed(
 
 
 def _runs(real: Dim, rows: Dim, sequence_axes: tuple[str, ...], here: int, mesh: Mesh) -> tuple[Run, ...] | None:
-    """Return the runs of a dim of which both say what its factors are; None if they do not fit together."""
+    """Return the runs of a dim from both descriptions of its factors; None if they do not fit together."""
     made: list[Run] = []
     left, right = [*real], [*rows]
     while left or right:
@@ -175,7 +175,7 @@ def _aligned(left: list[Factor], right: list[Factor]) -> tuple[Factor, Factor] |
 
 
 def _taken(factors: list[Factor], size: int) -> Factor | None:
-    """Take the major part of the first factor: of a block it is one, and what is behind it is whole."""
+    """Take the major part of the first factor: of a block it is a block, and the rest is whole."""
     first = factors.pop(0)
     if first.size == size:
         return first
@@ -200,7 +200,7 @@ def _run(real: Factor, rows: Factor, sequence_axes: tuple[str, ...], here: int, 
 
 
 def fitted_positions(place: Positions, shape: tuple[int, ...], batch: GlobalBatch, mesh: Mesh) -> Positions | None:
-    """Return the same runs of a tensor of another shape; None if it cannot be so."""
+    """Return the same runs for a tensor of another shape; None if that is impossible."""
     if len(place) != len(shape):
         return None
     made = []
@@ -237,7 +237,7 @@ def _sizes(runs: tuple[Run, ...], size: int, batch: GlobalBatch, mesh: Mesh) -> 
 
 
 def block_of(place: Positions, batch: GlobalBatch, mesh: Mesh) -> tuple[int | Tensor, int, int] | None:
-    """Return the numbers of a tensor that is whole but for its last dim and its first, of which it may have a block.
+    """Return the numbers of a tensor that is whole in all dims but its first and last, which may be blocks.
 
     Returns:
         (number of the first row ``.. c``, of the first column, columns of the whole); None if it lies otherwise.
@@ -303,7 +303,7 @@ def _counted(
 
 
 def _first(run: Run, batch: GlobalBatch, mesh: Mesh) -> int | Tensor:
-    """Return the number of the first element of a run that has one after the other."""
+    """Return the number of the first element of a contiguous run."""
     first = run.size * mesh.index(*run.axes)
     if run.rows == "tokens":
         return first + batch.first_token
@@ -319,7 +319,7 @@ def _all_rows(batch: GlobalBatch) -> int | Tensor:
     """Return the rows of the global batch.
 
     Raises:
-        MeshfoldError: for a part of one, if nothing tells.
+        MeshfoldError: for a part of one whose size is unknown.
     """
     if isinstance(batch.rows, Tensor):
         return torch.where(batch.rows > 0, batch.rows, batch.here.given)
@@ -340,7 +340,7 @@ def global_token_numbers(
         tokens: int64, any shape.
         size: how many there are of this rank's parts.
         token_shards: which tokens of each sequence those are; None: all. A graph asks for it when it runs.
-        rows: they are of several sequences, one behind the other; else another number of them is no sequence's.
+        rows: they belong to several consecutive sequences; else only a whole sequence's number of them is one.
 
     Returns:
         The numbers, and how many there are in whole sequences.
@@ -355,7 +355,7 @@ def global_token_numbers(
 
 @cache
 def prepare_global_token_numbers() -> Any:
-    """Make the operation that a compiled graph has for :func:`global_token_numbers`; before anything is traced."""
+    """Register the custom operation that compiled graphs use for :func:`global_token_numbers`, before anything is traced."""
 
     @torch.library.custom_op("meshfold::global_token_numbers", mutates_args=())
     def numbers(tokens: Tensor, size: int, rows: bool) -> Tensor:

@@ -1,8 +1,8 @@
 """Embeddings of tokens, positions and image patches, and the bias of a head.
 
-Looking rows up is a matmul with a one-hot matrix that is never built, so the plan is the mode's: ids are whole on
-every rank, each rank looks up the tokens and the rows that its layout of the one-hot matrix says, and what comes out
-leaves as y does. A patch embedding is a convolution whose stride is its kernel: a matmul of unfolded patches.
+A lookup of rows is a matmul with a one-hot matrix that is never built, so the plan is the mode's: ids are whole on every
+rank, each rank looks up the tokens and the rows given by its layout of the one-hot matrix, and the result is reduced as y
+is. A patch embedding is a convolution whose stride is its kernel: a matmul of unfolded patches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshfold.tensor_parallel.plan import MatmulPlan
 class Embedding(ShardedLayer):
     """A table ``v h`` split as the mode says. Takes ids whole on every rank, returns the residual stream.
 
-    The vocabulary may be of any size: the table is padded to a multiple of its blocks with rows that no id names.
+    The vocabulary may be of any size: the table is padded to a multiple of its blocks with unused rows.
     """
 
     weight: nn.Parameter
@@ -203,7 +203,7 @@ class HeadBias(ShardedLayer):
 
 
 def refuse_options(module: nn.Embedding) -> None:
-    """Raise a LayoutError for what a table that is split cannot do."""
+    """Raise a LayoutError for options that a split table does not support."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option, None):
             raise LayoutError(

@@ -1,6 +1,6 @@
-"""A mixture of experts, each split over all tensor axes like the MLP that it is.
+"""A mixture of experts, each split over all tensor axes like an MLP.
 
-The block round the experts has the whole stream: its router chooses the same experts for the same tokens on every rank,
+The block around the experts has the whole stream: its router chooses the same experts for the same tokens on every rank,
 and every rank has a share of each expert's inner dim.
 """
 
@@ -30,7 +30,7 @@ def experts_of(module: nn.Module) -> str:
 
 
 def inner_of(experts: nn.Module) -> int:
-    """Return the inner dim of experts that can be split by it; 0 for those of another make (biases, transposed weights)."""
+    """Return the inner dim of experts that can be split along it; 0 for other kinds (biases, transposed weights)."""
     own = dict(experts.named_parameters(recurse=False))
     if set(own) != {UP, DOWN} or getattr(experts, "is_transposed", False):
         return 0

@@ -1,4 +1,4 @@
-"""Exchange between tokens and heads round attention whose linear layers have whole weights (``attention="tokens"``).
+"""Exchange between tokens and heads around attention whose linear layers have whole weights (``attention="tokens"``).
 
 A rank multiplies its own tokens by the whole weights of queries, keys and values; an all-to-all gives it all tokens of its
 heads, and another brings the output of attention back to its tokens. As in DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509),
@@ -33,7 +33,7 @@ class HeadExchange(OnMesh):
         """Args:
             mesh, axes: whose ranks share tokens and heads.
             features: of all heads together.
-            parts: what they are made of, such as queries, keys and values, each split by heads; none: one part.
+            parts: of the features, such as queries, keys and values, each split by heads; none: one part.
 
         Raises:
             LayoutError: for a part that cannot be split into so many blocks.

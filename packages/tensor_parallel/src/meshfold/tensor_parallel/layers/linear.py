@@ -14,7 +14,7 @@ stem        raw input    residual                as h of residual
     dgrad    dx = leave(gather(dy) gather(w)ᵀ)
     wgrad    dw = leave(gather(x)ᵀ gather(dy));  db = sum of dy over tokens
 
-The bias is added once, after y has left.
+The bias is added once, after y has been reduced.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ InputAdapter = Callable[[Tensor], tuple[Tensor, torch.Size | None]]
 class Linear(ShardedLayer):
     """``y = x wᵀ + b`` on local blocks.
 
-    Takes ``.. k`` of the role's input layout, returns ``.. n`` of its output layout. The first dim takes up a change
+    Takes ``.. k`` of the role's input layout, returns ``.. n`` of its output layout. The first dim absorbs a change
     of the number of tokens.
     """
 
@@ -90,7 +90,7 @@ class Linear(ShardedLayer):
             mode: a built-in mode's name or a Mode.
             role: what it reads and writes, see the module's table.
             parts: what the output is made of, where several outputs are fused (QKV; gate and up).
-            lowering: how the matmul is carried out.
+            lowering: how the matmul is computed.
 
         Raises:
             LayoutError: if the mesh lacks an axis of the mode or a size cannot be split.
@@ -123,11 +123,11 @@ class Linear(ShardedLayer):
         """Return a sharded layer with the blocks of a module with ``weight`` (and ``bias``); real or meta weights.
 
         Args:
-            stored: how the weight lies: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
+            stored: dims of the weight: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
             matmul: of a layer whose role is none of the mode's: ``"adapter"``.
             by_tokens: it is one of attention's in a mode with ``attention="tokens"``: its weight is whole, and it exchanges
                 tokens for heads behind the product (column), or heads for tokens in front of it (row).
-            batch: of the forward that runs, to a head: it says whether logits come out whole.
+            batch: of the current forward, for a head: says if logits are returned whole.
             head_dim: elements of the output that stay together, those of a head, of queries, keys or values.
         """
         made = cls.__new__(cls)
@@ -225,7 +225,7 @@ class Linear(ShardedLayer):
         return self._batch is not None and self._batch.gather_logits
 
     def use_entered_input(self, adapter: InputAdapter) -> None:
-        """Let an adapter gather the input (``convert/gathered_input.py``); dx leaves as partial sums."""
+        """Leave the gather of the input to an adapter (``convert/gathered_input.py``); dx is returned as partial sums."""
         self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
         self.lowering = "gather"
         self._bind()
@@ -250,7 +250,7 @@ class Linear(ShardedLayer):
         return n * blocks[self.plan.n], k * blocks[self.plan.k]
 
     def use_fp8(self, recipe: Fp8Recipe | None, outer_axes: Sequence[str] = ()) -> None:
-        """Multiply in fp8 from now on, in all three products as the recipe says; None: in the operands' own dtype again.
+        """Multiply in fp8 from now on, in all three products as the recipe says; None restores the operands' own dtype.
 
         ``outer_axes``: those that split the tokens beside the mode's, of data and of sequences.
         """
@@ -258,7 +258,7 @@ class Linear(ShardedLayer):
         self._bind()
 
     def defer_weight_gradient(self) -> WeightGradSite:
-        """From now on let dw wait where the site says (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is made with dx."""
+        """Defer dw to a site from now on (:mod:`meshfold.mesh.parameters.deferred_wgrad`); db is computed with dx."""
         if self._site is None:
             self._site = WeightGradSite(self._add_weight_gradients)
             self._bind()
@@ -315,7 +315,7 @@ class Linear(ShardedLayer):
 
     @property
     def makes_logits(self) -> bool:
-        """Tell whether the layer is a head."""
+        """Return True if the layer is a head."""
         return self.role in ("head", "tied_head")
 
     def defers_logits(self) -> bool:
@@ -344,7 +344,7 @@ class Linear(ShardedLayer):
         return rows, weight, bias
 
     def whole(self, y: Tensor) -> Tensor:
-        """Return the output on every rank, padding cut off: for logits that are looked at, not trained on."""
+        """Return the whole output on every rank without padding, for logits that are read, not trained on."""
         lead = y.shape[:-1]
         y = self._collect_rows(self._collect_columns(y.reshape(-1, y.shape[-1])))
         return y.view(*lead_shape(lead, y.shape[0]), y.shape[-1])[..., : self.out_features]
@@ -373,7 +373,7 @@ def fold(x: Tensor, times: int) -> Tensor:
 
 
 def unfold(x: Tensor, times: int) -> Tensor:
-    """Undo :func:`fold`: ``b s (f k) -> (f b) s k``."""
+    """Invert :func:`fold`: ``b s (f k) -> (f b) s k``."""
     b, inner, k = x.shape[0], x.shape[1:-1], x.shape[-1] // times
     return x.view(b, *inner, times, k).movedim(-2, 0).reshape(times * b, *inner, k)
 
@@ -393,7 +393,7 @@ def flattened(x: Tensor) -> tuple[Tensor, None]:
 
 
 def unfolded(times: int) -> InputAdapter:
-    """Return the adapter of a layer whose input was gathered and folded in front of it."""
+    """Return the adapter of a layer whose input was gathered and folded before it."""
     return _as_given if times == 1 else partial(_unfolded, times)
 
 

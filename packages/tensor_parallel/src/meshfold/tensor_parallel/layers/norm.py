@@ -2,7 +2,7 @@
 
 One all-reduce of row statistics over the axes of the hidden dim in RMSNorm (sum of squares), two in LayerNorm (mean,
 then centred sum: E[x²] − E[x]² would lose its digits), one in either backward; none where the hidden dim is whole.
-Weights lie like the hidden dim; their gradients are summed over the axes that split tokens.
+Weights are split like the hidden dim; their gradients are summed over the axes that split tokens.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LayerNorm(_Norm):
 class HeadNorm(ShardedLayer):
     """LayerNorm or RMSNorm over the elements of one head, of queries or keys whose heads are split (Qwen3, Gemma 3).
 
-    ``.. head_dim`` to ``.. head_dim``. Every rank has the weight whole and normalises its own heads of its own tokens, so
+    ``.. head_dim`` to ``.. head_dim``. Every rank has the whole weight and normalises its own heads of its own tokens, so
     the weight's gradient is summed over the axes of both.
     """
 

@@ -1,4 +1,4 @@
-"""Checks of token ids and labels: one outside of the vocabulary is an error, as in torch, and never a row of zeros.
+"""Checks of token ids and labels: one outside the vocabulary is an error, as in torch, and never a row of zeros.
 
 On the CPU a :class:`TokenError` names the number. On a GPU it is an assertion on the device, as torch's own lookups have:
 the host does not wait.
@@ -22,10 +22,10 @@ def checked(numbers: Tensor, words: int, what: str, ignored: int | None = None) 
         numbers: integers of any shape, the same on every rank, so that all ranks raise or none does.
         words: in the whole vocabulary.
         what: ``"token id"`` or ``"label"``.
-        ignored: the label of what does not count.
+        ignored: the label of tokens that do not count.
 
     Raises:
-        TokenError: on the CPU; on other devices kernels that come later fail.
+        TokenError: on the CPU; on other devices later kernels fail.
     """
     if torch.compiler.is_compiling():
         compiled: Tensor = torch.ops.meshfold.checked_words(numbers, words, what, ignored)
@@ -52,7 +52,7 @@ def _check(numbers: Tensor, words: int, what: str, ignored: int | None) -> None:
 
 @cache
 def prepare() -> Any:
-    """Make the operation that a compiled graph has for :func:`checked`; before anything is traced."""
+    """Register the custom operation that compiled graphs use for :func:`checked`, before anything is traced."""
 
     @torch.library.custom_op("meshfold::checked_words", mutates_args=())
     def checked_words(numbers: Tensor, words: int, what: str, ignored: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Lowerings: three ways to carry out the same plan, and one that chooses among them.
+"""Lowerings: three ways to execute the same plan, and one that chooses among them.
 
 ========== ===================================================================== ================================
 name       how                                                                   applies to

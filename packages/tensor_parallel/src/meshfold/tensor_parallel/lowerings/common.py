@@ -17,14 +17,14 @@ INPUTS: dict[Operand, tuple[Operand, Operand]] = {"y": ("x", "w"), "x": ("y", "w
 
 
 class Lowering(Protocol):
-    """A way to carry out a matmul plan. Tensors are two-dimensional; the weight lies as ``[n, k]``."""
+    """A way to execute a matmul plan. Tensors are two-dimensional; the weight is ``[n, k]``."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Return why the plan cannot be carried out this way; empty if it can."""
+        """Return why the plan cannot be executed this way; empty if it can."""
         ...
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
-        """Make the process groups it needs beside the plan's own, if processes are running."""
+        """Make the process groups that it needs in addition to the plan's, if processes are running."""
         ...
 
     def forward(
@@ -65,7 +65,7 @@ class Lowering(Protocol):
 
 
 def stored_dims(plan: MatmulPlan, operand: Operand) -> tuple[str, str]:
-    """Return the dims of an operand as it lies in memory: x is ``[m, k]``, w is ``[n, k]``, y is ``[m, n]``."""
+    """Return the dims of an operand in memory: x is ``[m, k]``, w is ``[n, k]``, y is ``[m, n]``."""
     return {"x": (plan.m, plan.k), "w": (plan.n, plan.k), "y": (plan.m, plan.n)}[operand]
 
 
@@ -75,7 +75,7 @@ def tensor_dim(plan: MatmulPlan, operand: Operand, dim: str) -> int:
 
 
 def factors(out: Operand, tensors: Mapping[Operand, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (a, b) with ``out = a @ b``: ``y = x wᵀ``, ``dx = dy w``, ``dw = dyᵀ x``; w and dw lie as ``[n, k]``."""
+    """Return (a, b) with ``out = a @ b``: ``y = x wᵀ``, ``dx = dy w``, ``dw = dyᵀ x``; w and dw are ``[n, k]``."""
     if out == "y":
         return tensors["x"], tensors["w"].t()
     if out == "x":
@@ -107,7 +107,7 @@ def brick_sizes(plan: MatmulPlan, mesh: Mesh, x: Sequence[int], n: int) -> dict[
 
 
 class Sum:
-    """A sum of matrix products. Half precision is summed in float32, so that pieces round no more than one product."""
+    """A sum of matrix products. Half precision is summed in float32, so that pieces are not rounded more than one product."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """``dtype``: of the terms and of the result."""

@@ -4,13 +4,13 @@
     dgrad     dx = leave(gather(dy) gather(w)ᵀ)
     wgrad     dw = leave(gather(x)ᵀ gather(dy))
 
-Backward starts every gather at once and orders the products so that x travels under the dgrad product and dx under
-the wgrad product. Gathered operands are not kept for backward unless asked: shards are all that a layer holds.
+Backward starts every gather at once and orders the products so that x is gathered under the dgrad product and dx reduced under
+the wgrad product. Gathered operands are not kept for backward unless requested: a layer holds only shards.
 
-Where x is gathered along k its blocks arrive one behind the other, which is not how a matrix lies. Backward needs no
-copy to mend that: it multiplies block by block, each product writing its own rows of dw or block of dx. Forward
-copies, a few rows at a time, because adding up products of blocks would round each sum to the tensor's precision.
-Temporaries are let go as soon as they are used: the largest of them decide the peak of memory.
+If x is gathered along k, its blocks arrive one after another, which is not the memory layout of a matrix. Backward needs
+no copy for that: it multiplies block by block, each product writing its own rows of dw or block of dx. Forward copies a
+few rows at a time, because adding up products of blocks would round each sum to the tensor's precision. Temporaries are
+released as soon as they are used, since the largest of them decide the peak memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gather:
     """All-gather of the operands, one matmul, reduce-scatter of the result."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Return an empty string: every plan can be carried out."""
+        """Return an empty string: every plan can be executed."""
         return ""
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
@@ -135,7 +135,7 @@ class Gather:
 
 
 def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
-    """Return the axis over which x is gathered along k, if backward is to multiply block by block; empty if not."""
+    """Return the axis over which x is gathered along k, if backward should multiply block by block; empty if not."""
     steps = [(dim, axis) for dim, axis in plan.steps("x") if mesh.size(axis) > 1]
     if len(steps) != 1 or steps[0][0] != 1 or torch.compiler.is_compiling():
         return ""  # the compiler fuses the copy with its neighbours, and would have to undo writing into parts
@@ -179,7 +179,7 @@ def _weight_gradient(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tensor:
 
 
 def turns_weight(plan: MatmulPlan) -> bool:
-    """Return True if a weight ``[n, k]`` should lie transposed: it is gathered along k, whose blocks then follow each other."""
+    """Return True if a weight ``[n, k]`` should be stored transposed: its blocks, gathered along k, are then contiguous."""
     return any(dim == 1 for dim, _ in plan.steps("w"))
 
 
@@ -200,7 +200,7 @@ def start_scatter(plan: MatmulPlan, mesh: Mesh, operand: Operand, partial: Tenso
 
 
 def start_sum(plan: MatmulPlan, mesh: Mesh, operand: Operand, scattered: Pending) -> Pending:
-    """All-reduce over the summed axes that no scatter has summed over."""
+    """All-reduce over the summed axes that no scatter covers."""
     if mesh.size(*plan.sums(operand)) == 1:
         return scattered
     group = mesh.group(*plan.sums(operand))

@@ -1,20 +1,20 @@
 """The ring lowering: collective matmul (Wang et al., ASPLOS 2023, "Overlap Communication with Dependent Computation").
 
-One collective of each product is taken apart into shifts round the ring of its group, each hidden under a matmul of
-the block that is already here. ``g`` ranks, ``g − 1`` shifts:
+One collective of each product is decomposed into shifts around the ring of its group, each hidden under a matmul of
+the block that has already arrived. ``g`` ranks, ``g − 1`` shifts:
 
 =================================== ===============================================================================
-what runs as a ring                 at each step, while the next block travels
+what runs as a ring                 at each step, while the next block is sent
 =================================== ===============================================================================
 gather along a dim of the output    multiply the block, write its rows or columns of the output
 gather along the summed dim         multiply the block with its slice of the other operand, add to the output
-scatter of the output               multiply the part that belongs to the rank farthest on, add what has arrived,
+scatter of the output               multiply the part of the most distant rank, add what has arrived,
                                     send it on; the last part is this rank's own
 =================================== ===============================================================================
 
 Of the collectives of a product the one that moves most bytes runs as a ring (of equals: the first input, then the
-second, then the output; see :data:`~meshfold.tensor_parallel.lowerings.common.INPUTS`); the others are carried out as
-the gather lowering does. What can run as a ring is an operand gathered or scattered along one dim; several axes there
+second, then the output; see :data:`~meshfold.tensor_parallel.lowerings.common.INPUTS`); the others are executed as
+in the gather lowering. What can run as a ring is an operand gathered or scattered along one dim; several axes there
 make one ring. The bytes are those of the gather lowering.
 """
 
@@ -47,7 +47,7 @@ class Ring:
     """Shifts of blocks round the ring under partial matmuls."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Return a reason for plans in which nothing is gathered or scattered."""
+        """Return a reason for plans without any gather or scatter."""
         operands: tuple[Operand, ...] = ("x", "w", "y")
         if any(plan.extras(operand) for operand in operands):
             return ""
@@ -160,7 +160,7 @@ class _Product:
         return self.sizes[a] * self.sizes[b] // self.mesh.size(*split_axes(self.plan, self.mesh, operand))
 
     def start(self, shards: Mapping[Operand, Tensor], whole: Mapping[Operand, Tensor]) -> dict[Operand, Pending]:
-        """Issue the gathers; the operand of the ring stays as it is, one that arrives later is left out."""
+        """Issue the gathers; the operand of the ring is left as it is, one that arrives later is left out."""
         coming: dict[Operand, Pending] = {}
         for operand in INPUTS[self.out]:
             if operand in whole:
@@ -172,7 +172,7 @@ class _Product:
         return coming
 
     def run(self, coming: Mapping[Operand, Pending], keep: frozenset[str]) -> tuple[Pending, _Whole]:
-        """Return (the output on its way, the gathered inputs); the ring's input is put together only if ``keep`` names it."""
+        """Return (the output in flight, the gathered inputs); the ring's input is assembled only if ``keep`` names it."""
         if self.ring == self.out:
             inputs = {operand: pending.wait() for operand, pending in coming.items()}
             return start_sum(self.plan, self.mesh, self.out, Pending(self._scattered(inputs), None)), inputs

@@ -1,8 +1,8 @@
 """Choice of a lowering by estimated time, and the lowering ``auto`` that makes it for each call.
 
 The time of a plan is estimated from its cost, collective by collective (latency + bytes / bandwidth), and from the
-multiplications of one rank. What a lowering hides under its ``n`` partial matmuls takes the longer of the two plus
-one part of the shorter, the pipeline's filling; the rest adds up. Only the order of the estimates matters.
+multiplications of one rank. Communication hidden under ``n`` partial matmuls takes the longer of the two plus one
+part of the shorter, to fill the pipeline; the rest adds up. Only the order of the estimates matters.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Machine:
     )
 
     def seconds(self, entry: CostEntry) -> float:
-        """Return the time of a collective on its own."""
+        """Return the time of a single collective."""
         return self.latency_s[entry.kind] + float(entry.bytes) / self.bandwidth[entry.kind]
 
 
@@ -86,11 +86,11 @@ def choose(
     """Return the name of the lowering expected to be fastest, forward and backward together.
 
     Args:
-        plan: what is to be carried out.
+        plan: to be executed.
         sizes: elements of m, k and n, over all ranks of the axes that the layouts name.
         mesh: gives the sizes of the axes.
         itemsize: bytes an element.
-        machine: what to estimate with.
+        machine: for the estimate.
         keep: gathered operands that forward keeps for backward.
     """
     times = {
@@ -111,7 +111,7 @@ def estimate(
     machine: Machine = H200,
     keep: frozenset[str] = frozenset(),
 ) -> float:
-    """Return the seconds for forward and backward of a plan carried out in one of :data:`WAYS`."""
+    """Return the seconds for forward and backward of a plan executed in one of :data:`WAYS`."""
     cost = WAYS[lowering].cost(plan, sizes, mesh, itemsize=itemsize, phases=_PHASES, keep=keep)
     multiply = 2.0 / machine.flops
     for dim, axes in plan.compute.items():
@@ -122,7 +122,7 @@ def estimate(
 
 
 def _gather_seconds(cost: Cost, multiply: float, machine: Machine) -> float:
-    """Add up everything but x that travels under the product of dx, and dx that leaves under that of dw."""
+    """Add up everything except x, which is gathered under the product of dx, and dx, which is reduced under that of dw."""
     under_dx = sum(machine.seconds(e) for e in cost.entries if e.phase == "dw" and e.operand == "x")
     under_dw = sum(machine.seconds(e) for e in cost.entries if e.phase == "dx" and e.operand == "dx")
     total = sum(machine.seconds(e) for e in cost.entries)
@@ -155,7 +155,7 @@ class Auto:
     """Choice by the sizes at hand."""
 
     def refuses(self, plan: MatmulPlan) -> str:
-        """Return an empty string: some lowering carries out every plan."""
+        """Return an empty string: every plan can be executed by some lowering."""
         return ""
 
     def prepare(self, plan: MatmulPlan, mesh: Mesh) -> None:
@@ -233,7 +233,7 @@ def find_lowering(name: str, plan: MatmulPlan) -> Lowering:
     """Return the lowering of a name.
 
     Raises:
-        LayoutError: if no lowering has that name, or it cannot carry out the plan.
+        LayoutError: if no lowering has that name, or it cannot execute the plan.
     """
     found = LOWERINGS.get(name)
     if found is None:

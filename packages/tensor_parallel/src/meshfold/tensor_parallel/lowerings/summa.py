@@ -1,13 +1,13 @@
 """The stream lowering: SUMMA (van de Geijn and Watts, 1997; on a 2D grid of GPUs: Optimus, arXiv 2104.05343).
 
-Applies where all that is gathered is gathered along k. With k split over ``p`` ranks in x and ``q`` in w, k falls
+Applies if all gathers are along k. With k split over ``p`` ranks in x and ``q`` in w, k falls
 into ``L = lcm(p, q)`` panels, each of which lies whole in one block of x and in one of w:
 
     forward   for j < L:  y += bcast(x_j) bcast(w_j);             y leaves
     dgrad     for j < J:  dx_j = scatter(dy gather(w_j)ᵀ);        dx is summed over the axes left
     wgrad     for j < J:  dw_j = scatter(gather(x_j)ᵀ dy);        dw is summed over the axes left
 
-What is in flight for step ``j + 1`` is issued before step ``j`` is multiplied: two panels of each operand are the
+Communication for step ``j + 1`` is issued before step ``j`` is multiplied: two panels of each operand are the
 extra memory, where the gather lowering holds all L.
 
 Backward does not stream whole panels. The sum of a panel belongs to one rank, and a reduction to one rank is not
@@ -55,7 +55,7 @@ class Panels:
         """Make them from the elements of k in a block of x and in one of w.
 
         Raises:
-            LayoutError: if the two do not make up the same k.
+            LayoutError: if the two do not give the same k.
         """
         axes: dict[Operand, tuple[str, ...]] = {
             "x": split_axes(plan, mesh, "x"),

@@ -3,8 +3,8 @@
 >>> draw_mode("2d", Mesh(dict(row=2, col=2))).savefig("2d.png")       # doctest: +SKIP
 >>> draw_matmul(plan(x="m:t k", w="k n:t", y="m n:t"), Mesh(dict(t=4))) # doctest: +SKIP
 
-A function returns a matplotlib Figure: a notebook shows it, ``savefig`` writes it. Where a rank's block lies is
-:func:`rank_block`, which asks :class:`meshfold.mesh.Placement`; the rest is paint.
+Each function returns a matplotlib Figure: a notebook shows it, ``savefig`` writes it. :func:`rank_block` gives the position of
+a rank's block, from :class:`meshfold.mesh.Placement`; the rest is drawing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
     Args:
         plan: from :func:`meshfold.tensor_parallel.plan`.
         mesh: gives the sizes of the axes.
-        rank: the one that is followed: outlined is what it holds at rest, hatched what it multiplies with.
+        rank: the highlighted one: what it holds at rest is outlined, what it multiplies with is hatched.
 
     Raises:
         MeshfoldError: if matplotlib is not installed, or the mesh has too many ranks to be drawn.
@@ -113,13 +113,13 @@ def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
 
 
 def draw_mode(mode: str | Mode, mesh: Mesh, *, matmuls: Sequence[str] = ("column", "row"), rank: int = 0) -> Figure:
-    """Draw the matmuls of a mode one below another, each as :func:`draw_matmul` draws it.
+    """Draw the matmuls of a mode below each other, each as :func:`draw_matmul` does.
 
     Args:
         mode: a built-in mode's name or a Mode of your own.
         mesh: has the mode's axes.
         matmuls: some of column, row, embedding, head, tied_head.
-        rank: the one that is followed.
+        rank: the highlighted one.
 
     Raises:
         MeshfoldError: if matplotlib is not installed, or the mesh has too many ranks to be drawn.
@@ -150,7 +150,7 @@ def _check(mesh: Mesh, rank: int = 0) -> None:
 
 
 def _painters() -> ModuleType:
-    """Import the module that paints: matplotlib is imported when it is needed."""
+    """Import the drawing module: matplotlib is imported only when needed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeshfoldError("pictures need matplotlib: pip install meshfold-tensor-parallel[plot]")
     return importlib.import_module("meshfold.tensor_parallel.plot.painters")

@@ -1,6 +1,6 @@
 """Elements of pictures: colours, discs for ranks, arrows for collectives. Imports matplotlib.
 
-Grounds are transparent and inks of middle lightness, so that a picture reads on a white page and on a dark one.
+Backgrounds are transparent and line colours of medium lightness, so pictures are readable on white and on dark pages.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ MONO = "DejaVu Sans Mono"
 
 
 def color(number: int, count: int) -> Color:
-    """Return the colour of one of so many."""
+    """Return the colour of item ``number`` of ``count``."""
     if count <= len(_PALETTE):
         return to_rgb(_PALETTE[number])
     return colorsys.hls_to_rgb(number / count, 0.5 if number % 2 else 0.58, 0.55)
 
 
 def mix(a: Color, b: Color, share: float) -> Color:
-    """Return a colour on the way from one to another."""
+    """Return a colour between two others."""
     red, green, blue = (x + (y - x) * share for x, y in zip(a, b, strict=True))
     return red, green, blue
 
 
 def tint(base: Color, share: float) -> Color:
-    """Return a colour with white in it."""
+    """Return a colour mixed with white."""
     return mix(base, (1.0, 1.0, 1.0), share)
 
 
 def veil(base: Color, opacity: float) -> Fill:
-    """Return a colour through which the page shows."""
+    """Return a translucent colour."""
     return *base, opacity
 
 
@@ -62,7 +62,7 @@ class Picture(Figure):
 
 
 def new_figure(size: Point) -> Picture:
-    """Return a figure with a transparent ground, without pyplot and its state; its size in inches."""
+    """Return a figure of a size in inches, with a transparent background, without pyplot and its state."""
     figure = Picture(figsize=size, dpi=150, facecolor="none")
     FigureCanvasAgg(figure)
     return figure
@@ -74,7 +74,7 @@ def rectangle_of(box: Box, corner: Point) -> tuple[float, float, float, float]:
 
 
 def moved(point: Point, right: float, down: float) -> Point:
-    """Return a point a little away."""
+    """Return a point, shifted."""
     return point[0] + right, point[1] + down
 
 

@@ -1,7 +1,7 @@
-"""Pictures of a mesh, ranks as discs in a grid, and of a sharded matmul: its cube with the blocks of x, w and y round it.
+"""Pictures of a mesh, ranks as discs in a grid, and of a sharded matmul: its cube with the blocks of x, w and y around it.
 
 Every rank has its colour. A tensor is a square, cut into its blocks; a disc with a number is a rank that holds the
-block. x stands left of y and w above it, so that rows and columns that belong together are in line.
+block. x is left of y and w above it, so that corresponding rows and columns are aligned.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, wo
 
 
 def _write_moves(figure: Figure, plan: MatmulPlan, mesh: Mesh, top: float, whole: float) -> None:
-    """Write every collective of more than one rank, as the plan prints it, below so many inches from the bottom."""
+    """Write every collective of more than one rank, as printed by the plan, up to so many inches from the bottom."""
     size = 7.6
     for line, phase in enumerate(("forward", "dx", "dw")):
         y = (top - 0.12 - 0.32 * line) / whole
@@ -302,7 +302,7 @@ def _places(mesh: Mesh) -> dict[int, Point]:
 
 
 def _link(canvas: Axes, a: Point, b: Point, shade: Color) -> None:
-    """Draw a band between neighbours, a thin arc between ranks that stand apart."""
+    """Draw a band between neighbours, a thin arc between distant ranks."""
     near = math.dist(a, b) < 1.5
     curve, width = ("arc3,rad=0", 5.0) if near else ("arc3,rad=0.25", 1.3)
     canvas.add_patch(
