@@ -1,4 +1,4 @@
-"""ZeRO and Gemini: a model's parameters, gradients and optimizer state in chunks, sharded, on the device or beside it."""
+"""ZeRO and Gemini: a model's parameters, gradients and optimizer state in chunks, sharded, on the device or on the host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Errors of a model's memory, and the way one rank reports its own to all ranks before any waits for it for ever.
+"""Errors of a model's memory, and how one rank reports its own to all ranks before any waits for it forever.
 
 A rank whose disk fails while the others compute cannot raise at once: they wait for it in a collective. It *keeps* the
 error and goes on through the same collectives, with NaN in place of what it lost. All ranks raise together where they next
-*agree*, at the latest before the optimizer's next step. Until then nothing that was lost can pass for a number.
+*agree*, at the latest before the optimizer's next step. Until then lost values are NaN, never a valid number.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from meshfold.mesh.collectives import all_gather_object
 
 
 class ChunkError(MeshfoldError, RuntimeError):
-    """A chunk was asked for what its state does not allow: names the parameter, from where, to where, and the operation."""
+    """An operation that a chunk's state does not allow: names the parameter, both states and the operation."""
 
 
 class MemoryPlanError(MeshfoldError, ValueError):
-    """A model cannot be placed within the limits: says the least that it needs, and what to change."""
+    """A model cannot be placed within the limits: names the smallest limit that works, and what to change."""
 
 
 class ChunkLayoutError(MeshfoldError, ValueError):
@@ -30,16 +30,16 @@ class ChunkLayoutError(MeshfoldError, ValueError):
 
 
 class ArenaError(MeshfoldError, RuntimeError):
-    """Memory of an arena was used against its rules: freed twice, or read after it was freed."""
+    """Invalid use of an arena's memory: freed twice, or read after it was freed."""
 
 
 class OutOfBudget(MeshfoldError, RuntimeError):
-    """An arena lacks the bytes that were asked for.
+    """An arena has fewer bytes left than requested.
 
     Attributes:
-        wanted_bytes: what was asked for, as it is accounted.
-        used_bytes: what was in use.
-        budget_bytes: what may be in use; None if the device itself had no more, without a budget.
+        wanted_bytes: requested, as accounted.
+        used_bytes: in use.
+        budget_bytes: allowed; None if the device itself had no more, without a budget.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RankError(MeshfoldError, RuntimeError):
 
 
 class DiskError(MeshfoldError, OSError):
-    """A folder or file for offloading cannot be used: says which, why, and what to change."""
+    """An unusable folder or file for offloading: says which, why, and what to change."""
 
 
 _KINDS: dict[str, type[MeshfoldError]] = {
@@ -83,7 +83,7 @@ class Faults:
         self._reported: tuple[int, dict[str, Any]] | None = None
 
     def keep(self, action: Callable[[], object]) -> bool:
-        """Run an action, and keep what it raises until all agree; return True if it succeeded."""
+        """Run an action, and keep its error until all agree; return True if it succeeded."""
         try:
             action()
         except Exception as error:
@@ -104,7 +104,7 @@ class Faults:
             raise self._error(*self._reported, self._mine)
 
     def check_own(self) -> None:
-        """Raise this rank's error, whether it was reported or not: for callers that report it by their own means."""
+        """Raise this rank's error, reported or not, for callers that report it themselves."""
         self.check()
         if self._mine is not None and self._everyone is not None:
             raise self._mine

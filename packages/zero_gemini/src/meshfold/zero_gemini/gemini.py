@@ -10,22 +10,22 @@ A training step::
     norm = gemini.clip(1.0)
     gemini.step()
 
-What happens to a chunk in it, in order:
+Life of a chunk during a step:
 
-1. ``begin``: the order of units that the last step showed is what this one expects.
+1. ``begin``: this step expects the order of units of the last one.
 2. Forward comes to a unit that uses the chunk: if the optimizer was still at work on its shard it is waited for
    (``Chunk.wait_step``), the shards are brought together (``Chunk.gather``, ``Chunk.wait``), those of the unit that comes next
-   are on their way, and what no unit inside needs is let go (:mod:`~meshfold.zero_gemini.runtime.module_hooks`).
-3. Backward comes to the unit: the same once more. Each parameter's gradient is taken up as autograd makes it; when all are
-   there the chunk's are summed over the group, measured for the norm, and sent to where the chunk's state lives
+   are being gathered, and what no unit inside needs is released (:mod:`~meshfold.zero_gemini.runtime.module_hooks`).
+3. Backward comes to the unit: the same again. Each parameter's gradient is collected as autograd makes it; when all have
+   arrived, the chunk's are summed over the group, measured for the norm, and sent to the memory of the chunk's state
    (:mod:`~meshfold.zero_gemini.sharded_model.reducer`, :mod:`~meshfold.zero_gemini.chunks.gradient`).
-4. In a ``"final"`` backward, where nothing needs all gradients first, the chunk is stepped as soon as nothing reads it any
+4. In a ``"final"`` backward, if nothing needs all gradients first, the chunk is stepped as soon as nothing reads it any
    more (:mod:`~meshfold.zero_gemini.optimizer.early_steps`).
-5. Else ``finish`` and ``clip`` wait for all gradients and say what they count times, and ``step`` steps: on the device now,
-   on the host beside what comes next: the parameters before the next forward wants them, the moments during the
+5. Else ``finish`` and ``clip`` wait for all gradients and set their factor, and ``step`` steps: on the device at once, on
+   the host in parallel with what follows: the parameters before the next forward needs them, the moments during the
    backward after it (:mod:`~meshfold.zero_gemini.optimizer.cpu_executor`). Until then its step is
    *pending*.
-6. ``forget``: gradients go. The next use of a chunk whose step is pending is 2. again.
+6. ``forget``: gradients are dropped. The next use of a chunk with a pending step is 2. again.
 
 :mod:`~meshfold.zero_gemini.sharded_model.chunked_model` builds all this from a model,
 :mod:`~meshfold.zero_gemini.sharded_model.parameter_values` reads and writes it between steps, and
@@ -66,7 +66,7 @@ class Gemini(ChunkedModel):
     Attributes:
         chunks: all of them, in order of registration.
         group_names: names of the parameters in each of the optimizer's groups.
-        holds_gradients: whether the last step began when all gradients were there; else chunks were stepped as theirs came.
+        holds_gradients: True if the last step began when all gradients had arrived; else chunks were stepped as theirs arrived.
     """
 
     _scale: float | Tensor = 1.0  # what gradients count times
@@ -75,10 +75,10 @@ class Gemini(ChunkedModel):
     # -- a step, in order --------------------------------------------------------------------------------------
 
     def begin(self, *, last: bool) -> None:
-        """Before each micro-step: whether it is the last of an accumulation.
+        """Start a micro-step; ``last``: it is the last of an accumulation.
 
         Raises:
-            ChunkError: from when on a step was broken off in the middle, see :meth:`expect`.
+            ChunkError: once a step was aborted in the middle, see :meth:`expect`.
         """
         self._check()
         if self._flow.was_broken_off:
@@ -89,21 +89,21 @@ class Gemini(ChunkedModel):
         self._runtime.begin_step()
 
     def expect(self, kind: BackwardRole) -> None:
-        """Right before a backward: what it is to the step, where ``begin`` could not know.
+        """Set the role of the next backward, if ``begin`` could not know it.
 
-        In a ``"final"`` one Adam steps chunks as soon as their gradients are there, and none is held; the norm is known all
-        the same, after ``finish``. If it is broken off when some chunks have made the step, all that trains, reads or moves
-        the model raises from then on: it is between two steps. Other optimizers step when all gradients are there.
+        In a ``"final"`` one Adam steps chunks as soon as their gradients arrive, and holds none; the norm is known nevertheless,
+        after ``finish``. If it is aborted when some chunks have made the step, everything that trains, reads or moves the
+        model raises from then on: it is between two steps. Other optimizers step when all gradients have arrived.
         """
         self._flow.expect(kind)
 
     def end_backward(self) -> None:
-        """Right after a backward that other ranks made too: where it came to no parameter of this rank, all count as zero.
+        """End a backward that other ranks made too: if it reached no parameter of this rank, all gradients count as zero.
 
-        Without this call such a rank, whose loss depends on nothing that is trained, would be missing where gradients are summed.
+        Without this call such a rank, whose loss depends on no trained parameter, would be missing from the reductions.
 
         Raises:
-            ChunkError: for such a rank where parameters come and go: the others have gathered them in their backward.
+            ChunkError: for such a rank if parameters are gathered, since the others have gathered them in their backward.
         """
         if not self._flow.came and any(chunk.group.size > 1 and not chunk.resident for chunk in self.chunks):
             raise ChunkError(
@@ -113,10 +113,10 @@ class Gemini(ChunkedModel):
         self._flow.end()
 
     def finish(self, factor: float = 1.0) -> None:
-        """After the last backward: gradients are complete, and count times the factor.
+        """End the last backward: gradients are complete, and are scaled by the factor.
 
         Raises:
-            DiskError: on all ranks, if the last step could not be done on one of them, as :meth:`flush` says it.
+            DiskError: on all ranks, if the last step failed on one of them, as in :meth:`flush`.
         """
         self._flow.complete()
         if self._flow.steps_early:
@@ -127,7 +127,7 @@ class Gemini(ChunkedModel):
         self._scale, self._finished = factor, True
 
     def norm(self, norm_type: float = 2.0, names: Collection[str] | None = None) -> Tensor:
-        """The norm of the whole model's gradient: float64, the same on every rank.
+        """Return the norm of the whole model's gradient: float64, the same on every rank.
 
         Args:
             norm_type: which.
@@ -144,7 +144,7 @@ class Gemini(ChunkedModel):
         return self._flow.norm(norm_type, self._power_sum, everyone) * self._scale
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Let the gradient's norm be at most ``max_norm``, by torch's rule; the norm before."""
+        """Clip the gradient's norm to ``max_norm``, by torch's rule; return the norm before."""
         self._keep_as_they_are(not self._flow.steps_early, "to be clipped")
         norm = self.norm(norm_type)
         self._scale = self._scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -152,12 +152,12 @@ class Gemini(ChunkedModel):
 
     @torch.no_grad()
     def clip_value(self, bound: float) -> None:
-        """Bring every element of the gradient, times the factor it counts with, into [-bound, bound]."""
+        """Clamp every element of the scaled gradient to [-bound, bound]."""
         self.clamp(None, -bound, bound)
 
     @torch.no_grad()
     def clamp(self, names: Collection[str] | None, low: float | None, high: float | None) -> None:
-        """Bring every element of these parameters' gradients into [low, high]; None: of all."""
+        """Clamp every element of these parameters' gradients to [low, high]; None: of all."""
         scale = float(self._scale)
         bounds = [None if bound is None else bound / scale for bound in (low, high)]
         for grad in self._changing(names, "to be clipped"):
@@ -165,7 +165,7 @@ class Gemini(ChunkedModel):
 
     @torch.no_grad()
     def multiply(self, names: Collection[str] | None, factor: Tensor | float) -> None:
-        """Let these parameters' gradients count times the factor; None: all."""
+        """Scale these parameters' gradients by the factor; None: all."""
         if self._is_all(names):
             self._keep_as_they_are(not self._flow.steps_early, "to be multiplied")
             self._scale = self._scale * factor
@@ -177,7 +177,7 @@ class Gemini(ChunkedModel):
         return names is None or set(names) >= {name for c in self._gradients for name in c.spec.names}
 
     def _changing(self, names: Collection[str] | None, what: str) -> Iterator[Tensor]:
-        """This rank's complete gradients of these parameters, to be changed in place; None: of all, padding included."""
+        """Return this rank's complete gradients of these parameters, to be changed in place; None: of all, padding included."""
         if self._speculative is not None:
             self._speculative.give_up()
         for grad, _ in self._grads(names, what):
@@ -185,7 +185,7 @@ class Gemini(ChunkedModel):
         self._flow.changed()
 
     def _grads(self, names: Collection[str] | None, what: str) -> Iterator[tuple[Tensor, int | Tensor]]:
-        """This rank's complete gradients, each with how many ranks hold the same elements."""
+        """Return this rank's complete gradients, each with the number of ranks that hold the same elements."""
         self._keep_as_they_are(not self._flow.steps_early, what)
         self.flush()
         for chunk, shard in self._flow.shards().items():
@@ -200,7 +200,7 @@ class Gemini(ChunkedModel):
                     yield shard[part.shard_start : part.shard_start + part.length], holders
 
     def step(self) -> None:
-        """Let the optimizer step on every shard, and show the new weights."""
+        """Step every shard, and publish the new weights to the model."""
         if self._stepper is None:
             raise ChunkError("this model has no optimizer: give make_optimizer")
         self.holds_gradients = not self._flow.steps_early
@@ -232,12 +232,12 @@ class Gemini(ChunkedModel):
 
     @property
     def is_half_stepped(self) -> bool:
-        """Return whether some chunks have made the step that is under way, and others may not have."""
+        """Return True if some chunks have made the current step and others may not have."""
         return self._early is not None and self._early.is_half
 
     @property
     def takes(self) -> bool:
-        """Return whether gradients that come now are used; they are dropped otherwise."""
+        """Return True if gradients that arrive now are used; otherwise they are dropped."""
         return self._flow.takes
 
     @takes.setter
@@ -245,7 +245,7 @@ class Gemini(ChunkedModel):
         self._flow.takes = yes
 
     def reduce_rest(self) -> None:
-        """Reduce what backwards that were not the last have left. All ranks must call, before ``finish``."""
+        """Reduce the gradients left by earlier backwards. All ranks must call, before ``finish``."""
         self._flow.reduce_rest()
 
     def abandon(self) -> None:
@@ -263,12 +263,12 @@ class Gemini(ChunkedModel):
     # -- between steps -----------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Show the master weights to the model. All ranks must call; they raise what any could not write."""
+        """Publish the master weights to the model. All ranks must call; all raise if any could not write."""
         self._faults.agree()
         self._publish(promised=True)
 
     def _publish(self, *, promised: bool) -> None:
-        """Show the master weights of all chunks; but for ``promised``, not of those whose step is to come."""
+        """Publish the master weights of all chunks; of those with a pending step only with ``promised``."""
         shown = [chunk for chunk in self.chunks if promised or not chunk.step_is_pending]
         for chunk in shown:
             if self._stepper is not None and chunk in self._gradients:
@@ -281,7 +281,7 @@ class Gemini(ChunkedModel):
     def move(self, placements: Mapping[Chunk, ChunkPlacement]) -> None:
         """Move chunks to other placements, between steps; training goes on with the same bits. All ranks must call.
 
-        They go in turns, so that memory does not run out on the way. A chunk that cannot be moved on
+        They move one by one, so that memory does not run out on the way. A chunk that cannot be moved on
         one of the ranks stays where it was on all, and all raise.
         """
         self.flush()
@@ -294,7 +294,7 @@ class Gemini(ChunkedModel):
 
     @property
     def gather_cache_bytes(self) -> int:
-        """Limit, in bytes, of gathered chunks that are not in use and wait on the device for their next use in the step.
+        """Set the limit, in bytes, of gathered chunks that stay on the device until their next use in the step.
 
         All ranks that share chunks must set the same, between steps. The caller releases them before the optimizer steps,
         by :meth:`rest`.
@@ -306,10 +306,10 @@ class Gemini(ChunkedModel):
         self._runtime.gather_cache.most_bytes = most
 
     def rest(self, *, unlearn: bool = False) -> None:
-        """Release all chunks that come and go.
+        """Release all chunks that are not resident.
 
         Args:
-            unlearn: what was run since the step began was no part of it.
+            unlearn: ignore the units that ran since the step began.
         """
         self._runtime.rest()
         if unlearn:
@@ -317,7 +317,7 @@ class Gemini(ChunkedModel):
 
     @contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Around forwards of which only the shapes are wanted, on some of the ranks perhaps: nothing is gathered for them."""
+        """Context manager around forwards that need only shapes, possibly on some ranks only: nothing is gathered for them."""
         self.rest()
         self._runtime.is_quiet = True
         for chunk in self.chunks:
@@ -330,7 +330,7 @@ class Gemini(ChunkedModel):
             self._runtime.is_quiet = False
 
     def close(self) -> None:
-        """Take all hooks off, and let go of what only training needs: gradients and the optimizer's state."""
+        """Remove all hooks, and release what only training needs: gradients and the optimizer's state."""
         try:
             if self._stepper is not None and not self._faults.is_reported and not self.is_half_stepped:
                 self.flush()

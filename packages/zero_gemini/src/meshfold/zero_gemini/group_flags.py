@@ -11,7 +11,7 @@ from meshfold.mesh import Group, all_reduce
 
 
 class Flags:
-    """Flags, each True if any rank sets it. All ranks of the group must make them, in the same order.
+    """Flags, each True if any rank sets it. All ranks of the group must create them, in the same order.
 
     Reading waits for the flags and for nothing else that is queued on the device.
     """

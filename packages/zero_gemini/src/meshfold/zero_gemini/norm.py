@@ -1,4 +1,4 @@
-"""Norms of sharded gradients that count every element of the global model once.
+"""Norms of sharded gradients, which count every element of the global model once.
 
 A rank's shard has elements that no other rank of its chunk's group has; over the other axes of the mesh the parameter
 may be replicated, and then so many ranks hold each element.
@@ -62,7 +62,7 @@ def combine(sums: Iterable[Tensor], norm_type: float, device: torch.device) -> T
 
 
 def total_norm(sums: Iterable[Tensor], norm_type: float, everyone: Group, device: torch.device) -> Tensor:
-    """The norm that all ranks' sums make: float64, the same on every rank."""
+    """Return the norm from all ranks' sums: float64, the same on every rank."""
     total = combine(sums, norm_type, device)
     if math.isinf(norm_type):
         return max_over_ranks(total, everyone)

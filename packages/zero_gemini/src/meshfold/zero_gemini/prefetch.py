@@ -1,7 +1,7 @@
-"""Rule for how far ahead of its use a unit is gathered: behind units that compute long enough to hide it.
+"""Rule for how early a unit is gathered: during units that compute long enough to hide it.
 
-A final norm is over before anything could be gathered beside it. So what counts as a unit to gather behind is one that has
-something to compute; *light* ones are passed over, and gathered with the next one that is not.
+A final norm is too short to hide a gather. So only units with enough compute count; *light* ones are skipped, and gathered with
+the next one that is not light.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def reach(coming: Iterable[bool], prefetch: int) -> int:
 
     Args:
         coming: of each, in order, whether it is light.
-        prefetch: so many that are not, and the light ones before them.
+        prefetch: number of units that are not light; light ones before them are included.
     """
     left, found = prefetch, 0
     for is_light in coming:
@@ -42,12 +42,12 @@ def reach(coming: Iterable[bool], prefetch: int) -> int:
 
 
 def ready_from(moment: int, light: frozenset[int], prefetch: int) -> int:
-    """From which moment on the unit that is entered at ``moment`` is gathered; the other side of :func:`reach`.
+    """Return the timestep from which the unit that is entered at ``moment`` is gathered; the inverse of :func:`reach`.
 
     Args:
         moment: at each of which one unit is entered.
         light: moments of light units.
-        prefetch: as there.
+        prefetch: as in :func:`reach`.
     """
     left = prefetch
     while moment > 0 and left > 0:

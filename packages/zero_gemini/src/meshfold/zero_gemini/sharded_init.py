@@ -1,4 +1,4 @@
-"""Models that are never whole anywhere: built on the meta device, each rank then makes its own share."""
+"""Models that are never whole on any rank: built on the meta device, then filled in shard by shard."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class ShardedInit:
 
     Inside, every factory of torch makes a tensor on the meta device, and what the model's own code initialises it with
     is noted. :class:`meshfold.zero_gemini.Gemini` and the engine then make each parameter's first values, one parameter
-    at a time, and keep this rank's share. They depend on the seed and the parameter's name alone: every mesh and
-    every stage begins with the same model, that which the engine makes of a function with this seed.
+    at a time, and keep this rank's share. They depend only on the seed and the parameter's name: every mesh and
+    every stage starts with the same model, the one that the engine makes of a function with this seed.
 
-    A parameter that nothing writes (made by ``torch.empty`` and never filled) is an error there, which names it. So
-    are weights that are loaded inside: load them with ``engine.load_state_dict`` instead.
+    A parameter that is never written (made by ``torch.empty`` and not filled) is an error there, which names it. So
+    are weights loaded inside: load them with ``engine.load_state_dict`` instead.
     """
 
     def __init__(self, *, seed: int = 0) -> None:

@@ -1,1 +1,1 @@
-"""A model in chunks: their layout, their states, their gradients, and where they live."""
+"""A model in chunks: layout, states, gradients and placement."""

@@ -43,7 +43,7 @@ class PendingStep(Protocol):
         """Wait for the step. Return whether the new values are there, False if the step failed."""
 
     def land(self) -> None:
-        """After ``wait``: start writing the new values to the chunk's shard, where they are not there yet."""
+        """After ``wait``: start writing the new values to the chunk's shard, unless they are there."""
 
 
 @with_old_names({"home": "tier", "rehome": "move"})
@@ -51,12 +51,12 @@ class Chunk:
     """Parameters in one tensor.
 
     Attributes:
-        spec: places of the parameters.
+        spec: positions of the parameters.
         group: the ranks that hold a shard each.
         tier: memory of the shard while the chunk is not gathered.
         shard: this rank's elements, in the memory of ``tier``.
-        slices: the parts of parameters that lie in the shard.
-        resident: the gathered tensor is always there.
+        slices: the parts of parameters in the shard.
+        resident: the gathered tensor is never released.
         state: of its memory and values.
     """
 
@@ -79,7 +79,7 @@ class Chunk:
         parameters: those of the slots, in order; from now on they are views of the chunk, in its dtype.
         shapes: of the parameters.
         dtype: in which the model computes.
-        memory: that chunks live in.
+        memory: where chunks are stored.
         tier: memory of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
         whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its shard is.
         """
@@ -158,7 +158,7 @@ class Chunk:
             self.release()
 
     def exchange(self, block: Block) -> Block:
-        """Swap in another block, which holds the next values, as the shard. Return the old one. Not for resident chunks."""
+        """Swap in another block with the next values as the shard, and return the old one. Not for resident chunks."""
         own = self._own
         assert own is not None  # the shard of a resident chunk is a part of the gathered tensor
         self._own, self.shard = block, block.tensor
@@ -168,12 +168,12 @@ class Chunk:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the compute device that it takes while it is gathered."""
+        """Bytes that it takes on the compute device while gathered."""
         return self._block.nbytes
 
     @property
     def is_gathered(self) -> bool:
-        """True if the gathered tensor is there, now or after ``wait``."""
+        """True if the gathered tensor exists, now or after ``wait``."""
         return self.state is not ChunkState.SHARDED and self.state is not ChunkState.STEP_PENDING
 
     @property
@@ -182,7 +182,7 @@ class Chunk:
         return self.state is ChunkState.GATHERING
 
     def gather(self) -> None:
-        """Start the all-gather of the shards, unless they are gathered or on their way. All of the group must call."""
+        """Start the all-gather of the shards, unless it is done or under way. All ranks of the group must call."""
         self.wait_step()
         if self.is_gathered:
             return
@@ -211,7 +211,7 @@ class Chunk:
             raise ChunkError(f"{self} was waited for before it was gathered")
 
     def release(self) -> None:
-        """Give the gathered tensor's memory back."""
+        """Release the gathered tensor's memory."""
         if self.resident or not self.is_gathered:
             return
         if self.is_gathering:
@@ -222,7 +222,7 @@ class Chunk:
         self._to(ChunkState.STEP_PENDING if self.state is ChunkState.STALE else ChunkState.SHARDED)
 
     def show_shapes(self, yes: bool) -> None:
-        """Give the parameters of a released chunk their shapes, with zero for all elements; or no elements, as before."""
+        """Give the parameters of a released chunk their shapes, with zero for all elements; or restore them to no elements."""
         if self.is_gathered:
             return
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -237,19 +237,19 @@ class Chunk:
 
     @property
     def step_is_pending(self) -> bool:
-        """True if the optimizer has promised new values of the shard that were not waited for yet."""
+        """True if an optimizer step of the shard is pending."""
         return self._step is not None
 
     @property
     def can_gather_early(self) -> bool:
-        """True if gathering it before its use does not wait for the optimizer.
+        """True if prefetching it does not wait for the optimizer.
 
-        Ranks that share the chunk must decide the same, so only a rank without others may look how far the optimizer is.
+        Ranks that share the chunk must decide the same, so only a single rank may look at the optimizer's progress.
         """
         return self._step is None or (self.group.size == 1 and self._step.is_done())
 
     def promise_step(self, step: PendingStep) -> None:
-        """Note that the optimizer steps the shard in the background. What is gathered keeps the values before the step.
+        """Record that the optimizer steps the shard in the background. A gathered tensor keeps the values before the step.
 
         Raises:
             ChunkError: if a step is pending already.
@@ -287,7 +287,7 @@ class Chunk:
 
     @torch.no_grad()
     def show(self, values: Tensor) -> None:
-        """Start copying new values of the shard from other memory, beside what is computed; then ``publish``."""
+        """Start copying new values of the shard from other memory, in parallel with compute; then ``publish``."""
         if self.is_gathering:
             self.wait()
         with beside(self.device):
@@ -295,7 +295,7 @@ class Chunk:
             self._copied = mark(self.device)
 
     def publish(self) -> None:
-        """After the shard has changed: start gathering it anew where the chunk is resident; then ``wait``. Else release it.
+        """After the shard has changed: start gathering it again if the chunk is resident, then ``wait``; else release it.
 
         An all-gather that is under way is waited for.
         """
@@ -318,7 +318,7 @@ class Chunk:
 
     @torch.no_grad()
     def fill(self, name: str, block: Tensor) -> None:
-        """Keep this rank's share of a parameter's values.
+        """Store this rank's share of a parameter's values.
 
         Args:
             name: of the parameter.
@@ -335,12 +335,12 @@ class Chunk:
         return block.detach().reshape(-1)[start : start + length]
 
     def span(self, name: str) -> tuple[int, int]:
-        """Return the first element of the shard, and the one after the last, of a parameter of which this rank has some."""
+        """Return the first and one past the last element in the shard of a parameter that this rank has a part of."""
         part = next(part for part in self.slices if part.name == name)
         return part.shard_start, part.shard_start + part.length
 
     def lengths(self, name: str) -> list[int]:
-        """Return the elements that each rank of the group has of a parameter."""
+        """Return the number of elements of a parameter on each rank of the group."""
         slot = next(slot for slot in self.spec.slots if slot.name == name)
         begin, end = slot.start_elems, slot.start_elems + slot.numel
         starts = range(0, self.spec.size_elems, self._length)

@@ -33,7 +33,7 @@ class ChunkSearch:
     """Result of a chunk size search.
 
     Attributes:
-        chunk_elems: the size that wastes least, the largest of equals (fewest collectives).
+        chunk_elems: the size with the least waste; of equal ones the largest (fewest collectives).
         waste_elems: padding over all chunks of that size.
         waste_share: padding as a share of all chunks' elements, 0 to 1.
         candidates: sizes that were tried.
@@ -75,7 +75,7 @@ def search_chunk_size(
     align_elems: int = SHARD_ALIGN_ELEMS,
     slot_align_elems: int = SLOT_ALIGN_ELEMS,
 ) -> ChunkSearch:
-    """The chunk size with the least waste; of equals the largest, which needs the fewest collectives.
+    """Return the chunk size with the least waste; of equal ones the largest, which needs the fewest collectives.
 
     Candidates go from ``min_elems`` to ``max_elems`` in steps, all rounded to multiples of ``shards × align_elems``.
     A chunk is never larger than the largest group: where one chunk holds it whole, that size is the last candidate,

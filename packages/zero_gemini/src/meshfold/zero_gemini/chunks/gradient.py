@@ -2,11 +2,11 @@
 
 Stage 1 of ZeRO collects the micro-steps of an accumulation in one flat tensor of the whole chunk and sums it over the
 group once, at the last (1/N of the communication, N times the memory); stages 2 and 3 sum after every micro-step and
-keep 1/N, unless the backward's role is ``"apart"``: then they collect whole chunks too, where the optimizer's
-state lives. Chunks are reduced in the same order on every rank, whatever order gradients come in.
+keep 1/N, unless the backward's role is ``"apart"``: then they collect whole chunks too, in the memory of the optimizer's
+state. Chunks are reduced in the same order on every rank, whatever order gradients arrive in.
 
 A parameter that no rank used has no gradient, as in a single process. So that ranks which used different parameters
-meet in the same collectives, missing gradients count as zero, and flags of the used parameters are sent along.
+make the same collective calls, missing gradients count as zero, and flags of the used parameters are sent along.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ChunkGradient:
         tier: memory of the optimizer's state.
         shard: the sum over the group and over micro-steps of this rank's elements; None before it exists.
         used: indices of the parameters that had a gradient on this rank since the last ``clear``.
-        measured: result of ``measure`` for the complete shard on the device, before it was offloaded or handed out.
-        sums: number of times that something was added to the shard, ever.
+        measured: result of ``measure`` for the complete shard on the device, before it was offloaded or lent.
+        sums: total number of additions to the shard.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ChunkGradient:
         dtype: in which gradients are summed.
         tier: memory of the optimizer's state; complete shards are sent there.
         every_time: reduce after every backward, not only after the last of an accumulation.
-        measure: computes a figure of the complete shard that will be wanted, and is cheap while the shard is on the device.
+        measure: computes a number from the complete shard that is needed later, and is cheap while the shard is on the device.
         wait_for_reader: returns once the optimizer has read the shard that it was lent (:meth:`lend`).
         """
         self.chunk, self.dtype, self.tier = chunk, dtype, tier
@@ -87,11 +87,11 @@ class ChunkGradient:
 
     @property
     def _every_time(self) -> bool:
-        """Whole gradients do not wait on the device for the last micro-step if there is a better place for them."""
+        """True if whole gradients wait for the last micro-step in other memory than the device's."""
         return self._wants_every_time and (self.chunk.group.size > 1 or self.tier != "device")
 
     def move(self, tier: MemoryTier) -> None:
-        """Send complete shards elsewhere from now on. Call it after ``clear``; waits for what was lent."""
+        """Send complete shards to another tier from now on. Call it after ``clear``; waits for lent shards."""
         self._end_lending()
         if self._host is not None and tier == "device":
             self._host.free()
@@ -107,12 +107,12 @@ class ChunkGradient:
 
     @property
     def is_full(self) -> bool:
-        """True if every parameter's gradient of this backward is there."""
+        """True if every parameter's gradient of this backward has arrived."""
         return len(self._arrived) == len(self.chunk.parameters)
 
     @property
     def has_late_parts(self) -> bool:
-        """True if gradients of this backward came after the others were sent: one process alone can add them."""
+        """True if gradients of this backward arrived after the reduction: only a single process can add them."""
         return self._was_sent and bool(self._filled) and self.chunk.group.size == 1
 
     @property
@@ -122,7 +122,7 @@ class ChunkGradient:
 
     @property
     def is_settled(self) -> bool:
-        """True if all ranks know that no more gradient comes before the next step, and the optimizer has not taken it yet."""
+        """True if all ranks know that no more gradients come before the next step, and the optimizer has not taken it yet."""
         return self.state is GradState.SETTLED
 
     @property
@@ -166,7 +166,7 @@ class ChunkGradient:
             self._to(GradState.ACCUMULATING)
 
     def reduce(self, kind: BackwardRole, *, unsure: bool = False) -> None:
-        """Start the sum over the group, if it is time. All of the group must call, in the same order of chunks.
+        """Start the sum over the group, if due. All ranks of the group must call, in the same order of chunks.
 
         Args:
             kind: of the backward.
@@ -196,7 +196,7 @@ class ChunkGradient:
             self._keep(whole)
 
     def collect(self) -> None:
-        """End a reduction that is under way, if there is one."""
+        """Finish a reduction that is under way, if there is one."""
         if self._reduction is None or self._sending is None:
             return
         arrived = self._reduction.wait()
@@ -230,11 +230,11 @@ class ChunkGradient:
 
     @property
     def has_buffer(self) -> bool:
-        """True if it has memory of its own for the shard on the host."""
+        """True if it has separate memory for the shard on the host."""
         return self._host is not None
 
     def offload(self) -> None:
-        """Send the complete shard to its tier, if that is not the device, to wait there."""
+        """Move the complete shard to its tier, if that is not the device."""
         if self._here is not None and self.tier != "device":
             self._send(self._here)
 
@@ -265,11 +265,11 @@ class ChunkGradient:
         return Arrival(sent)
 
     def lend(self) -> None:
-        """Let the optimizer read the shard on the host in the background; it is not written again before that is over."""
+        """Let the optimizer read the shard on the host in the background; it is not overwritten before that is done."""
         self._is_lent = True
 
     def hand_over(self) -> None:
-        """Lend the complete shard to the optimizer's step, and keep it no longer."""
+        """Hand the complete shard over to the optimizer's step."""
         self._to(GradState.CONSUMED)
         self.lend()
 
@@ -292,7 +292,7 @@ class ChunkGradient:
         self.used.clear()
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self._end_lending()
         self.clear()
         if self._host is not None:
@@ -305,7 +305,7 @@ class ChunkGradient:
         return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
 
     def _keep(self, arrived: Block) -> None:
-        """Add what was summed to the shard and offload it; after a final backward it stays here, for the step."""
+        """Add the sum to the shard and offload it; after a final backward it stays here, for the step."""
         tensor = arrived.tensor
         if self._here is not None:
             tensor.add_(self._here.tensor)
@@ -351,7 +351,7 @@ class ChunkGradient:
     # -- whole chunks -------------------------------------------------------------------------------------------
 
     def _put_aside(self) -> None:
-        """Offload the gradients of this backward, whole: nothing is sent to other ranks."""
+        """Offload the whole gradients of this backward; nothing is sent to other ranks."""
         if self.tier == "device" or self._whole is None:
             return
         whole, self._whole = self._complete(), None
@@ -363,7 +363,7 @@ class ChunkGradient:
         self._owed = True
 
     def _complete(self) -> Block:
-        """Return the whole chunk's gradient: zeros where none came, padding included, plus what was put aside."""
+        """Return the whole chunk's gradient: zeros where none arrived, padding included, plus what was put aside."""
         whole = self._whole or self._allocate(self.chunk.spec.size_elems)
         end = 0
         for place, slot in enumerate(self.chunk.spec.slots):

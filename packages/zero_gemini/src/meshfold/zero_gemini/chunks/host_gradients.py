@@ -1,4 +1,4 @@
-"""Two buffers of the host through which gradients go to the optimizer's step, where none is held."""
+"""Two host buffers for gradients on their way to the optimizer's step, if none is held."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUFFERS = 2
 
 
 class GradientRing:
-    """Buffers that are lent in turn, each until the step that reads it is done."""
+    """Buffers that are lent in turn, each until the step that reads it is complete."""
 
     def __init__(self, memory: Memory) -> None:
         """Args:
@@ -26,10 +26,10 @@ class GradientRing:
         self._turn = self.nbytes = 0
 
     def fit(self, nbytes: int) -> None:
-        """Have buffers of so many bytes each, or none for 0. What was lent is waited for.
+        """Allocate buffers of so many bytes each, or none for 0. Waits for lent ones.
 
         Raises:
-            OutOfBudget: if the host has not as much left; there are none then.
+            OutOfBudget: if the host has less left; there are no buffers then.
         """
         if nbytes == self.nbytes:
             return
@@ -50,7 +50,7 @@ class GradientRing:
         self.nbytes = nbytes
 
     def lend(self, elements: int, dtype: torch.dtype, until: Callable[[], None]) -> Tensor:
-        """A flat buffer of so many elements, undefined; waits while all are in use.
+        """Return a flat buffer of so many elements with undefined contents; wait while all are in use.
 
         Args:
             elements: no more than ``nbytes`` has room for.
@@ -65,7 +65,7 @@ class GradientRing:
         return buffer
 
     def close(self) -> None:
-        """Wait for what was lent, and give the memory back."""
+        """Wait for lent buffers, and release the memory."""
         for turn in range(len(self._in_use)):
             self._wait(turn)
         for block in self._blocks:

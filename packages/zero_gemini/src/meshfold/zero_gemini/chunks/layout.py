@@ -46,7 +46,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The elements ``[start_elems, start_elems + numel)`` of a chunk: the place of one parameter."""
+    """The elements ``[start_elems, start_elems + numel)`` of a chunk: the position of one parameter."""
 
     name: str
     start_elems: int
@@ -67,7 +67,7 @@ class ChunkSpec:
     """Contents of one chunk.
 
     Attributes:
-        index: its place in the layout.
+        index: its position in the layout.
         group: the group of all its parameters.
         size_elems: elements, padding included; ``shards × shard_elems``.
         shard_elems: elements that each rank keeps.
@@ -87,7 +87,7 @@ class ChunkSpec:
 
     @property
     def waste_elems(self) -> int:
-        """Elements that belong to none: gaps before aligned slots, and the tail."""
+        """Elements of padding: gaps before aligned slots, and the tail."""
         return self.size_elems - self.used_elems
 
     @property
@@ -102,7 +102,7 @@ class ChunkLayout:
 
     Attributes:
         chunks: the chunks; ``chunks[i].index == i``.
-        chunk_elems: size of a full chunk, the one asked for rounded up; a chunk of a single larger parameter exceeds it.
+        chunk_elems: size of a full chunk: the requested one, rounded up; a chunk of a single larger parameter exceeds it.
         shards: ranks that share each chunk.
         align_elems: every shard's size is a multiple of this.
     """
@@ -154,9 +154,9 @@ class ChunkLayout:
         return self._place(name)[1]
 
     def shard_slices(self, chunk: ChunkSpec | int, rank: int) -> list[ShardSlice]:
-        """Return what lies in the shard of ``rank``, in order: ``(name, start in the parameter, start in the shard, length)``.
+        """Return the contents of the shard of ``rank``, in order: ``(name, start in the parameter, start in the shard, length)``.
 
-        A parameter may lie across shards: over all ranks its slices are the whole of it, each element once.
+        A parameter may span shards: over all ranks its slices cover it, each element once.
 
         Raises:
             ChunkLayoutError: for a chunk or rank that does not exist.
@@ -210,13 +210,13 @@ class ChunkLayout:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below ``number``."""
+    """Return the smallest multiple that is not below ``number``."""
     return -(-number // multiple) * multiple
 
 
 def check_units(shards: int, align_elems: int, slot_align_elems: int) -> None:
     """Raises:
-    ChunkLayoutError: if one of them is not positive, or slots are aligned to what shards are not.
+    ChunkLayoutError: if one of them is not positive, or slots are aligned more strictly than shards.
     """
     for what, value in (
         ("shards", shards),
@@ -261,7 +261,7 @@ def lay_out(
     Items come in their order of use and go into their group's open chunk; one that does not fit closes it and opens
     the next. One that exceeds a whole chunk gets a chunk of its own, and the open chunk stays open. Full chunks all
     have the same size, so that gathered buffers can be reused; the last of each group, and those of a single large
-    item, are only as large as they must be.
+    item, are only as large as needed.
 
     Args:
         items: parameters in their order of use, tied ones once.

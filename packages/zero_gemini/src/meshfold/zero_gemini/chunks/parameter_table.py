@@ -27,7 +27,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
-    """Facts about a parameter that never change; its tensor comes and goes."""
+    """Facts about a parameter that never change, while its tensor does."""
 
     parameter: nn.Parameter
     meta: ParameterMeta
@@ -64,7 +64,7 @@ def parameter_facts(
 
 
 def members_of(facts: Mapping[str, ParameterFacts]) -> dict[str, Member]:
-    """The parameters as far as their places in chunks go."""
+    """Return the parameters as items of a chunk layout."""
     return {
         name: Member(numel=one.shape.numel(), kind=one.kind, sum_axes=one.meta.sum_axes) for name, one in facts.items()
     }
@@ -83,7 +83,7 @@ def slot_alignment(regime: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """A parameter, as far as its place goes."""
+    """Return a parameter as an item of a chunk layout."""
 
     numel: int
     """elements on this rank, over the tensor axes"""

@@ -1,4 +1,4 @@
-"""Placement of chunks' parts between their uses, simple rules that choose it, and the order of moves between two."""
+"""Placement of chunks between their uses, simple rules that choose it, and the order of moves between two placements."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ PlacementRule = Callable[[Sequence[int]], Sequence[ChunkPlacement]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Rule that puts given shares of all elements on the host, those that are used last: the gradients of the first ones
-    come last, and their parameters are needed first.
+    """Rule that puts given shares of all elements on the host, taking those that are used last: the gradients of the first
+    ones arrive last, and their parameters are needed first.
 
     Attributes:
-        host_parameters: share of the elements whose parameters live on the host.
+        host_parameters: share of the elements whose parameters are on the host.
         host_optimizer: share of the elements whose master weights and optimizer state do; not less.
         disk_optimizer: share of the elements whose optimizer state is on disk; not more than ``host_optimizer``, in
             which it is counted.
@@ -95,7 +95,7 @@ class ParameterBudget:
     Attributes:
         most_bytes: limit of parameters on the device, including those that are gathered for use.
         element_bytes: of a parameter.
-        state: where optimizer state lives.
+        state: placement of optimizer state.
     """
 
     most_bytes: int
@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Move(Generic[T]):
-    """Move of one object between memories.
+    """Move of one object between memory tiers.
 
     Attributes:
         what: the object.
@@ -133,7 +133,7 @@ class Move(Generic[T]):
 
 
 def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
-    """Return the moves in an order whose device memory never exceeds the start or the end, and host memory hardly.
+    """Return the moves in an order in which device memory never exceeds both ends, and host memory hardly does.
 
     Moves that free host memory go first while they fit. If none fits, the smallest that leaves the device makes room: host
     memory then exceeds both ends by at most the largest move from it plus the largest to it.

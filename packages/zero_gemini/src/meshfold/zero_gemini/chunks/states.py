@@ -1,6 +1,6 @@
 """States of a chunk and of its gradient, their legal transitions, and the role of a backward in its step.
 
-Chunks and gradients change their state only by a ``_to`` of their own, which asks these tables.
+Chunks and gradients change their state only by their ``_to`` method, which checks these tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rates and memory of the machine at hand: measured by samples, corrected by what training steps showed."""
+"""Rates and memory of this machine: measured by samples, corrected by training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates of this machine: samples of a second or two each before there is a plan, and rates that training steps showed."""
+"""Rates of this machine: from samples of a second or two each before there is a plan, and from training steps."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def measure_machine(
         everyone: all ranks.
         disk: a folder for optimizer state; its disk is measured with 1 GiB.
         regime: of the optimizer's step, whose kernels measure the host; where there are none, those of ``"A"``.
-        host: whether a GPU's host matters. It takes seconds, most of them to lock memory for the samples, and several GiB of
-            it; without, the rates of the host and of the way to it are those of an H200's.
+        host: also measure a GPU's host. It takes seconds, most of them to lock memory for the samples, and several GiB;
+            otherwise the rates of the host and of transfers to it are those of an H200's.
 
     Raises:
         DiskError: if one of the ranks cannot use it, on all of them.
@@ -209,10 +209,10 @@ def _adam(device: torch.device, regime: Regime) -> tuple[float, float]:
 
 
 def _steady(work: Callable[[], int]) -> float:
-    """Bytes/s of work when it has gone on for a while: the best, once nothing was faster for some time.
+    """Return the sustained bytes/s of some work: the best period, once none was faster for a while.
 
-    A step's threads are awake and its processor's clocks are up; those of a process that has just begun are not. What
-    else the machine does meanwhile only makes it slower.
+    In a step threads are awake and clocks are up; in a new process they are not. Other work on the machine
+    only makes it slower.
     """
     best, begin = 0.0, time.perf_counter()
     better = now = begin
@@ -229,8 +229,8 @@ def _steady(work: Callable[[], int]) -> float:
 def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
     """Bytes/s of state that passes through the device, and of host memory under the cores' halves meanwhile.
 
-    What both have stepped goes to the device all the time. As of the cores alone it is the best of some periods that
-    counts: that in which both together stepped most.
+    Stepped parameters are copied to the device all the time. As for the cores alone, the best of several periods
+    counts: the one in which both together stepped most.
     """
     memory = Memory(device)
     mine, other = _Sample(memory, regime), _Sample(memory, regime)
@@ -325,7 +325,7 @@ def available_device_bytes(device: torch.device) -> int:
 def available_host_bytes() -> int:
     """Return the host memory that this process's control group may use; :data:`UNLIMITED_BYTES` without a limit.
 
-    The system's own count is not asked: on some virtual machines it grows only as memory is touched.
+    The system's own count is not used: on some virtual machines it grows only as memory is touched.
     """
     for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

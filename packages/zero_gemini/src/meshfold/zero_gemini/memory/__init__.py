@@ -1,1 +1,1 @@
-"""The memory that chunks live in: budgets, pinned host memory, copies beside the computation."""
+"""Memory of chunks: budgets, pinned host memory, copies in parallel with compute."""

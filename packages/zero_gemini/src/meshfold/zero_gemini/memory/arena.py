@@ -1,4 +1,4 @@
-"""Arenas: accounted memory that every byte of chunks comes from, with budgets.
+"""Arenas: accounted memory for every byte of chunks, with budgets.
 
 An arena hands out *blocks*; the bytes it accounts are the bytes of the blocks' storages, no more and no less. On a
 machine without a GPU, an arena with a budget stands for the compute device, so that plans can be executed anywhere.
@@ -58,7 +58,7 @@ class Block:
         return self._tensor is None
 
     def empty(self) -> None:
-        """Give the memory back and keep the tensor: it has no storage until :meth:`restore`. Does nothing if it has none.
+        """Release the memory and keep the tensor: it has no storage until :meth:`restore`. Does nothing if it has none.
 
         Raises:
             ArenaError: after :meth:`free`.
@@ -84,7 +84,7 @@ class Block:
                 self.arena._refused(self.nbytes, error)
 
     def free(self) -> None:
-        """Give the memory back. The caller drops all views: they would keep the storage alive, unaccounted.
+        """Release the memory. The caller must drop all views, which would keep the storage alive, unaccounted.
 
         Device memory returns to torch's allocator in the order of the current stream: work on another stream must
         have been waited for, and so must a copy to or from a pinned block.
@@ -105,7 +105,7 @@ class Arena:
     Args:
         name: what to call it in errors: "gpu", "host", ...
         device: where its memory lies.
-        budget_bytes: how much may be in use at once; None for what the device has. May be changed at any time.
+        budget_bytes: the most that may be in use at once; None for what the device has. May be changed at any time.
         pinned: page-locked host memory, for copies that overlap with computation; every page is touched at once, by
             all of torch's threads. Without CUDA the same memory, not locked.
 
@@ -156,7 +156,7 @@ class Arena:
             return tuple(self._blocks.values())
 
     def reset_peak(self) -> None:
-        """Measure the peak anew, from what is in use now."""
+        """Restart the peak measurement from what is in use now."""
         with self._lock:
             self._peak = self._used
 
@@ -243,7 +243,7 @@ class Arena:
             self._used -= nbytes
 
     def _refused(self, nbytes: int, error: Exception) -> NoReturn:
-        """Take a claim back and raise the error of the device, out of memory as :class:`OutOfBudget`."""
+        """Withdraw a claim and raise the error of the device, out of memory as :class:`OutOfBudget`."""
         with self._lock:
             self._used -= nbytes
             if not _is_out_of_memory(error):

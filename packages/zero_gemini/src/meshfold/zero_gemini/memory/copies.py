@@ -1,4 +1,4 @@
-"""Copies between the host and a GPU beside the computation, on a stream of their own, and waits of the host.
+"""Copies between the host and a GPU in parallel with compute, on a separate stream, and waits of the host.
 
 Hooks of a backward wait for the optimizer's work of the step before, or for space for a gradient. A device that gets no
 work meanwhile is idle: `Waiting` reports each such wait, so that profilers do not count it as compute.
@@ -22,9 +22,9 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Queue what is done inside on the device's stream for copies, after all that was queued before.
+    """Queue the operations inside on the device's copy stream, after all that was queued before.
 
-    On a CPU nothing is queued: it is done at once.
+    On a CPU they run at once.
     """
     if device.type != "cuda":
         yield
@@ -41,14 +41,14 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 
 def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Let what is queued from now on begin after a point; the host goes on."""
+    """Make later queued work wait for a point; the host does not wait."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Lets the host wait for a point on a stream when it is called, and does nothing where there is none."""
+    """Callable that lets the host wait for a point on a stream; does nothing without one."""
 
     event: torch.cuda.Event | None = None
 
@@ -62,9 +62,9 @@ class Arrival:
 
 
 def copy_to_host(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
-    """Start copying a tensor of the device to the host, beside the computation; when it is there (None: it is).
+    """Start copying a tensor of the device to the host, in parallel with compute; return what waits for it (None: done).
 
-    The source's memory may be given back at once. Who waits leaves the core to others.
+    The source's memory may be released at once. Waiting does not use a core.
     """
     arrived: torch.cuda.Event | None = None
     with beside(device):
@@ -78,7 +78,7 @@ def copy_to_host(source: torch.Tensor, target: torch.Tensor, device: torch.devic
 
 
 def fetch(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, for what is queued there from now on."""
+    """Return a host tensor on the device, for work that is queued there from now on."""
     with beside(device):
         here = tensor.to(device, non_blocking=True)
         there = mark(device)
@@ -114,7 +114,7 @@ class Waiting:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Context manager: let ``watch`` go around each wait meanwhile.
+        """Context manager: wrap each wait inside in ``watch``.
 
         Raises:
             RuntimeError: if waits are watched already.

@@ -110,10 +110,10 @@ def is_others(error: DiskError, path: Path) -> bool:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Files are made here by one process at a time, and not while another sweeps.
+    """Context manager: only one process at a time makes files in the folder, and none while another removes some.
 
-    Where folders cannot be locked, or a process stopped with the lock, that is not so. Then the worst that can happen is
-    that a file which was just made seems to be in use.
+    This does not hold if folders cannot be locked, or a process stopped with the lock. Then at worst a file that was
+    just made seems to be in use.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -138,13 +138,13 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def unlock(control: int) -> None:
-    """Let go of a file. Closing alone would leave the lock to forked children, which hold the descriptor too."""
+    """Unlock and close a file. Closing alone would leave the lock with forked children, which share the descriptor."""
     fcntl.flock(control, fcntl.LOCK_UN)
     os.close(control)
 
 
 def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
-    """Reserve `nbytes` of disk, after the page `first` that marks the file as ours should we die on the way.
+    """Reserve `nbytes` of disk, after the page `first`, which marks the file as ours in case the process dies.
 
     Raises:
         DiskError: says how many bytes are wanted, free and missing.
@@ -171,14 +171,14 @@ def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
 
 
 def _fill(control: int, start: int, end: int) -> None:
-    """Reserve space where the system has no call for it: by writing zeros."""
+    """Reserve space by writing zeros, if the system has no call for it."""
     zeros = memoryview(bytes(1 << 20))
     while start < end:
         start += os.pwrite(control, zeros[: end - start], start)
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that a folder's file system has left; None where it does not say."""
+    """Return the free bytes of a folder's file system; None if unknown."""
     try:
         status = os.statvfs(folder)
     except OSError:
@@ -206,7 +206,7 @@ def _cannot_open(path: Path, error: OSError) -> DiskError:
 
 
 def is_still(path: Path, control: int) -> bool:
-    """Return whether `path` names the open file, and not one that came later."""
+    """Return True if `path` names the open file, and not a newer one."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(control))
     except FileNotFoundError:
@@ -225,7 +225,7 @@ _ANY = "meshfold-*-rank*.blocks"
 
 
 def sweep(folder: str | os.PathLike[str]) -> list[str]:
-    """Remove what killed processes left in a folder: stores of any rank without a lock.
+    """Remove files of killed processes in a folder: stores of any rank without a lock.
 
     Returns:
         A note on each.

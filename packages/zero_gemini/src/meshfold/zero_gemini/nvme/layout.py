@@ -128,7 +128,7 @@ def aligned_empty(nbytes: int, *, pin: bool = False) -> Tensor:
 
 
 def bytes_of(tensor: Tensor, what: str) -> Bytes:
-    """The bytes of a contiguous CPU tensor, sharing its memory.
+    """Return the bytes of a contiguous CPU tensor, sharing its memory.
 
     Raises:
         DiskError: the tensor is on another device, is not contiguous, or is lazily conjugated or negated.

@@ -1,11 +1,11 @@
 """`DiskStore`: named blocks in one preallocated file a rank, read and written several pieces at a time.
 
-What is guaranteed
+Guarantees
     Space is reserved before training. Operations on one block happen in the order they were called, so a read sees the
     write before it; different blocks overlap. A write that failed raises at ``wait()``, and again in `flush`; its block
     cannot be read until a write of it succeeds, nor can one that was never written. A closed store removes its file. The
     file of a killed process is never read: a new store replaces it.
-What is not
+No guarantees
     The store is scratch: after a crash training resumes from its checkpoint. Blocks carry no checksums, so bytes that
     the disk itself changes, or that another program writes into the file, are not noticed. On file systems that copy on
     write, or compress, reserved space can still run out; that too is an error at ``wait()``.
@@ -113,17 +113,17 @@ class DiskStore:
         return Pending(request)
 
     def flush(self) -> None:
-        """Wait for everything that was started, and until the disk itself has it.
+        """Wait for everything that was started, and for the disk itself.
 
         Raises:
-            DiskError: a block's last write failed, or the sync did (then no block can be read before it is written anew).
+            DiskError: a block's last write failed, or the sync did (then no block can be read before it is written again).
         """
         self._queues.usable()
         self._queues.drain()
         self._queues.settle()
 
     def drop_cache(self) -> None:
-        """Ask the system to forget what of the file it keeps in memory; direct I/O keeps nothing there. After `flush`."""
+        """Ask the system to drop the file from its page cache; direct I/O does not use it. Call it after `flush`."""
         self._queues.usable()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.data, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -241,12 +241,12 @@ class BlockQueues:
         self._idle.notify_all()
 
     def drain(self) -> None:
-        """Return when nothing is on its way."""
+        """Return when nothing is pending."""
         with self._idle:
             self._idle.wait_for(lambda: not any(block.queue for block in self.blocks.values()))
 
     def settle(self) -> None:
-        """Sync, with nothing on its way; raise if a block is not whole in the file."""
+        """Sync, with nothing pending; raise if a block is incomplete in the file."""
         torn = [(name, block.torn) for name, block in self.blocks.items() if block.torn]
         if torn:
             name, error = torn[0]
@@ -261,7 +261,7 @@ class BlockQueues:
             raise failure from cause
 
     def close(self) -> None:
-        """Finish what is on its way and remove the file. A second call does nothing."""
+        """Finish pending operations and remove the file. A second call does nothing."""
         if os.getpid() != self._owner:
             return
         with self._lock:
@@ -275,7 +275,7 @@ class BlockQueues:
 
 
 def _started_pool(in_flight: int, file: BlockFile) -> ThreadPoolExecutor:
-    """A pool whose threads all run: a system that has no more threads says so before training."""
+    """Return a pool whose threads all run, so that a system without enough threads fails before training."""
     pool = ThreadPoolExecutor(in_flight, thread_name_prefix="meshfold-disk")
     together = threading.Barrier(in_flight + 1)
     try:

@@ -1,4 +1,4 @@
-"""The optimizer's step on shards: the general way with any elementwise torch optimizer, and our Adam on whole chunks."""
+"""The optimizer's step on shards: with any elementwise torch optimizer, and with our Adam on whole chunks."""
 
 from __future__ import annotations
 

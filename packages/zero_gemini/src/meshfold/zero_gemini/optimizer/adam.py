@@ -1,6 +1,6 @@
 """Adam on whole chunks, with the kernels of :mod:`meshfold.kernels`: numba for chunks on the host, Triton on the device.
 
-What is kept of a parameter, in bytes with the one the model computes with:
+State per parameter, in bytes, including the one that the model computes with:
 
 ========= ========= ================================================================== =====
 model     regime    master weights and moments                                           bytes
@@ -12,9 +12,9 @@ bfloat16  C         split master; 8 bits and a scale every 256 elements         
 float16   A         float32; float32                                                   14
 ========= ========= ================================================================== =====
 
-On disk goes everything but what the model computes with, which is the first 2 bytes (4 in float32).
+Everything goes to disk except what the model computes with, the first 2 bytes (4 in float32).
 
-Neighbours that are used alike are stepped in one run of the kernel, the padding between them included (it is zero and
+Neighbours with equal settings are stepped in one run of the kernel, including the padding between them (it is zero and
 stays so).
 """
 
@@ -61,8 +61,8 @@ class AdamStepper(AdamValues):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`.
 
     Attributes:
-        disk: where state on disk lies; None without.
-        faults: keeps what fails of a promised step, which cannot raise in the middle of a collective.
+        disk: state on disk; None without.
+        faults: keeps errors of pending steps, which cannot raise in the middle of a collective.
         timings: of steps on the host.
     """
 
@@ -96,13 +96,13 @@ class AdamStepper(AdamValues):
         self.faults, self.timings = faults or Faults(), StepTimer()
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
-        """Have room on disk for chunks that are about to be adopted on, or moved to, disk: in one file for all of them.
+        """Reserve room on disk for chunks that are about to be adopted on, or moved to, disk, in one file for all of them.
 
         Args:
             shards: of each chunk, in which dtype the model computes and the elements of the shard.
 
         Raises:
-            DiskError: if there is not as much room, or the folder cannot be used; nothing has changed then.
+            DiskError: if there is less room, or the folder cannot be used; nothing has changed then.
             MemoryPlanError: if there are some and no folder was named.
         """
         wanted = [(planes_of(dtype, self._regime), elements) for dtype, elements in shards]
@@ -128,7 +128,7 @@ class AdamStepper(AdamValues):
             self._steps[part.name] = 0
 
     def stream_on_gpu(self, streaming: GpuStreaming | None) -> None:
-        """Let the device step some of the host's chunks, whichever it is ready for before the cores are; None: none.
+        """Let the device step some of the host's chunks, whichever it can take before the cores; None: none.
 
         Not before it was :meth:`finish`-ed.
         """
@@ -221,7 +221,7 @@ class AdamStepper(AdamValues):
         """Allocate or free the shadow copies of chunks whose state is in host memory. No step may be pending.
 
         Returns:
-            Whether there is some; where it does not suffice for all there is none.
+            True if there are some; none are made if memory does not suffice for all.
         """
         self.drop_speculative()
         try:
@@ -239,17 +239,17 @@ class AdamStepper(AdamValues):
     def try_step(
         self, chunk: Chunk, gradient: Tensor, used: set[str], *, factor: float, ready: Callable[[], None]
     ) -> bool:
-        """Step a chunk speculatively beside the computation: it is kept if :meth:`step` is called with the same arguments.
+        """Step a chunk speculatively in parallel with compute: kept if :meth:`step` is called with the same arguments.
 
         Args:
             chunk: nothing else changes its state until then.
             gradient: its shard on the host.
             used: names of the parameters that have a gradient.
-            factor: what the gradient is expected to count times.
+            factor: expected factor of the gradient.
             ready: returns when it is there; called in another thread.
 
         Returns:
-            Whether that can be: of a chunk that has a second copy, all of which is stepped alike.
+            True if possible: the chunk has a shadow copy, and all of it is stepped alike.
         """
         if self._held[chunk].second is None or chunk.step_is_pending:
             return False
@@ -272,7 +272,7 @@ class AdamStepper(AdamValues):
             self.disk.ring.advance()
 
     def _get_ready(self, pieces: list[Piece]) -> None:
-        """After a step: begin to read what the next one will want first."""
+        """After a step: start reading what the next one needs first."""
         if self.disk is not None:
             self.disk.ring.settle()
             self.disk.ring.expect(pieces)
@@ -302,7 +302,7 @@ class AdamStepper(AdamValues):
             self._steps[part.name] += part.name in used
 
     def _runs(self, chunk: Chunk, used: set[str], groups: Mapping[Tensor, Any]) -> list[Run]:
-        """Spans of the shard that are stepped alike, as many neighbours as can be in one."""
+        """Return spans of the shard that are stepped alike, with as many neighbours as possible in one."""
         parameters = self._held[chunk].weights.parameters
         runs: list[Run] = []
         key = None
@@ -319,10 +319,10 @@ class AdamStepper(AdamValues):
         return runs
 
     def finish(self) -> None:
-        """Let every promised step be done, and the model see it.
+        """Finish every pending step, and publish it to the model.
 
         Raises:
-            DiskError: if a step could not be, now and from then on; of several ranks ``faults`` keeps it.
+            DiskError: if a step failed, now and from then on; with several ranks ``faults`` keeps it.
         """
         for chunk in self._held:
             chunk.wait_step()
@@ -334,14 +334,14 @@ class AdamStepper(AdamValues):
         self._speculative.land_all()
 
     def done_with(self, chunk: Chunk) -> None:
-        """Return once a chunk's gradient is needed no more."""
+        """Return once a chunk's gradient is no longer needed."""
         self.faults.keep(partial(self._worker.wait_moments, chunk))
 
     def close(self) -> None:
-        """End the thread, with all steps done; remove what is on disk, and give all memory back.
+        """Finish all steps, end the thread, remove what is on disk, and release all memory.
 
         Raises:
-            DiskError: or what else kept a step from being done, unless it was reported before.
+            DiskError: or another error of a step, unless it was reported before.
         """
         reported = self._worker.failed or self.faults.is_reported
         try:
@@ -363,7 +363,7 @@ class AdamStepper(AdamValues):
 
 
 class _StepOfChunk:
-    """A step on the host that was promised to a chunk (:class:`meshfold.zero_gemini.chunks.chunk.PendingStep`)."""
+    """A pending host step of a chunk (:class:`meshfold.zero_gemini.chunks.chunk.PendingStep`)."""
 
     def __init__(self, stepper: AdamStepper, chunk: Chunk) -> None:
         self._stepper, self._chunk = stepper, chunk

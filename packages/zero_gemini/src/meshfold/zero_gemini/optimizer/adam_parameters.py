@@ -105,7 +105,7 @@ class AdamValues(ABC):
         return held.snapshot().parts(*self._range(name), key)
 
     def snapshot(self) -> AdamSnapshot | None:
-        """Return where everything lies, valid until the next step or move; None if some of it is on a disk."""
+        """Return views of all state, valid until the next step or move; None if some of it is on a disk."""
         self._wait()
         if any(held.place == "disk" for held in self._held.values()):
             return None

@@ -1,4 +1,4 @@
-"""Adam's state of one chunk: weights, and the planes beside them in memory or on disk."""
+"""Adam's state of one chunk: weights and planes, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Held:
     """The state of one chunk.
 
     Attributes:
-        chunk: whose.
-        place: where it lives.
-        planes: what is kept beside the weights.
+        chunk: of the state.
+        place: its memory tier.
+        planes: stored in addition to the weights.
         weights: what the model computes with, as the optimizer left it.
-        second: another copy of all that, which a step can be made into; None without.
+        second: the shadow copy, which a step can write to; None without.
     """
 
     def __init__(self, chunk: Chunk, regime: str, place: MemoryTier, disk: DiskPlanes | None) -> None:
@@ -61,12 +61,12 @@ class Held:
     ) -> Iterator[tuple[int, int, int, AdamState]]:
         """The state of some runs of elements, in turn: which run, from and to which element, and views.
 
-        What is on disk comes in pieces, and its views are good until the next one.
+        State on disk comes in pieces, and its views are valid until the next one.
 
         Args:
-            spans: from and to which element of the shard the runs go.
+            spans: first and one past the last element of each run in the shard.
             change: they will be changed.
-            now: what was changed goes to disk at once.
+            now: write changes to disk at once.
 
         Raises:
             DiskError: if it cannot be read.
@@ -85,7 +85,7 @@ class Held:
                         yield index, a, z, state_of(weights[a:z], views)
 
     def in_memory(self, gradient: Tensor, *, second: bool = False) -> HostState:
-        """All of it that is in memory, or the second copy, with a gradient of the shard."""
+        """Return the state in memory, or the shadow copy, with a gradient of the shard."""
         weights, blocks = self.weights.tensor, self._blocks
         if second:
             weights, blocks = self._second.weights.tensor, self._second.planes
@@ -94,7 +94,7 @@ class Held:
     # -- a second copy ------------------------------------------------------------------------------------------
 
     def keep_second(self, yes: bool) -> None:
-        """Have a second copy from now on, of state in the host's memory; or none.
+        """Allocate or free a shadow copy of state in the host's memory.
 
         Raises:
             OutOfBudget: if there is not as much memory.
@@ -112,7 +112,7 @@ class Held:
             self.second = SecondCopy(weights=block, planes=planes)
 
     def both(self, begin: int, end: int) -> tuple[AdamState, AdamState]:
-        """The elements from ``begin`` up to ``end`` as they are, and those of the second copy: views."""
+        """Return views of the elements from ``begin`` up to ``end``, and of those of the shadow copy."""
         second = self._second
         mine, other = (
             state_of(_seen_alone(weights)[begin:end], cut(self.planes, _tensors(blocks), begin, end))
@@ -124,7 +124,7 @@ class Held:
         return mine, other
 
     def exchange(self) -> None:
-        """Let the second copy be what counts, and what counted be the second copy."""
+        """Swap the shadow copy and the current one."""
         second = self._second
         second.weights = self.weights.exchange(second.weights)
         self._blocks, second.planes = second.planes, self._blocks
@@ -151,7 +151,7 @@ class Held:
 
     @torch.no_grad()
     def move(self, placement: ChunkPlacement) -> None:
-        """Live elsewhere from now on, with the same bits. On an error all is where it was.
+        """Move to another tier, with the same bits. On an error nothing has moved.
 
         Raises:
             OutOfBudget: if there is not as much memory.
@@ -168,13 +168,13 @@ class Held:
             raise
 
     def free(self) -> None:
-        """Give all memory back; what is on disk is the disk's, which is closed next."""
+        """Release all memory; state on disk belongs to the disk, which is closed next."""
         self.keep_second(False)
         self.weights.free()
         self._blocks, self._pieces = _freed(self._blocks), []
 
     def _carry(self, place: MemoryTier) -> None:
-        """Bring the planes beside the weights to a place."""
+        """Move the planes to a tier."""
         if place == self.place:
             return
         if place == "disk":
@@ -230,7 +230,7 @@ class Held:
         do: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Do something with the views of each piece on disk, and those of the same elements in memory."""
+        """Call a function with the views of each piece on disk, and those of the same elements in memory."""
         self._ring.expect(() if change else self._pieces)
         for piece in self._pieces:
             with self._ring.open(piece, change=change, now=True) as views:
@@ -276,10 +276,10 @@ def _tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
 
 
 def _seen_alone(weights: Tensor) -> Tensor:
-    """Weights through a storage of their own, on the host.
+    """Weights through a separate storage, on the host.
 
-    The kernels look at memory through NumPy, and torch never again resizes a storage that NumPy has seen; the shard's may
-    have to, when the chunk is let go.
+    The kernels access memory through NumPy, and torch never again resizes a storage that NumPy has seen; the shard's must
+    be resizable, for when the chunk is released.
     """
     return from_dlpack(weights.detach()) if weights.device.type == "cpu" else weights
 

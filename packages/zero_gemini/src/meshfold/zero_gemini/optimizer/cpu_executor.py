@@ -1,12 +1,12 @@
-"""The host's optimizer steps, beside the computation: threads of their own that work through them in order.
+"""The host's optimizer steps, in parallel with compute: threads that run them in order.
 
 With clipping the norm is known only when backward is over, and by then the device has nothing left to do. So a chunk on
-the host is stepped *just in time*: its parameters right before the next forward wants them, while the device runs what
-comes before it; its moments after all parameters, while the device runs backward. Both halves together are the plain
-step to the bit. What is stepped in one go has no second half.
+the host is stepped *just in time*: its parameters right before the next forward needs them, while the device runs what
+comes before it; its moments after all parameters, while the device runs backward. Both halves together give the bits of
+the plain step. A chunk that is stepped at once has no second half.
 
-One thread has the cores. Where the device steps a part of the host's chunks another thread feeds it: each takes the next
-chunk when it is ready for one.
+One thread uses the cores. If the device steps some of the host's chunks, another thread feeds it: each takes the next
+chunk when it is free.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Halves(NamedTuple):
         parameters: writes its parameters.
         moments: writes its moments; None if the first does all.
         on_device: instead of both, or of the first: starts it on the device, and returns what waits for its end; None if
-            that cannot be.
-        device_does_all: ``on_device`` is instead of both.
+            impossible.
+        device_does_all: ``on_device`` replaces both.
     """
 
     parameters: Work
@@ -43,9 +43,9 @@ class Halves(NamedTuple):
 
 
 class Worker:
-    """Steps of chunks that were promised and may not be done yet.
+    """Pending steps of chunks.
 
-    A step that failed leaves the model between two steps: from then on everything here raises what it raised.
+    A failed step leaves the model between two steps: from then on everything here raises its error.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class Worker:
         return self._failure is not None
 
     def submit(self, steps: dict[Chunk, Halves], backward: list[Chunk], then: Work | None = None) -> None:
-        """Take the steps of chunks.
+        """Accept the steps of chunks.
 
         Args:
-            steps: of chunks in the order in which forward wants them.
-            backward: the same chunks in the order in which backward gives their gradients.
-            then: done after all.
+            steps: of chunks in the order in which forward needs them.
+            backward: the same chunks in the order in which backward completes their gradients.
+            then: called after all.
         """
         pool = self._started()
         self._rest = [rest for rest in self._rest if not rest.done() or rest.exception() is not None]
@@ -85,7 +85,7 @@ class Worker:
             self._rest.append(pool.submit(then))
 
     def is_done(self, chunk: Chunk) -> bool:
-        """Return whether the chunk's parameters are ready, so that a wait returns at once."""
+        """Return True if the chunk's parameters are ready, so that a wait returns at once."""
         future = self._parameters.get(chunk)
         if future is None:
             return True
@@ -101,12 +101,12 @@ class Worker:
             on_its_way()
 
     def wait_moments(self, chunk: Chunk) -> None:
-        """Return once the chunk's whole step is done, and its gradient is needed no more."""
+        """Return once the chunk's whole step is done, and its gradient is no longer needed."""
         self.wait_parameters(chunk)
         self._end(self._moments.pop(chunk, None))
 
     def wait(self, but: Collection[Chunk] = ()) -> None:
-        """Return once everything is done, but for the steps of some chunks."""
+        """Return once everything is done, except the steps of some chunks."""
         for chunk in {**self._parameters, **self._moments}:
             if chunk not in but:
                 self.wait_moments(chunk)
@@ -114,7 +114,7 @@ class Worker:
             self._end(self._rest.pop())
 
     def close(self) -> None:
-        """Finish what was promised and end the threads."""
+        """Finish pending steps and end the threads."""
         for pool in (self._feeder, self._pool):
             if pool is not None:
                 pool.shutdown()
@@ -141,12 +141,12 @@ class Worker:
 
 
 class _Deal:
-    """Chunks of one step, each taken by the cores or by the device, whichever is ready for it first."""
+    """Chunks of one step, each taken by the cores or by the device, whichever is free first."""
 
     def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Arrival | None]]) -> None:
         """Args:
-        steps: in the order in which they are wanted.
-        done: called once parameters are written or on their way, with a function that waits for them.
+        steps: in the order in which they are needed.
+        done: called once parameters are written or being written, with a function that waits for them.
         """
         self._steps, self._left = steps, [*steps]
         self._done = {chunk: done[chunk] for chunk in steps}
@@ -159,14 +159,14 @@ class _Deal:
             self._do(chunk, self._steps[chunk].parameters)
 
     def to_device(self) -> None:
-        """The same, of those that the device can step."""
+        """Take chunks that the device can step until none is left."""
         while (chunk := self._next(on_device=True)) is not None:
             start = self._steps[chunk].on_device
             assert start is not None  # chosen so
             self._do(chunk, start)
 
     def moments(self, chunk: Chunk) -> None:
-        """The second half of a chunk, where the device has not done it."""
+        """Run the second half of a chunk, unless the device has done it."""
         steps = self._steps[chunk]
         if steps.moments is None or (chunk in self._on_device and steps.device_does_all):
             return
@@ -195,14 +195,14 @@ class _Deal:
 def threads_for_steps(there: int) -> int:
     """Return how many of a process's threads run optimizer steps.
 
-    The thread that launches the device's work keeps a core for itself, and autograd's another where there are many: with
+    The thread that launches the device's work needs a core, and autograd's another if there are many: with
     14 of 16 cores the kernels are 8 % faster than with 15.
     """
     return max(1, there - (2 if there >= 8 else 1))
 
 
 def _take_threads(count: int) -> None:
-    """Let torch, and the kernels that go by it, use so many threads when they are called from this one."""
+    """Let torch, and kernels that follow its setting, use so many threads when called from this one."""
     import numba
 
     numba.get_num_threads()  # where it starts its own threads it changes how many torch has

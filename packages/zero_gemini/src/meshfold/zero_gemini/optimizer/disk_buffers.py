@@ -1,7 +1,7 @@
-"""A few buffers in the host's memory through which state that lives on disk passes: read ahead, changed, written behind.
+"""A few host buffers for state on disk: read ahead, changed, written behind.
 
 The buffers are a small cache: what was just used, or is expected next, is in one of them. One thread uses a ring at a
-time (the worker while a step is done, the main thread between steps), so there is no lock.
+time (the worker during a step, the main thread between steps), so there is no lock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece:
     Attributes:
         what: whose state it is, in words.
         begin: first element of the shard.
-        end: behind the last.
+        end: one past the last.
         planes: what lies in it, one plane after the other.
         nbytes: of its block on disk, whole pages.
         store: where the block is.
@@ -55,7 +55,7 @@ class Piece:
 
 @dataclass(eq=False)
 class _Buffer:
-    """Some memory and what is in it, or on the way."""
+    """A buffer and its contents, present or pending."""
 
     block: Block
     tensor: Tensor
@@ -87,11 +87,11 @@ class Ring:
         return sum(buffer.block.nbytes for buffer in self._buffers)
 
     def fit(self, nbytes: int, memory: Memory) -> None:
-        """Have buffers of this size, or none for 0. Between steps.
+        """Allocate buffers of this size, or none for 0. Call it between steps.
 
         Raises:
-            OutOfBudget: if the host has not as much left; the buffers are as they were then.
-            DiskError: if what was in them could not be written.
+            OutOfBudget: if the host has less left; the buffers are then unchanged.
+            DiskError: if their contents could not be written.
         """
         if nbytes == self.nbytes:
             return
@@ -127,7 +127,7 @@ class Ring:
     # -- use ----------------------------------------------------------------------------------------------------
 
     def expect(self, pieces: Iterable[Piece]) -> None:
-        """Say what will be used next, in order; reading begins as far as buffers are free."""
+        """Announce what will be used next, in order; reading starts as far as buffers are free."""
         self._order = deque(pieces)
         self.advance()
 
@@ -138,10 +138,10 @@ class Ring:
         Args:
             piece: which.
             change: they will be changed.
-            now: start writing at the end; else it is written when its buffer is wanted for another.
+            now: start writing at the end; else it is written when its buffer is needed for another.
 
         Raises:
-            DiskError: if it cannot be read, or something before could not be written: that is lost, and said each time.
+            DiskError: if it cannot be read, or an earlier piece could not be written: that one is lost, and reported each time.
         """
         self.check()
         if piece in self._order:
@@ -194,7 +194,7 @@ class Ring:
         self.check()
 
     def flush(self) -> None:
-        """Write what was changed, and wait until it is there.
+        """Write all changes, and wait for them.
 
         Raises:
             DiskError: if it could not be.
@@ -205,7 +205,7 @@ class Ring:
         self.settle()
 
     def forget(self, pieces: Iterable[Piece]) -> None:
-        """Let pieces go, whatever is in their buffers, and what went wrong with them."""
+        """Discard pieces, with their buffers' contents and errors."""
         gone = set(pieces)
         self._order = deque(piece for piece in self._order if piece not in gone)
         for buffer in self._buffers:
@@ -218,7 +218,7 @@ class Ring:
             self._failed.pop(piece, None)
 
     def close(self) -> None:
-        """Give the memory back; what is in it is forgotten."""
+        """Release the memory and its contents."""
         self._failed.clear()
         self._drop()
 
@@ -235,7 +235,7 @@ class Ring:
     # -- within -------------------------------------------------------------------------------------------------
 
     def _free(self) -> _Buffer:
-        """A buffer for something that was not expected: one that is idle, else the one whose content is needed last."""
+        """Return a buffer for an unexpected piece: an idle one, else the one whose content is needed last."""
         place = {piece: index for index, piece in enumerate(islice(self._order, self.count))}
 
         def trouble(buffer: _Buffer) -> tuple[int, bool, bool]:
@@ -266,7 +266,7 @@ class Ring:
         buffer.dirty = False
 
     def _collect(self, buffer: _Buffer) -> None:
-        """Wait for what a buffer takes part in."""
+        """Wait for a buffer's pending operation."""
         pending, piece = buffer.pending, buffer.piece
         if pending is None or piece is None:
             return
@@ -287,6 +287,6 @@ class Ring:
 
 
 def _end(pending: Pending) -> None:
-    """Wait for something whose outcome does not matter."""
+    """Wait for an operation whose outcome does not matter."""
     with suppress(DiskError):
         pending.wait()

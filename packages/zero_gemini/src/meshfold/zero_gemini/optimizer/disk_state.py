@@ -1,14 +1,14 @@
-"""Optimizer state on disk: room for it in block files of this rank, and the buffers it passes through.
+"""Optimizer state on disk: room for it in block files of this rank, and its buffers.
 
 A chunk's state there is cut into *pieces* of at most ``piece_bytes``, each with all planes of its elements, so that one
 read brings all that a step of them needs, and the buffers' memory does not grow with chunks. Weights are not on disk: the model is
 shown them every step.
 
 Room is reserved before anything starts: :meth:`DiskPlanes.reserve` makes one file for all chunks that are about to go to
-disk. What is moved there later gets the room that others left, or a new file beside the first, made before anything
-moves; room that was reserved stays so until the end. The files are scratch: what killed processes left is removed first.
-Several engines, of one process or many, may use one folder: each file is locked by its maker, and takes a name that
-is free.
+disk. What is moved there later gets room that others left, or another file, made before anything moves; reserved room stays
+reserved until the end. The files are scratch: those of killed processes are removed first.
+Several engines, of one process or many, may use one folder: each file is locked by its process, and takes a free
+name.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class DiskPlanes:
         return sum(store.file_bytes for store in self._stores)
 
     def reserve(self, chunks: Iterable[tuple[tuple[Plane, ...], int]]) -> None:
-        """Have room for the state of chunks, from their planes and the elements of their shards, before any is made.
+        """Reserve room for the state of chunks, from their planes and the elements of their shards, before any is made.
 
         Raises:
-            DiskError: if there is not as much room, or the folder cannot be used; nothing has changed then.
+            DiskError: if there is less room, or the folder cannot be used; nothing has changed then.
         """
         wanted = Counter(nbytes for planes, elements in chunks for _, _, nbytes in self._cuts(planes, elements))
         missing = {nbytes: count - len(self._free.get(nbytes, ())) for nbytes, count in wanted.items()}
@@ -129,7 +129,7 @@ class DiskPlanes:
                 warnings.warn(f"State on disk: {note}", stacklevel=2)
 
     def take(self, what: str, planes: tuple[Plane, ...], elements: int, memory: Memory) -> list[Piece]:
-        """Room for a chunk's state, zeros at first, and buffers that are large enough.
+        """Return room for a chunk's state, zeros at first, and make buffers that are large enough.
 
         Raises:
             DiskError: as :meth:`reserve`.
@@ -148,7 +148,7 @@ class DiskPlanes:
         return pieces
 
     def give_back(self, pieces: Iterable[Piece], memory: Memory) -> None:
-        """Forget pieces; their room is free for others, and buffers become as small as they may."""
+        """Forget pieces: their room is free for others, and buffers shrink as far as possible."""
         pieces = list(pieces)
         self.ring.forget(pieces)
         for piece in pieces:
@@ -157,7 +157,7 @@ class DiskPlanes:
         self.ring.fit(max((nbytes for nbytes, count in self._used.items() if count), default=0), memory)
 
     def close(self) -> None:
-        """Remove the files, and give the buffers back."""
+        """Remove the files, and release the buffers."""
         self.ring.close()
         for store in self._stores:
             store.close()
@@ -166,7 +166,7 @@ class DiskPlanes:
         self._used.clear()
 
     def _cuts(self, planes: tuple[Plane, ...], elements: int) -> list[tuple[int, int, int]]:
-        """From and to which element each piece goes, and its bytes on disk; all alike, as far as that can be."""
+        """Return the first and one past the last element of each piece, and its bytes on disk; as equal as possible."""
         _, all_bytes = lie(planes, elements)
         count = max(1, -(-all_bytes // self.settings.piece_bytes))
         length = -(-elements // (count * BLOCK_ELEMS)) * BLOCK_ELEMS

@@ -1,6 +1,6 @@
 """Choice of how an optimizer runs on chunks: our kernels, on shards, or on whole parameters.
 
-Known ones are looked up, those that declare it are believed, and others are tried out on a few numbers.
+Known ones are looked up, declarations are trusted, and others are tried on a few numbers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def optimizer_kind(
 ) -> OptimizerKind:
     """Return how an optimizer runs on chunks.
 
-    ``optimizer.sight == "norms"`` is believed: it is given norms over all ranks, see
-    :class:`meshfold.mesh.parameters.ShardedSquareSums`. ``optimizer.elementwise``, True or False, is believed. Without it,
+    ``optimizer.sight == "norms"`` is trusted: it gets norms over all ranks, see
+    :class:`meshfold.mesh.parameters.ShardedSquareSums`. ``optimizer.elementwise``, True or False, is trusted. Without it,
     an optimizer that is not of torch steps on two small random matrices: whole, each by itself, and in flat pieces. If
-    pieces come out as the whole it is ``"elementwise"``; if only each matrix by itself does, ``"matrices"``.
+    pieces give the same result as the whole it is ``"elementwise"``; if only each matrix by itself does, ``"matrices"``.
 
     Args:
         optimizer: with its groups; it is not changed and does not step.
         dtypes: of the chunks, (the model's, that of master weights).
 
     Raises:
-        MemoryPlanError: for one that cannot be carried out on chunks.
+        MemoryPlanError: for one that cannot run on chunks.
     """
     pairs = list(dtypes)
     name = type(optimizer).__name__
@@ -90,7 +90,7 @@ def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tup
     """Regime and seed for an optimizer of kind ``"adam"``: those of HybridAdam and CPUAdam, unless Gemini was given others.
 
     Raises:
-        MemoryPlanError: if both say a regime, and not the same; or groups have several.
+        MemoryPlanError: if both set a regime, and not the same one; or if groups differ.
     """
     if not isinstance(optimizer, FlatAdam):
         return regime, seed

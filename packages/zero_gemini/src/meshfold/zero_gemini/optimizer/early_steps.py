@@ -1,11 +1,11 @@
 """Early steps: chunks are stepped while backward runs, if nothing needs all gradients before the step.
 
 A chunk is stepped once its gradient is complete on this rank and nothing in this backward reads its parameters any more:
-all units that compute with them were left as often as they were called (:meth:`OpenCalls.is_over
+all units that compute with them have ended as often as they were called (:meth:`OpenCalls.is_over
 <meshfold.zero_gemini.runtime.open_calls.OpenCalls.is_over>`), so that neither a second use nor a
 recomputation sees the new values. On
-the device it is stepped at once. For one on the host the gradient goes through a ring of two buffers, and the step is
-done beside the backward. What is not sure to be over before the end of backward is stepped then.
+the device it is stepped at once. For one on the host the gradient goes through a ring of two buffers, and the step
+runs in parallel with the backward. Chunks that may still be read until the end of backward are stepped then.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class EarlySteps:
     """Controller of early steps, one chunk at a time.
 
     Attributes:
-        ring: through which gradients of chunks on the host go.
-        is_half: some chunks have made the step that is under way, and others may not have.
+        ring: buffers for gradients of chunks on the host.
+        is_half: some chunks have made the current step, and others may not have.
     """
 
     def __init__(self, stepper: EarlyStepper, calls: OpenCalls, memory: Memory) -> None:
@@ -59,7 +59,7 @@ class EarlySteps:
         self._stepper.begin_steps([g.chunk for g in gradients])
 
     def offer(self, gradient: ChunkGradient) -> None:
-        """Take a gradient that is complete on this rank so far."""
+        """Accept a gradient that is complete on this rank so far."""
         if gradient.is_consumed or gradient in self._waiting:
             return
         if not gradient.is_settled:
@@ -86,17 +86,17 @@ class EarlySteps:
                 self._step(gradient)
 
     def end(self) -> None:
-        """Note that all chunks have made the step."""
+        """Record that all chunks have made the step."""
         self._stepper.end_steps()
         self.is_half = False
 
     def forget(self) -> None:
-        """Forget a backward that was broken off before any step."""
+        """Forget a backward that was aborted before any step."""
         self._waiting.clear()
 
     def check(self) -> None:
         """Raises:
-        ChunkError: if a step was broken off in the middle.
+        ChunkError: if a step was aborted in the middle.
         """
         if self.is_half:
             raise ChunkError(
@@ -106,7 +106,7 @@ class EarlySteps:
             )
 
     def close(self) -> None:
-        """Give the ring's memory back."""
+        """Release the ring's memory."""
         self._waiting.clear()
         self.ring.close()
 

@@ -1,4 +1,4 @@
-"""Any elementwise optimizer of torch: it steps on slices of the master weights, one a parameter."""
+"""Any elementwise torch optimizer, which steps slices of the master weights, one per parameter."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from meshfold.zero_gemini.optimizer.master_weights import Weights
 class GeneralStepper(StepsAtOnce):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`. A parameter without a gradient is left out by torch itself.
 
-    The optimizer makes its state by itself, so that is accounted for once it is there. It steps on all parameters in one
-    call, so their gradients are held until then, also without clipping.
+    The optimizer makes its own state, which is accounted for once it exists. It steps all parameters in one call, so their
+    gradients are held until then, also without clipping.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, *, with_state: bool) -> None:
         """Args:
         optimizer: its groups will be given its parameters.
         dtype: of the master weights; None: as the model computes.
-        with_state: it makes its state as soon as it is made, as Adagrad does.
+        with_state: it makes its state at construction, as Adagrad does.
         """
         self.optimizer, self._dtype = optimizer, dtype
         self._made_with_state = with_state
@@ -63,7 +63,7 @@ class GeneralStepper(StepsAtOnce):
         return place
 
     def _carry(self, chunk: Chunk, place: MemoryTier) -> None:
-        """Bring the optimizer's state of a chunk to a place, one tensor at a time."""
+        """Move the optimizer's state of a chunk to a tier, one tensor at a time."""
         arena, moved = chunk.memory.arena(place), []
         try:
             for parameter in self._weights[chunk].parameters.values():
@@ -80,7 +80,7 @@ class GeneralStepper(StepsAtOnce):
             raise
 
     def _replace(self, parameter: nn.Parameter, key: str, arena: Arena) -> None:
-        """Copy a tensor of the optimizer to an arena, and forget the one that was."""
+        """Copy a tensor of the optimizer to an arena, and drop the old one."""
         old = self._counted[parameter][key]
         new = arena.allocate(old.tensor.numel(), old.tensor.dtype, old.purpose)
         new.tensor.copy_(old.tensor)
@@ -134,7 +134,7 @@ class GeneralStepper(StepsAtOnce):
             self._number_keys = number_keys(self.optimizer)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self.optimizer.state.clear()
         self._count_state()
         for weights in self._weights.values():
@@ -171,7 +171,7 @@ class GeneralStepper(StepsAtOnce):
                 yield key, value
 
     def _count_state(self) -> None:
-        """Account for the state that is there now, and no more for what is not.
+        """Account for the state that exists now, and no longer for what does not.
 
         Raises:
             OutOfBudget: if the optimizer took more than there was left.

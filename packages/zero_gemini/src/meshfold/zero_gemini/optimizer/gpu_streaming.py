@@ -1,4 +1,4 @@
-"""Steps of chunks that live on the host, done on the device: pieces of their state go up, are stepped, and come down.
+"""Steps of host chunks on the device: pieces of their state are copied up, stepped, and copied down.
 
 The cores alone do not reach all of the host memory's bandwidth, and while a forward waits for them the device's copy
 engines idle. So the cores step one chunk and the device another, each as fast as it can (see
@@ -48,11 +48,11 @@ class _Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class HostState:
-    """State that is to be stepped, flat in the host's memory.
+    """State to be stepped, flat in the host's memory.
 
     Attributes:
         weights: of the shard, in the dtype that the model computes in.
-        planes: what is kept beside them.
+        planes: stored in addition.
         tensors: by plane.
         gradient: of the shard.
     """
@@ -63,17 +63,17 @@ class HostState:
     gradient: Tensor
 
     def planes_up(self) -> tuple[Plane, ...]:
-        """All that goes up, in order."""
+        """Return all that is copied up, in order."""
         return (Plane("", self.weights.dtype), Plane("gradient", self.gradient.dtype), *self.planes)
 
 
 @dataclass(kw_only=True, eq=False)
 class GpuStreaming:
-    """Some places on the device through which state passes. One thread at a time may use it.
+    """A few device buffers for state that is stepped there. One thread at a time may use it.
 
     Attributes:
         memory: whose compute device it is.
-        halves: the device does first halves alone where it can: parameters come down, and the moments are left to the cores.
+        halves: the device does only first halves where it can: parameters are copied down, and moments are left to the cores.
     """
 
     memory: Memory
@@ -117,13 +117,13 @@ class GpuStreaming:
 
         Args:
             host: their state; nothing else may touch it until the end.
-            spans: from and to which element of the shard they go, in order.
+            spans: first and one past the last element of each in the shard, in order.
             do: steps a piece of one of them on the device.
-            moments: it changes them too, so they come down.
-            into: where to; None: where they came from.
+            moments: it changes them too, so they are copied down.
+            into: destination; None: the source.
 
         Returns:
-            As soon as the last pieces are on their way up: what returns when all is down again.
+            Once the last pieces are being copied up, a function that returns when all are down again.
         """
         last: torch.cuda.Event | None = None
         size = self._elements(host)
@@ -144,7 +144,7 @@ class GpuStreaming:
         self._slots.clear()
 
     def _elements(self, host: HostState) -> int:
-        """Elements of a piece: as many as a place holds."""
+        """Return the elements of a piece: as many as a buffer holds."""
         planes = host.planes_up()
         elements = self.slot_bytes // sum(-(-plane.dtype.itemsize // plane.each) for plane in planes)
         elements = max(_ALIGN_ELEMS, elements // _ALIGN_ELEMS * _ALIGN_ELEMS)

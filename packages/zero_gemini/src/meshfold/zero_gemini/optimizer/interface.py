@@ -1,4 +1,4 @@
-"""Interface of a stepper: the operations on the chunks that it was given."""
+"""Interface of a stepper: operations on its chunks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Stepper(Protocol):
 
         Raises:
             OutOfBudget: if there is less memory.
-            MemoryPlanError: for a place that this way of stepping cannot use.
+            MemoryPlanError: for a placement that this stepper cannot use.
         """
 
     def move(self, chunk: Chunk, placement: ChunkPlacement) -> None:
@@ -57,7 +57,7 @@ class Stepper(Protocol):
 
         Raises:
             OutOfBudget: if there is less memory.
-            MemoryPlanError: for a place that this way of stepping cannot use.
+            MemoryPlanError: for a placement that this stepper cannot use.
         """
 
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
@@ -73,14 +73,14 @@ class Stepper(Protocol):
         """This rank's elements of a parameter's master weights, flat."""
 
     def publish(self, chunk: Chunk) -> None:
-        """Start showing the master weights to the model."""
+        """Start publishing the master weights to the model."""
 
     def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
         """Step on every chunk.
 
         Args:
             gradients: each chunk's shard of the gradient, where the chunk's state is; on the host for one on disk.
-            scale: what gradients count times.
+            scale: factor of the gradients.
             used: names of the parameters that have a gradient; the others are left as they are.
         """
 
@@ -88,13 +88,13 @@ class Stepper(Protocol):
         """Finish every promised step and publish it to the model. All ranks must call."""
 
     def steps_in_background(self, chunk: Chunk) -> bool:
-        """Return True if it promises the steps of a chunk (``Chunk.promise_step``) instead of making them at once."""
+        """Return True if it defers the steps of a chunk (``Chunk.promise_step``) instead of making them at once."""
 
     def done_with(self, chunk: Chunk) -> None:
         """Return once the step of a chunk has read its gradient."""
 
     def reset(self) -> None:
-        """Forget the optimizer's state, as if it had not stepped yet."""
+        """Reset the optimizer's state, as if it had not stepped yet."""
 
     def close(self) -> None:
         """Free all memory; the stepper is not used afterwards."""
@@ -106,14 +106,14 @@ class Stepper(Protocol):
         """Return one of them: this rank's elements, flat, or a number."""
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """Return one of them, or for None the master weights, as it lies in memory; from disk it is read."""
+        """Return one of them, or for None the master weights, as in memory; from disk it is read."""
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Set one of them."""
 
 
 class StepsAtOnce:
-    """Base of steppers whose steps are done when ``step`` returns: an optimizer of torch steps on all parameters in one call.
+    """Base of steppers whose steps are complete when ``step`` returns: a torch optimizer steps all parameters in one call.
 
     Attributes:
         optimizer: see :class:`Stepper`.
@@ -146,13 +146,13 @@ class StepsAtOnce:
 
 
 class EarlyStepper(Protocol):
-    """Steps chunks one by one while backward goes on, which not every way of stepping can: no other gradient is there yet."""
+    """Interface for stepping chunks one by one during backward, before other gradients have arrived."""
 
     def begin_steps(self, chunks: Sequence[Chunk]) -> None:
-        """Before the backward: these will be stepped, about in this order. All ranks must call."""
+        """Announce before the backward what will be stepped, in about this order. All ranks must call."""
 
     def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
-        """Step on one chunk, once after ``begin_steps``; beside the computation where its state is not on the device.
+        """Step one chunk, once after ``begin_steps``; in parallel with compute if its state is not on the device.
 
         Args:
             chunk: which; nothing reads its parameters any more before the next step.
@@ -162,7 +162,7 @@ class EarlyStepper(Protocol):
         """
 
     def end_steps(self) -> None:
-        """After the backward: all chunks were stepped, or it is promised."""
+        """End the backward: all chunks were stepped, or their steps are pending."""
 
     def done_with(self, chunk: Chunk) -> None:
         """Return once the step of a chunk has read its gradient."""

@@ -1,4 +1,4 @@
-"""One step of one chunk as a few runs of the kernel, now or later, at once or in halves, and the timings of these."""
+"""One step of one chunk as a few runs of the kernel, now or later, at once or in halves, with timings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Run:
 
     Attributes:
         begin: the first.
-        end: behind the last.
+        end: one past the last.
         settings: of all.
         number: of their step, from 1.
     """
@@ -49,7 +49,7 @@ class ChunkStep:
     Attributes:
         held: the chunk's state.
         gradient: of the chunk's shard.
-        factor: what the gradient counts times.
+        factor: of the gradient.
         first: global number of the shard's first element.
         seed: of stochastic rounding.
         runs: in order.
@@ -70,7 +70,7 @@ class ChunkStep:
         return [(run.begin, run.end) for run in self.runs]
 
     def at_once(self) -> None:
-        """All of it, now."""
+        """Run all of it, now."""
         self._do(adam_step)
 
     @property
@@ -110,7 +110,7 @@ class ChunkStep:
         return Halves(work)
 
     def halves(self, between: Work, streaming: GpuStreaming | None = None) -> Halves:
-        """In two where that can be; what is on disk is read and written once, so in one.
+        """Run it in two halves where possible; state on disk is read and written once, so in one.
 
         Args:
             between: done after each half.
@@ -134,20 +134,20 @@ class ChunkStep:
 
     @property
     def is_of_all(self) -> bool:
-        """Return whether the runs are all of the shard: nothing is left as it was."""
+        """Return True if the runs cover the whole shard."""
         ends = [0, *(run.end for run in self.runs)]
         return ends[:-1] == [run.begin for run in self.runs] and ends[-1] == self.gradient.numel() > 0
 
     def does_as(self, other: ChunkStep) -> bool:
-        """Return whether another step of the same chunk would change the same elements to the same bits."""
+        """Return True if another step of the same chunk would change the same elements to the same bits."""
         return self.runs == other.runs and float(self.factor) == float(other.factor)
 
     def speculative(self, ready: Work, wanted: Callable[[], bool], streaming: GpuStreaming | None = None) -> Halves:
-        """All of it into the second copy of the state, which may become the first; nothing may be left as it was.
+        """Run all of it into the shadow copy, which may become current; the runs must cover the whole shard.
 
         Args:
             ready: returns when the gradient is there.
-            wanted: whether it still may count.
+            wanted: returns True while it may still be kept.
             streaming: GPU streaming that may step it instead.
         """
 
@@ -179,7 +179,7 @@ class ChunkStep:
 
     @torch.no_grad()
     def _on_device(self, streaming: GpuStreaming, *, speculative: bool = False) -> Arrival:
-        """Start all of it, or its first half, on the device; return what waits for the end. Speculative: into the shadow copy."""
+        """Start all of it, or its first half, on the device (speculative: into the shadow copy); return what waits for the end."""
         first = streaming.halves and not speculative and all(run.in_halves for run in self.runs)
         kernel = adam_update_parameters if first else adam_step
         factor = float(self.factor)  # it is on the host: to bring it up again would wait for what the device does
@@ -231,8 +231,8 @@ class StepTiming:
     """Elements and seconds of some optimizer steps.
 
     Attributes:
-        elements: that they stepped.
-        seconds: that they took, one after the other; waiting for gradients is not in them, nor for a disk but for its own.
+        elements: number stepped.
+        seconds: total time, without waits for gradients, or for a disk other than their own.
     """
 
     elements: int = 0

@@ -1,7 +1,7 @@
 """Master weights of a chunk and the planes that Adam keeps beside them: names, dtypes, bytes, and a second copy.
 
-Master weights are the chunk's shard itself where it can be, else a plane of their own. A chunk with a second copy can be
-stepped before the gradient norm is known: if the gradient counts as expected, the copies are exchanged.
+Master weights are the chunk's shard itself where possible, else a separate plane. A chunk with a second copy can be
+stepped before the gradient norm is known: if the gradient's factor is as expected, the copies are swapped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from meshfold.zero_gemini.memory.arena import Block, MemoryTier
 
 
 class Weights:
-    """One plane of master weights. They are the shard itself if that is of their dtype and where they live.
+    """One plane of master weights. They are the shard itself if it has their dtype and placement.
 
     Attributes:
         chunk: whose.
-        place: where they live; what is for the disk is on the host, since the model is shown it every step.
+        place: their tier; with state on disk they are on the host, since they are published to the model every step.
         tensor: flat, ``shard_elems``.
         parameters: this rank's part of each parameter, views of ``tensor``: what an optimizer of torch is given.
     """
@@ -49,10 +49,10 @@ class Weights:
 
     @torch.no_grad()
     def move(self, place: MemoryTier, parameters: MemoryTier) -> None:
-        """Live on ``place`` from now on, and the chunk's shard on ``parameters``; on an error all is as it was.
+        """Move to ``place``, and the chunk's shard to ``parameters``; on an error nothing has changed.
 
         Raises:
-            OutOfBudget: if one of the arenas has not as much left.
+            OutOfBudget: if one of the arenas has less left.
         """
         was, tier = self.place, self.chunk.tier
         if self._own is None:  # views would keep memory that the chunk gives back
@@ -72,7 +72,7 @@ class Weights:
             self._point()
 
     def exchange(self, block: Block) -> Block:
-        """Be another block of memory in the same place, which has their next values; the one that they were."""
+        """Swap in another block on the same tier with the next values; return the old one."""
         if self._own is None:
             was = self.chunk.exchange(block)
         else:
@@ -82,7 +82,7 @@ class Weights:
         return was
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.tensor = self.tensor.new_empty(0)
         self._point()
         if self._own is not None:
@@ -90,7 +90,7 @@ class Weights:
             self._own = None
 
     def _settled(self) -> Tensor:
-        """Their tensor, with their own memory taken or given back as their place and the shard's want it."""
+        """Return their tensor; allocate or release separate memory as required by their tier and the shard's."""
         chunk, own = self.chunk, self._own
         shard_is_there = (chunk.resident or chunk.tier == "device") == (self.place == "device")
         if self.dtype == chunk.dtype and shard_is_there:
@@ -108,7 +108,7 @@ class Weights:
         return own.tensor
 
     def _point(self) -> None:
-        """Let the parameters be where the weights are; as objects they stay, which an optimizer's groups know them by."""
+        """Point the parameters at the weights; the objects stay the same, since an optimizer's groups refer to them."""
         for part in self.chunk.slices:
             self.parameters[part.name].data = self.tensor[part.shard_start : part.shard_start + part.length]
 
@@ -119,14 +119,14 @@ class SecondCopy:
 
     Attributes:
         weights: of the shard.
-        planes: what is kept beside them, by name.
+        planes: stored in addition, by name.
     """
 
     weights: Block
     planes: dict[str, Block]
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         for block in (self.weights, *self.planes.values()):
             block.free()
 
@@ -154,12 +154,12 @@ class Plane(NamedTuple):
     each: int = 1
 
     def numel(self, elements: int) -> int:
-        """Values that so many elements of a chunk have."""
+        """Return the number of values for so many elements of a chunk."""
         return -(-elements // self.each)
 
     @property
     def is_of_moments(self) -> bool:
-        """Return whether the first half of a step leaves it as it was."""
+        """Return True if the first half of a step does not change it."""
         return self.name.removesuffix(_SCALE) in MOMENTS
 
 

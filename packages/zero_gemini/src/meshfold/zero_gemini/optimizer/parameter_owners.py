@@ -1,8 +1,8 @@
-"""Parameters that one rank has whole: who owns which, and how shards come together there and go back.
+"""Parameters that one rank owns whole: choice of owners, and the exchange between shards and owners.
 
 A chunk's shards cut through parameters. Optimizers that look at whole matrices step on each parameter at one rank of
-its chunk's group, the *owner*. It is mostly a rank that has the parameter, or most of it, in its shard already: in a
-chunk of many parameters only those at the borders of shards move at all.
+its chunk's group, the *owner*. It is usually a rank that already has the parameter, or most of it, in its shard: in a
+chunk of many parameters only those at the borders of shards are sent.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from meshfold.zero_gemini.chunks.layout import Slot
 class Owners:
     """Choice of owners: the same on every rank that passes the same chunks in the same order.
 
-    A parameter that lies in one shard stays there: shards are of one size. One that lies across several goes, the
-    largest first, to the rank that owns least so far, over all chunks of the group, where a rank counts as owning less
-    by as much as it has of the parameter.
+    A parameter within one shard stays there: shards have equal size. One that spans several goes, the largest first, to
+    the rank that owns least so far over all chunks of the group, minus what it already has of the parameter.
     """
 
     def __init__(self) -> None:
@@ -56,12 +55,12 @@ def _least(numbers: Sequence[int]) -> int:
 
 
 class Round:
-    """Chunks whose pieces travel in one all-to-all.
+    """Chunks whose pieces are sent in one all-to-all.
 
     Every piece goes from the rank that has it in its shard to the rank that owns it, or back, once. The all-to-all of
     equal blocks pads each pair of ranks to the largest: with as many chunks in a round as there are ranks in the group,
-    a chunk of one large parameter, all of which goes to one rank, is balanced by those that go to others. What a rank
-    keeps does not travel. A round moves ``N · padded`` elements a rank each way, where a perfect one would move those of
+    a chunk of one large parameter, all of which goes to one rank, is balanced by those that go to others. A rank's own
+    pieces are not sent. A round moves ``N · padded`` elements per rank each way, where a perfect one would move those of
     ``N`` shards at most, and holds two such buffers on the compute device.
     """
 
@@ -82,7 +81,7 @@ class Round:
         self.padded = max(map(max, pairs))
 
     def to_owners(self, shards: Mapping[Chunk, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that this rank owns, flat, from what all ranks have in their shards. All of the group must call.
+        """Yield the parameters that this rank owns, flat, from all ranks' shards. All ranks of the group must call.
 
         Args:
             shards: of each chunk: flat, like its shard, of one dtype on any device.
@@ -150,7 +149,7 @@ class Round:
 
 
 def next_of(row: list[Tensor], length: int) -> Tensor:
-    """Take that many elements off the front of what arrived."""
+    """Take that many elements off the front of the received data."""
     piece, row[0] = row[0][:length], row[0][length:]
     return piece
 

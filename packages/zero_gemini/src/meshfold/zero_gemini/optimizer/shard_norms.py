@@ -1,4 +1,4 @@
-"""Sight of whole tensors for optimizers: norms for LAMB and LARS on shards, sums and matrices for those on blocks."""
+"""Whole-tensor quantities for optimizers: norms for LAMB and LARS on shards, sums and matrices for those on blocks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Speculative steps: chunks are stepped while backward runs, if gradients are clipped by norm and rarely exceed it.
 
-The norm is known when backward is over, and then a step that waited for it has only the next forward to hide behind. But a
-gradient that was not scaled down in the last steps will hardly be in this one. So a chunk whose state is on the host is
-stepped as soon as its gradient is there, into a second copy
-(:mod:`meshfold.zero_gemini.optimizer.master_weights`), as if the gradient
-counted what the last two steps' did. If it does, the step is made; else it never was, and the chunk is stepped again. Both
-ways give the same bits.
+The norm is known when backward is over, and a step that waits for it can only overlap with the next forward. But if
+gradients were not scaled down in the last steps, they hardly will be in this one. So a chunk whose state is on the host is
+stepped as soon as its gradient arrives, into a shadow copy (:mod:`meshfold.zero_gemini.optimizer.master_weights`), with the
+factor of the last two steps. If the factor is right, the copy is kept; else it is dropped, and the chunk is stepped again.
+Both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class SpeculativeSteps:
     """Controller of speculative steps.
 
     Attributes:
-        alike: steps in a row, up to the last, whose gradients counted the same; 0 if speculative steps are of no use.
+        alike: consecutive steps, up to the last, with equal gradient factors; 0 if speculative steps are useless.
     """
 
     def __init__(self, stepper: AdamStepper) -> None:
@@ -37,17 +36,17 @@ class SpeculativeSteps:
         self.alike = 0
 
     def turn(self, on: bool) -> bool:
-        """Have second copies from now on, or none. No step may be due.
+        """Allocate or free shadow copies. No step may be pending.
 
         Returns:
-            Whether there are some: False too where the host has no memory for them.
+            True if there are some: False also if the host has no memory for them.
         """
         self._on = self._stepper.keep_second_copies(on)
         return self._on
 
     @property
     def are_made(self) -> bool:
-        """Return whether the coming step is made speculatively."""
+        """Return True if the next step is made speculatively."""
         return self._on and self.alike >= SPECULATE_AFTER_STEPS
 
     def begin(self) -> None:
@@ -58,7 +57,7 @@ class SpeculativeSteps:
             self._stepper.begin_speculative()
 
     def offer(self, gradient: ChunkGradient) -> None:
-        """In such a backward a gradient is complete, as far as one knows, and on its way to the host."""
+        """Accept a gradient that seems complete in such a backward, and is being copied to the host."""
         if self._factor is None or gradient.tier != "host" or gradient.shard is None:
             return
         chunk = gradient.chunk
@@ -71,12 +70,12 @@ class SpeculativeSteps:
             self._sums[gradient] = gradient.sums
 
     def check(self) -> None:
-        """Before a step: whether gradients are still those that were stepped with."""
+        """Return before a step whether gradients are still those that were used."""
         if any(gradient.sums != sums for gradient, sums in self._sums.items()):
             self.give_up()
 
     def learn(self, scale: float | Tensor) -> None:
-        """After a step: what its gradients counted times."""
+        """Record the gradient factor after a step."""
         if self._in_vain:
             return
         factor = float(scale)
@@ -84,11 +83,11 @@ class SpeculativeSteps:
         self._factor = factor
 
     def drop(self) -> None:
-        """After a step, or if none follows the speculative steps."""
+        """Reset after a step, or if none follows the speculative steps."""
         self._sums.clear()
         self._stepper.drop_speculative()
 
     def give_up(self) -> None:
-        """Make no speculative steps from now on: gradients are changed between backward and step."""
+        """Disable speculative steps from now on, since gradients are changed between backward and step."""
         self._in_vain, self.alike = True, 0
         self.drop()

@@ -13,7 +13,7 @@ from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
 
 @dataclass(eq=False)
 class _SpeculativeUpdate:
-    """A step that may not count; what is no longer wanted is not begun."""
+    """A step that may be dropped; one that is no longer needed is not started."""
 
     step: ChunkStep
     wanted: bool = True
@@ -23,7 +23,7 @@ class _SpeculativeUpdate:
 
 
 class SpeculativeUpdates:
-    """Speculative updates of one optimizer: each is open, then kept or dropped, and if kept landed."""
+    """Speculative updates of one optimizer: each is open, then kept or dropped, and if kept, swapped in."""
 
     def __init__(self, worker: Worker) -> None:
         """Args:
@@ -35,11 +35,11 @@ class SpeculativeUpdates:
 
     @property
     def open(self) -> Collection[Chunk]:
-        """Chunks with a step of which it is not known whether it counts."""
+        """Chunks whose speculative step is still open."""
         return self._open.keys()
 
     def begin(self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], streaming: GpuStreaming | None) -> None:
-        """Make a step of a chunk that has a second copy, and no step that is open or kept.
+        """Make a step of a chunk that has a shadow copy, and no open or kept step.
 
         Args:
             chunk: which.
@@ -51,7 +51,7 @@ class SpeculativeUpdates:
         self._worker.submit({chunk: step.speculative(ready, update.is_wanted, streaming)}, [])
 
     def keep(self, steps: Mapping[Chunk, ChunkStep]) -> set[Chunk]:
-        """Return the chunks whose speculative step is the step to make; drop those of all others."""
+        """Return the chunks whose speculative step equals the real one; drop those of all others."""
         kept = {
             chunk: update
             for chunk, update in self._open.items()
@@ -64,7 +64,7 @@ class SpeculativeUpdates:
         return set(kept)
 
     def drop(self) -> None:
-        """Forget all that are open: their chunks are what they were before."""
+        """Drop all open steps; their chunks are unchanged."""
         for update in self._open.values():
             update.wanted = False
         while self._open:
@@ -77,6 +77,6 @@ class SpeculativeUpdates:
             update.step.held.exchange()
 
     def land_all(self) -> None:
-        """The same of all chunks."""
+        """Do the same for all chunks."""
         for chunk in [*self._kept]:
             self.land(chunk)

@@ -1,10 +1,10 @@
 """Optimizer state: as a flat table of named tensors and numbers, counted in arenas, and as a snapshot to copy later.
 
-The table is of one parameter, and gives the state back bit for bit.
+The table is of one parameter, and restores the state bit for bit.
 
-Optimizers that need whole matrices keep lists of them, and numbers of Python beside tensors. A name says how to come
-back: ``gram[0]`` is the first of a list, ``moments(1)`` the second of a tuple, ``sizes.rows`` an entry of a dict;
-``count=int`` is a number of Python's, ``gram[1]=list`` an empty list. What is a tensor by itself keeps its plain name.
+Optimizers that need whole matrices keep lists of them, and Python numbers beside tensors. A name encodes the
+structure: ``gram[0]`` is the first of a list, ``moments(1)`` the second of a tuple, ``sizes.rows`` an entry of a dict;
+``count=int`` is a Python number, ``gram[1]=list`` an empty list. A plain tensor keeps its plain name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Every leaf of a parameter's state by its name; numbers as tensors of one element on the CPU.
 
     Raises:
-        MemoryPlanError: for what is neither tensor nor number, nor a list, tuple or dict of them.
+        MemoryPlanError: for anything but tensors, numbers, and lists, tuples or dicts of them.
     """
     return {name: value for key, value in state.items() for name, value in _leaves(_checked(key), value)}
 
@@ -66,7 +66,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def moved(value: Any, old: torch.device, new: torch.device) -> Any:
-    """State that was beside its parameter, beside it again."""
+    """Return state on its parameter's device, if it was there before."""
     if isinstance(value, Tensor):
         return value.to(new) if value.device == old else value
     if isinstance(value, dict):
@@ -149,7 +149,7 @@ class CountedState:
                     yield value, arena
 
     def update(self) -> None:
-        """Account for what is there now, and no more for what is not.
+        """Account for what exists now, and no longer for what does not.
 
         Raises:
             OutOfBudget: if the optimizer took more than there was left.
@@ -169,7 +169,7 @@ class ChunkSnapshot:
     Attributes:
         dtype: in which the model computes.
         weights: of the shard.
-        planes: what is kept beside them, by name; none of state on a disk.
+        planes: stored in addition, by name; none of state on a disk.
     """
 
     dtype: torch.dtype
@@ -217,15 +217,15 @@ class AdamSnapshot:
 
 
 def _master(planes: Sequence[Tensor]) -> Tensor:
-    """Master weights of their two planes."""
+    """Return master weights from their two planes."""
     return join_master(*planes)
 
 
 def _moment(key: str, planes: Sequence[Tensor]) -> Tensor:
-    """A moment of its codes and scales."""
+    """Return a moment from its codes and scales."""
     return QuantizedState.decoded(key, *planes)
 
 
 def _widened(planes: Sequence[Tensor]) -> Tensor:
-    """A moment that is kept in fewer bits."""
+    """A moment stored in fewer bits."""
     return planes[0].float()

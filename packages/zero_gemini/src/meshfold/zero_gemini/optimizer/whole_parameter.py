@@ -1,11 +1,11 @@
-"""Optimizers that look at whole matrices (Adafactor, Muon, Shampoo and their like): each parameter has an owner.
+"""Optimizers that need whole matrices (such as Adafactor, Muon and Shampoo): each parameter has an owner.
 
 A step takes gradients from shards to owners, lets torch's own optimizer step there on whole parameters, and takes the
 new weights back to shards: see :mod:`meshfold.zero_gemini.optimizer.parameter_owners` for what travels. With N ranks each keeps
 1/N of the master weights and of the optimizer's state, to a parameter or two; while it steps, it also holds 1/N of the
 gradient in the master weights' dtype. Every matrix is stepped as one process would step it, to the bit.
 
-Nothing of this is done beside the computation, and state stays in memory.
+None of this overlaps with compute, and state stays in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshfold.zero_gemini.optimizer.state_tree import STATE, CountedState
 class WholeStepper(StepsAtOnce):
     """See :class:`meshfold.zero_gemini.optimizer.interface.Stepper`; the optimizer has the whole parameters that this rank owns.
 
-    The optimizer steps on all parameters in one call, so their gradients are held until then, also without clipping.
+    The optimizer steps all parameters in one call, so their gradients are held until then, also without clipping.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class WholeStepper(StepsAtOnce):
         dtype: of the master weights; None: as the model computes.
         metas: where each trained parameter lies.
         shapes: of each, on this rank.
-        with_state: it makes its state as soon as it is made.
+        with_state: it makes its state at construction.
 
         Raises:
-            MemoryPlanError: for a parameter that tensor axes split, if the optimizer has no ``blocks`` to ask for the rest.
+            MemoryPlanError: for a parameter split by tensor axes, if the optimizer has no ``blocks`` to get the rest from.
         """
         for name, meta in metas.items():
             if hasattr(optimizer, "blocks"):
@@ -72,7 +72,7 @@ class WholeStepper(StepsAtOnce):
     # -- chunks ---------------------------------------------------------------------------------------------------
 
     def reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
-        """Have room on disk, which is for Adam's state alone.
+        """Refuse room on disk, which is only for Adam's state.
 
         Raises:
             MemoryPlanError: for any.
@@ -102,7 +102,7 @@ class WholeStepper(StepsAtOnce):
 
     @torch.no_grad()
     def _place(self, chunk: Chunk, place: MemoryTier) -> None:
-        """Have the owned weights of a chunk, and the optimizer's state of them, in a place."""
+        """Move the owned weights of a chunk, and their optimizer state, to a tier."""
         if place == "disk":
             self._refuse_disk()
         dtype, arena = self.master_dtype(chunk), chunk.memory.arena(place)
@@ -146,7 +146,7 @@ class WholeStepper(StepsAtOnce):
         )
 
     def _views(self, chunk: Chunk, plane: Tensor, *, packed: bool = False) -> dict[str, Tensor]:
-        """The owned parameters of a chunk in a flat tensor, where they lie as in its shard, or one behind the other."""
+        """Return the owned parameters of a chunk as views of a flat tensor, placed as in its shard, or one after another."""
         found, end = {}, 0
         starts = {part.name: part.shard_start for part in chunk.slices}
         for name in filter(self.owns, chunk.spec.names):
@@ -157,7 +157,7 @@ class WholeStepper(StepsAtOnce):
         return found
 
     def _point(self, views: Mapping[str, Tensor]) -> None:
-        """Let the parameters be those views, and their state where they are."""
+        """Point the parameters at those views, and move their state there."""
         moved = {}
         for name, view in views.items():
             if name in self._weights:
@@ -175,7 +175,7 @@ class WholeStepper(StepsAtOnce):
                 self.optimizer.state[self._weights[name]].update(moved[name])
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank has the whole of a parameter."""
+        """Return True if this rank has the whole of a parameter."""
         return self._owners[name] == self._chunks[name].group.index
 
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
@@ -207,7 +207,7 @@ class WholeStepper(StepsAtOnce):
     def gather_state(self, name: str, key: str, entry: Entry) -> Tensor:
         """One of the optimizer's tensors, in its shape, from its owner. All ranks of the chunk's group must call.
 
-        Numbers come on the CPU.
+        Numbers are returned on the CPU.
         """
         shape = self._shapes[name] if entry.like else torch.Size(entry.shape)
         value = self._leaves(name)[key] if self.owns(name) else None
@@ -258,7 +258,7 @@ class WholeStepper(StepsAtOnce):
         return gradient if scale == 1.0 else gradient * scale
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self.optimizer.state.clear()
         self._counted.update()
         for parameter in self._weights.values():
@@ -296,7 +296,7 @@ class WholeStepper(StepsAtOnce):
         return paths.flatten(state)
 
     def read(self, name: str, key: str) -> Tensor:
-        """One of them, in its shape, on the rank that owns the parameter."""
+        """Return one of them, in its shape, on the rank that owns the parameter."""
         return self._leaves(name)[key]
 
     def parts(self, name: str, key: str | None) -> StoredValue:
@@ -304,7 +304,7 @@ class WholeStepper(StepsAtOnce):
         return StoredValue((self.master(name) if key is None else self.read(name, key).detach(),))
 
     def write(self, name: str, key: str, value: Tensor) -> None:
-        """Take one of them: the whole tensor, on the rank that owns the parameter; elsewhere nothing is done."""
+        """Set one of them: the whole tensor, on the rank that owns the parameter; do nothing elsewhere."""
         if name not in self._weights:
             return
         parameter = self._weights[name]

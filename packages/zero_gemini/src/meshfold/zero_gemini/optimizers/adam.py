@@ -8,7 +8,7 @@ two planes, the parameter and what it lacks, and is updated without a cast or a 
     optimizer.step()
     optimizer.master(model.weight)          # float32, to the bit
 
-Given to Gemini, they say how it steps its chunks.
+Passed to Gemini, they determine how it steps its chunks.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class FlatAdam(torch.optim.Optimizer):
         betas: decay of the first and second moments.
         eps: added to the root of the second moment.
         weight_decay: 0 for none.
-        bias_correction: divide moments by what they lack in the first steps.
+        bias_correction: correct the moments' bias in the first steps.
         adamw_mode: True for decoupled decay (AdamW), False for L2 regularisation in the gradient (Adam).
-        regime: what is kept of a bfloat16 parameter: ``"A"`` 12 bytes, exact; ``"B"`` 8, moments in bfloat16 rounded
+        regime: state of a bfloat16 parameter: ``"A"`` 12 bytes, exact; ``"B"`` 8, moments in bfloat16 rounded
             stochastically; ``"C"`` 6.03, moments in 8 bits. Others are kept exactly, and take ``"A"`` alone.
         seed: of stochastic rounding.
         amsgrad: only False; see Raises.
@@ -69,7 +69,7 @@ class FlatAdam(torch.optim.Optimizer):
         nvme_offload_dir: only None.
 
         Raises:
-            ValueError: for settings that make no sense, or that these optimizers do not have.
+            ValueError: for invalid settings, or ones that these optimizers do not have.
             TypeError: for parameters in another dtype.
         """
         _refuse(amsgrad=amsgrad, maximize=maximize)
@@ -96,7 +96,7 @@ class FlatAdam(torch.optim.Optimizer):
         self._versions = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take another group of parameters.
+        """Add another group of parameters.
 
         Raises:
             ValueError, TypeError: as when the optimizer is made.
@@ -124,12 +124,12 @@ class FlatAdam(torch.optim.Optimizer):
         """One step on every parameter that has a gradient.
 
         Args:
-            closure: computes the loss, and gradients, anew.
+            closure: recomputes the loss and the gradients.
             div_scale: gradients are divided by it first, in the same pass: a loss scale, or a norm over its bound; a number
                 or a tensor of one element.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
 
         Raises:
             RuntimeError: for a sparse gradient.
@@ -246,10 +246,10 @@ class FlatAdam(torch.optim.Optimizer):
         self._versions[parameter] = parameter._version
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave, to the bit; moments of torch's Adam and AdamW are taken too.
+        """Load the result of :meth:`state_dict`, bit for bit; moments of torch's Adam and AdamW are accepted too.
 
         Raises:
-            ValueError: for state of another regime, of other parameters, or of what these optimizers do not have.
+            ValueError: for state of another regime, of other parameters, or with keys that these optimizers do not have.
         """
         with exactly(self):
             super().load_state_dict(state_dict)
@@ -258,7 +258,7 @@ class FlatAdam(torch.optim.Optimizer):
 class HybridAdam(FlatAdam):
     """Adam for parameters on GPUs (Triton) and on the CPU (numba), in one step; see :class:`FlatAdam` for arguments.
 
-    A parameter that is moved takes its state with it.
+    The state of a moved parameter moves with it.
     """
 
 
@@ -279,7 +279,7 @@ class CPUAdam(FlatAdam):
 
 
 class _Scale:
-    """Factor on gradients, cached on every device that asks."""
+    """Factor on gradients, cached per device."""
 
     def __init__(self, divisor: float | Tensor | None) -> None:
         self._divisor = divisor
@@ -310,10 +310,10 @@ def _product(a: float | Tensor | None, b: float | Tensor | None) -> float | Tens
 
 
 def settings_of(group: Mapping[str, Any]) -> AdamSettings:
-    """A group's settings for the kernels.
+    """Return a group's settings for the kernels.
 
     Raises:
-        ValueError: for one that makes no sense.
+        ValueError: for an invalid one.
     """
     beta1, beta2 = group["betas"]
     return AdamSettings(

@@ -13,7 +13,7 @@ from meshfold.zero_gemini.optimizers import slots
 
 
 class _Sealed:
-    """One parameter's saved state, in a form that torch hands on as it is."""
+    """One parameter's saved state, in a form that torch passes on unchanged."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -23,8 +23,8 @@ class _Sealed:
 def exactly(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, ``load_state_dict`` copies state as it was saved.
 
-    It happens in hooks, behind those that the user registered and before those that follow a load, so that they see
-    what they would see of any optimizer.
+    It happens in hooks, after the user's own and before post-hooks of the load, so that these see what they would see of
+    any optimizer.
     """
     before = optimizer.register_load_state_dict_pre_hook(_seal)
     after = optimizer.register_load_state_dict_post_hook(_open, prepend=True)

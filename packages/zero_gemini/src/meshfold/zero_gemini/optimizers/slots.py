@@ -1,4 +1,4 @@
-"""State of one parameter, as ``state[parameter]`` has it and as the kernels take it.
+"""State of one parameter, as in ``state[parameter]`` and as the kernels take it.
 
 ========= ====== =============================================================================== ==========
 parameter regime kept beside it                                                                  bytes each
@@ -10,7 +10,7 @@ bfloat16  C      the same as 8-bit codes, their scales every 256 elements, and `
 float16   A      ``exp_avg``, ``exp_avg_sq``, and ``master``, all in float32                     14
 ========= ====== =============================================================================== ==========
 
-All but the scales have the parameter's shape, and lie row by row whatever its strides are. Bytes count the parameter.
+All but the scales have the parameter's shape, and are stored row by row whatever its strides are. Bytes count the parameter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def adam_state(weights: Tensor, state: Mapping[str, Tensor]) -> AdamState:
 
 
 def row_major(x: Tensor) -> Tensor:
-    """The elements row by row: the tensor itself where they lie so, else a copy."""
+    """Return the elements row by row: the tensor itself if stored so, else a copy."""
     return x.detach().contiguous()
 
 
@@ -84,7 +84,7 @@ def master_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def set_master(parameter: Tensor, state: dict[str, Tensor], value: Tensor) -> None:
-    """Give a parameter a float32 value of its shape: as much of it as it can hold, and the rest to its state."""
+    """Set a parameter to a float32 value of its shape: it takes as much as it can hold, and its state the rest."""
     value = row_major(value).to(parameter.device, torch.float32)
     if "master_lo" in state:
         hi, lo = split_master(value.view(-1))
@@ -144,7 +144,7 @@ def taken(parameter: Tensor, saved: Mapping[str, Any], regime: str) -> dict[str,
 
 
 def _quantize(state: Mapping[str, Tensor], name: str, value: Tensor) -> None:
-    """Take a moment in floating point into codes."""
+    """Encode a floating-point moment."""
     lo = state["master_lo"].view(-1)
     kept = adam_state(torch.zeros_like(lo, dtype=torch.bfloat16), state)
     assert isinstance(kept, QuantizedState)  # the only one with codes

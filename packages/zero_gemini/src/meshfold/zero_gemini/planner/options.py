@@ -71,7 +71,7 @@ class Table:
 
 
 class Builder:
-    """Collects the rows of a Table."""
+    """Builder of a Table's rows."""
 
     def __init__(self, chunks: int, layers: int) -> None:
         self.chunks, self.layers = chunks, layers

@@ -1,4 +1,4 @@
-"""The timeline of a plan, painted. Imports matplotlib."""
+"""Drawing of a plan's timeline. Imports matplotlib."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _INK, _FAINT, _LIMIT = "#777777", "#808080", "#e15759"  # they read on a white p
 
 
 def formats() -> set[str]:
-    """The endings that can be written."""
+    """Return the file endings that can be written."""
     return set(FigureCanvasAgg.get_supported_filetypes())
 
 
 def timeline_figure(plan: Plan, moments: Sequence[Moment]) -> Figure:
-    """Stacked bytes by kind at every moment, the limit as a line, the turn from forward to backward marked."""
+    """Draw stacked bytes by kind at every timestep, the limit as a line, and the turn from forward to backward."""
     figure = Figure(figsize=(5.4, 4.6), dpi=150, facecolor="none", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""The constructors of a Plan: the planned one, and fixed placements with the same checks."""
+"""Constructors of a Plan: the planned one, and fixed placements with the same checks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ MOST_PLANS = 10**9
 
 
 def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
-    """The fastest plan within the limits: optimizer state, parameters, activations and clipping decided together.
+    """Return the fastest plan within the limits: optimizer state, parameters, activations and clipping decided together.
 
     Raises:
-        MemoryPlanError: if nothing fits; it says the least GPU and host bytes with which something does.
+        MemoryPlanError: if nothing fits; it names the smallest GPU and host bytes with which something does.
     """
     case = _case(workload, machine, limits)
     return _plan(case, search(case))
 
 
 def exhaustive(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
-    """The same by looking at every plan, for up to about ten chunks: what :func:`plan` is tested against.
+    """Return the best plan by trying every one, for up to about ten chunks: the reference for tests of :func:`plan`.
 
     Raises:
         MemoryPlanError: if nothing fits.
-        SpecError: if there are too many plans to look at.
+        SpecError: if there are too many plans to try.
     """
     case = _case(workload, machine, limits)
     options = 5 if case.limits.disk_bytes else 3
@@ -65,17 +65,17 @@ def cuda(workload: Workload, machine: Machine, limits: Limits | None = None, *, 
 
     Raises:
         MemoryPlanError: if it does not fit, here and below; it says by how much and whether any plan does.
-        SpecError: for a layer that is not there, here and below.
+        SpecError: for an unknown layer, here and below.
     """
     chunks = np.full(len(workload.chunks), ALL_GPU)
     return _fixed("cuda", workload, machine, limits, chunks, kept)
 
 
 def on_device(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
-    """Everything on the GPU, and of the activations as many as fit, those first that save most seconds a byte.
+    """Everything on the GPU, with as many activations as fit, those first that save most seconds per byte.
 
     Raises:
-        MemoryPlanError: if it does not fit though nothing is kept.
+        MemoryPlanError: if it does not fit even with no activations kept.
     """
     case = _case(workload, machine, limits)
     problem, layers = case.problem(case.strategies()[0], GPU_ONLY), layer_order(workload)
@@ -99,7 +99,7 @@ def static(
     offload_param_frac: float = 0.0,
     kept: Collection[str] = (),
 ) -> Plan:
-    """Fixed shares of the elements on the host: the last chunks, so that the first step on the GPU.
+    """Fixed shares of the elements on the host: the last chunks, so that the first are stepped on the GPU.
 
     Args:
         offload_optim_frac: at least this share has its optimizer state on the host.
@@ -134,8 +134,8 @@ def const(
 ) -> Plan:
     """Optimizer state on the host, and never more than ``boundary_bytes`` of parameters on the GPU.
 
-    In order of use, parameters stay on the GPU as long as that leaves room for those that are streamed. None stands for
-    512 MiB, or for what is used and prefetched at one moment if that is more.
+    In order of use, parameters stay on the GPU as long as that leaves room for those that are streamed. None is
+    512 MiB, or what is used and prefetched at one timestep if that is more.
     """
     kinds = gpu_kinds(workload)
     parameters = kinds["resident parameters"] + kinds["gathered"]  # chunk option moment
@@ -169,7 +169,7 @@ def evaluate_placement(
 
     Args:
         placements: of each chunk by name, where its parameters are (``gpu`` or ``host``) and its optimizer state (or ``disk``).
-        policy: what it is called.
+        policy: its name.
 
     Raises:
         MemoryPlanError: if it does not fit.
@@ -214,7 +214,7 @@ def _fixed(
     chunks: Ints,
     kept: Collection[str],
 ) -> Plan:
-    """The plan of a fixed choice, with the fastest way of clipping that fits."""
+    """Return the plan of a fixed choice, with the fastest way of clipping that fits."""
     case = _case(workload, machine, limits)
     names = [layer.name for layer in workload.layers]
     for name in kept:

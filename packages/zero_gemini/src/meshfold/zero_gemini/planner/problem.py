@@ -1,4 +1,4 @@
-"""A choice to be made as a minimisation: the weighted sum of every phase's largest row, under limits on memory rows."""
+"""The minimisation problem of a plan: the weighted sum of every phase's largest row, under limits on memory rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Problem:
         return bool((self.memory.at(choice) <= self.limits).all())
 
     def for_bytes(self, what: str) -> Problem:
-        """The same choice, with the peak bytes on the ``gpu`` or on the ``host`` to be made least and without limit."""
+        """Return the same problem, with the peak bytes on the ``gpu`` or ``host`` as the unlimited objective."""
         moments = len(self.limits) - 2
         rows = slice(0, moments) if what == "gpu" else slice(moments, moments + 1)
         limits = self.limits.copy()
@@ -123,10 +123,10 @@ class Case:
                 yield self.problem(strategy, mode)
 
     def leanest(self) -> Iterator[Problem]:
-        """The problems in which a plan that fits at all is found: every mode with the strategy that holds least."""
+        """Return the problems that decide if any plan fits: every mode with the strategy that holds least."""
         yield from (self.problem(p.strategy, p.mode) for p in self.problems() if p.strategy == self.strategies()[0])
 
     def mode_of(self, choice: Choice) -> str:
-        """The cheapest mode that allows a choice."""
+        """Return the cheapest mode that allows a choice."""
         highest = int(choice.chunks.max())
         return GPU_ONLY if highest < HOST_RESIDENT else WITH_HOST if highest < 3 else WITH_DISK

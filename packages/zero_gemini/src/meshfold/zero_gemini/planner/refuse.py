@@ -1,4 +1,4 @@
-"""Error text for when nothing fits: the least memory that would do, the limit that is too low, and what to change."""
+"""Error text for when nothing fits: the smallest sufficient memory, the limit that is too low, and what to change."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class DoesNotFit(MemoryPlanError):
     """No plan is within the limits.
 
     Attributes:
-        minimum_gpu_bytes: the least GPU limit with which there is a plan, the other limits as they are; None if none helps.
+        minimum_gpu_bytes: the smallest GPU limit with a plan, other limits unchanged; None if none helps.
         minimum_host_bytes: the same for the host.
-        binds: ``gpu`` if no host memory or disk can help, ``host`` if the GPU's limit would do with more of them.
+        binds: ``gpu`` if no host memory or disk can help, ``host`` if the GPU's limit suffices with more of them.
     """
 
     def __init__(self, text: str, *, gpu: int | None, host: int | None, binds: str) -> None:
@@ -26,7 +26,7 @@ class DoesNotFit(MemoryPlanError):
 
 
 def refusal(case: Case) -> DoesNotFit:
-    """The error for a case in which nothing fits."""
+    """Return the error for the case that nothing fits."""
     workload = case.workload
     gpu_limit, host_limit, disk_limit = case.limits.as_tuple()
     gpu, host = least_bytes(case, "gpu"), least_bytes(case, "host")
@@ -84,7 +84,7 @@ def _largest_moment(workload: Workload) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people, and the exact number where it is not obvious."""
+    """Return bytes in readable form, with the exact number where it is not obvious."""
     if count >= _PLENTY:
         return "no limit"
     if not count:

@@ -1,4 +1,4 @@
-"""A plan: what lives where for a whole step, what it holds at every moment, how long a step takes and why."""
+"""A plan: the placement for a whole step, bytes at every timestep, and the time of a step with its causes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def tail_seconds(self) -> float:
-        """Seconds by which the step is longer than its busiest resource: steps that nothing hides."""
+        """Seconds by which the step is longer than its busiest resource: optimizer steps that nothing hides."""
         weights = {name: weight for name, weight, _ in self.phases}
         return sum(weights[term.phase] * term.seconds for term in self.terms if term.name == "exposed tail")
 
@@ -118,7 +118,7 @@ class Plan:
 
 
 def options_of(plan: Plan) -> Choice:
-    """The choice a plan was made from."""
+    """Return the choice that a plan was made from."""
     codes = {("gpu", "gpu"): ALL_GPU, ("none", "gpu"): ALL_GPU, ("none", "host"): HOST_STREAMED}
     codes |= {("host", "gpu"): HOST_RESIDENT, ("host", "host"): HOST_STREAMED}
     codes |= {("disk", "gpu"): DISK_RESIDENT, ("disk", "host"): DISK_STREAMED}
@@ -138,12 +138,12 @@ def canonical(workload: Workload, choice: Choice) -> Choice:
 
 
 def problem_of(case: Case, strategy: str, choice: Choice) -> Problem:
-    """The problem that charges a choice no more than it must."""
+    """Return the problem with the lowest cost for a choice."""
     return case.problem(strategy, case.mode_of(choice))
 
 
 def build(case: Case, strategy: str, choice: Choice, *, policy: str, proved: bool = False) -> Plan:
-    """The plan of a choice: its bytes and its seconds. Limits are not checked here."""
+    """Return the plan of a choice: its bytes and seconds. Limits are not checked here."""
     workload = case.workload
     choice = canonical(workload, choice)
     problem = problem_of(case, strategy, choice)

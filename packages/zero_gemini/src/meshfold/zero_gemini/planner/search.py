@@ -4,7 +4,7 @@ Up to ``EXACT_CHUNKS`` chunks the best choice is proved; beyond it is the best o
 two is used depends on the workload alone, and both are exact minima over sets that do not depend on the limits: with more
 memory a plan is never slower.
 
-The proof is branch and bound over whole blocks of partial choices. One is dropped when its memory cannot fit any more, or
+The proof is branch and bound over blocks of partial choices. A partial choice is dropped when it no longer fits in memory, or
 when no completion can be faster than the best plan known. Two lower bounds are used: every row with the least that the rest
 adds, and Lagrangian bounds, which price the memory so that its scarcity counts (Fisher, 1981): for weights y of the rows of
 every phase and prices μ >= 0 of memory,
@@ -43,7 +43,7 @@ class Found:
 
 
 class _Items:
-    """Chunks and layers alike: for each the sums that each of its options adds. Shape of one: option row."""
+    """Chunks and layers alike: for each, the sums that each of its options adds. Shape of one: option row."""
 
     def __init__(self, problem: Problem) -> None:
         options = list(problem.options)
@@ -63,11 +63,11 @@ class _Items:
 
 
 def branch_and_bound(problem: Problem, worst: float, *, most_looked_at: int = 400_000) -> Found:
-    """The best choice of a problem, if it is better than ``worst``.
+    """Return the best choice of a problem, if it is better than ``worst``.
 
     Args:
-        worst: the best value that is known: only better ones are looked for; inf if none is.
-        most_looked_at: partial choices after which the search gives up and says so.
+        worst: the best known value: only better ones are searched; inf if none is known.
+        most_looked_at: number of partial choices after which the search gives up and says so.
     """
     items = _Items(problem)
     count = len(items.time)
@@ -152,7 +152,7 @@ class _Prices:
         return total
 
     def climb(self, time: Floats, memory: Floats, worst: float, steps: int) -> None:
-        """Better prices for partial sums."""
+        """Improve the prices for partial sums."""
         over = (memory - self.limits) * self.scale
         weights, prices = self.weights, self.prices
         top, stride = -np.inf, 1.0
@@ -178,12 +178,12 @@ class _Prices:
 
 
 def _padded(options: Floats, count: int) -> Floats:
-    """The last option again until there are so many."""
+    """Repeat the last option until there are so many."""
     return np.concatenate([options, options[-1:].repeat(count - len(options), 0)])
 
 
 def _simplex(x: Floats, total: float) -> Floats:
-    """The nearest point of ``x >= 0, Σ x = total``."""
+    """Return the nearest point of ``x >= 0, Σ x = total``."""
     ordered = np.sort(x)[::-1]
     excess = np.cumsum(ordered) - total
     last = np.nonzero(ordered - excess / np.arange(1, len(x) + 1) > 0)[0]
@@ -193,7 +193,7 @@ def _simplex(x: Floats, total: float) -> Floats:
 
 
 def every_choice(problem: Problem) -> Iterator[tuple[Floats, Ints]]:
-    """Every choice that fits and its value, in blocks and without any bound: (values, picks), for few chunks."""
+    """Yield every choice that fits and its value, in blocks and without bounds: (values, picks), for few chunks."""
     items = _Items(problem)
     split = max(0, len(items.time) - 7)  # the last seven are made at once
     tail = np.array(list(product(*[range(len(option)) for option in items.time[split:]])))
@@ -209,7 +209,7 @@ def every_choice(problem: Problem) -> Iterator[tuple[Floats, Ints]]:
 
 
 def as_choice(problem: Problem, picks: Ints) -> Choice:
-    """The choice that a row of picks means."""
+    """Return the choice of a row of picks."""
     return _Items(problem).choice(picks, problem)
 
 
@@ -234,7 +234,7 @@ def small(case: Case) -> bool:
 
 
 def search(case: Case) -> Best | None:
-    """The fastest choice within the limits, None if nothing fits."""
+    """Return the fastest choice within the limits, None if nothing fits."""
     layers = layer_order(case.workload)
     best: Best | None = None
     worst = np.inf
@@ -259,7 +259,7 @@ def search(case: Case) -> Best | None:
 
 
 def least_bytes(case: Case, what: str) -> int | None:
-    """The least GPU (``what="gpu"``) or host bytes with which a plan exists, the other limits as they are; None if none do."""
+    """Return the smallest GPU (``what="gpu"``) or host bytes with which a plan exists, other limits unchanged; None if none do."""
     layers = layer_order(case.workload)
     worst = np.inf
     for problem in case.leanest():
@@ -273,7 +273,7 @@ def least_bytes(case: Case, what: str) -> int | None:
 
 
 def exhaustive_search(case: Case) -> Best | None:
-    """The same as :func:`search` by looking at every choice: the oracle of the tests, for about ten chunks."""
+    """Return the result of :func:`search` by trying every choice: the reference of the tests, for about ten chunks."""
     best: Best | None = None
     for problem in case.problems():
         for values, picks in every_choice(problem):
@@ -285,7 +285,7 @@ def exhaustive_search(case: Case) -> Best | None:
 
 
 def _earliest_first(case: Case, best: Best) -> Best:
-    """Among equals, the earliest chunks on the GPU: swaps with later chunks of the same size that cost nothing."""
+    """Prefer the earliest chunks on the GPU among equal choices: free swaps with later chunks of the same size."""
     problem, choice, chunks = best.problem, best.choice, case.workload.chunks
     size = [(chunk.elems, chunk.gathered_elems, chunk.trainable) for chunk in chunks]
     tries = MOST_SWAPS

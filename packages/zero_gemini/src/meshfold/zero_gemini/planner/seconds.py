@@ -9,32 +9,31 @@ several micro-steps have, is one phase and takes the largest of
     cpu optimizer, disk, collectives
     tail k                  the cycle through chunk k, below
 
-A stepped chunk k is due again at its next forward. Between its gradient and that lies the rest of the backward and the
-start of the forward; into this window must go the CPU's work on all chunks whose gradient comes no earlier and which
-are due no later (the condition of earliest-deadline-first scheduling). So a step is no shorter than the cycle
+A stepped chunk k is due again at its next forward. Between its gradient and that is the rest of the backward and the
+start of the forward; this window must hold the CPU's work on all chunks whose gradient comes no earlier and which are
+due no later (the condition of earliest-deadline-first scheduling). So a step is no shorter than the cycle
 
-    forward from k on + backward until k's gradient + work of those chunks + k's own way down and up
+    forward from k on + backward until k's gradient + work of those chunks + k's own copies down and up
 
-which is short when the earliest chunks, whose gradients come last and which are needed first, step on the GPU.
+which is short when the earliest chunks, whose gradients come last and which are needed first, are stepped on the GPU.
 
-Where gradients go through a ring of buffers instead, backward waits for the step that frees one: no more than the ring holds
-is left for the forward, and nothing is counted on there. Such a step is two phases, a forward in which nothing is stepped
-and a backward with the whole step in it.
+If gradients go through a ring of buffers instead, backward waits for the step that frees one: no more than the ring holds is
+left for the forward, and none of it is assumed there. Such a step is two phases, a forward in which nothing is stepped and a
+backward with the whole step in it.
 
-In a forward that follows a step, what the optimizer may still be at work on is not brought up ahead of its use, so copies of
-chunks that the host steps and compute take turns: they are one sum.
+In a forward after a step, chunks that the optimizer may still be stepping are not prefetched, so copies of chunks that the
+host steps alternate with compute: they are one sum.
 
 With clipping a step is two phases, each the largest of its own sums: the forward with the pass that writes new masters
 inside it, ``max(forward, (18 B · host elements + forward's h2d bytes) / host memory)`` in regime A, and the backward with
 the pass that writes the moments. Of state on disk the whole step, 26 B an element, comes before the forward.
-Where the device steps some of the host's chunks, as their state passes through it, both work until nothing is left: the
-cores' share of the elements is to the device's as their rates are, and moments are left over of the cores' share alone.
-Where the backward has time for it, the device too leaves the moments: a third fewer bytes go through the host's memory
-before the forward, and the cores write all moments beside the backward.
-With several micro-steps to a step, the later ones add a forward and a backward each in which nothing is stepped.
-Out of place it is (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of steps
-that clip. There too the device steps a share of the host's chunks, of the bytes that it and the cores move in the proportion
-of their rates.
+If the device steps some of the host's chunks by GPU streaming, both work until nothing is left: the shares of the cores and
+the device are proportional to their rates, and only the cores' share leaves moments. If the backward has time for it, the
+device leaves its moments too: a third fewer bytes go through the host's memory before the forward, and the cores write all
+moments during the backward.
+With several micro-steps per step, each later one adds a forward and a backward in which nothing is stepped.
+A speculative step takes (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of
+steps that clip. There too the device steps a share of the host's chunks, in proportion to the rates of device and cores.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
 
 
 def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
-    """One phase: the host's chunks are stepped while the backward goes on."""
+    """Return one phase: the host's chunks are stepped during the backward."""
     machine, regime, down, step = loads.machine, loads.regime, loads.down, loads.regime.step * loads.elems
     through = np.zeros_like(loads.elems)
     if strategy == SPECULATIVE_STEP:
@@ -147,7 +146,7 @@ def _beside(
     memory: float = 0.0,
     through: tuple[Floats, Floats] | tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Return the work beside a backward: copies both ways, the host's step and its part on disk; bytes, chunk option.
+    """Return the work in parallel with a backward: copies both ways, the host's step and its part on disk; bytes, chunk option.
 
     ``memory``: bytes/s of the host's meanwhile; 0: as ever. ``through``: what goes up and down for the device's share of
     the step, whose host memory is in ``step``.
@@ -163,7 +162,7 @@ def _beside(
 
 
 def _forward_alone(build: Builder, loads: Loads) -> None:
-    """A forward with what the backward before it has stepped: it comes up, and nothing else is done."""
+    """Return a forward after a backward that stepped: results are copied up, and nothing else is done."""
     machine, up = loads.machine, loads.up_forward
     build.add("compute", base=loads.forward.sum(), chunk=loads.renewed)
     build.add("h2d", chunk=up / machine.h2d)
@@ -172,7 +171,7 @@ def _forward_alone(build: Builder, loads: Loads) -> None:
 
 
 def _stepped_backward(build: Builder, loads: Loads) -> None:
-    """A backward that does not end before the CPU has stepped: buffers for gradients are few."""
+    """Return a backward that waits for the CPU's steps, since buffers for gradients are few."""
     machine, down, step = loads.machine, loads.down, loads.regime.step * loads.elems
     build.add("compute", base=loads.backward.sum(), chunk=loads.gpu_step, layer=loads.recompute)
     _beside(build, loads, up=loads.up_backward, step=step, disk=loads.disk)
@@ -190,7 +189,7 @@ def _stepped_backward(build: Builder, loads: Loads) -> None:
 
 
 def _forward(build: Builder, loads: Loads, strategy: str) -> None:
-    """The forward with the CPU step of every chunk just before its use; the GPU steps when the norm is known."""
+    """Return the forward with the CPU step of every chunk just before its use; the GPU steps when the norm is known."""
     machine, regime = loads.machine, loads.regime
     halves = strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE)
     split = loads.split if halves else np.zeros_like(loads.split)
@@ -219,7 +218,7 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
 
 
 def _backward(build: Builder, loads: Loads, strategy: str) -> None:
-    """The backward of a step that clips, with the moments of the last step or with a step that will be dropped."""
+    """Return the backward of a step that clips, with the moments of the last step or with a step that will be dropped."""
     regime = loads.regime
     step, disk, memory = np.zeros_like(loads.elems), np.zeros_like(loads.elems), 0.0
     if strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE):
@@ -232,7 +231,7 @@ def _backward(build: Builder, loads: Loads, strategy: str) -> None:
 
 
 def _again_forward(build: Builder, loads: Loads) -> None:
-    """The forward of a micro-step that is not the first of its step: nothing is stepped."""
+    """Return the forward of a later micro-step: nothing is stepped."""
     machine, up = loads.machine, loads.up_again
     build.add("compute", base=loads.forward.sum())
     build.add("h2d", chunk=up / machine.h2d)
@@ -241,7 +240,7 @@ def _again_forward(build: Builder, loads: Loads) -> None:
 
 
 def _again_backward(build: Builder, loads: Loads) -> None:
-    """Its backward: the sum of gradients so far is fetched, added to and sent back."""
+    """Return its backward: the sum of gradients so far is fetched, added to and sent back."""
     machine, up, down = loads.machine, loads.up_backward + loads.down, loads.down
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
     build.add("h2d", chunk=up / machine.h2d)
@@ -308,7 +307,7 @@ class Loads:
         return width * forward * share, width * backward * share, self.regime.gradient * reduced * share
 
     def _host_share(self, strategy: str) -> tuple[float, float]:
-        """The cores' share of what the host steps before a forward, and the host memory's bytes/s that they have then."""
+        """Return the cores' share of the host's steps before a forward, and their host-memory bytes/s meanwhile."""
         machine, regime = self.machine, self.regime
         if not machine.gpu_streaming:
             return 1.0, machine.host_memory
@@ -334,7 +333,7 @@ class Loads:
         return self.cpu_of(self.regime.step * self.elems)
 
     def cpu_of(self, traffic: Floats) -> Floats:
-        """The same for a pass that moves so many bytes of the step's."""
+        """Return the same for a pass that moves so many of the step's bytes."""
         rate = self.machine.cpu_optimizer.get(self.regime.name)
         seconds: Floats = traffic / self.regime.step / rate if rate else np.zeros_like(traffic)
         return seconds
@@ -344,13 +343,13 @@ class Loads:
         return seconds
 
     def own(self) -> Floats:
-        """Seconds of a chunk's own way down and up, which only others' work can hide; chunk option chunk."""
+        """Return the seconds of a chunk's own copies down and up, which only other chunks' work can hide; chunk option chunk."""
         way = self.down / self.machine.d2h + self.renewed
         latency: Floats = way[:, :, None] * np.eye(len(way))[:, None, :]
         return latency
 
     def copies_after(self) -> Floats:
-        """Seconds of copies that compute waits for after a chunk's own in the forward; chunk option chunk."""
+        """Return the seconds of copies that compute waits for after a chunk's own in the forward; chunk option chunk."""
         later = self.first[None, :] > self.first[:, None]  # k j: j's forward is after k's
         copies: Floats = self.renewed[:, :, None] * later.T[:, None, :]
         return copies

@@ -1,4 +1,4 @@
-"""A plan as a table for people."""
+"""A plan as a readable table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _limit(count: int) -> str:
 
 
 def _layer_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Runs of layers that are kept, or recomputed, alike: what keeping takes, and what recomputing takes."""
+    """Return runs of layers that are all kept or all recomputed: bytes of keeping, seconds of recomputing."""
     count = sum(made.kept for made in plan.layers)
     rows: list[tuple[str, ...]] = [
         (f"layers ({count} of {len(plan.layers)} kept)", "activations", "bytes", "seconds to recompute")

@@ -1,4 +1,4 @@
-"""A plan over time: what is on the GPU at every moment, as data, as a picture and for chrome://tracing."""
+"""A plan over time: bytes on the GPU at every timestep, as data, as a picture and for chrome://tracing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Moment:
 
 
 def timeline(plan: Plan) -> list[Moment]:
-    """Every moment of the step in order; the sums are the plan's ``gpu_bytes``."""
+    """Return every timestep in order; the sums are the plan's ``gpu_bytes``."""
     workload, choice = plan.workload, options_of(plan)
     index = np.arange(len(choice.chunks))
     series = {kind: rows[index, choice.chunks].sum(0) for kind, rows in gpu_kinds(workload).items()}
@@ -47,9 +47,9 @@ def timeline(plan: Plan) -> list[Moment]:
 
 
 def chrome_trace(plan: Plan) -> dict[str, Any]:
-    """The plan for chrome://tracing or Perfetto: bytes as counters, moments, and the seconds each resource is busy.
+    """Return the plan for chrome://tracing or Perfetto: bytes as counters, timesteps, and the busy seconds of each resource.
 
-    Times in microseconds. How long a resource is busy in a phase is predicted; when in the phase it is, is not.
+    Times are in microseconds. The busy time of a resource in a phase is predicted; its position in the phase is not.
     """
     moments = timeline(plan)
     ends = [m.seconds for m in moments[1:]] + [_length(plan)]
@@ -82,7 +82,7 @@ def chrome_trace(plan: Plan) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: str | Path) -> Path:
-    """The timeline as a picture, bytes on the GPU by kind against the limit; the ending says the format (.svg, .png).
+    """Draw the timeline, bytes on the GPU by kind against the limit; the ending decides the format (.svg, .png).
 
     Raises:
         MeshfoldError: if matplotlib is not installed, or the format is one it does not know.

@@ -17,7 +17,7 @@ from meshfold.zero_gemini.prefetch import ready_from
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regime:
-    """Bytes an element: of what is held, and of host memory traffic in an optimizer step."""
+    """Bytes per element: stored, and of host memory traffic in an optimizer step."""
 
     name: str
     parameter: float
@@ -36,7 +36,7 @@ class Regime:
 
     @property
     def out_of_place(self) -> float:
-        """Read and written by one pass that does the whole step into a second copy."""
+        """Bytes read and written by one pass that does the whole step into a shadow copy."""
         return self.step + self.overwritten
 
 
@@ -67,7 +67,7 @@ class ChunkCost:
     """A chunk: its size and when it is used.
 
     Raises:
-        SpecError: for sizes or moments that cannot be.
+        SpecError: for invalid sizes or timesteps.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Workload:
     """One step of one rank.
 
     Raises:
-        SpecError: for moments that are not there, names that are not unique, or no chunk.
+        SpecError: for timesteps out of range, duplicate names, or no chunk.
     """
 
     name: str
@@ -232,7 +232,7 @@ class Workload:
         return len(self.non_model_bytes)
 
     def taking(self, *, forward: float, backward: float, kept: Collection[str]) -> Workload:
-        """The same step with other seconds of compute: each phase's in proportion, so that their sums are those given.
+        """Return the same step with other compute times: scaled in each phase to the given sums.
 
         Args:
             forward: seconds of one forward.
@@ -260,14 +260,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Bytes a plan may use at any moment; what is None is all the machine has."""
+    """Bytes that a plan may use at any timestep; None: all that the machine has."""
 
     gpu_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
 
     def on(self, machine: Machine) -> Limits:
-        """With every number filled in; no more than the machine has."""
+        """Return the limits with every number filled in; no more than the machine has."""
         return Limits(
             gpu_bytes=_least(self.gpu_bytes, machine.gpu_bytes),
             host_bytes=_least(self.host_bytes, machine.host_bytes),
@@ -275,7 +275,7 @@ class Limits:
         )
 
     def as_tuple(self) -> tuple[int, int, int]:
-        """(GPU, host, disk) bytes of limits that are filled in."""
+        """Return (GPU, host, disk) bytes of complete limits."""
         if self.gpu_bytes is None or self.host_bytes is None or self.disk_bytes is None:
             raise SpecError(f"{self} is not filled in: use .on(machine)")
         return self.gpu_bytes, self.host_bytes, self.disk_bytes

@@ -1,6 +1,6 @@
-"""One micro-step, watched: when each unit was entered, what was alive then besides model data, how long it computed.
+"""Profile of one micro-step: when each unit was entered, which bytes besides model data were alive, how long it computed.
 
-Without a device, on tensors without values::
+Without a device, on meta tensors::
 
     memory, clock = LiveBytes(), OperatorClock(flops=629e12, bytes_per_second=4.2e12)
     with StepTracer(model, memory=memory, clock=clock) as tracer:

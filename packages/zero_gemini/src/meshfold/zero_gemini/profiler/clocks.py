@@ -1,8 +1,8 @@
-"""Clocks of compute: by the operators that were called, by a GPU's events, or by wall time; and a clock of both phases.
+"""Clocks of compute: by operator, by a GPU's events, or by wall time; and a clock of both phases.
 
 Compute is not always the device's: small layers take as long as the host needs to launch them, and longer while its cores
-step the optimizer. A trace made before the plan does not show that, so `PhaseClock` measures forward and backward while
-chunks are where the plan has put them. It hangs nothing on modules, so that blocks stay compiled.
+step the optimizer. A trace made before the plan does not show that, so `PhaseClock` measures forward and backward with
+chunks in the plan's placement. It registers no hooks on modules, so that blocks stay compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshfold.zero_gemini.memory.copies import Waiting
 
 
 class Clock(Protocol):
-    """Clock of compute. A context manager: it runs while it is entered."""
+    """Clock of compute: a context manager that runs while it is entered."""
 
     def __enter__(self) -> Any: ...
 
@@ -33,11 +33,11 @@ class Clock(Protocol):
         """This point in time."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one mark to a later one. Asked for when everything is over."""
+        """Return the seconds from one mark to a later one. Call it when everything is over."""
 
 
 class WallClock:
-    """Seconds of this process: right where operators are done when they return, as on a CPU."""
+    """Wall time of this process: valid where operators are complete when they return, as on a CPU."""
 
     def __enter__(self) -> WallClock:
         return self
@@ -75,7 +75,7 @@ class CudaClock:
 class OperatorClock(TorchDispatchMode):
     """Seconds that operators would take on a machine: each the longer of its FLOP and of the bytes it reads and writes.
 
-    Works without values. FLOP are those that ``torch.utils.flop_counter`` knows: matmuls, convolutions, attention.
+    Works on meta tensors. FLOP are those that ``torch.utils.flop_counter`` knows: matmuls, convolutions, attention.
     """
 
     def __init__(self, *, flops: float, bytes_per_second: float) -> None:
@@ -95,7 +95,7 @@ class OperatorClock(TorchDispatchMode):
         return end - begin
 
     def add(self, *, flop: int, efficiency: float = 1.0) -> None:
-        """Count work that no operator stands for.
+        """Count work that is not in any operator.
 
         Args:
             flop: of it.
@@ -154,12 +154,12 @@ class PhaseSeconds:
 
 
 class PhaseClock:
-    """Takes the time of one micro-step: ``begin``, then ``turn`` before its backward, then ``end`` after it."""
+    """Timer of one micro-step: ``begin``, then ``turn`` before its backward, then ``end`` after it."""
 
     def __init__(self, waiting: Waiting, clock: Clock) -> None:
         """Args:
-        waiting: goes round what is waited for; this clock watches it from ``begin`` to ``end``.
-        clock: knows seconds.
+        waiting: context manager around waits; this clock observes it from ``begin`` to ``end``.
+        clock: measures seconds.
         """
         self._waiting, self._clock = waiting, clock
         self._watching = ExitStack()

@@ -1,4 +1,4 @@
-"""Cost of keeping a layer's activations, measured where they are recomputed: bytes that autograd saves, and seconds.
+"""Cost of keeping a layer's activations, measured when they are recomputed: bytes that autograd saves, and seconds.
 
 The code that recomputes layers marks its forwards: ``with watch.forward(name)`` around each first forward, ``with
 watch.again(...)`` around each that is repeated in a backward.
@@ -28,8 +28,8 @@ class LayerWatch:
     ) -> None:
         """Args:
         clock: of the trace.
-        place: says which moment it is.
-        most: says how many bytes were alive in it at most until now.
+        place: returns the current timestep.
+        most: returns the peak bytes alive in it so far.
         round_bytes: each storage counts in multiples of this.
         """
         self._clock, self._place, self._most, self._round = clock, place, most, round_bytes
@@ -37,18 +37,18 @@ class LayerWatch:
 
     @contextmanager
     def forward(self, name: str) -> Iterator[None]:
-        """Context manager around the first forward of a layer; of several calls the first begins to keep."""
+        """Context manager around the first forward of a layer; the first of several calls starts keeping."""
         self._seen.setdefault(name, _Seen(first=self._place()))
         yield
 
     @contextmanager
     def again(self, name: str, module: nn.Module, given: Any) -> Iterator[None]:
-        """Context manager around a forward that is repeated. Where nothing more is needed it may be ended by an exception.
+        """Context manager around a repeated forward, which an exception may end early when nothing more is needed.
 
         Args:
             name: of the layer.
-            module: its parameters and buffers are there anyway.
-            given: what it is called with: the same.
+            module: its parameters and buffers do not count.
+            given: its arguments, which do not count either.
         """
         seen = self._seen.setdefault(name, _Seen(first=self._place()))
         seen.again, seen.before = self._place(), self._most()
@@ -70,7 +70,7 @@ class LayerWatch:
             seen.marks.append((begin, self._clock.mark()))
 
     def layers(self) -> tuple[TracedLayer, ...]:
-        """Return the traced layers in order of first use. A layer that no backward came to has nothing to keep."""
+        """Return the traced layers in order of first use. A layer that no backward reached has nothing to keep."""
         return tuple(
             TracedLayer(
                 name=name,

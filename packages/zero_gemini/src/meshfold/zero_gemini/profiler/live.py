@@ -15,7 +15,7 @@ from meshfold.zero_gemini.memory.arena import Arena
 
 
 class MemoryProbe(Protocol):
-    """Knows bytes that are not model data. A context manager: it watches while it is entered."""
+    """Probe of bytes that are not model data: a context manager that counts while it is entered."""
 
     @property
     def round_bytes(self) -> int:
@@ -26,13 +26,13 @@ class MemoryProbe(Protocol):
     def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any: ...
 
     def take(self) -> tuple[int, int]:
-        """(the most since the last call, now), in bytes; the next most begins now."""
+        """Return (peak since the last call, current), in bytes; the next peak starts now."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators make, each once, from their making to their end; on meta, CPU or any device.
+    """Counts the storages that operators create, each once, from creation to release; on meta, CPU or any device.
 
-    Views are free. What was there before is left out: parameters, buffers, the batch. What an operator needs inside is not seen.
+    Views are free. Existing tensors are left out: parameters, buffers, the batch. Memory inside an operator is not seen.
 
     Source: the technique of ``torch.distributed._tools.mem_tracker``: a Python storage object lives as long as the C++
     one, so a finalizer on it shows when memory is given back, also memory that autograd alone keeps.
@@ -40,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, *, base_bytes: int = 0, round_bytes: int = 1) -> None:
         """Args:
-        base_bytes: alive all the time besides, such as buffers, the batch, workspaces.
+        base_bytes: always alive in addition, such as buffers, the batch, workspaces.
         round_bytes: each storage counts in multiples of this; the CUDA allocator's is 512.
         """
         super().__init__()  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _see(self, tensor: Tensor, *, counts: bool) -> None:
-        """Take note of a storage that is new to us."""
+        """Record a new storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -97,10 +97,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 class CudaBytes:
-    """Bytes that the caching allocator handed out, less model data.
+    """Bytes that the caching allocator has allocated, without model data.
 
-    It begins the allocator's count of the peak anew at every moment: ``torch.cuda.max_memory_allocated`` means nothing
-    to others meanwhile.
+    It resets the allocator's peak at every timestep, so ``torch.cuda.max_memory_allocated`` is meaningless to others
+    meanwhile.
     """
 
     round_bytes = 512
@@ -109,7 +109,7 @@ class CudaBytes:
     def __init__(self, device: torch.device, *, model_bytes: Callable[[], int]) -> None:
         """Args:
         device: a GPU.
-        model_bytes: the most bytes of model data on it since it was last asked, see :func:`peak_of`.
+        model_bytes: returns the peak of model data on it since the last call, see :func:`peak_of`.
         """
         self._device, self._model_bytes = device, model_bytes
 
@@ -129,7 +129,7 @@ class CudaBytes:
 
 
 def peak_of(arena: Arena) -> Callable[[], int]:
-    """A function that says how much was the most in an arena since it was last asked."""
+    """Return a function that returns an arena's peak since its last call."""
 
     def most() -> int:
         peak = arena.peak_bytes

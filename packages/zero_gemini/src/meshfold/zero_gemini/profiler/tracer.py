@@ -1,12 +1,11 @@
-"""Watches one micro-step unit by unit.
+"""Tracer of one micro-step, unit by unit.
 
-A unit is *arrived at*, then *entered* (in between, the hooks that gather parameters wait for them), and *left*, in the forward
-through hooks on its module, in the backward through hooks on what it returned and on what it was given. Those are the
-same places at which the runtime gathers and releases: moments of a trace are moments of the executor.
+A unit is *reached*, then *entered* (in between, the hooks that gather parameters wait for them), and *left*, in the forward
+through hooks on its module, in the backward through hooks on its outputs and inputs. The runtime gathers and releases at the same
+points: timesteps of a trace are timesteps of the executor.
 
-Where the host waits inside of a moment (:mod:`meshfold.zero_gemini.memory.copies`) the time is not that
-of compute: it is taken
-off, so that a plan is made of what the model needs wherever its chunks are, and not of where they were while it was watched.
+Time in which the host waits within a timestep (:mod:`meshfold.zero_gemini.memory.copies`) is subtracted, so that a plan is
+made from what the model needs wherever its chunks are, and not from their placement during the trace.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from meshfold.zero_gemini.runtime.units import Unit, find_units
 class StepTracer:
     """Records one micro-step, forward and backward, while it is entered.
 
-    Hooks that gather parameters must be on the model before: the tracer puts its own around them.
+    Hooks that gather parameters must already be on the model: the tracer puts its own around them.
 
     Attributes:
         layers: recorder of layers whose activations are recomputed, for the code that recomputes them.
@@ -41,9 +40,9 @@ class StepTracer:
         self, model: nn.Module, *, memory: MemoryProbe, clock: Clock, units: Sequence[Unit] | None = None
     ) -> None:
         """Args:
-        model: what will be run.
-        memory: knows bytes; entered and left with the tracer.
-        clock: knows seconds; the same.
+        model: to be run.
+        memory: counts bytes; entered and left with the tracer.
+        clock: measures seconds; entered and left with the tracer.
         units: of the model; those of ``find_units`` by default.
         """
         self._units = find_units(model) if units is None else list(units)
@@ -88,10 +87,10 @@ class StepTracer:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Round what the host waits for: what it does not wait for before a unit is entered counts as stalled.
+        """Context manager around waits of the host: waits that are not before the entry of a unit count as stalled.
 
         Args:
-            what: it is; all are alike here.
+            what: description of the wait, unused here.
         """
         if self._arriving or not self._seen:
             yield
@@ -124,7 +123,7 @@ class StepTracer:
         return before
 
     def _watch_inputs(self, unit: Unit) -> Callable[..., Any]:
-        """Before its forward: lets it be left when the gradients of what it was given are there."""
+        """Before its forward: leave it when the gradients of its inputs have arrived."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return watch_inputs(args, kwargs, lambda: self._leave(unit))
@@ -132,7 +131,7 @@ class StepTracer:
         return before
 
     def _after(self, unit: Unit, act: Callable[[Unit], None]) -> Callable[..., None]:
-        """After its forward: lets ``act`` be called once, before the backward of this call."""
+        """After its forward: call ``act`` once, before the backward of this call."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_repeated(unit) or not torch.is_grad_enabled():
@@ -157,7 +156,7 @@ class StepTracer:
         return after
 
     def _is_repeated(self, unit: Unit) -> bool:
-        """Return whether a forward that ends is one that activation checkpointing repeats in the unit's own backward."""
+        """Return True if a forward that ends is a repetition by activation checkpointing in the unit's own backward."""
         seen = self._inside.get(unit)
         return seen is not None and not seen.by_forward
 
@@ -201,7 +200,7 @@ class StepTracer:
             self._most = 0
 
     def _most_so_far(self) -> int:
-        """Bytes of the running moment."""
+        """Return the bytes of the current timestep."""
         self._most = max(self._most, self._memory.take()[0])
         return self._most
 

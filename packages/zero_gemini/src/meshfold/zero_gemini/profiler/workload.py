@@ -29,7 +29,7 @@ from meshfold.zero_gemini.runtime.units import Unit, find_units
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkUse:
-    """A chunk and who needs it."""
+    """A chunk and the units that need it."""
 
     name: str
     elems: int
@@ -60,15 +60,14 @@ def workload_of(
 ) -> Workload:
     """Return the workload of one optimizer step.
 
-    A chunk is on the device in every moment in which a unit that uses it is inside. A unit's seconds are shared out to
-    its chunks by elements; those of units without chunks go to the unit before. A chunk that was never used has its
-    place and its state all the same. Activations may be chosen of the layers that the trace saw recomputed; all others
-    are as they were in it.
+    A chunk is on the device at every timestep in which a unit that uses it runs. A unit's seconds are divided among its
+    chunks by elements; those of units without chunks go to the unit before. A chunk that was never used has a placement and
+    state nevertheless. Activations can be chosen for layers that were recomputed in the trace; all others are as in the trace.
 
     Args:
         trace: of one micro-step.
         chunks: in any order; every element of every unit in one of them.
-        name: of the model, for people.
+        name: of the model, for display.
         regime: bytes an element; its ``gradient`` is that of the dtype in which gradients are summed.
         tokens: of this rank in a step.
         stage: 1 and 2 keep parameters on the device.
@@ -77,8 +76,8 @@ def workload_of(
         ranks_per_host: ranks that share a host's memory.
         host_base_bytes: of this rank's process besides.
         prefetch: units gathered ahead.
-        reshards: chunks are let go between two uses.
-        clipping: gradients are held until all are there; else chunks are stepped in the backward.
+        reshards: chunks are released between two uses.
+        clipping: gradients are held until all have arrived; else chunks are stepped in the backward.
         whole_gradients: those of whole chunks wait for the end of the step.
 
     Raises:
@@ -150,7 +149,7 @@ def workload_of(
 
 
 def light_units(chunks: Iterable[ChunkUse]) -> frozenset[str]:
-    """Names of the units that next to nothing is computed with, for the plan and for who carries it out."""
+    """Return the names of units with almost no compute, for the plan and its execution."""
     elems: Counter[str] = Counter()
     for chunk in chunks:
         elems.update(chunk.units)
@@ -158,7 +157,7 @@ def light_units(chunks: Iterable[ChunkUse]) -> frozenset[str]:
 
 
 def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
-    """Layers that keep the same bytes take the same seconds: what differs is noise, and would make their order one."""
+    """Give layers that keep equal bytes equal seconds: differences are noise, and would make their order random."""
     seconds: dict[int, list[float]] = {}
     for layer in layers:
         seconds.setdefault(layer.kept_bytes, []).append(layer.seconds)
@@ -166,7 +165,7 @@ def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
 
 
 def _without_recomputing(moments: Sequence[TracedMoment], layers: Sequence[TracedLayer]) -> tuple[TracedMoment, ...]:
-    """The moments without the seconds that a plan adds for each layer that it does not keep."""
+    """Return the timesteps without the seconds that a plan adds for each recomputed layer."""
     found = list(moments)
     for layer in layers:
         i = _after(found, layer)
@@ -175,12 +174,12 @@ def _without_recomputing(moments: Sequence[TracedMoment], layers: Sequence[Trace
 
 
 def _after(moments: Sequence[TracedMoment], layer: TracedLayer) -> int:
-    """The moment in which a layer was recomputed."""
+    """Return the timestep in which a layer was recomputed."""
     return min(layer.last + 1, len(moments) - 1)
 
 
 def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list[tuple[int, int]]:
-    """Runs of moments, first and last, in which a unit of the chunk is inside; none goes over the turn."""
+    """Return runs of timesteps, first and last, in which a unit of the chunk runs; none spans forward and backward."""
     runs: list[tuple[int, int]] = []
     for i, moment in enumerate(moments):
         if moment.unit not in chunk.units:
@@ -194,7 +193,7 @@ def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list
 
 
 def _seconds(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> dict[str, float]:
-    """Seconds of compute of every chunk; together those of the moments."""
+    """Return the compute seconds of every chunk; their sum is that of the timesteps."""
     found = {chunk.name: 0.0 for chunk in chunks}
     users: dict[str, dict[str, int]] = {}
     for chunk in chunks:
@@ -216,7 +215,7 @@ def _seconds(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> dic
 
 
 class Named(NamedTuple):
-    """A chunk: what to call it, what lies in it, and whether it is trained."""
+    """Return a chunk as a planner input: its name, its contents, and whether it is trained."""
 
     name: str
     spec: ChunkSpec
@@ -224,7 +223,7 @@ class Named(NamedTuple):
 
 
 def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, ParameterFacts]) -> list[ChunkUse]:
-    """The chunks, with the units that need them: what a plan is made of.
+    """Return the chunks, with the units that need them: the input of a plan.
 
     Args:
         chunks: in any order.
@@ -262,11 +261,11 @@ def chunk_uses(
     other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
     slot_align_elems: int = 64,
 ) -> list[ChunkUse]:
-    """The chunks that :class:`~meshfold.zero_gemini.gemini.Gemini` would make of a model, named by their first parameter.
+    """Return the chunks that :class:`~meshfold.zero_gemini.gemini.Gemini` would make of a model, named by their first parameter.
 
     Args:
         model: on any device; its parameters carry their metadata.
-        mesh: that it lies on.
+        mesh: of the model.
         dtype: in which it computes; None keeps each parameter's.
         other_dtypes: parameters that it has in another dtype.
         slot_align_elems: 256 under regime C.

@@ -1,4 +1,4 @@
-"""Hooks for the beginning and the end of a module's backward: gradients of its output arrive, gradients of its inputs are there."""
+"""Hooks for the start and the end of a module's backward: gradients of its outputs and inputs arrive."""
 
 from __future__ import annotations
 

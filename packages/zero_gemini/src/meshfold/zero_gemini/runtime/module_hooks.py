@@ -2,8 +2,8 @@
 
 A unit is *entered* before its forward and, through a hook on what it returned, before its backward; it is *left* after
 its forward, and when the gradients of its inputs are there. Entering gathers its chunks, and starts on those of the
-unit that came next the last time; what no entered unit needs is released then. The order of units is learnt from each
-step for the next: a step with another order gathers later than it might, and is right all the same.
+unit that came next the last time; what no entered unit needs is released then. The order of units is learned from each
+step for the next: a step with another order gathers later than possible, and is correct nevertheless.
 
 :mod:`~meshfold.zero_gemini.runtime.open_calls` counts how often each unit is called and left again in backward.
 """
@@ -26,7 +26,7 @@ from meshfold.zero_gemini.runtime.units import Unit
 
 
 class Runtime:
-    """Hooks that keep chunks gathered that are used now and next.
+    """Hooks that keep the chunks of current and coming units gathered.
 
     Attributes:
         order: names of the units entered by the last step that was trained, forward and backward.
@@ -47,14 +47,14 @@ class Runtime:
         on_left: Callable[[], None] | None = None,
     ) -> None:
         """Args:
-        model: the whole model; its forward begins and ends what is done without gradients.
-        calls: has its units with their chunks; each call of one is noted there.
+        model: the whole model; its forward begins and ends evaluation without gradients.
+        calls: has its units with their chunks, and records each call of one.
         prefetch: number of units that are gathered ahead,
         light: not counting these (:mod:`meshfold.zero_gemini.prefetch`).
-        steps_in_background: says if the optimizer steps a chunk beside the computation; asked again by ``reread``.
-        before_evaluation: called before a forward without gradients while steps are pending: what comes of it is looked at
-            before the ranks agree again whether all went well. None: nothing.
-        check_forward: called before each forward of the model; raises if there must not be one. None: nothing.
+        steps_in_background: returns True if the optimizer steps a chunk in parallel with compute; asked again by ``reread``.
+        before_evaluation: called before a forward without gradients while steps are pending, since its result is read
+            before the ranks agree again on errors. None: nothing.
+        check_forward: called before each forward of the model; raises if none is allowed. None: nothing.
         on_left: called in a backward whenever a unit was left for the last time. None: nothing.
         """
         self._calls, self._on_left, self._check_forward = calls, on_left, check_forward
@@ -91,7 +91,7 @@ class Runtime:
         return len(self._seen)
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,6 +1,6 @@
 """Counts of the calls in a step: units that backward still has to reach, and units that are called several times.
 
-A unit that backward has left as often as it was called is read no more before the next step. Reentrant checkpointing hides
+A unit that backward has left as often as it was called is not read again before the next step. Reentrant checkpointing hides
 how often that is: forward calls its units without gradients, and backward *repeats* each of these hidden calls with them,
 in a backward of its own inside of the one that runs. A recomputation comes between the beginning of backward of a call and
 its end.

@@ -1,7 +1,7 @@
-"""Units: the parts of a model whose parameters are wanted at one time.
+"""Units: the parts of a model whose parameters are needed together.
 
-A block of a list of blocks is a unit with all that is in it; whatever stands outside of the lists is a unit by the
-module that holds the parameter itself, or by the attention that reads it: torch's own never calls its ``out_proj``. A unit's
+A block of a list of blocks is a unit with everything in it. Outside the lists, the module that holds a parameter is a unit,
+or the attention that reads it, since torch's own never calls its ``out_proj``. A unit's
 parameters are gathered before its forward and before its backward.
 """
 

@@ -89,7 +89,7 @@ def make_stepper(
     """Return the stepper of an optimizer that is made from stand-in parameters: full shapes, no memory.
 
     Raises:
-        MemoryPlanError: for a regime that is not this optimizer's, or one that cannot be carried out on chunks.
+        MemoryPlanError: for a regime that this optimizer does not have, or one that cannot run on chunks.
     """
     trained = {name: one for name, one in facts.items() if one.kind.trained}
     stand_ins = {name: nn.Parameter(torch.empty((), device="cpu").expand(one.shape)) for name, one in trained.items()}

@@ -80,9 +80,9 @@ class ChunkedModel(ParameterValues):
         other_dtypes: compute dtypes of parameters that differ from it.
         master_dtype: of the master weights; None: the compute dtype.
         gradient_dtype: in which gradients are summed over micro-steps and ranks; None: ``master_dtype``.
-        make_optimizer: makes an elementwise torch optimizer of parameters. Adam and AdamW are carried out by our kernels.
-        regime: what Adam keeps of a bfloat16 model, see :mod:`meshfold.zero_gemini.optimizer.adam`.
-        disk: where the optimizer state of chunks on disk lies.
+        make_optimizer: makes an elementwise torch optimizer of parameters. Adam and AdamW run in our kernels.
+        regime: Adam's state for a bfloat16 model, see :mod:`meshfold.zero_gemini.optimizer.adam`.
+        disk: storage of the optimizer state of chunks on disk.
         seed: of stochastic rounding, in regimes B and C.
         values: the first values of a meta parameter: this rank's block over the tensor axes, by name, in its dtype. None:
             as :class:`meshfold.zero_gemini.ShardedInit` has noted them.
@@ -90,8 +90,8 @@ class ChunkedModel(ParameterValues):
         prefetch: units gathered ahead of the one that runs.
         apart: axes whose ranks have different parameters (stages of a pipeline). Axes that a parameter names by itself count
             too, but a stage may have no parameters, and its ranks must know the same.
-        settled: called with the optimizer, if there is one, before the first value goes into a chunk: what is refused is
-            refused until then, unless memory runs out. Meanwhile the optimizer has parameters without memory.
+        settled: called with the optimizer, if there is one, before the first value goes into a chunk: all refusals come
+            before that, unless memory runs out. The optimizer has parameters without memory until then.
 
         Raises:
             ChunkError: for a meta parameter without a source of values.
@@ -330,5 +330,5 @@ class ChunkedModel(ParameterValues):
 
     @property
     def steps_alike(self) -> int:
-        """Steps in a row, up to the last, in which gradients counted the same; 0 while nothing lives on the host."""
+        """Consecutive steps, up to the last, with equal gradient factors; 0 while nothing is on the host."""
         return 0 if self._speculative is None else self._speculative.alike
