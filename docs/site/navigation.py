@@ -30,6 +30,7 @@ REFERENCE = (
     "zero_gemini",
     "checkpoint",
     "optimizers",
+    "experts",
     "models",
     "engine",
     "planner",

@@ -11,7 +11,7 @@ gradients of the block's other parameters are parts of a sum over the tensor axe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,18 +94,18 @@ class RoutingSumsOverRanks:
 
 def share_routing_sums(model: nn.Module, world: World) -> None:
     """Let balance losses of :mod:`meshfold.experts` be those of the global batch, under every spec."""
-    for router in _routers(model):
-        router.over_ranks = RoutingSumsOverRanks(world)
+    for keeper in _keepers(model):
+        keeper.over_ranks = RoutingSumsOverRanks(world)
 
 
 def balances(model: nn.Module) -> bool:
     """Return whether a model has a router that keeps sums for a balance loss."""
-    return next(_routers(model), None) is not None
+    return bool(_keepers(model))
 
 
-def _routers(model: nn.Module) -> Iterator[Any]:
-    found = sys.modules.get("meshfold.experts")  # whoever made a router has imported it
-    return iter(()) if found is None else (each for each in model.modules() if isinstance(each, found.Router))
+def _keepers(model: nn.Module) -> Sequence[Any]:
+    found = sys.modules.get("meshfold.experts")  # whoever made a router, or gave one a hook, has imported it
+    return () if found is None else found.routing_keepers(model)
 
 
 def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> None:

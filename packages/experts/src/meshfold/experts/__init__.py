@@ -15,7 +15,7 @@ from meshfold.experts.dispatch import dispatch
 from meshfold.experts.feed_forward import ExpertLayout, feed_forward
 from meshfold.experts.find import ExpertBlock, find_experts
 from meshfold.experts.grouped import grouped_matmul
-from meshfold.experts.keep import RoutingKeeper, keep_routing, sum_over_ranks
+from meshfold.experts.keep import RoutingKeeper, keep_routing, routing_keepers, sum_over_ranks
 from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert
 from meshfold.experts.losses import balance_loss, z_loss
 from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, update_selection_bias
@@ -48,6 +48,7 @@ __all__ = [
     "keep_routing",
     "moved_bias",
     "over_ranks",
+    "routing_keepers",
     "routing_sums",
     "shard_experts",
     "sigmoid_top_k",

@@ -75,8 +75,13 @@ def keep_routing(model: nn.Module) -> list[RoutingKeeper]:
 
 def read_sums(model: nn.Module) -> tuple[Sequence[RoutingSums], Reduce | None]:
     """Return the sums that the routers of a model kept in the last forward, in the order of its modules; how ranks sum them."""
-    keepers = [keeper for module in model.modules() if (keeper := keeper_of(module)) is not None]
+    keepers = routing_keepers(model)
     return [keeper.sums for keeper in keepers if keeper.sums is not None], keepers[0].over_ranks if keepers else None
+
+
+def routing_keepers(model: nn.Module) -> list[Router | RoutingKeeper]:
+    """Return who keeps the sums of each router in a model: own routers themselves, for others their hooks."""
+    return [keeper for module in model.modules() if (keeper := keeper_of(module)) is not None]
 
 
 def keeper_of(module: nn.Module) -> Router | RoutingKeeper | None:
@@ -92,9 +97,8 @@ def sum_over_ranks(model: nn.Module, reduce: Reduce | None) -> None:
         model: its routers are own ones, or have been given hooks by :func:`keep_routing`.
         reduce: sums a vector over the ranks, with gradients; None: this rank has the whole batch.
     """
-    for module in model.modules():
-        if (keeper := keeper_of(module)) is not None:
-            keeper.over_ranks = reduce
+    for keeper in routing_keepers(model):
+        keeper.over_ranks = reduce
 
 
 def outputs_of(output: Any, experts: int) -> tuple[Tensor, Tensor, Tensor]:
