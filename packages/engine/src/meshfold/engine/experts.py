@@ -117,6 +117,11 @@ def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> Non
             "experts stacked in parameters [experts, ...] behind a router, as transformers' and meshfold.experts.MixtureOfExperts "
             "have. Leave expert out"
         )
+    if spec.tensor is not None and getattr(getattr(model, "config", None), "output_router_logits", False) is True:
+        raise SpecError(
+            f"{written}: config.output_router_logits=True has the model take a balance loss of a rank's own tokens, and ranks "
+            "along tensor have different ones, each of which would count as the whole. Set it to False, or leave tensor out"
+        )
     size = 1 if spec.expert is None else spec.expert.size
     for block in blocks:
         where, number = block.experts_name or type(model).__name__, block.num_experts

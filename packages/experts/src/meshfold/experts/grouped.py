@@ -84,10 +84,11 @@ def _outer(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Return True if torch's grouped_mm takes these."""
+    """Return True if torch's grouped_mm takes these; without values a loop has matmuls that a counter of operations knows."""
     each = x.element_size()
     return (
-        x.dtype in _DTYPES
+        not x.is_meta
+        and x.dtype in _DTYPES
         and weight.dtype is x.dtype
         and x.shape[0] > 0
         and all(size * each % _ALIGNMENT == 0 for size in weight.shape[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Route n tokens ``[n, h]``. Products of fewer bits than float32 are taken in float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             routing = self.choose(F.linear(x.to(dtype), self.weight.to(dtype)))
         if self.training and torch.is_grad_enabled():
             self.keep(routing)

@@ -202,8 +202,8 @@ def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[
     """Yield equal collectives as one, in order of their first calls; ``outer`` are the data axes."""
     found: dict[tuple[str, str, tuple[str, ...], int], list[Fraction]] = {}
     for entry in entries:
-        # Buckets are sent in the middle of backward; they alone are summed over the data axes there.
-        bucket = entry.kind == "all_reduce" and set(entry.axes) <= set(outer)
+        # Buckets are sent in the middle of backward; they alone are summed over the data axes there, or a factor of these.
+        bucket = entry.kind == "all_reduce" and any(axis.split("/")[0].split("%")[0] in outer for axis in entry.axes)
         phase = "gradients" if entry.phase == "backward" and bucket else "weights" if entry.of_weights else entry.phase
         found.setdefault((phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
     for (phase, kind, axes, ranks), sent in found.items():

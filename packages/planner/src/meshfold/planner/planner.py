@@ -6,6 +6,7 @@ torch.distributed, and matmuls are counted as they are called. Rank 0 is measure
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, MeshfoldError, ParallelSpec, SpecError, all_reduce, record
 from meshfold.mesh.model_io import DryRun, saved_for_backward
+from meshfold.mesh.parameters import metadata_on
 from meshfold.mesh.processes import start_fake
 from meshfold.mesh.spec import format_bytes
 from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
@@ -136,7 +138,7 @@ def estimate(
         return Estimate(
             spec=spec,
             world_size=spec.world_size,
-            parameters=report.parameters if report is not None else local,
+            parameters=sum(math.prod(metadata_on(p, engine.mesh).placement.shape) for p in engine.model.parameters()),
             local_parameters=local,
             tokens=batch_size * seq_len,
             memory=memory,

@@ -133,7 +133,7 @@ def estimate_zero(
         blocks.keep([layer.name for layer in found.layers if layer.kept])
         _, flops, log = traced()  # what is kept is not computed, and its collectives are not made, once more
     return ZeroEstimate(
-        entries=[*log.entries * accumulation, *chunk_entries(workload, world.outer_axes, world.mesh)],
+        entries=[*log.entries * accumulation, *chunk_entries(workload, world)],
         flops=flops * accumulation,
         memory=memory,
         workload=workload,
@@ -218,12 +218,18 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
     return Trace(moments=tuple(moments), layers=tuple(layers))
 
 
-def chunk_entries(workload: Workload, axes: tuple[str, ...], mesh: Mesh) -> list[Entry]:
+def chunk_entries(workload: Workload, world: World) -> list[Entry]:
     """Return the collectives on chunks in an optimizer step."""
-    ranks, entries = workload.data_ranks, []
-    if ranks == 1:
+    mesh, entries = world.mesh, list[Entry]()
+    if workload.data_ranks == 1 and world.spec.expert is None:
         return []
+    # Who shares a chunk: the data ranks; those that have the same experts; of a mixture's router those along tensor axes too.
+    sharing = {mesh.size(*axes): axes for axes in (world.token_axes, world.spec.expert_data_axes, world.outer_axes)}
     for chunk in workload.chunks:
+        ranks = chunk.gathered_elems // chunk.elems
+        if ranks == 1:
+            continue
+        axes = mesh.spanned(*sharing.get(ranks, world.outer_axes))
         gathered = int(workload.regime.parameter * chunk.gathered_elems)
         reduced = int(workload.regime.gradient * chunk.gathered_elems)
         # Under stages 1 and 2 parameters are gathered once, when they have been stepped.
@@ -304,7 +310,7 @@ class StageProblem:
             plan=found,
             refusal=refusal,
             memory=memory,
-            entries=chunk_entries(workload, self.world.outer_axes, self.world.mesh),
+            entries=chunk_entries(workload, self.world),
         )
 
 

@@ -121,20 +121,20 @@ class Sizes:
 
     Attributes:
         elements: of the model, on this rank's tensor block.
-        ranks: that share them.
+        ranks: that share them; on average, where fewer share experts than the rest.
         parameter: what the model computes with.
         state: master weights and optimizer state beside it.
         gradient: as it is summed.
     """
 
     elements: int
-    ranks: int
+    ranks: float
     parameter: float
     state: float
     gradient: float
 
     @classmethod
-    def of(cls, regime: Regime, *, elements: int, ranks: int) -> Sizes:
+    def of(cls, regime: Regime, *, elements: int, ranks: float) -> Sizes:
         """Return the sizes of so many elements, each with the bytes that a regime says."""
         return cls(
             elements=elements,

@@ -102,7 +102,8 @@ class ZeroStates:
         if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
             measure_rank_rates(world.device, regime.name)  # who only evaluates plans nothing
         elements = sum(parameter.numel() for parameter in model.parameters())
-        sizes = Sizes.of(regime, elements=elements, ranks=ranks)
+        own = sum(p.numel() / world.mesh.size(*metadata_on(p, world.mesh).sum_axes) for p in model.parameters())
+        sizes = Sizes.of(regime, elements=elements, ranks=elements / own if own else ranks)
         sums = accumulation > 1 and spec.stage > 1  # which wait between micro-steps
         if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
             sizes = replace(sizes, gradient=0.0)  # stepped with as they come

@@ -292,19 +292,19 @@ class Loads:
 
     def _collectives(self) -> tuple[float, float, float]:
         """Seconds in which a rank receives parameters in the forward and in the backward, and sums gradients."""
-        workload, half, ranks = self.workload, self.workload.forward_moments, self.workload.data_ranks
+        workload, half = self.workload, self.workload.forward_moments
         forward = backward = reduced = 0
         for chunk in workload.chunks:
             uses = [first < half for first, _ in chunk.uses]
+            others = chunk.gathered_elems - chunk.elems  # what ranks that share the chunk send
             if workload.stage == 3:
-                forward += chunk.gathered_elems * sum(uses)
-                backward += chunk.gathered_elems * (len(uses) - sum(uses))
+                forward += others * sum(uses)
+                backward += others * (len(uses) - sum(uses))
             else:  # once, when they have been stepped
-                forward += chunk.gathered_elems * chunk.trainable
-            reduced += chunk.gathered_elems * chunk.trainable
-        share = (ranks - 1) / ranks / self.machine.collective
-        width = self.regime.parameter
-        return width * forward * share, width * backward * share, self.regime.gradient * reduced * share
+                forward += others * chunk.trainable
+            reduced += others * chunk.trainable
+        width, rate = self.regime.parameter, self.machine.collective
+        return width * forward / rate, width * backward / rate, self.regime.gradient * reduced / rate
 
     def _host_share(self, strategy: str) -> tuple[float, float]:
         """Return the cores' share of the host's steps before a forward, and their host-memory bytes/s meanwhile."""

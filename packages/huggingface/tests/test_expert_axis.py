@@ -1,0 +1,79 @@
+"""Mixtures of transformers in the engine, their experts over ranks: losses, norms and every gradient are those of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold.engine import Engine
+from meshfold.mesh import SpecError
+from meshfold.mesh.testing import run_on_ranks
+
+sys.path.append(str(Path(__file__).parents[2] / "experts" / "tests"))  # for the models there, on every rank
+from expert_models import COMMON, FAMILIES, model_of
+
+# transformers computes norms, softmax and the loss in float32 whatever the weights are.
+TOLERANCE = 3e-6
+Seen = list[tuple[list[float], dict[str, Tensor]]]
+
+
+def model(family: str) -> Any:
+    made = model_of(family)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(0.5)
+    return made
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(COMMON["vocab_size"], (4, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
+
+
+def steps(cases: list[tuple[str, dict[str, Any]]]) -> Seen:
+    """Loss and norm of a step of SGD, and the weights behind it, of each model and spec."""
+    found: Seen = []
+    for family, parallel in cases:
+        settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64", clip_grad_norm=0.5)
+        with Engine(model(family), parallel, **settings) as engine:
+            loss = engine.train_step(engine.shard_batch(batch()))
+            assert engine.last is not None and engine.last.grad_norm is not None
+            found.append(([loss, engine.last.grad_norm], engine.full_state_dict()))
+    return found
+
+
+def compare(count: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    wanted = steps([(family, {}) for family, _ in cases])
+    for case, one, other in zip(cases, run_on_ranks(count, steps, cases)[0], wanted, strict=True):
+        assert one[0] == pytest.approx(other[0], rel=TOLERANCE), case
+        for name, value in other[1].items():
+            assert float((one[1][name] - value).abs().max()) <= TOLERANCE, (case, name)
+
+
+def test_every_family_over_two_ranks() -> None:
+    compare(2, [(family, dict(data=2, expert=2)) for family in FAMILIES])
+
+
+def test_a_family_with_each_other_entry() -> None:
+    zero = dict(stage=3, placement="cuda")
+    compare(
+        4,
+        [
+            ("mixtral", dict(data=2, expert=4, tensor=2, zero=zero)),
+            ("qwen3", dict(data=2, expert=2, tensor=2, sequence=dict(mode="megatron"))),
+            ("deepseek", dict(data=2, expert=2, pipeline=2)),
+            ("qwen2", dict(expert=2, tensor=dict(mode="2d", size=4))),
+        ],
+    )
+
+
+def test_transformers_balance_loss_is_refused_beside_tensor() -> None:
+    made = model("mixtral")
+    made.config.output_router_logits = True
+    with pytest.raises(SpecError, match=r"config.output_router_logits=True .* Set it to False, or leave tensor out"):
+        Engine(made, dict(tensor=1, expert=1))

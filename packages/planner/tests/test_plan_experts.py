@@ -1,0 +1,84 @@
+"""Plans of mixtures whose experts ranks share: what a rank holds and sends is what a real run has."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshfold.mesh import ParallelSpec, record
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.planner import MACHINES, Estimate, estimate
+from meshfold.planner.estimates import step_times
+
+sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))  # for the helpers there, on every rank
+from expert_cases import MoE, batches, engine_of
+
+ROWS, LENGTH = 8, 8
+
+
+def planned(parallel: dict[str, Any], **model: Any) -> Estimate:
+    spec = ParallelSpec.parse(parallel)
+    return estimate(
+        partial(MoE, **model), spec.with_world_size(spec.world_size), batch_size=ROWS, seq_len=LENGTH, kernels="off"
+    )
+
+
+def run(parallel: dict[str, Any]) -> tuple[int, dict[tuple[str, tuple[str, ...]], float]]:
+    """What rank 0 holds of the parameters, and sends in a step."""
+    with engine_of(parallel, precision="fp32") as engine:
+        batch = engine.shard_batch(batches(1)[0])
+        engine.train_step(batch)  # the first looks more closely
+        with record() as log:
+            engine.train_step(batch)
+        found: dict[tuple[str, tuple[str, ...]], float] = {}
+        for entry in log.entries:
+            key = entry.kind, entry.axes
+            found[key] = found.get(key, 0.0) + float(entry.bytes)
+        return sum(p.nbytes for p in engine.model.parameters()), found
+
+
+@pytest.mark.parametrize("parallel", [dict(data=4, expert=2), dict(data=2, expert=2, tensor=2)], ids=str)
+def test_memory_and_traffic_are_those_of_a_run(parallel: dict[str, Any]) -> None:
+    held, sent = run_on_ranks(4, run, parallel)[0]
+    plan = planned(parallel)
+    assert plan.memory.parameters == held
+    assert plan.parameters == sum(p.numel() for p in MoE().parameters()) > plan.local_parameters
+    expected: dict[tuple[str, tuple[str, ...]], float] = {}
+    for entry in plan.traffic:
+        expected[entry.kind, entry.axes] = expected.get((entry.kind, entry.axes), 0.0) + entry.bytes
+    # Sizes go ahead of rows only where they are not known; how many rows there are depends on the routing.
+    counts = [key for key in sent if key[0] == "all_to_all"]
+    assert expected.keys() == sent.keys() - set(counts)
+    for key, amount in expected.items():
+        assert amount == pytest.approx(sent[key], rel=0.25 if key[0] == "exchange_rows" else 1e-3, abs=32), key
+
+
+def test_zero_shares_experts_over_the_ranks_that_have_copies() -> None:
+    apart = planned(dict(data=4, expert=4, zero=dict(stage=3, placement="cuda")))
+    shared = planned(dict(data=4, expert=2, zero=dict(stage=3, placement="cuda")))
+    experts = sum(p.numel() for name, p in MoE().named_parameters() if ".experts." in name)
+    for plan, axes, copies in ((apart, ("data",), 1), (shared, ("data/2",), 2)):
+        [reduced] = [t for t in plan.traffic if t.kind == "reduce_scatter" and t.axes != ("data",)] or [None]
+        assert (reduced is None) == (copies == 1)
+        if reduced is not None:
+            assert (reduced.axes, reduced.ranks) == (axes, copies)
+            assert 4 * experts / 2 / 2 <= reduced.bytes <= 1.5 * 4 * experts / 2 / 2
+        exchanged = sum(t.bytes for t in plan.traffic if t.kind == "exchange_rows")
+        assert exchanged > 0 and plan.critical >= exchanged
+
+
+def test_seconds_count_the_way_to_the_experts() -> None:
+    machine = MACHINES["h200x8"]
+    spread = step_times(planned(dict(data=4, expert=4)), machine, "fp32")
+    copied = step_times(planned(dict(data=4, expert=1)), machine, "fp32")
+    assert spread.tensor > copied.tensor and spread.data < copied.data and spread.compute == copied.compute
+
+
+def test_a_pipeline_of_mixtures_is_planned() -> None:
+    plan = planned(dict(data=2, pipeline=2, expert=2), factor=0.0)
+    assert {t.axes for t in plan.traffic if t.kind == "exchange_rows"} == {("data",)}
+    assert plan.parameters == sum(p.numel() for p in MoE().parameters())
