@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshfold.engine import Engine
+from meshfold.experts import balance_loss, keep_routing
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 
@@ -77,3 +78,30 @@ def test_transformers_balance_loss_is_refused_beside_tensor() -> None:
     made.config.output_router_logits = True
     with pytest.raises(SpecError, match=r"config.output_router_logits=True .* Set it to False, or leave tensor out"):
         Engine(made, dict(tensor=1, expert=1))
+
+
+class Balanced(torch.nn.Module):
+    """A model of transformers whose loss counts on its routers' balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model("qwen3")
+        keep_routing(self.model)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        output = self.model(input_ids=input_ids, labels=labels, use_cache=False)
+        return dict(loss=output.loss + 0.2 * balance_loss(self), logits=output.logits)
+
+
+def balanced(parallel: dict[str, Any]) -> tuple[float, Tensor]:
+    with Engine(Balanced(), parallel, optimizer=dict(name="sgd", lr=1.0), precision="fp64") as engine:
+        loss = engine.train_step(engine.shard_batch(batch()))
+        return loss, engine.full_state_dict()["model.model.layers.0.mlp.gate.weight"]
+
+
+def test_the_balance_of_transformers_routers_is_that_of_the_global_batch() -> None:
+    loss, router = balanced({})
+    for parallel in (dict(data=2), dict(data=2, expert=2)):
+        found, other = run_on_ranks(2, balanced, parallel)[0]
+        assert found == pytest.approx(loss, rel=TOLERANCE)
+        assert float((other - router).abs().max()) <= TOLERANCE, parallel
