@@ -25,11 +25,19 @@ CLIP = 0.5
 class MoE(GPT):
     """A GPT whose MLPs are mixtures; the loss counts on the balance of the global batch."""
 
-    def __init__(self, *, factor: float = 0.3, starved: bool = False, shared: int | None = 12, layers: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        factor: float = 0.3,
+        starved: bool = False,
+        sigmoid: bool = False,
+        shared: int | None = 12,
+        layers: int = 2,
+    ) -> None:
         super().__init__(GPTConfig(vocab_size=VOCABULARY, hidden=HIDDEN, layers=layers, heads=4, max_positions=16))
         self.factor = factor
         for block in self.blocks:
-            router: Any = SigmoidRouter(HIDDEN, EXPERTS, 2) if starved else "softmax"
+            router: Any = SigmoidRouter(HIDDEN, EXPERTS, 2) if starved or sigmoid else "softmax"
             block.mlp = MixtureOfExperts(HIDDEN, 10, EXPERTS, 2, router=router, shared=shared)
             if starved:  # nothing goes to the second half of the experts, nor to the first of them
                 block.mlp.router.selection_bias[EXPERTS // 2 :] = -100.0
@@ -46,6 +54,7 @@ MODELS: dict[str, Callable[[], MoE]] = {
     "plain": MoE,
     "starved": partial(MoE, starved=True),
     "unbalanced": partial(MoE, factor=0.0),
+    "biased": partial(MoE, factor=0.0, sigmoid=True),
 }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from expert_models import EXPERTS, HIDDEN, TOP_K, close, model_of
 from torch import Tensor, nn
 
@@ -81,17 +83,34 @@ def test_sigmoid_chooses_within_groups_by_biased_scores_in_float64() -> None:
         torch.testing.assert_close(routing.weights[t], 2.5 * scores[chosen] / scores[chosen].sum(), rtol=1e-12, atol=0)
 
 
-def test_modules_keep_sums_only_in_training() -> None:
-    layer = MixtureOfExperts(HIDDEN, 8, EXPERTS, TOP_K).bfloat16()
+def test_modules_keep_sums_of_the_last_forward() -> None:
+    layer = MixtureOfExperts(HIDDEN, 8, EXPERTS, TOP_K, router=SigmoidRouter(HIDDEN, EXPERTS, TOP_K)).bfloat16()
     x = torch.randn(3, 7, HIDDEN, dtype=torch.bfloat16)
     with pytest.raises(SpecError, match="no routing to balance"):
         balance_loss(layer)
-    layer.eval()(x)
     with torch.no_grad():
-        layer.train()(x)
-    assert layer.router.sums is None
-    assert layer(x).dtype is torch.bfloat16 and layer.router.sums.tokens == 21
+        layer.eval()(x[:1])
+    assert layer.router.sums.tokens == 7 and not balance_loss(layer).requires_grad
+    assert not layer.router.counts.any()  # the bias is moved by what is trained on
+    assert layer.train()(x).dtype is torch.bfloat16 and layer.router.sums.tokens == 21
     assert layer.router.sums.counts.sum() == 21 * TOP_K and balance_loss(layer).dtype is torch.float32
+    assert torch.equal(layer.router.counts, layer.router.sums.counts.bfloat16())
+    assert balance_loss(layer).requires_grad and copy.deepcopy(layer).router.sums is None
+    with torch.no_grad():  # as in a recomputed region whose gradient would be lost without a word
+        layer(x)
+    with pytest.raises(SpecError, match="no routing to balance"):
+        balance_loss(layer)
+
+
+def test_recomputation_changes_no_loss_and_no_gradient() -> None:
+    layer = MixtureOfExperts(HIDDEN, 8, EXPERTS, TOP_K).double()
+    x = torch.randn(9, HIDDEN, dtype=torch.float64)
+    gradients = []
+    for recomputed in (False, True):
+        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        gradients.append(torch.autograd.grad(y.square().sum() + balance_loss(layer), list(layer.parameters())))
+    for one, other in zip(*gradients, strict=True):
+        close(one, other)
 
 
 def layers_logits(generator: torch.Generator, rows: int = 30) -> list[Tensor]:
@@ -144,6 +163,11 @@ def test_routers_of_transformers_are_balanced_by_a_hook(family: str) -> None:
     assert model.get_submodule(find_experts(model)[0].router_name).weight.grad.abs().sum() > 0
     sum_over_ranks(model, lambda sums: 2 * sums)  # as a second rank with the same tokens would
     torch.testing.assert_close(balance_loss(model), found)
+    with pytest.raises(SpecError, match="no routing"):
+        balance_loss(copied := copy.deepcopy(model))  # a copy has its own hooks, which have seen nothing
+    copied(input_ids=ids[:1])
+    assert next(each.routing_keeper.sums.tokens for each in copied.modules() if hasattr(each, "routing_keeper")) == 9
+    assert keepers[0].sums is not None and keepers[0].sums.tokens == 18
     for keeper in keepers:
         keeper.close()
     with pytest.raises(SpecError, match="no routing"):

@@ -62,6 +62,12 @@ def give_own_tokens(mixtures: Iterable[nn.Module], world: World) -> None:
             OwnTokens(world.mesh, None).attach(module)
 
 
+_IN_PIPELINES = (
+    "a balance loss or z-loss of experts under pipeline: the stage that computes the loss has the routers of its own layers alone. "
+    "Leave the loss out (SigmoidRouter balances by a bias), or use a spec without pipeline"
+)
+
+
 class RoutingSumsOverRanks:
     """The sum of a vector over all ranks that have different tokens of a micro-step, with gradients.
 
@@ -71,20 +77,11 @@ class RoutingSumsOverRanks:
 
     def __init__(self, world: World) -> None:
         inner = () if world.spec.expert is None else tuple(a for a in world.token_axes if a not in world.outer_axes)
-        self.mesh, self.outer, self._pipelined = world.mesh, world.outer_axes, world.pipelined
+        self.mesh, self.outer = world.mesh, world.outer_axes
         self._leave = bind_leave(world.mesh, inner)
 
     def __call__(self, sums: Tensor) -> Tensor:
-        """Return the sums over all ranks.
-
-        Raises:
-            SpecError: in a pipeline, whose last stage has the routers of its own layers alone.
-        """
-        if self._pipelined:
-            raise SpecError(
-                "a balance loss or z-loss of experts under pipeline: the stage that computes the loss has the routers of its own "
-                "layers alone. Leave the loss out (SigmoidRouter balances by a bias), or use a spec without pipeline"
-            )
+        """Return the sums over all ranks."""
         group = self.mesh.group(*self.outer)
         return adjoint_pair(lambda x: all_reduce(x, group), lambda g: all_reduce(g, group))(self._leave(sums))
 
@@ -93,9 +90,11 @@ class RoutingSumsOverRanks:
 
 
 def share_routing_sums(model: nn.Module, world: World) -> None:
-    """Let balance losses of :mod:`meshfold.experts` be those of the global batch, under every spec."""
+    """Let balance losses of :mod:`meshfold.experts` be those of the global batch, under every spec, and refused in pipelines."""
     for keeper in _keepers(model):
         keeper.over_ranks = RoutingSumsOverRanks(world)
+        if world.pipelined:
+            keeper.refusal = _IN_PIPELINES
 
 
 def balances(model: nn.Module) -> bool:

@@ -172,5 +172,5 @@ def _total(parts: Iterable[Tensor]) -> Tensor:
 def _check_layers(sums: Sequence[RoutingSums]) -> None:
     if not sums:
         raise SpecError(
-            "no routing to balance: the model has no router that keeps its sums, or has not run a forward in training mode"
+            "no routing to balance: the model has no router that keeps its sums, or none has run forward with gradients"
         )

@@ -20,24 +20,31 @@ _TOKENS = 6
 
 
 class RoutingKeeper:
-    """Keeps the sums of one router's last forward in training, as :class:`meshfold.experts.Router` does.
+    """Keeps the sums of one router's last forward, as :class:`meshfold.experts.Router` does.
 
     Attributes:
-        sums: of the last forward in training mode; None before it.
+        sums: of the last forward; None before it, and after one in training mode without gradients.
         over_ranks: sums a vector over the ranks that share a batch, with gradients; None: nobody has split it.
+        refusal: why a loss of the sums would be wrong; "" if it would not.
     """
 
     def __init__(self, router: nn.Module, experts: int, *, sigmoid: bool) -> None:
         self.sums: RoutingSums | None = None
         self.over_ranks: Reduce | None = None
+        self.refusal = ""
         self._router, self._experts, self._sigmoid = router, experts, sigmoid
         self._handle = router.register_forward_hook(self._keep)
         setattr(router, ATTRIBUTE, self)
 
     def _keep(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        self.sums = None
+        if not module.training or torch.is_grad_enabled():
             logits, _, index = outputs_of(output, self._experts)
             self.sums = routing_sums(routing_of(logits, index, sigmoid=self._sigmoid))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: no sums, which belong to a forward."""
+        return {**self.__dict__, "sums": None}
 
     def close(self) -> None:
         """Take the hook off."""
@@ -74,8 +81,15 @@ def keep_routing(model: nn.Module) -> list[RoutingKeeper]:
 
 
 def read_sums(model: nn.Module) -> tuple[Sequence[RoutingSums], Reduce | None]:
-    """Return the sums that the routers of a model kept in the last forward, in the order of its modules; how ranks sum them."""
+    """Return the sums that the routers of a model kept in the last forward, in the order of its modules; how ranks sum them.
+
+    Raises:
+        SpecError: where a loss of them would be wrong.
+    """
     keepers = routing_keepers(model)
+    for keeper in keepers:
+        if keeper.refusal:
+            raise SpecError(keeper.refusal)
     return [keeper.sums for keeper in keepers if keeper.sums is not None], keepers[0].over_ranks if keepers else None
 
 

@@ -15,7 +15,7 @@ def balance_loss(model: nn.Module, group: Group | None = None, *, over: Literal[
     """Return the balance loss of the last forward of every router in a model: a scalar, to be added to the loss with a factor.
 
     Args:
-        model: has routers, ran forward in training mode.
+        model: has routers that ran forward: in training mode with gradients.
         group: the ranks that share the batch; the loss is of all their tokens, in one all-reduce. None: those that an engine has
             split it over; without one, this rank has all of it.
         over: see :func:`meshfold.experts.balance_loss_of`.

@@ -1,9 +1,10 @@
-"""Routers as modules: a linear layer and a way to choose. In training each keeps the sums that a balance loss needs."""
+"""Routers as modules: a linear layer and a way to choose. Each keeps the sums that a balance loss needs."""
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,9 @@ class Router(nn.Module):
     Attributes:
         weight: [e, h].
         top_k: experts a token.
-        sums: of the last forward in training mode; None before it.
+        sums: of the last forward; None before it, and after one in training mode without gradients.
         over_ranks: sums a vector over the ranks that share a batch, with gradients; set by who splits the batch. None: nobody has.
+        refusal: why a loss of the sums would be wrong, as where this rank has a part of the layers; "" if it would not.
     """
 
     weight: nn.Parameter
@@ -33,6 +35,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.sums: RoutingSums | None = None
         self.over_ranks: Reduce | None = None
+        self.refusal = ""
         nn.init.uniform_(self.weight, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
 
     def forward(self, x: Tensor) -> Routing:
@@ -40,9 +43,12 @@ class Router(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             routing = self.choose(F.linear(x.to(dtype), self.weight.to(dtype)))
-        if self.training and torch.is_grad_enabled():
-            self.keep(routing)
+        self.keep(routing)
         return routing
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and files have: no sums, which belong to a forward."""
+        return {**self.__dict__, "sums": None}
 
     def choose(self, logits: Tensor) -> Routing:
         """Choose experts by logits ``[n, e]``."""
@@ -50,7 +56,7 @@ class Router(nn.Module):
 
     def keep(self, routing: Routing) -> None:
         """Keep what the losses need of a forward."""
-        self.sums = routing_sums(routing)
+        self.sums = routing_sums(routing) if not self.training or torch.is_grad_enabled() else None
 
     def extra_repr(self) -> str:
         """Return the sizes, as in ``64 -> 8, top_k=2``."""
@@ -128,7 +134,7 @@ class SigmoidRouter(Router):
     def keep(self, routing: Routing) -> None:
         """Keep what the losses and the bias need of a forward."""
         super().keep(routing)
-        if self.sums is not None:
+        if self.training and self.sums is not None:
             self.counts = self.counts + self.sums.counts.to(self.counts.dtype)
 
 

@@ -1,4 +1,4 @@
-"""A model whose weights are stored elsewhere: an engine builds it on the meta device and then loads each rank's own."""
+"""A model whose weights are kept somewhere: an engine builds it without values and then loads each rank's own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Loaded:
     Attributes:
         name: the model's class.
         folder: where from.
-        tensors: number of the model's tensors in the folder; tied ones count once.
-        new: missing names: initialised from the engine's seed.
-        unused: names in the folder that the model does not use.
-        mismatched: name to (shape in the folder, shape in the model): also initialised from the seed.
+        tensors: of the model that the folder had; tied ones count once.
+        new: names that it lacked: they are made anew, from the engine's seed.
+        unused: names in the folder that the model has no use for.
+        mismatched: name to (shape in the folder, shape in the model): made anew as well.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Loaded:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if the folder had all that the model needs, and nothing else."""
+        """Tell whether the folder had all that the model needs, and nothing else."""
         return not (self.new or self.unused or self.mismatched)
 
 
 class SourceValues(ABC):
-    """Initial values of a model's tensors.
+    """First values of a model's tensors.
 
     Attributes:
         report: which tensors the source has.
@@ -71,11 +71,11 @@ class SourceValues(ABC):
 
     @abstractmethod
     def warn(self) -> None:
-        """Warn about missing and unused tensors."""
+        """Warn of what is missing or not used."""
 
 
 class WeightSource(ABC):
-    """A model before it is built, to be passed to an engine.
+    """A model before it is built; to be given to an engine as its model.
 
     Attributes:
         folder: where its weights are.
@@ -89,14 +89,14 @@ class WeightSource(ABC):
 
     @abstractmethod
     def check(self, spec: ParallelSpec) -> None:
-        """Raise a SpecError for a spec that such a model does not support."""
+        """Raise a SpecError for a spec that such a model cannot have."""
 
     @abstractmethod
     def verify(self, part: int, parts: int) -> None:
         """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, where there are any.
 
         Raises:
-            CheckpointError: for one that differs from what was written.
+            CheckpointError: for one that is not what was written.
         """
 
     @abstractmethod
@@ -104,5 +104,5 @@ class WeightSource(ABC):
         """Return the values for a model that was built by this.
 
         Raises:
-            SpecError: if it has none of the model's tensors, or tensors of other shapes.
+            SpecError: if it has nothing of the model, or tensors of other shapes.
         """

@@ -47,7 +47,7 @@ class ZeroStates:
     Attributes:
         gemini: holds the chunks.
         residency: watches the first steps and moves chunks to where the plan wants them.
-        trained: the trained parameters.
+        trained: the parameters whose gradients come.
     """
 
     all_read = True
