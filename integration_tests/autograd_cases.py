@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from integration_tests.house import PACKAGES
 from meshfold import kernels as K
 from meshfold.engine.model.fp8_linear import Fp8Products
+from meshfold.experts import grouped_matmul
 from meshfold.kernels import Nf4Linear
 from meshfold.mesh import Mesh, Placement
 from meshfold.mesh.collectives import primitives
@@ -102,6 +103,9 @@ def leaf(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 ROWS, WIDTH, WORDS = 4, 8, 16
 LABELS = torch.tensor([0, 3, -100, 15])
+# Four tokens of two experts each, one of them with none: the rows of tokens, and the pair of token and choice of each row.
+PLACES, PAIRS = torch.tensor([[0, 1], [2, -1], [3, 4], [-1, -1]]), torch.tensor([0, 1, 2, 4, 5])
+ENDS = torch.tensor([2, 2, 5], dtype=torch.int32)
 MESH = "tensor"
 MATMUL = "tensor_parallel.matmul"
 
@@ -174,6 +178,24 @@ KERNELS = (
     Case("kernels.activations._BiasGelu", "", 1, of_shapes(lambda x, b: K.bias_gelu(x, b), X, V)),
     Case("kernels.activations._BiasGelu", "no bias", 1, of_shapes(lambda x: K.bias_gelu(x, None, "tanh"), X)),
     Case("kernels.dropout._Dropout", "", 1, of_shapes(lambda x: K.dropout(x, 0.5, 3, 4), X)),
+    Case("kernels.token_rows._Take", "", 1, of_shapes(lambda x: K.take_rows(x, PAIRS, PLACES), (4, WIDTH))),
+    Case("kernels.token_rows._Sum", "", 1, of_shapes(lambda x: K.sum_rows(x, PAIRS, PLACES), (5, WIDTH))),
+    Case(
+        "kernels.token_rows._Sum",
+        "weighted",
+        1,
+        of_shapes(lambda x, w: K.sum_rows(x, PAIRS, PLACES, w), (5, WIDTH), (4, 2)),
+    ),
+)
+
+EXPERTS = (
+    Case(
+        "experts.grouped._Grouped",
+        "",
+        1,
+        of_shapes(lambda x, w: grouped_matmul(x, w, ENDS, (2, 0, 3)), (5, WIDTH), (3, WIDTH, WORDS)),
+        breaks="where a weight begins in its storage decides whether torch's grouped_mm takes it",
+    ),
 )
 
 # -- mesh -----------------------------------------------------------------------------------------------------------
@@ -389,9 +411,10 @@ WATCHED = Case(
     breaks="what it says in the backward changes things outside of a graph",
 )
 
-CASES = (*KERNELS, *PRIMITIVES, *SEQUENCE, *MATRICES, *FP8, *LAYERS, WATCHED)
+CASES = (*KERNELS, *EXPERTS, *PRIMITIVES, *SEQUENCE, *MATRICES, *FP8, *LAYERS, WATCHED)
 
 NOT_COMPILED = {
+    "experts.dispatch._Routing": "how many rows travel is read on the host, so tokens are dispatched between graphs",
     "mesh.model_io.dry_run._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
     "mesh.model_io.lazy_tensor._Join": (
         "a model's output beside its loss, behind the compiled part: it gathers when the user's code reads it"

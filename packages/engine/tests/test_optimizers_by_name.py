@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshfold.kernels import LAYERWISE
 from meshfold.mesh import SpecError, all_reduce, record
 from meshfold.mesh.testing import run_on_ranks
+from meshfold.optimizers import Lamb, Lars
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from pipeline_cases import MODELS, Case, batches, compare, engine_of, relay
@@ -47,12 +50,42 @@ def cases(name: str, model: str, specs: list[dict[str, Any]], **settings: Any) -
     return [(spec, model, {"optimizer": SMALL[name], **settings}) for spec in specs]
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_norms(name: str) -> None:
+def test_norms() -> None:
     """Norms of whole tensors, also of those that some ranks share and of which a rank has a few elements."""
+    lamb = cases("lamb", "llama", [TENSOR[1], *TENSOR_ZERO, ZERO[2], *PIPELINE_TENSOR])
+    lars = cases("lars", "llama", [TENSOR[2], ZERO[0], *HOST, PIPELINE[1]])
+    compare(4, [*lamb, *lars, *cases("lamb", "tied", [TENSOR[2], PIPELINE[1]])], batches(STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_norms_under_every_spec(name: str) -> None:
     specs = [*TENSOR, *TENSOR_ZERO, *ZERO, *HOST, *PIPELINE, *PIPELINE_TENSOR]
     compare(4, cases(name, "llama", specs), batches(STEPS))
     compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE]), batches(STEPS))
+
+
+@pytest.mark.parametrize("make", [partial(Lamb, lr=0.02, weight_decay=0.1), partial(Lars, lr=0.5, nesterov=True)])
+def test_norms_on_the_host_take_kernels(make: Callable[..., Any]) -> None:
+    """Within rounding of torch's operations, and with the same names in the state."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(300, 250, generator=generator)
+    gradients = [torch.randn(300, 250, generator=generator) for _ in range(3)]
+    found, used = [], []
+    counting = {name: (lambda *a, f=f, n=name, **s: (used.append(n), f(*a, **s))[1]) for name, f in LAYERWISE.items()}
+    for kernels in ({}, counting):
+        parameter = torch.nn.Parameter(first.clone())
+        optimizer = make([parameter])
+        optimizer.kernels = kernels
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        found.append([parameter.detach(), *optimizer.state[parameter].values()])
+    assert len(used) == 3
+    for wanted, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)
+    with engine_of(dict(zero=dict(stage=2, placement="cpu")), "llama", optimizer=SMALL["lamb"]) as engine:
+        assert cast(Lamb, engine.optimizer).kernels is LAYERWISE
 
 
 EIGHT: list[dict[str, Any]] = [

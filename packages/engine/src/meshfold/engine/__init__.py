@@ -56,7 +56,7 @@ moved.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for: ``meshfold --help`` must not wait for torch."""
+    """Import a name at its first use, so that ``meshfold --help`` does not wait for torch."""
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     if name in _INTEGRATIONS:

@@ -1,4 +1,4 @@
-"""Errors of the engine beside the SpecError of a wrong setting."""
+"""Errors of the engine other than SpecError."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from meshfold.mesh import MeshfoldError
 
 
 class TrainingError(MeshfoldError, RuntimeError):
-    """A training step that cannot be carried out, although its settings were right."""
+    """A training step that cannot run, although its settings are valid."""
 
 
 class NonFiniteError(TrainingError):
-    """A loss or a gradient that is nan or infinite, where ``nonfinite="error"``; says where it arose."""
+    """A nan or infinite loss or gradient, under ``nonfinite="error"``; says where it arose."""

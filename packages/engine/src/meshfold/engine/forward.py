@@ -40,12 +40,12 @@ class Forward:
     ) -> None:
         """Args:
         model: this rank's part.
-        world: where it lies.
+        world: its ranks.
         precision: of floating inputs.
-        states: the model's, which may know why a forward failed.
-        pipelined: runs the model where it is in stages.
+        states: the model's, which may explain why a forward failed.
+        pipelined: runs a model in stages.
         loss_fn: the user's own; None: the loss is in the model's output.
-        logits: those that nobody reads but the loss; None: all logits are computed.
+        logits: deferred logits that only the loss reads; None: all logits are computed.
         """
         self._model, self._world, self._precision, self._states = model, world, precision, states
         self._pipelined, self._loss_fn, self._logits = pipelined, loss_fn, logits
@@ -60,13 +60,13 @@ class Forward:
 
     @property
     def shifts_labels(self) -> bool:
-        """Tell whether the model predicts each label from what is before it, so that the first of a row does not count."""
+        """True if the model predicts each label from the tokens before it, so that the first of a row does not count."""
         return self._shifted
 
     # -- before a call ----------------------------------------------------------------------------------------------
 
     def prepare(self, batch: Any) -> batches.Batch:
-        """The user's batch as the model is called with it, checked and on the device.
+        """Return the user's batch as the model is called with it, checked and on the device.
 
         Raises:
             SpecError: for a batch the model cannot be called with.
@@ -87,11 +87,11 @@ class Forward:
         return batches.inputs(args, kwargs, self._world.device, self._precision.dtype)
 
     def shares(self, work: batches.Batch, *, places: bool = True) -> Shares:
-        """Return the batch's weight in the global one, and the place of its rows there; all data ranks must call.
+        """Return the batch's weight in the global one, and the position of its rows there; all data ranks must call.
 
         Args:
             work: from :meth:`prepare` or :meth:`inputs`.
-            places: whether places are wanted, as dropout does; for them the host waits for the device.
+            places: whether positions are needed, as by dropout; computing them waits for the device.
         """
         places = places and self._world.device.type != "meta"
         return Shares(work, self._world, shifted=self._shifted, places=places, ignored=self._ignored)
@@ -99,7 +99,7 @@ class Forward:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def output(self, work: batches.Batch) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         try:
             return self._model(*work.args, **work.kwargs)
         except Exception as error:
@@ -112,9 +112,9 @@ class Forward:
             raise
 
     def output_with_loss(self, work: batches.Batch) -> Any:
-        """The model's output for a loop of the user's own.
+        """Return the model's output for a user's own loop.
 
-        Where the model computes a loss of its own, logits are computed only if they are read, before :meth:`weights_change`.
+        If the model computes its own loss, logits are computed only if they are read, before :meth:`weights_change`.
         """
         if self._logits is None or not any(work.kwargs.get(name) is not None for name in LABEL_NAMES):
             return self.output(work)
@@ -122,12 +122,12 @@ class Forward:
             return self.output(work)
 
     def weights_change(self) -> None:
-        """Let logits that were not computed until now raise an error when they are read: they would be others."""
+        """Expire deferred logits: reading them now raises, since they would be computed with other weights."""
         if self._logits is not None:
             self._logits.expire()
 
     def loss_of(self, output: Any, work: batches.Batch) -> Tensor:
-        """The scalar loss in the model's output, or what ``loss_fn`` makes of it.
+        """Return the scalar loss in the model's output, or that of ``loss_fn``.
 
         Raises:
             SpecError: if there is none.
@@ -135,10 +135,10 @@ class Forward:
         return batches.loss_of(output, work, self._loss_fn)
 
     def loss(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """This data coordinate's mean loss in float64; 0 if nothing counts here.
+        """Return this data coordinate's mean loss in float64; 0 if no target counts here.
 
         Raises:
-            SpecError: if there is none, or one that nothing can be trained on.
+            SpecError: if there is none, or one that does not depend on trained parameters.
         """
         # Where nothing counts a mean is 0/0, and so may be its gradient: neither must get through.
         work = work.countable(shares.count)
@@ -151,12 +151,12 @@ class Forward:
         return torch.where(shares.count > 0, loss, 0.0)
 
     def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """The loss; logits that it alone reads are not held whole."""
+        """Return the loss; logits that only it reads are never whole."""
         with nullcontext() if self._logits is None else self._logits.waiting():
             return self._loss_looked_at(work, shares)
 
     def _loss_looked_at(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """The loss, whose calls of cross entropy are looked at the first time."""
+        """Return the loss, and observe its cross-entropy calls the first time."""
         if not self._looks:
             return self.loss_of(self.output(work), work)
         exact = self._world.data_size == self._world.row_size
@@ -169,16 +169,16 @@ class Forward:
         return loss
 
     def assess(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """:meth:`loss`, of a model in stages too, without dropout and without training."""
+        """Return :meth:`loss` in eval mode without gradients, also for a model in stages."""
         with eval_mode(self._model), torch.no_grad():
             return self.loss(work, shares) if self._pipelined is None else self._pipelined.assess(work)
 
 
 def check_loss(loss: object) -> None:
-    """Check that backward can begin with a loss.
+    """Check that backward can start from a loss.
 
     Raises:
-        SpecError: for what is no scalar that depends on parameters.
+        SpecError: for anything but a scalar that depends on parameters.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)

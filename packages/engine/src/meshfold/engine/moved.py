@@ -1,6 +1,6 @@
-"""Import paths of version 0.1: each gives the module where it is today, with a DeprecationWarning.
+"""Import paths of version 0.1: each gives the module of today, with a DeprecationWarning.
 
-Imports no torch: ``meshfold --help`` must not wait for it. That is why the finder of meshfold.mesh does not serve here.
+Does not import torch, which ``meshfold --help`` must not wait for, and so cannot use the finder of meshfold.mesh.
 """
 
 from __future__ import annotations

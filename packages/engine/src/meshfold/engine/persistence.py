@@ -130,7 +130,7 @@ _COUNTERS = ("precision", "scaler", "seed", "step", "micro_step", "skipped_steps
 
 
 def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, Tensor]) -> None:
-    """Check that a checkpoint's state beside the weights fits the engine; change nothing of the engine."""
+    """Check that a checkpoint's state other than weights fits the engine; change nothing."""
     takes = "load(path, weights_only=True) takes its weights"
     if lacking := [name for name in _COUNTERS if name not in state]:
         by = "a Lightning trainer has written it" if state.get("kind") == "lightning" else "it is damaged"
@@ -161,7 +161,7 @@ def _check_same(engine: Engine, mark: int, what: str) -> None:
 
 
 def _take_schedule(scheduler: Any, state: dict[str, Any], what: str) -> None:
-    """Bring a scheduler to a saved state, or leave it as it was."""
+    """Restore a scheduler's saved state, or leave it unchanged on an error."""
     before = copy.deepcopy(scheduler.state_dict())
     try:
         scheduler.load_state_dict(state)

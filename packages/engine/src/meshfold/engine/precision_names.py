@@ -1,4 +1,4 @@
-"""Other libraries' names of precisions, for messages that say ours. Imports nothing: the command line reads it before torch."""
+"""Other libraries' names of precisions, for messages that suggest ours. Imports nothing: the command line uses it before torch."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ class TrainStep:
 
     @property
     def last(self) -> StepMetrics | None:
-        """Metrics of the last micro-step or step; None before the first. The host waits for the device to read them."""
+        """Metrics of the last micro-step or step; None before the first. Reading them waits for the device."""
         return None if self._values is None else self._values.metrics
 
     @property

@@ -85,6 +85,8 @@ def _outer(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
     """Return True if torch's grouped_mm takes these; without values a loop has matmuls that a counter of operations knows."""
+    if torch.compiler.is_compiling() and x.dtype is not torch.bfloat16:  # torch traces it in bfloat16 alone
+        return False
     each = x.element_size()
     return (
         not x.is_meta

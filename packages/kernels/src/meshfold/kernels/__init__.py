@@ -53,6 +53,7 @@ from meshfold.kernels.grad_pass import (
     sum_of_squares,
     write_gradient,
 )
+from meshfold.kernels.layerwise import LAYERWISE, lamb_direction, lars_step
 from meshfold.kernels.linear_cross_entropy import (
     VocabularyShard,
     gradients_in_backward,
@@ -83,6 +84,7 @@ from meshfold.kernels.token_rows import sum_rows, take_rows
 __all__ = [
     "FP8_MULTIPLE",
     "FP8_RECIPES",
+    "LAYERWISE",
     "NF4_BLOCK",
     "AdamSettings",
     "AdamState",
@@ -119,7 +121,9 @@ __all__ = [
     "geglu2",
     "gradients_in_backward",
     "join_master",
+    "lamb_direction",
     "largest_magnitude",
+    "lars_step",
     "layer_norm",
     "layer_norm_apply",
     "layer_norm_backward_apply",

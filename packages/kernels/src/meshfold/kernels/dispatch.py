@@ -43,6 +43,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "adam_step, adam_update_parameters, adam_update_moments",
         ("triton", "numba"),
     ),
+    "layerwise": ("lamb_direction, lars_step", ("numba",)),
     "grad_pass": (
         "write_gradient, sum_of_squares, sum_of_magnitudes, largest_magnitude",
         ("triton", "numba"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 import torch
@@ -120,10 +121,19 @@ class NormOptimizer(TensorOptimizer):
 
     Attributes:
         square_sums: sums the squares of whole tensors; who gives the optimizer shards replaces it on the instance.
+        kernels: functions for steps on the host, ``meshfold.kernels.LAYERWISE``; empty: torch's operations.
     """
 
     sight: ClassVar[Sight] = "norms"
     square_sums: SquareSums = staticmethod(square_sums)
+    kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+
+    def _kernel(self, name: str, *tensors: Tensor) -> Callable[..., Any] | None:
+        """Return a kernel if it can take these tensors, which it is given flat."""
+        kernel, first = self.kernels.get(name), tensors[0]
+        fits = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
+        alike = all(one.is_contiguous() and one.dtype == first.dtype and one.device == first.device for one in tensors)
+        return kernel if fits and alike else None
 
     def _norms(self, parameters: Sequence[Tensor], *rows: Sequence[Tensor]) -> list[dict[torch.device, Tensor]]:
         """Return the norms of each row's tensors, on every device that has parameters."""

@@ -76,14 +76,19 @@ class Lamb(NormOptimizer):
             both = (norm > 0) & (steps[device] > 0)
             ratios[device] = torch.where(both, norm / steps[device].masked_fill(~both, 1.0), 1.0)
         for group, chosen in groups:
+            elsewhere = []
             for p in chosen:
-                update = updates[p]
-                if p in place:
-                    ratio = ratios[p.device][place[p]]
-                    update.mul_(ratio.clamp(max=1.0) if group["trust_clip"] else ratio)
-            if chosen:
-                torch._foreach_mul_([updates[p] for p in chosen], group["lr"])
-                torch._foreach_sub_(chosen, [updates[p] for p in chosen])
+                ratio: Tensor | float = ratios[p.device][place[p]] if p in place else 1.0
+                if group["trust_clip"] and isinstance(ratio, Tensor):
+                    ratio = ratio.clamp(max=1.0)
+                if p.device.type == "cpu":  # where a number can be read, a step is one operation
+                    p.sub_(updates[p], alpha=float(ratio * group["lr"]))
+                    continue
+                updates[p].mul_(ratio)
+                elsewhere.append(p)
+            if elsewhere:
+                torch._foreach_mul_([updates[p] for p in elsewhere], group["lr"])
+                torch._foreach_sub_(elsewhere, [updates[p] for p in elsewhere])
 
     def _updates(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
         """Return the direction u of each parameter; the moments take its gradient in."""
@@ -92,18 +97,30 @@ class Lamb(NormOptimizer):
         beta1, beta2 = group["betas"]
         gradients = [gradient_of(p) for p in chosen]
         means, squares = self._moments(chosen, "exp_avg"), self._moments(chosen, "exp_avg_sq")
+        counts = [self._count(p) for p in chosen]
+        corrections = [(1.0, 1.0)] * len(chosen)
+        if group["bias_correction"]:
+            corrections = [(1 - beta1**count, (1 - beta2**count) ** 0.5) for count in counts]
+        settings = dict(betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"])
+        kernels = [
+            self._kernel("lamb_direction", *some) for some in zip(chosen, gradients, means, squares, strict=True)
+        ]
+        if all(kernels):
+            return [
+                kernel(*(one.view(-1) for one in some), **settings, corrections=pair).view(some[0].shape)
+                for kernel, pair, *some in zip(kernels, corrections, chosen, gradients, means, squares, strict=True)
+                if kernel is not None
+            ]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        counts = [self._count(p) for p in chosen]
         roots = torch._foreach_sqrt(squares)
-        corrected = group["bias_correction"]
-        if corrected:
-            torch._foreach_div_(roots, [(1 - beta2**count) ** 0.5 for count in counts])
+        if group["bias_correction"]:
+            torch._foreach_div_(roots, [root for _, root in corrections])
         torch._foreach_add_(roots, group["eps"])
         updates = torch._foreach_div(means, roots)
-        if corrected:
-            torch._foreach_div_(updates, [1 - beta1**count for count in counts])
+        if group["bias_correction"]:
+            torch._foreach_div_(updates, [mean for mean, _ in corrections])
         if group["weight_decay"]:
             torch._foreach_add_(updates, chosen, alpha=group["weight_decay"])
         return list(updates)

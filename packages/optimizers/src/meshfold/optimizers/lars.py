@@ -81,12 +81,35 @@ class Lars(NormOptimizer):
         place = {p: number for number, p in enumerate(adapted)}
         for group, chosen in groups:
             for p in chosen:
-                direction = torch.add(gradient_of(p), p, alpha=group["weight_decay"])
+                ratio: Tensor | float = 1.0
                 if p in place:
-                    weight, gradient = (norms[p.device][place[p]] for norms in (weights, gradients))
-                    ratio = group["trust_coeff"] * weight / (gradient + weight * group["weight_decay"] + group["eps"])
-                    direction.mul_(torch.where((weight > 0) & (gradient > 0), ratio, 1.0))
+                    ratio = _ratio(group, *(norms[p.device][place[p]] for norms in (weights, gradients)))
+                if self._step_by_kernel(group, p, ratio):
+                    continue
+                direction = torch.add(gradient_of(p), p, alpha=group["weight_decay"]).mul_(ratio)
                 p.sub_(self._with_momentum(group, p, direction) * group["lr"])
+
+    def _step_by_kernel(self, group: dict[str, Any], parameter: Tensor, ratio: Tensor | float) -> bool:
+        """Step on one parameter if there is a kernel for it, and return whether there is."""
+        kept: Tensor | None = self.state.get(parameter, {}).get("momentum_buffer") if group["momentum"] else None
+        tensors = [one for one in (parameter, gradient_of(parameter), kept) if one is not None]
+        kernel = self._kernel("lars_step", *tensors)
+        if kernel is None:
+            return False
+        first = kept is None
+        if group["momentum"] and kept is None:
+            kept = self.state[parameter]["momentum_buffer"] = torch.empty_like(parameter)
+        settings = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
+        kernel(
+            parameter.view(-1),
+            gradient_of(parameter).view(-1),
+            None if kept is None else kept.view(-1),
+            ratio=float(ratio),
+            lr=float(group["lr"]),
+            first=first,
+            **settings,
+        )
+        return True
 
     def _with_momentum(self, group: dict[str, Any], parameter: Tensor, direction: Tensor) -> Tensor:
         """Return the direction with that of earlier steps."""
@@ -99,3 +122,9 @@ class Lars(NormOptimizer):
             kept = state["momentum_buffer"]
             kept.mul_(group["momentum"]).add_(direction, alpha=1 - group["dampening"])
         return direction.add(kept, alpha=group["momentum"]) if group["nesterov"] else kept
+
+
+def _ratio(group: dict[str, Any], weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return what a direction counts times, of the norms of its tensor and gradient."""
+    ratio = group["trust_coeff"] * weight / (gradient + weight * group["weight_decay"] + group["eps"])
+    return torch.where((weight > 0) & (gradient > 0), ratio, 1.0)

@@ -1,4 +1,4 @@
-"""Assembly of an engine: from its arguments to the parts that a train step works with."""
+"""Assembly of an engine: from its arguments to the parts of a train step."""
 
 from __future__ import annotations
 

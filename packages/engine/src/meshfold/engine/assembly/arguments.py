@@ -24,7 +24,7 @@ from meshfold.mesh.spec import argument_checks as settings
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The checked arguments of ``Engine(...)``, save those that need the model or the other processes.
+    """The checked arguments of ``Engine(...)``, except those that need the model or the other processes.
 
     Attributes:
         precision: of the model.
@@ -34,9 +34,9 @@ class Arguments:
         seed: of initial weights, dropout and the order of data.
         loss_fn: of the model's output and the batch; None: the model's own loss.
         lr_scheduler: makes a torch scheduler of the optimizer; None for none.
-        kernels: the rules by which fused kernels are put into the model; None for none.
-        nonfinite: what to do about what is nan or infinite; None: do not look.
-        watchdog: seconds; None is left to the environment.
+        kernels: the rules for fused kernels in the model; None for none.
+        nonfinite: what to do about nan and infinity; None: no check.
+        watchdog: seconds; None: from the environment.
         compare: whether every collective is compared between its ranks.
         compile: how repeated blocks are compiled; None if they are not.
     """
@@ -77,7 +77,7 @@ class Arguments:
         """See :class:`meshfold.engine.Engine`, whose arguments have these names.
 
         Raises:
-            SpecError: for the first that is wrong.
+            SpecError: for the first invalid one.
         """
         checked_precision = Precision.parse(precision)
         make_optimizer = optimizer_factory(optimizer, whole=has_zero(parallel) or not has_tensor(parallel))
@@ -108,7 +108,7 @@ class Arguments:
 
     @property
     def looks_at_all(self) -> bool:
-        """Tell whether all gradients must be complete before any parameter is stepped."""
+        """Return True if all gradients must be complete before any parameter is stepped."""
         return self.clip.needs_all or self.precision.scale is not None or self.nonfinite is not None
 
 
@@ -117,9 +117,9 @@ class Clipping:
     """Clipping of gradients before a step: by the whole model's norm, by each element's value, or not at all.
 
     Attributes:
-        norm: the largest norm; None for any.
+        norm: the largest norm; None: no limit.
         norm_type: which norm, also of the one that is reported.
-        value: the largest absolute value of an element; None for any.
+        value: the largest absolute value of an element; None: no limit.
     """
 
     norm: float | None = None
@@ -129,7 +129,7 @@ class Clipping:
     @classmethod
     def parse(cls, norm: object, norm_type: object, value: object) -> Clipping:
         """Raises:
-        SpecError: for what is no number above 0, another norm than 1, 2 and infinity, or both ways at once.
+        SpecError: for anything but a number above 0, a norm other than 1, 2 and infinity, or both ways at once.
         """
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
             raise SpecError(f"clip_norm_type={norm_type!r}: the norm is 2.0, 1.0 or math.inf")
@@ -145,7 +145,7 @@ class Clipping:
 
     @property
     def needs_all(self) -> bool:
-        """Tell whether all gradients must be complete before any parameter is stepped."""
+        """Return True if all gradients must be complete before any parameter is stepped."""
         return self.norm is not None or self.value is not None or self.norm_type != 2.0
 
     def apply(self, states: States) -> Tensor:

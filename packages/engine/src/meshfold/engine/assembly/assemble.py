@@ -54,11 +54,11 @@ class Assembled:
     Attributes:
         model: this rank's part; under ``zero`` its parameters may still be on the meta device.
         parameters: those that are trained, by name, each tensor once.
-        values: makes the first values of a parameter that is on the meta device still.
+        values: makes the initial values of a parameter that is still on the meta device.
         report: what tensor parallelism did; None if the model was left whole.
         torch_dropout: whether dropout is torch's own, which draws from its random state.
-        pipelined: runs the model where it is in stages, of which ``model`` has this rank's; else None.
-        loaded: what a folder's weights were to the model; None if it is of no folder.
+        pipelined: runs a model in stages, of which ``model`` has this rank's; else None.
+        loaded: how a folder's weights matched the model; None without a folder.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Assembled:
     loaded: Loaded | None = None
 
     def whole_state(self, states: States, world: World) -> ModelState:
-        """The state of the whole model, of which this rank has a part."""
+        """Return the state of the whole model, of which this rank has a part."""
         if self.pipelined is None:
             return ModelState(self.model, states, world)
         return PipelinedState(self.model, states, world, self.pipelined.inventory)
@@ -88,11 +88,11 @@ def assemble(
 ) -> Assembled:
     """Shard, cut into stages, initialise, place and cast. ``stages``: what the entry ``pipeline`` needs to know.
 
-    ``roots``: names of submodules that tensor parallelism splits one by one, of a module whose own forward is not what is
-    called; None: the model is one.
+    ``roots``: names of submodules that tensor parallelism splits separately, if the module's own forward is not
+    called; None: the whole model.
 
-    A function's model is built without allocating it; then each rank fills its own blocks, from the seed alone. A
-    module is taken with rank 0's weights, whatever the others have, and then cut; one on the meta device as a function.
+    A function's model is built without allocating it; then each rank fills its own blocks from the seed. A module is
+    used with rank 0's weights, whatever the others have, and then cut; one on the meta device is treated like a function.
 
     Raises:
         SpecError: if ``model`` is neither, or its sizes do not fit the spec.
@@ -187,10 +187,10 @@ def make_states(
     """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks.
 
     ``blocks``: those that recompute their activations, under ``recompute="auto"`` if a plan does not keep them. ``settled``: called
-    with the optimizer when nothing is left to refuse, before weights go into chunks.
+    with the optimizer after all checks, before weights go into chunks.
 
     Raises:
-        SpecError: for an optimizer of a model that is frozen altogether; a stage of one may be.
+        SpecError: for an optimizer of a fully frozen model; a single stage may be frozen.
     """
     precision, make = asked.precision, asked.make_optimizer
     if make is not None:
@@ -246,10 +246,10 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, dropout: bool) -> Report | None:
-    """Tensor parallelism, if the spec says so.
+    """Apply tensor parallelism, if the spec asks for it.
 
-    Without it a model is left as it is, save one that drops: as mode 1d on one rank it drops the same elements as under
-    every other spec. What mode 1d cannot place keeps torch's dropout.
+    Without it a model is left as it is, unless it has dropout: as mode 1d on one rank it drops the same elements as under
+    every other spec. A model that mode 1d cannot place keeps torch's dropout.
     """
     tensor = world.spec.tensor
     if tensor is not None:
@@ -279,7 +279,7 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
 
 
 def _folder(model: object, built: nn.Module, world: World) -> SourceValues | None:
-    """The values of a folder's model, whose names are still those of the whole; every rank has them, or none goes on."""
+    """Return the values of a folder's model, which still has the names of the whole; if one rank fails, all raise."""
     if not isinstance(model, WeightSource):
         return None
     model.check(world.spec)
@@ -300,9 +300,9 @@ def _folder(model: object, built: nn.Module, world: World) -> SourceValues | Non
 
 @torch.no_grad()
 def _fill(model: nn.Module, values: ParameterInit, *, tied: bool) -> None:
-    """Give parameters on the meta device their values; ``tied``: only those that other stages keep too.
+    """Fill parameters on the meta device; ``tied``: only those that other stages keep too.
 
-    Of these the gradients are looked after apart from all others, which get theirs in chunks.
+    Gradients of tied parameters are handled separately from all others, which are in chunks.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -322,7 +322,7 @@ def _fill(model: nn.Module, values: ParameterInit, *, tied: bool) -> None:
 
 @torch.no_grad()
 def _share(model: nn.Module, world: World) -> None:
-    """Rank 0's weights and buffers for all, a tensor at a time."""
+    """Broadcast rank 0's weights and buffers, one tensor at a time."""
     if world.mesh.world_size == 1:
         return
     seen: set[Tensor] = set()
@@ -333,7 +333,7 @@ def _share(model: nn.Module, world: World) -> None:
 
 
 def _move(model: nn.Module, device: torch.device, *, parameters: bool) -> None:
-    """To the device, each parameter staying the same object with what it carries."""
+    """Move the model to the device; parameters stay the same objects with their attributes."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameters:

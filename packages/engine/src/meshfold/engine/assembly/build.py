@@ -1,4 +1,4 @@
-"""From the arguments of ``Engine(...)`` to what its train step works with: ranks, model, states, optimizer."""
+"""Construction of an engine's parts from its arguments: ranks, model, states, optimizer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Built:
         fp8: the linear layers that multiply in fp8; None if none was asked to.
         compiled: what is compiled; None if nothing is.
         states: its master weights, their gradients and the optimizer's state.
-        step_guard: lets nobody but the engine step the optimizer.
+        step_guard: allows only the engine to step the optimizer.
         lr_scheduler: of the optimizer; None if none was given.
         forward: calls the model.
         model_state: of the whole model, as checkpoints have it.
@@ -80,16 +80,16 @@ def build(
     recompute: str | None,
     example: Any,
 ) -> Built:
-    """Build what an engine works with; all ranks must call. What raises leaves a module as it was given.
+    """Build an engine's parts; all ranks must call. On an error the module is restored.
 
     Args:
-        engine: who trains the model.
+        engine: trains the model.
         model, parallel, device, rules, recompute, example: see :class:`meshfold.engine.Engine`.
-        asked: the checked rest.
-        opened: what is to be closed goes here, also if a later part cannot be built.
+        asked: the other arguments, checked.
+        opened: receives what must be closed, also if a later part cannot be built.
 
     Raises:
-        SpecError: for what is wrong with the model, or with it under this spec.
+        SpecError: for an invalid model, or one that does not work under this spec.
     """
     given = opened.enter_context(AsGiven(model))  # put back last
 

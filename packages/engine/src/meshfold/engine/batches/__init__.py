@@ -1,4 +1,4 @@
-"""Batches: the form a model is called with, this data coordinate's part of a global batch, and how much its targets weigh."""
+"""Batches: the form that a model is called with, this data coordinate's part of a global batch, and the weight of its targets."""
 
 from __future__ import annotations
 

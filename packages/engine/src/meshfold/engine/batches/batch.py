@@ -1,8 +1,8 @@
-"""A batch in the form that the model is called with, and what in it counts.
+"""A batch in the form that the model is called with, and its targets.
 
 A batch is a tensor of token ids ``b s``, a dict with ``input_ids`` and ``labels`` (and whatever else the model
-takes), or a pair ``(inputs, targets)`` for a ``loss_fn``. What counts are the targets that the loss is a mean over:
-ranks whose batches have more of them weigh more.
+takes), or a pair ``(inputs, targets)`` for a ``loss_fn``. Targets are what the loss is a mean over: ranks
+are weighted by their number.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Batch:
         kwargs: its keyword arguments.
         given: the batch in the user's form, for ``loss_fn(output, batch)``.
         rows: its size along dim 0.
-        targets: the labels that the loss is a mean over; None if there are none, then rows count.
-        name: under which a dict has them; those that are not called labels are never shifted.
+        targets: the labels that the loss is a mean over; None: rows count instead.
+        name: their key in a dict; those that are not called labels are never shifted.
     """
 
     args: tuple[Any, ...]
@@ -66,7 +66,7 @@ class Batch:
         return (counts if ignored == IGNORE_INDEX else counts & (targets != ignored)).sum().to(device)
 
     def countable(self, count: Tensor) -> Batch:
-        """The batch with a target that counts, if it has none: see :func:`meshfold.mesh.model_io.labels.ensure_one_target`.
+        """Return the batch with at least one target that counts: see :func:`meshfold.mesh.model_io.labels.ensure_one_target`.
 
         Args:
             count: from :meth:`count`.
@@ -91,13 +91,13 @@ def prepare_batch(
 
     Args:
         batch: one of the three forms.
-        device: where to.
+        device: destination.
         dtype: of floating inputs.
-        own_loss: whether a ``loss_fn`` was given: then labels that are missing stay missing.
-        aligned: labels ``b s`` are of the tokens that come in; not those of a decoder behind an encoder.
+        own_loss: a ``loss_fn`` was given: missing labels stay missing.
+        aligned: labels ``b s`` belong to the input tokens, not to a decoder with an encoder.
 
     Raises:
-        SpecError: for anything that is none of the three forms.
+        SpecError: for a batch in none of the three forms.
     """
 
     def move(value: Any, cast: bool = True) -> Any:
@@ -183,14 +183,14 @@ _INSTEAD_BESIDE_LOSS_FN = {"labels": "give a pair (inputs, targets), whose targe
 
 
 def names_taken(model: nn.Module) -> tuple[str, ...] | None:
-    """Return the names that a model may be called with; None: any."""
+    """Return the argument names that a model accepts; None: any."""
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return None if takes_all else tuple(parameters)
 
 
 def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, own_loss: bool) -> None:
-    """Check that a model takes the names that it is about to be called with.
+    """Check that a model accepts the names of a batch.
 
     Args:
         work: the batch.
@@ -211,9 +211,9 @@ def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, 
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Return whether a Hugging Face model keeps keys and values unless it is told not to.
+    """Return True if a Hugging Face model caches keys and values by default.
 
-    Nobody reads those of a step, and beside them transformers does not look for packed documents.
+    A training step does not read them, and with them transformers does not detect packed documents.
     """
     theirs = hasattr(type(model), "loss_function")
     return theirs and "use_cache" in inspect.signature(model.forward).parameters
@@ -244,7 +244,7 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
 
 
 def _without_padding(ids: Tensor, mask: object) -> Tensor:
-    """Ids as labels: of a token that ``attention_mask`` ``b s`` hides nothing is predicted."""
+    """Return ids as labels, without tokens that ``attention_mask`` ``b s`` hides."""
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return ids.masked_fill(mask == 0, IGNORE_INDEX)
     return ids

@@ -1,4 +1,4 @@
-"""Serves each data coordinate its rows of global batches, in an order that does not depend on the mesh."""
+"""Loading of each data coordinate's rows of global batches, in an order that does not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _OURS = ("dataset", "batch_size", "shuffle", "drop_last", "sampler", "batch_samp
 
 
 class ShardedLoader:
-    """One epoch of batches per iteration; goes on where a checkpoint stopped.
+    """Loader with one epoch of batches per iteration, which resumes where a checkpoint stopped.
 
-    The rows of global batch n are the same under every spec: only who gets which differs. So a position (epoch,
-    batches served) means the same everywhere too.
+    The rows of global batch n are the same under every spec; only their distribution differs. So a position (epoch,
+    batches served) also means the same under every spec.
 
     A loop that ends by ``break`` ends its epoch: the next loop is the next epoch, in another order if rows are shuffled, so that
-    ``next(iter(loader))`` costs nothing but an order and a few steps an epoch do not always see the same rows. The position
-    stays where the ``break`` was until then: a checkpoint of it goes on in the middle.
+    ``next(iter(loader))`` only costs an order, and short epochs do not always see the same rows. Until then the position stays
+    at the ``break``: a checkpoint of it resumes in the middle.
 
     Attributes:
-        epoch: which one is served, from 0.
-        served: global batches of it that were given out: the number of the one to come.
+        epoch: the current one, from 0.
+        served: global batches of it that were served: the index of the next one.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class ShardedLoader:
         **options: Any,
     ) -> None:
         """Args:
-            dataset: has a length and gives an example for a number.
+            dataset: map-style: it has a length, and an example for each index.
             batch_size: rows of a *global* batch: those of one micro-step over all data coordinates.
             index: this rank's data coordinate.
             blocks: how many there are.
             shuffle: a new order each epoch.
             seed: of the orders.
-            drop_last: leave out a last batch that is smaller.
+            drop_last: leave out a smaller last batch.
             options: of torch.utils.data.DataLoader: num_workers, collate_fn, pin_memory, ...
 
         Raises:
-            SpecError: for a dataset without a length or with none, a batch size that is no whole number, or options that
+            SpecError: for a dataset without a length or of length 0, a batch size that is not a whole number, or options that
                 torch's loader does not take.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -121,15 +121,15 @@ class ShardedLoader:
         return DataLoader(self.dataset, batch_sampler=batches, **self._options)
 
     def state_dict(self) -> dict[str, int]:
-        """The position: epoch, and batches served in it; and what it is a position in."""
+        """Return the position, epoch and batches served, with a description of the data."""
         return {"epoch": self.epoch, "served": self.served, **self._order()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position: the next iteration serves the rest of that epoch, in its order.
+        """Resume from a position: the next iteration serves the rest of that epoch, in its order.
 
         Raises:
-            SpecError: within an epoch, for another dataset, or batches that do not begin where the position is: rows would be
-                left out or come twice.
+            SpecError: within an epoch, for another dataset, or batches that do not start at the position: rows would be
+                skipped or repeated.
         """
         self.seed, self.epoch, self.served = self.position(state)
         self._current, self._loaded = None, True
@@ -196,7 +196,7 @@ class _Batches:
 
 
 class DataPositions:
-    """Loaders by name; the position of one that is yet to be made waits for it, and is saved again meanwhile."""
+    """Loaders by name; the position of a loader that does not exist yet is kept for it, and saved again meanwhile."""
 
     def __init__(self) -> None:
         self._loaders: dict[str, ShardedLoader] = {}
@@ -213,7 +213,7 @@ class DataPositions:
         return name in self._loaders
 
     def state_dict(self) -> dict[str, dict[str, int]]:
-        """The position of each, by name."""
+        """Return the position of each, by name."""
         return {**self._waiting, **{name: loader.state_dict() for name, loader in self._loaders.items()}}
 
     def check(self, state: Mapping[str, dict[str, int]]) -> None:
@@ -223,7 +223,7 @@ class DataPositions:
                 loader.position(state[name])
 
     def load_state_dict(self, state: Mapping[str, dict[str, int]]) -> None:
-        """Bring the loaders that are here to their positions; the other positions wait."""
+        """Set existing loaders to their positions; the other positions wait."""
         self._waiting = dict(state)
         for name, loader in self._loaders.items():
             if name in self._waiting:

@@ -1,4 +1,4 @@
-"""Losses: the user's own ``loss_fn(output, batch)``, checked before and after it is called, and what a loss is a mean over."""
+"""Losses: the user's ``loss_fn(output, batch)``, checked before and after its call, and the targets that a loss is a mean over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshfold.mesh.spec import argument_checks as settings
 
 
 class FallbackLoss:
-    """A ``loss_fn`` for outputs without a loss: a model that makes one keeps its labels, and that counts."""
+    """A ``loss_fn`` for outputs without a loss: a model that computes one keeps its labels, and its loss is used."""
 
     def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
         """Args:
@@ -33,7 +33,7 @@ class FallbackLoss:
 
 
 def check_loss_fn(loss_fn: object) -> None:
-    """Check that an object can be called as ``loss_fn(output, batch)``, as far as can be told beforehand.
+    """Check that an object can be called as ``loss_fn(output, batch)``, as far as possible before the call.
 
     Raises:
         SpecError: if not.
@@ -56,12 +56,12 @@ def check_loss_fn(loss_fn: object) -> None:
 
 
 def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object) -> dict[str, Any]:
-    """Return a model's keyword arguments where the loss is not its own: without targets, if it can do without.
+    """Return a model's keyword arguments for a loss that is not its own: without targets, if they are optional.
 
-    With them it would make a loss that nobody asked for, and hand out no more of its logits than that takes.
+    With them it would compute an unused loss, and return only the logits that this needs.
 
     Raises:
-        SpecError: for an encoder and a decoder, which makes the decoder's input of them.
+        SpecError: for an encoder-decoder, which makes the decoder's input from them.
     """
     if loss_fn is None or isinstance(loss_fn, FallbackLoss):
         return kwargs
@@ -77,7 +77,7 @@ def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object)
 
 
 def call_loss_fn(loss_fn: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> Tensor:
-    """Return the scalar loss that ``loss_fn`` makes; an error from inside it says in a note what it was called with.
+    """Return the scalar loss of ``loss_fn``; an error from inside gets a note with its arguments.
 
     Args:
         loss_fn: the user's.
@@ -85,7 +85,7 @@ def call_loss_fn(loss_fn: Callable[[Any, Any], Tensor], output: Any, batch: Any)
         batch: in the user's form.
 
     Raises:
-        SpecError: if it makes anything else, or is a criterion of torch, which wants the targets and not the batch.
+        SpecError: if it returns anything else, or is a criterion of torch, which needs the targets and not the batch.
     """
     if _is_criterion(loss_fn) and isinstance(batch, Mapping | tuple | list):
         targets = "batch['labels']" if isinstance(batch, Mapping) else "batch[1]"
@@ -114,13 +114,13 @@ def _is_criterion(loss_fn: object) -> bool:
 
 
 class LossCalls(TorchFunctionMode):
-    """Looks at the calls of cross entropy inside, which show what a loss is a mean over.
+    """Observer of cross-entropy calls, which show what a loss is a mean over.
 
-    Ranks' means are put together by how many targets each is over, so that has to be known: targets of another
-    ``ignore_index`` than -100 do not count either, and a mean over the weights of classes is none over targets.
+    Ranks' means are combined by their number of targets, which must be known: targets with another ``ignore_index`` than
+    -100 do not count either, and a mean weighted by class is not a mean over targets.
 
     Attributes:
-        ignored: the ``index`` that they ignored; -100 if none said another.
+        ignored: their ``ignore_index``; -100 by default.
     """
 
     def __init__(self, *, parts: str, exact: bool) -> None:
@@ -155,7 +155,7 @@ class LossCalls(TorchFunctionMode):
         return func(*args, **given)
 
     def _filler(self, target: Tensor) -> Tensor:
-        """Return the targets of a rank without rows, -100 but for one, as the user's loss takes them; others as they are.
+        """Return the targets of a rank without rows, all -100 except one, in the form of the user's loss; others unchanged.
 
         The one that counts, so that the mean is finite, is of class 0, or of class 1 where 0 does not count.
         """
@@ -179,7 +179,7 @@ class LossCalls(TorchFunctionMode):
         label_smoothing: float = 0.0,
     ) -> None:
         """Raises:
-        SpecError: for a mean that cannot be put together again from those of parts.
+        SpecError: for a mean that cannot be combined from those of parts.
         """
         if reduction != "mean" or target.is_floating_point():
             return

@@ -1,8 +1,8 @@
-"""Documents packed into the rows of a batch, as models of the Hugging Face kind and our own are told of them.
+"""Documents packed into the rows of a batch, in the form of Hugging Face models and our own.
 
-Their ``position_ids`` begin anew at each document, and attention keeps to documents where no attention_mask is given
-(transformers, ``masking_utils.find_packed_sequence_indices``). A batch of one row may bring ``cu_seq_lens_q`` and its like as
-well, as ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes them.
+Their ``position_ids`` restart at each document, and attention stays within documents if no attention_mask is given
+(transformers, ``masking_utils.find_packed_sequence_indices``). A batch of one row may also have ``cu_seq_lens_q`` and the
+like, as from ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents | None:
-    """The documents of a batch; None if each row is one that begins at position 0.
+    """Return the documents of a batch; None if each row is one that starts at position 0.
 
     Args:
-        given: the model's arguments. What says nothing, or the same once more, is taken out.
+        given: the model's arguments. Redundant ones are removed.
         rows: of the batch.
         length: tokens of a row.
 
     Raises:
-        SpecError: for what contradicts itself, or does not say which tokens a document has.
+        SpecError: for contradictions, or if the tokens of a document are unknown.
     """
     by_positions = _by_positions(given, rows, length)
     bounds = [given.pop(name) for name in _BOUNDS if isinstance(given.get(name), Tensor)]
@@ -54,7 +54,7 @@ def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents
 
 
 class OwnDocuments:
-    """Documents packed into the rows of a batch, for a model of our own, settled before anything runs.
+    """Documents packed into the rows of a batch, for a model of our own, checked before anything runs.
 
     Positions have to count the tokens of each document from 0, and labels leave out each document's first token, so that the
     loss of a batch, and how much a rank's batch weighs, is that of the documents one by one.
@@ -62,7 +62,7 @@ class OwnDocuments:
 
     def __init__(self, model: nn.Module, *, own_loss: bool) -> None:
         """Args:
-        model: asked whether it keeps to documents, and how many positions it has learned.
+        model: says whether its attention stays within documents, and how many positions it has.
         own_loss: the engine has a ``loss_fn``: labels that are missing stay missing.
         """
         self._keeps = any(hasattr(module, "makes_masks") for module in model.modules())
@@ -71,10 +71,10 @@ class OwnDocuments:
         self._own_loss = own_loss
 
     def settle(self, batch: Any) -> Any:
-        """The batch in the same form; as it is where there are no documents, or the model is not ours.
+        """Return the batch in the same form; unchanged without documents, or if the model is not ours.
 
         Raises:
-            SpecError: for positions that do not count each document's tokens from 0, or more than the model knows.
+            SpecError: for positions that do not count each document's tokens from 0, or more than the model has.
         """
         if not self._keeps or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
             return batch

@@ -22,11 +22,11 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def shard_batch(batch: Any, index: int, blocks: int) -> Any:
     """Return the rows of a global batch that belong to one of ``blocks`` data coordinates, in the same form.
 
-    Rows are divided in order and as evenly as possible: the first ``rows % blocks`` coordinates get one more. One that
-    gets none has a row that does not count: its labels are all -100.
+    Rows are divided in order and as evenly as possible: the first ``rows % blocks`` coordinates get one more. A coordinate
+    without rows gets one that does not count: its labels are all -100.
 
     Raises:
-        SpecError: if rows are too few and there are no labels to say that one does not count, or tensors of the
+        SpecError: if there are too few rows and no labels to mark one that does not count, or tensors of the
             batch disagree about the rows.
     """
     if isinstance(batch, Tensor) and not batch.dim():
@@ -74,7 +74,7 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
 
 
 def row_range(rows: int, index: int, blocks: int) -> range:
-    """Return the rows, of so many, that belong to a data coordinate."""
+    """Return the range of rows that belongs to a data coordinate."""
     each, more = divmod(rows, blocks)
     start = index * each + min(index, more)
     return range(start, start + each + (index < more))
@@ -87,7 +87,7 @@ def _cut_tensor(value: Tensor, index: int, blocks: int) -> Tensor | None:
 
 
 def _check_rows(rows: int, blocks: int, labels: Any) -> None:
-    """Refuse, on every rank, a batch in which some coordinate has no row and nothing can say that one does not count."""
+    """Refuse, on every rank, a batch in which some coordinate has no row and no labels can mark one that does not count."""
     if rows >= blocks or (rows and isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
         return
     raise SpecError(
@@ -99,11 +99,11 @@ def _check_rows(rows: int, blocks: int, labels: Any) -> None:
 class Shares:
     """This data coordinate's part of the global batch, which is the batches of all coordinates in order.
 
-    Ranks that have different tokens of the same rows are given the same batch: it counts once, and weighs for each of
-    them its part of what it does for a rank that has it alone.
+    Ranks that have different tokens of the same rows get the same batch: it counts once, and each of them has a part of
+    its weight.
 
     Attributes:
-        index: this rank's place among those that hold different parts of the batch, rows or tokens.
+        index: this rank's index among those that hold different parts of the batch, rows or tokens.
         count: its targets that count, a scalar int64 on the device.
         part: this data coordinate's number.
     """
@@ -115,7 +115,7 @@ class Shares:
             work: this data coordinate's batch.
             world: where the coordinates lie.
             shifted, ignored: as for :meth:`Batch.count`.
-            places: whether the numbers of the rows are wanted, as dropout does; when it asks, the host waits for the device.
+            places: whether row numbers are needed, as by dropout; reading them waits for the device.
         """
         self.index = world.data_index
         self._work, self._world, self._shifted = work, world, shifted
@@ -126,7 +126,7 @@ class Shares:
 
     @cached_property
     def _sizes(self) -> list[list[int]]:
-        """Rows and tokens of each data coordinate; the host waits for the device."""
+        """Rows and tokens of each data coordinate; waits for the device."""
         if not self._located:
             return [[0, 0]] * self._world.row_index + [[self._work.rows, self._work.tokens]]
         sizes: list[list[int]] = self._pending.wait()[:, 1:].tolist()
@@ -164,7 +164,7 @@ class Shares:
 
 
 def gather_list(value: Tensor, world: World) -> list[Tensor]:
-    """Return every data coordinate's tensor, whose dims may differ in size, in their order; all must call."""
+    """Return every data coordinate's tensor in order, whose sizes may differ; all must call."""
     over = world.row_group
     if over.size == 1:
         return [value]
@@ -179,15 +179,15 @@ def gather_list(value: Tensor, world: World) -> list[Tensor]:
 
 @contextmanager
 def randomness(seed: int, step: int, shares: Shares, device: torch.device, *, torch_too: bool) -> Iterator[None]:
-    """Context manager: draw the dropout of one micro-step, a function of seed, step and place in the global batch.
+    """Context manager: dropout of one micro-step, as a function of seed, step and position in the global batch.
 
     Args:
         seed: of the run.
         step: micro-step, counted over the whole run.
-        shares: where this data coordinate's rows lie in the global batch, which decides what they drop.
+        shares: position of this data coordinate's rows in the global batch, which determines what they drop.
         device: of torch's generator.
-        torch_too: seed torch's own generators for the time being, for dropout that draws from them. It then depends
-            on how many data coordinates there are, and can only be repeated.
+        torch_too: also seed torch's generators meanwhile, for dropout that draws from them. It then depends on the number
+            of data coordinates, but is repeatable.
     """
     with dropout_stream(seed, step, batch=shares):
         if not torch_too:

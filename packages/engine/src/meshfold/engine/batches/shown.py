@@ -1,4 +1,4 @@
-"""Values in messages: tensors by shape and dtype, what holds them by what is in it; and notes on errors of a model's forward."""
+"""Values in messages: tensors by shape and dtype, containers by content; and notes on errors of a model's forward."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def rows_of_tables(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return how many rows the model's embeddings have, beside the largest number it was given; empty if it has none.
+    """Return the rows of the model's embeddings and the largest index passed to it; empty if it has none.
 
-    torch says no more of an index that is too large than that it is.
+    torch only says that an index is too large.
     """
     given = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, Tensor) and value.numel()]
     ids = [value for value in given if not value.is_floating_point() and not value.is_complex()]
@@ -75,7 +75,7 @@ _FORBIDDEN = "is a view and is being modified inplace"
 
 
 def note_in_place(error: BaseException) -> None:
-    """Note on an error of the model's forward what to change, if a block changed in place what it was called with."""
+    """Add to an error of the model's forward what to change, if a block changed its input in place."""
     if _FORBIDDEN in str(error):
         error.add_note(
             "A block changes what it is called with in place, and under this spec that is a view of something else: write "

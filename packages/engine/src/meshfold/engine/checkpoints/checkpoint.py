@@ -83,11 +83,11 @@ def write_checkpoint(
         world: where the tensors lie.
         files: file name to its tensors, alike on every rank.
         state: what goes into ``state.json``.
-        small: file name to what else is kept in a file of its own, by ``torch.save``; rank 0's counts.
+        small: name of a separate file to its content, written by ``torch.save``; rank 0's counts.
         all_read: every rank has a part of the tensors; else each data coordinate has all of them.
 
     Raises:
-        CheckpointError: if the folder could not be written. A checkpoint that was there before still is.
+        CheckpointError: if the folder could not be written. An existing checkpoint is then unchanged.
     """
     target = resolve_folder(path)
     what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
@@ -106,7 +106,7 @@ def write_checkpoint(
 
 
 def begin_together(target: Path, mine: ExitStack, files: Sequence[str], world: World, what: str) -> Path:
-    """Let the first rank begin a folder (:func:`meshfold.checkpoint.folder.begin_checkpoint`); all ranks must call.
+    """Let the first rank start a folder (:func:`meshfold.checkpoint.folder.begin_checkpoint`); all ranks must call.
 
     Returns:
         The folder that is written, on every rank.
@@ -146,7 +146,7 @@ def _write_tensors(
     all_read: bool,
     error: Exception | None,
 ) -> Exception | None:
-    """Gather each tensor, once, among ranks that have it together; its writer writes it. What failed here, if anything."""
+    """Gather each tensor once among the ranks that share it, and write it on its writer. Return the error of this rank, if any."""
     rank, members = world.mesh.rank, world.members
     writer: BackgroundWriter | None = None
     if rank in assignment.writers and error is None:
@@ -178,7 +178,7 @@ class Checkpoint:
     Attributes:
         path: the folder that is read.
         state: what ``state.json`` says.
-        mark: the CRC-32 of ``state.json``, which names the step: ranks see by it that they read the same one.
+        mark: CRC-32 of ``state.json``, by which ranks check that they read the same checkpoint.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -204,11 +204,11 @@ class Checkpoint:
             self._check(name, size, sums.get(name))
 
     def path_of(self, name: str) -> Path:
-        """Return the path of one of its files at this moment."""
+        """Return the current path of one of its files."""
         return current_path(self.path, self._saved, name)
 
     def _check(self, name: str, size: int, wanted: str | None) -> None:
-        """Compare a file with what the index says: its size, and its checksum (of tensors that of the header)."""
+        """Compare a file with the index: its size, and its checksum (for tensors, that of the header)."""
         path = self.path_of(name)
         try:
             found = path.stat().st_size
@@ -232,7 +232,7 @@ class Checkpoint:
         """Read every ``parts``-th tensor, from number ``part`` on, and compare it with its checksum.
 
         Raises:
-            CheckpointError: for one that is not what was written.
+            CheckpointError: for one that differs from what was written.
         """
         verify_checksums(self.model, part, parts)
         if "optimizer" in self.state and not weights_only:
@@ -249,10 +249,10 @@ class Checkpoint:
         return self.tensors(OPTIMIZER_FILE)
 
     def tensors(self, name: str) -> Mapping[str, Tensor]:
-        """The tensors of a file, by name; what was opened stays, whatever becomes of the folder.
+        """Return the tensors of a file, by name; opened files stay readable if the folder is replaced.
 
         Raises:
-            CheckpointError: if they are damaged, or another checkpoint has taken this one's place.
+            CheckpointError: if they are damaged, or another checkpoint has replaced this one.
         """
         try:
             found = open_tensors(TensorFolder(self.path, self.path_of, self._files), name)
@@ -264,7 +264,7 @@ class Checkpoint:
         """Check that everything read so far is of one checkpoint.
 
         Raises:
-            CheckpointError: if a run that goes on has put another one in its place meanwhile.
+            CheckpointError: if another run has replaced it meanwhile.
         """
         try:
             now = zlib.crc32((self.path / STATE_FILE).read_bytes())
@@ -296,7 +296,7 @@ class Checkpoint:
         return {**self.state.get("extra_state", {}), **found}
 
     def small_file(self, name: str) -> Any:
-        """Read a file that ``torch.save`` has written: tensors and plain Python values, never code. None if it is not listed.
+        """Read a file written by ``torch.save``: tensors and plain Python values, never code. None if it is not listed.
 
         Raises:
             CheckpointError: if it is damaged, or holds something else.
@@ -310,7 +310,7 @@ class Checkpoint:
 
 
 def _what_it_is(path: Path) -> str:
-    """Describe a path that is no checkpoint, and say what reads it."""
+    """Describe a path that is not a checkpoint, and say what can read it."""
     if (path / "config.json").exists():
         return "is a Hugging Face folder: Engine(pretrained(folder), ...) reads it, or meshfold convert"
     if path.is_dir():

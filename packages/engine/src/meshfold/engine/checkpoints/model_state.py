@@ -1,6 +1,6 @@
-"""The whole model's state, whatever each rank holds of it: names, shapes and values of a single process's model.
+"""The whole model's state, however it is sharded: names, shapes and values of a single process's model.
 
-And that of its optimizer, by the names of the whole model's parameters.
+Also the state of its optimizer, by the names of the whole model's parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshfold.mesh.parameters import uncompiled_name
 
 
 class ModelState:
-    """Reads and writes a sharded model tensor by tensor: its master weights, in whatever precision the model computes."""
+    """Reader and writer of a sharded model's master weights, tensor by tensor."""
 
     def __init__(self, model: nn.Module, states: States, world: World) -> None:
         self._model, self._states, self._world = model, states, world
@@ -57,7 +57,7 @@ class ModelState:
         return {name: self._states.source(tensor) for name, tensor in self.unique().items()}
 
     def noted_sources_and_ties(self) -> tuple[Sources, dict[str, str]]:
-        """:meth:`sources`, as they are now, for a save beside the training; and :meth:`ties`. All ranks must call."""
+        """:meth:`sources`, as they are now, for a background save; and :meth:`ties`. All ranks must call."""
         first, ties = _names_and_ties(self.tensors())
         return self._states.noted_sources(first), ties
 
@@ -66,7 +66,7 @@ class ModelState:
         return {name: tensor for tensor, name in _names_and_ties(self.tensors())[0].items()}
 
     def ties(self) -> dict[str, str]:
-        """Further names of a tensor to its first one."""
+        """Return the other names of tensors, each with the first one."""
         return _names_and_ties(self.tensors())[1]
 
     def full(self, *, keep: bool = True) -> dict[str, Tensor]:
@@ -84,13 +84,13 @@ class ModelState:
         return {**found, **{name: extra_state_value(entry) for name, entry in extra.items()}}
 
     def extra(self, what: str) -> dict[str, dict[str, Any]]:
-        """The extra state of the whole model: of each module that of the first rank which has it. All ranks must call.
+        """Return the extra state of the whole model: each module's from the first rank that has it. All ranks must call.
 
         Args:
-            what: could not be done, for the message.
+            what: the operation, for the error message.
 
         Returns:
-            Name to what :func:`meshfold.checkpoint.state.describe_extra_state` says of it.
+            Name to the result of :func:`meshfold.checkpoint.state.describe_extra_state`.
 
         Raises:
             CheckpointError: on all ranks, for a value that a checkpoint cannot hold.
@@ -111,10 +111,10 @@ class ModelState:
         return found
 
     def load_extra(self, given: Mapping[str, Any], what: str) -> None:
-        """Give modules their extra state; all ranks must call. What is not given stays, with a warning.
+        """Set the extra state of modules; all ranks must call. Missing state is left as it is, with a warning.
 
         Raises:
-            CheckpointError: on all ranks, if a module does not take it; then all keep what they had.
+            CheckpointError: on all ranks, if a module does not accept it; then nothing changes.
         """
         names = self.extra_names()
         if not names:
@@ -131,7 +131,7 @@ class ModelState:
             warnings.warn(f"{what}: it has no {_some(missing)}: that of the model stays", stacklevel=4)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take a whole state dict, of a model that was compiled or not; a tied tensor may be there under any of its names.
+        """Load a whole state dict, of a compiled model or not; a tied tensor may have any of its names.
 
         Raises:
             CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
@@ -141,16 +141,16 @@ class ModelState:
         self.write(given)
 
     def write(self, given: Mapping[str, Tensor]) -> None:
-        """Take the tensors that :meth:`check` gave back."""
+        """Load the tensors that :meth:`check` returned."""
         for name, tensor in self.unique().items():
             self._states.write(tensor, given[name])
         self._states.publish()
 
     def check(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Check that :meth:`load` would take a state dict; change nothing.
+        """Check that :meth:`load` would accept a state dict; change nothing.
 
         Returns:
-            It, with each tied tensor under its first name.
+            The state dict, with each tied tensor under its first name.
 
         Raises:
             CheckpointError: for names that are missing or unknown, or a shape that is not the model's.
@@ -182,11 +182,11 @@ class ModelState:
         return self._states.optimizer_sources()
 
     def noted_optimizer_sources(self) -> Sources:
-        """:meth:`optimizer_sources`, as they are now, for a save beside the training. All ranks must call."""
+        """:meth:`optimizer_sources`, as they are now, for a background save. All ranks must call."""
         return self._states.noted_optimizer_sources()
 
     def optimizer_description(self) -> dict[str, Any]:
-        """Return the optimizer's settings that a checkpoint keeps beside its tensors. All ranks must call."""
+        """Return the optimizer's settings that a checkpoint stores besides its tensors. All ranks must call."""
         return self._states.optimizer_description()
 
     def check_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -194,15 +194,15 @@ class ModelState:
         self._states.check_optimizer(description, (*tensors, *description["values"]))
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take the optimizer's state from a checkpoint."""
+        """Load the optimizer's state from a checkpoint."""
         self._states.load_optimizer(description, tensors)
 
 
 def read_whole(sources: Mapping[str, Source], world: World, what: str, *, keep: bool = True) -> dict[str, Tensor]:
-    """Return whole tensors in CPU memory, read in turn; all ranks must call. ``keep``: False returns none on this rank.
+    """Return whole tensors in CPU memory, read one by one; all ranks must call. ``keep``: False returns none on this rank.
 
     Raises:
-        CheckpointError: on all ranks, which begins with ``what``, if one cannot read its part.
+        CheckpointError: on all ranks, beginning with ``what``, if one cannot read its part.
     """
     found: dict[str, Tensor] = {}
     error: Exception | None = None
@@ -221,7 +221,7 @@ def read_whole(sources: Mapping[str, Source], world: World, what: str, *, keep: 
 
 
 def _names_and_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, str], dict[str, str]]:
-    """Each tensor's first name, and further names with the first one."""
+    """Return each tensor's first name, and its other names with the first one."""
     first: dict[Tensor, str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -245,7 +245,7 @@ T = TypeVar("T")
 
 
 def with_plain_names(found: Mapping[str, T]) -> dict[str, T]:
-    """The same under plain names; of what has one twice, the first."""
+    """Return the same under plain names; the first of duplicates."""
     named: dict[str, T] = {}
     for name, value in found.items():
         named.setdefault(uncompiled_name(name), value)
@@ -255,7 +255,7 @@ def with_plain_names(found: Mapping[str, T]) -> dict[str, T]:
 def describe_model(model: Any) -> dict[str, Any] | None:
     """Return the configuration of a model; None for a model whose configuration cannot be written.
 
-    A configuration can say it itself, in a method ``checkpoint_description()``; those of transformers are written as JSON.
+    A configuration can define ``checkpoint_description()``; those of transformers are written as JSON.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "checkpoint_description"):

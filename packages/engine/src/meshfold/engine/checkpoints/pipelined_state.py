@@ -1,7 +1,7 @@
-"""The state of a model whose layers are on different ranks, as one whole: who has it reads, all get it.
+"""The state of a pipelined model as a whole: owners read it, and all ranks get it.
 
-Names are those of the whole model, noted before it was cut. What a rank does not have it receives from the first rank
-of the pipeline that does.
+Names are those of the whole model, recorded before it was cut. A rank receives what it does not have from the first
+rank of the pipeline that does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A tensor of the whole model, and where on the pipeline it is read."""
+    """A tensor of the whole model, and the pipeline rank that reads it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,11 +38,11 @@ class Kept:
 
 
 class PipelinedState(ModelState):
-    """See :class:`ModelState`; all ranks of a pipeline must call what reads."""
+    """See :class:`ModelState`; all ranks of a pipeline must call its reading methods."""
 
     def __init__(self, model: nn.Module, states: States, world: World, inventory: Inventory) -> None:
         """Raises:
-        SpecError: if the ranks' optimizers have not the same groups.
+        SpecError: if the ranks' optimizers have different groups.
         """
         super().__init__(model, states, world)
         self._inventory = inventory
@@ -182,7 +182,7 @@ class PipelinedState(ModelState):
         )
 
     def _read(self, kept: Kept, own: Source | None) -> Tensor:
-        """The owner's; a collective over the pipeline too."""
+        """Return the owner's result; also a collective over the pipeline."""
         group, device = self._world.pipe_group, self._world.device
         error: Exception | None = None
         value: Tensor | None = None

@@ -1,7 +1,7 @@
-"""A file that one rank writes of a checkpoint: its plan (which rectangles of which tensors), their copies on the host, the writing.
+"""One rank's file of a checkpoint: its plan (which rectangles of which tensors), their copies on the host, and the writing.
 
-Names are looked up in the folder that was there at the beginning, by its descriptor. A rank that outlives its run would else
-write into the folder that a run started since has under the same name.
+Names are looked up by the descriptor of the folder that existed at the start. Otherwise a rank that outlives its run would
+write into the folder of a newer run with the same name.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from meshfold.mesh.parameters import StoredValue
 
 
 class RankFile:
-    """A file of this rank: what goes into it, and its writer.
+    """A file of this rank: its contents and its writer.
 
     Attributes:
-        path: its name, when it is written.
-        part: its name until then.
+        path: its final name.
+        part: its name until it is written.
     """
 
     def __init__(self, folder: Path, name: str, sources: Sources, world: World) -> None:
-        """Take note of the tensors as they are, and see that the file can be written.
+        """Record the tensors as they are, and check that the file can be written.
 
         Args:
-            folder: where the file begins.
-            name: of the checkpoint's file, of which this is a rank's part.
-            sources: the tensors; if they are to be made, then by ``lay_out``.
+            folder: where the file is made.
+            name: of the checkpoint's file that this is a rank's part of.
+            sources: the tensors, or a function that ``lay_out`` calls for them.
             world: where they lie.
         """
         rank, size = world.mesh.rank, world.mesh.world_size
@@ -69,7 +69,7 @@ class RankFile:
 
     @property
     def has_some_on_disk(self) -> bool:
-        """Tell whether some of its tensors live on a disk."""
+        """Return True if some of its tensors are on a disk."""
         return any(source.on_disk for source in self._sources.values())
 
     @property
@@ -83,10 +83,10 @@ class RankFile:
         return {} if self._plan is None else self._plan.described
 
     def lay_out(self, before: FilePlan | None) -> FilePlan:
-        """Find out which rectangles this rank writes, and begin the file, with what is on a disk.
+        """Find out which rectangles this rank writes, and start the file with those on a disk.
 
         Args:
-            before: how it was in the last save.
+            before: plan of the last save.
         """
         if self._plan is not None:
             return self._plan
@@ -114,10 +114,10 @@ class RankFile:
                 yield one, self._kept[one.tensor]
 
     def copies(self, buffer: Callable[[str, Tensor], Tensor]) -> Iterator[CopyPair]:
-        """Yield what is copied to the host, and where to.
+        """Yield pairs of a tensor to copy to the host and its destination.
 
         Args:
-            buffer: memory of the host for the copy of a tensor, by a name of its own.
+            buffer: returns host memory for the copy of a tensor, by a unique name.
         """
         for one, parts in self._to_copy:
             name, found = one.tensor, parts.tensors
@@ -160,7 +160,7 @@ class RankFile:
             self._folder = None
 
     def give_up(self, error: Exception) -> None:
-        """Let rank 0 know, in the place of what was written: that room is there."""
+        """Report an error to rank 0, in the space of what was written, which is certainly there."""
         if self._folder is None:  # it has its name already
             return
         if self._writer is not None:
@@ -172,7 +172,7 @@ class RankFile:
         self.abandon()
 
     def _noting(self, sources: Iterable[tuple[str, Source]]) -> Iterator[tuple[str, Source]]:
-        """The same; what is kept of each is noted. Sources go at once: many objects that live on have Python's collector run."""
+        """Return the same as recorded here. Sources are dropped at once: many live objects trigger Python's collector."""
         for tensor, source in sources:
             self._kept[tensor] = source.parts()
             yield tensor, source
@@ -197,13 +197,13 @@ Tensors = list[tuple[str, torch.dtype, tuple[int, ...], bool, ShardRule]]
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A rectangle on its way to a file.
+    """A rectangle that is being written to a file.
 
     Attributes:
-        tensor: of which it is a piece.
+        tensor: the tensor that it is part of.
         key: its name in the file.
-        described: what it is.
-        piece: which one.
+        described: description of the tensor.
+        piece: the rectangle.
         on_disk: whether its tensor is on a disk.
     """
 
@@ -217,8 +217,8 @@ class Written:
 class FilePlan:
     """Plan of one file of this rank, made by :func:`plan_of`: its rectangles in order, and the file's header. It holds no tensor.
 
-    It takes tens of microseconds of Python a rectangle, which the training would have to do without. So the next save uses it
-    again if its tensors are cut alike.
+    It takes tens of microseconds of Python per rectangle, which would slow down training. So the next save reuses it if its
+    tensors are cut the same way.
 
     Attributes:
         rectangles: in the order of the file.
@@ -253,11 +253,11 @@ class FilePlan:
 
 
 def plan_of(sources: Iterable[tuple[str, Source]], before: FilePlan | None) -> FilePlan:
-    """Return the plan of a file of these tensors: the one before where it is the same.
+    """Return the plan of a file of these tensors: the previous one if it is the same.
 
     Args:
-        sources: the tensors with their names. None is kept.
-        before: of the last save of such a file.
+        sources: the tensors by name, which are not kept.
+        before: plan of the last save of this file.
     """
     tensors = [
         (name, source.dtype, source.shape, source.on_disk, source.cut()) for name, source in with_pauses(sources)

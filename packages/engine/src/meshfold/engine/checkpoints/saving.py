@@ -1,21 +1,21 @@
-"""Saving beside the training: a copy of what this rank keeps is made, and written, while the next steps run.
+"""Background saving: a copy of this rank's state is made, and written, while the next steps run.
 
-1. ``Saver.start``, on all ranks: the folder is made, each rank begins files of its own, and notes which tensors it keeps.
-   What may change in a forward (buffers) is copied where it is. What lives on a disk, for want of memory, is written now.
-2. In the background, on each rank, a little later (:data:`HEAD_START_S`) or when somebody waits: the rectangles that
+1. ``Saver.start``, on all ranks: the folder is made, each rank starts its own files, and records the tensors that it keeps.
+   What may change in a forward (buffers) is copied on the device. State on a disk is written now.
+2. In the background, on each rank, a little later (:data:`HEAD_START_S`) or when a caller waits: the rectangles that
    it writes are found (:mod:`meshfold.checkpoint.shards`) and copied to host memory
    (:mod:`meshfold.checkpoint.staging`), the copies are written, and a file is given its name when it is on the disk.
-   There is no collective in this, which could meet those of the training: ranks see each other's files in the folder that all
-   can see.
-3. In the background, on rank 0: when all files are there it looks whether every element of every tensor is in one of them,
+   No collective is involved, which could mix with those of training: ranks see each other's files in the shared
+   folder.
+3. In the background, on rank 0: when all files are there it checks that every element of every tensor is in one of them,
    writes the index and ``state.json``, and gives the folder its name.
 
-What changes a tensor that is copied calls ``Saver.before_change``: the optimizer's step, a load, chunks that move. Forward and
-backward do not, and run beside the copies.
+Code that changes a tensor being copied calls ``Saver.before_change``: the optimizer's step, a load, moves of chunks. Forward
+and backward do not, and run in parallel with the copies.
 
-Until a checkpoint is complete the one before is the last one. If a rank fails, its file says so; one whose process is seen to be
-gone is not waited for; if no file has grown for ``PATIENCE`` seconds its rank is taken for dead. Then rank 0 removes the folder and
-all ranks raise the same error in their next step, save, load or close.
+Until a checkpoint is complete, the one before stays the last. If a rank fails, its file says so; a process that is known to
+have ended is not waited for; a rank whose file has not grown for ``PATIENCE`` seconds counts as dead. Then rank 0 removes the
+folder, and all ranks raise the same error in their next step, save, load or close.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PATIENCE = 120.0
 
 
 class Saver:
-    """Saves of an engine, one at a time; host memory for a copy of what this rank keeps is taken once, and kept between them."""
+    """Saves of an engine, one at a time; host memory for a copy of this rank's state is allocated once, and kept between saves."""
 
     def __init__(self, world: World) -> None:
         """Args:
@@ -78,16 +78,16 @@ class Saver:
         state: dict[str, Any],
         small_files: Mapping[str, Any],
     ) -> BackgroundSave:
-        """Begin to copy, and to write. All ranks must call. Waits for a save before that is still under way.
+        """Start copying and writing. All ranks must call. Waits for an earlier save that is still running.
 
         Args:
             path: the folder; made with its parents, or replaced.
             files: file name to its tensors, alike on every rank.
             state: what goes into ``state.json``.
-            small_files: file name to what else is kept in a file of its own, by ``torch.save``.
+            small_files: name of a separate file to its content, written by ``torch.save``.
 
         Raises:
-            CheckpointError: on all ranks, if the save before has failed, or this one cannot begin on one of them.
+            CheckpointError: on all ranks, if the earlier save has failed, or this one cannot start on one of them.
         """
         self._settle()
         target = resolve_folder(path)
@@ -127,7 +127,7 @@ class Saver:
         return save
 
     def look(self) -> None:
-        """Between steps: raise on all ranks if a save has failed. All must call; it costs an all-reduce while one is under way."""
+        """Raise on all ranks, between steps, if a save has failed. All must call; it costs an all-reduce while one is running."""
         save = self._under_way
         if save is None:
             return
@@ -139,10 +139,10 @@ class Saver:
             self._settle()
 
     def finish(self) -> None:
-        """Wait for the save that is under way, if there is one, and give the memory of copies back. All ranks must call.
+        """Wait for the running save, if there is one, and release the memory of copies. All ranks must call.
 
         Raises:
-            CheckpointError: on all ranks, if it has failed and nobody was told yet.
+            CheckpointError: on all ranks, if it has failed and that was not raised before.
         """
         try:
             self._settle()
@@ -150,14 +150,14 @@ class Saver:
             self._buffers.clear()
 
     def abandon(self) -> None:
-        """:meth:`finish` for this rank's part alone, where others may not come: an error is told at the end of the process."""
+        """:meth:`finish` for this rank only, if others may not call: an error is reported at the end of the process."""
         save, self._under_way = self._under_way, None
         if save is not None:
             save.join()
         self._buffers.clear()
 
     def before_change(self) -> None:
-        """Before what is copied changes: what is done from now on comes after the copies."""
+        """Order later work after the copies; call it before changing what is copied."""
         save = self._under_way
         if save is not None:
             save.wait_until_copied()
@@ -181,7 +181,7 @@ class Saver:
         self._plans[name] = file.lay_out(self._plans.get(name))
 
     def _copy(self, files: list[RankFile], save: BackgroundSave) -> None:
-        """Copy to host memory what is not on a disk; files that cannot be begun say so."""
+        """Copy to host memory what is not on a disk; files that cannot be started record their error."""
         copying, device = save.copying, self._world.device
         assert copying is not None  # whoever begins a save has made it
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -201,7 +201,7 @@ class Saver:
                 copying.over()
 
     def _buffer(self, key: str, like: Tensor) -> Tensor:
-        """Host memory for a copy, which later saves use again."""
+        """Return host memory for a copy, which later saves reuse."""
         buffer = self._buffers.get(key)
         fits = buffer is not None and (buffer.shape, buffer.dtype) == (like.shape, like.dtype)
         if buffer is None or not fits or (like.is_cuda and not buffer.is_pinned()):
@@ -210,7 +210,7 @@ class Saver:
         return buffer
 
     def _write(self, files: list[RankFile], save: BackgroundSave) -> None:
-        """Write the copies; a file that cannot be written says so."""
+        """Write the copies; a file that cannot be written records its error."""
         for number, file in enumerate(files):
             try:
                 file.write()
@@ -229,7 +229,7 @@ def _complete(
     *,
     ranks: int,
 ) -> None:
-    """On rank 0: wait for the files of all, and make a checkpoint of them."""
+    """Wait on rank 0 for the files of all ranks, and make a checkpoint of them."""
     wanted = [(rank, writing / shard_file_name(name, rank, ranks)) for name in files for rank in range(ranks)]
     size, since, pause = -1, time.monotonic(), 0.005
     while missing := [(rank, path) for rank, path in wanted if not path.exists()]:
@@ -272,16 +272,16 @@ stands idle. Some milliseconds later there are kernels queued before it that hid
 
 
 class BackgroundSave:
-    """A save that goes on beside the training.
+    """A save that runs in the background.
 
     Attributes:
         path: of the checkpoint.
-        writing: the folder that is written, when it has begun.
-        blocked_seconds: how long ``save`` held this rank up.
-        copied_seconds: how long it took until all was copied, from its beginning on; 0.0 until it is.
-        seconds: how long it took in all; 0.0 until it is done.
-        bytes: that this rank writes; 0 until it is known.
-        copying: keeps what is copied from being changed; None before it has begun.
+        writing: the folder that is written, once it has started.
+        blocked_seconds: time that ``save`` blocked this rank.
+        copied_seconds: time from its start until all was copied; 0.0 until then.
+        seconds: total time; 0.0 until it is done.
+        bytes: written by this rank; 0 until known.
+        copying: protects what is copied from changes; None before it has started.
     """
 
     def __init__(self, path: Path, world: World) -> None:
@@ -297,7 +297,7 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Tell whether this rank's part is finished. On rank 0: the save is complete, or has failed."""
+        """True if this rank's part is finished. On rank 0: the save is complete, or has failed."""
         return self._thread is not None and not self._thread.is_alive()
 
     @property
@@ -331,27 +331,27 @@ class BackgroundSave:
                 raise
 
     def wait_until_copied(self) -> None:
-        """Return when what was saved may be changed. The engine does so before it steps or loads.
+        """Return when what was saved may be changed. The engine calls it before it steps or loads.
 
-        Who changes parameters or the optimizer's state in another way, while a save is under way, calls it before; on a GPU on
-        the stream that does it.
+        Code that changes parameters or the optimizer's state in another way during a save must call it before; on a GPU, on
+        the stream of the change.
         """
         self._awaited.set()
         if self.copying is not None:
             self.copying.hold()
 
     def note_copied(self) -> None:
-        """Its thread has copied everything."""
+        """Record that the thread has copied everything."""
         self.copied_seconds = time.perf_counter() - self._begun
 
     def join(self) -> None:
-        """Return when this rank has nothing more to do for it."""
+        """Return when this rank's work for it is done."""
         self._awaited.set()
         if self._thread is not None:
             self._thread.join()
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Do the work in a thread, which the interpreter waits for at its end: a little later, or when somebody waits."""
+        """Run the work in a thread that the interpreter waits for at exit: a little later, or when a caller waits."""
 
         def keep() -> None:
             self._awaited.wait(HEAD_START_S)
@@ -364,6 +364,6 @@ class BackgroundSave:
         atexit.register(self._tell)
 
     def _tell(self) -> None:
-        """At the end of a process in which nobody asked."""
+        """Report an error at the end of a process that did not ask for it."""
         if self._error is not None and not self._told:
             print(f"meshfold: the checkpoint {self.path} was not completed: {self._error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""``Engine(nonfinite=...)``: what is done about a loss or a gradient that is nan or infinite, and finding where it arose.
+"""``Engine(nonfinite=...)``: handling of nan or infinite losses and gradients, and the search for where they arose.
 
-The norm of the gradient is looked at before the optimizer steps. It is the same number on every rank, and so is the
-loss, so all ranks decide alike. Nothing else is done while all is well. When it is not, the micro-steps since the last
-step are repeated, with the same batches, weights and random numbers, and this time every module is looked at.
+The norm of the gradient is checked before the optimizer steps. It is the same number on every rank, and so is the loss,
+so all ranks decide alike. Nothing else is checked while both are finite. Otherwise the micro-steps since the last step are
+repeated, with the same batches, weights and random numbers, and this time every module is checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Mode = Literal["error", "skip", "report"]
 
 def check_mode(value: object) -> Mode | None:
     """Raises:
-    SpecError: for anything that is no mode.
+    SpecError: for an unknown mode.
     """
     known = get_args(Mode)
     if value is None:
@@ -62,22 +62,22 @@ class MicroStep(NamedTuple):
 
 
 class Replay(Protocol):
-    """A function that repeats micro-steps and returns what was not finite first."""
+    """A function that repeats micro-steps and returns the first non-finite value."""
 
     def __call__(self, micro_steps: Sequence[MicroStep], *, keep: bool) -> Finding | None:
         """``keep``: afterwards the gradients are complete, as they were."""
 
 
 class NonFiniteGuard:
-    """Looks at every accumulation before the optimizer steps.
+    """Check of every accumulation before the optimizer steps.
 
     Attributes:
-        finding: where the last one that was not finite arose.
+        finding: where the last non-finite value arose.
     """
 
     def __init__(self, mode: Mode | None, *, says: bool) -> None:
         """Args:
-        mode: what to do; None: nothing is looked at.
+        mode: what to do; None: no check.
         says: this rank prints the warnings.
         """
         self._mode, self._says = mode, says
@@ -86,7 +86,7 @@ class NonFiniteGuard:
         self.finding: Finding | None = None
 
     def saw(self, number: int, work: Batch, loss: Tensor) -> None:
-        """Note a micro-step of ``train_step``: its number, its batch and its global loss."""
+        """Record a micro-step of ``train_step``: its number, its batch and its global loss."""
         if self._mode is not None:
             self._seen.append(MicroStep(number, work, loss))
 
@@ -95,7 +95,7 @@ class NonFiniteGuard:
         self._seen.clear()
 
     def refuses(self, norm: Tensor, *, step: int, scaled: bool, replay: Replay, forget: Callable[[], None]) -> bool:
-        """Return whether the step must be left out. Under fp16 a gradient that overflows is the loss scale's business.
+        """Return True if the step must be skipped. Under fp16 the loss scale handles gradients that overflow.
 
         Args:
             norm: of the gradient.
@@ -146,16 +146,16 @@ _PHASES = ("parameter", "input", "forward", "loss", "backward")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The first value that was not finite.
+    """The first non-finite value.
 
     Attributes:
         phase: ``parameter``, ``input`` (of the batch), ``forward``, ``loss`` (the loss function) or ``backward``.
         micro_step: counted over the whole run, from 0.
-        rank: that saw it.
+        rank: that found it.
         module: its name in the whole model, and its class; of a parameter its name.
         stage: of a pipeline.
         order: in the computation; ranks of one stage run the same modules, so theirs can be compared.
-        values: what was wrong, in words.
+        values: description of the values.
         place: the rank's coordinates.
     """
 
@@ -170,7 +170,7 @@ class Finding:
 
     @classmethod
     def of_loss(cls, micro_step: int, rank: int) -> Finding:
-        """Every module was well."""
+        """True if every module was finite."""
         return cls(phase="loss", micro_step=micro_step, rank=rank)
 
     def key(self) -> tuple[int, int, int, int, int]:
@@ -190,7 +190,7 @@ class Finding:
 
 
 class NonFiniteSearch:
-    """Looks at all modules while micro-steps are repeated; keeps what this rank finds first.
+    """Search of all modules while micro-steps are repeated; keeps this rank's first finding.
 
     A module's result is the culprit if it has a nan or a +inf that none of its inputs had. (-inf alone may be a mask.) In
     backward it is the module whose input's gradient is the first that is not finite. A compiled module counts as one.
@@ -216,7 +216,7 @@ class NonFiniteSearch:
             yield
 
     def saw_loss(self, loss: Tensor, micro_step: int) -> None:
-        """Note a micro-step's loss: if it is not finite, it comes before the gradients."""
+        """Record a micro-step's loss: if it is not finite, it comes before the gradients."""
         if not torch.isfinite(loss) and (not self._mine or self._mine[0].phase == "backward"):
             self._mine[:] = [Finding.of_loss(micro_step, self._world.mesh.rank)]
 
@@ -237,7 +237,7 @@ class NonFiniteSearch:
 
 
 class _Eye:
-    """One rank's look at one micro-step."""
+    """One rank's search in one micro-step."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, micro_step: int, found: list[Finding]) -> None:
         self._model, self._found, self._order = model, found, 0

@@ -1,6 +1,6 @@
-"""Stopping on request, and resuming with other ranks.
+"""Stopping on request, and resuming on another number of ranks.
 
-Every rank ends the same step, although a signal comes to each at its own time, or to one alone.
+All ranks stop after the same step, although a signal reaches each at a different time, or only one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _OnRanks(Protocol):
 
 
 class GracefulStop:
-    """Catches requests to stop, and lets all ranks see them after the same step.
+    """Catches requests to stop, and shows them to all ranks after the same step.
 
     >>> with GracefulStop(engine) as stop:                        # doctest: +SKIP
     ...     for batch in loader:
@@ -44,8 +44,8 @@ class GracefulStop:
     ...             engine.save("checkpoint")
     ...             break
 
-    The agreement is the largest of a flag over all ranks, which travels while the next step computes: a request ends the
-    run two steps later at most. The same request a second time ends the process at once
+    Ranks agree by the maximum of a flag, which is reduced while the next step computes: a request ends the
+    run at most two steps later. The same request a second time ends the process at once
     (:class:`SecondRequest`).
 
     Attributes:
@@ -100,15 +100,15 @@ _open: weakref.WeakSet[SecondRequest] = weakref.WeakSet()
 class SecondRequest:
     """Ends the process at a second signal of the same number, at least :data:`SAME_S` seconds after the first.
 
-    It does so also where the main thread waits in C code, and Python's handlers wait with it: Python writes the number of every
-    signal into a pipe before it runs a handler, and a thread reads it. Made by the main thread. Where the process has given Python
-    a descriptor for signals already, as asyncio does, nothing is waited for.
+    This works even while the main thread is in C code, where Python's handlers have to wait: Python writes the number of every
+    signal into a pipe before it runs a handler, and a thread reads it. Create it in the main thread. If the process already has a
+    wakeup descriptor for signals, as with asyncio, it does nothing.
     """
 
     def __init__(self, numbers: Collection[int], *, says: bool) -> None:
         """Args:
         numbers: the signals.
-        says: whether the end is said on standard error.
+        says: whether the end is reported on standard error.
         """
         self._numbers, self._says = frozenset(numbers), says
         self._reader, self._writer = os.pipe()
@@ -120,7 +120,7 @@ class SecondRequest:
         threading.Thread(target=self._wait, name="meshfold second request", daemon=True).start()
 
     def close(self) -> None:
-        """Wait no more; called by the main thread."""
+        """Stop waiting; called by the main thread."""
         if self not in _open:
             return
         _open.discard(self)
@@ -141,7 +141,7 @@ class SecondRequest:
         os.close(self._reader)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: its signals are not the parent's."""
+        """Reset a forked child, whose signals are not the parent's."""
         if self._before == -1:
             signal.set_wakeup_fd(-1)
         os.close(self._writer)
@@ -160,10 +160,10 @@ os.register_at_fork(after_in_child=_forget)
 def resize_data_axis(parallel: Mapping[str, Any], world_size: int) -> tuple[dict[str, Any], str]:
     """Return the spec for another number of ranks: the axis ``data`` grows or shrinks, all else stays.
 
-    The global batch is the same then, and so is the loss curve: only who has which rows of it changes.
+    The global batch stays the same, and so does the loss curve: only the distribution of its rows changes.
 
     Returns:
-        The spec, and a sentence about it; empty if nothing had to change.
+        The spec, and a sentence about the change; empty if there is none.
 
     Raises:
         SpecError: if the other axes do not divide the ranks.

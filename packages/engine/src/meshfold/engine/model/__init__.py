@@ -1,4 +1,4 @@
-"""A model on its way to this rank: stages, recomputed blocks, weights from folders."""
+"""Preparation of a rank's model: stages, recomputed blocks, weights from folders."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks of an engine's model before anything starts: errors for what cannot be trained as it is, and warnings of what computes
-other numbers on several ranks than on one."""
+"""Checks of an engine's model before anything starts: errors for what cannot be trained, and warnings about what computes
+different numbers on several ranks than on one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _refuse_table(name: str, table: nn.Embedding | nn.EmbeddingBag, world: World
 
 
 def _refuse_tied_table(name: str, table: nn.Embedding | nn.EmbeddingBag, model: nn.Module, world: World) -> None:
-    """Raise a SpecError for a table of which another stage reads a copy that a forward does not rescale."""
+    """Raise a SpecError for a table that another stage reads a copy of, which a forward does not rescale."""
     if table.max_norm is None or not world.pipelined:
         return
     holders = sum(p is table.weight for module in model.modules() for p in module._parameters.values())
@@ -87,7 +87,7 @@ def _refuse_tied_table(name: str, table: nn.Embedding | nn.EmbeddingBag, model: 
 
 
 def refuse_complex(model: nn.Module) -> None:
-    """Raise a SpecError for a parameter of complex numbers, of which a precision would keep the real part."""
+    """Raise a SpecError for a complex parameter, of which a precision would keep only the real part."""
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise SpecError(
@@ -97,7 +97,7 @@ def refuse_complex(model: nn.Module) -> None:
 
 
 def refuse_empty(model: nn.Module, world: World) -> None:
-    """Raise a SpecError for a parameter of no elements, which no chunk could hold."""
+    """Raise a SpecError for a parameter without elements, which no chunk can hold."""
     for name, parameter in model.named_parameters():
         shape = metadata_on(parameter, world.mesh).placement.shape
         if 0 in shape:
@@ -108,7 +108,7 @@ def refuse_empty(model: nn.Module, world: World) -> None:
 
 
 def require_trained(model: nn.Module, count: int, world: World) -> None:
-    """Raise a SpecError if no stage has anything to train; a single one may have nothing.
+    """Raise a SpecError if no stage has trained parameters; a single stage may have none.
 
     Args:
         model: this rank's part.
@@ -131,9 +131,9 @@ def require_trained(model: nn.Module, count: int, world: World) -> None:
 
 
 class NoCopies:
-    """Lets a deep copy of a model fail with a sentence where it would be one of empty or absent parameters.
+    """Makes deep copies of a model raise a clear error if its parameters are empty or absent.
 
-    That is so in a pipeline, and while the parameters lie in the shards of ZeRO stage 3.
+    They are so in a pipeline, and while ZeRO stage 3 shards them.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -148,7 +148,7 @@ class NoCopies:
             module.__dict__["__deepcopy__"] = refuse
 
     def close(self) -> None:
-        """Let copies be made again."""
+        """Allow copies again."""
         for module in self._modules:
             module.__dict__.pop("__deepcopy__", None)
 
@@ -180,10 +180,10 @@ _WRAPPERS = {
 
 
 def check_model(model: object) -> None:
-    """Check that a model is a module that nobody has wrapped, or a function that makes one, as far as can be told beforehand.
+    """Check that a model is an unwrapped module, or a function that makes one, as far as possible before the call.
 
     Raises:
-        SpecError: if it is neither, is wrapped by another library, is what an engine has left of one, or wants arguments.
+        SpecError: if it is neither, is wrapped by another library, is the remainder of an engine's model, or requires arguments.
     """
     if isinstance(model, nn.Module):
         wrapper = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _WRAPPERS), None)
@@ -208,7 +208,7 @@ def check_model(model: object) -> None:
 
 
 def _is_partial(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter was in chunks that are gone, a block over a closed mesh, or of a stage that this rank had."""
+    """Return True if a parameter was in released chunks, a block over a closed mesh, or of a stage that this rank had."""
     meta = metadata(parameter)
     if meta is None:
         return False
@@ -222,7 +222,7 @@ _BALANCE = re.compile(r"(router_)?aux(iliary)?_loss.*|router_z_loss.*|(load_)?ba
 
 
 def warn_of_split_batches(model: nn.Module, world: World) -> None:
-    """Warn once, on rank 0, of batch norms and of balance losses whose batch is split.
+    """Warn once, on rank 0, about batch norms and balance losses whose batch is split.
 
     Args:
         model: the whole model, before it is split.

@@ -26,7 +26,7 @@ _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True, kw_only=True)
 class CompileSettings:
-    """The engine's argument ``compile``, checked: what ``torch.compile`` is called with.
+    """The engine's argument ``compile``, checked: arguments of ``torch.compile``.
 
     Attributes:
         backend: name of a back end of torch.compile, or a function of a graph and its inputs.
@@ -72,10 +72,10 @@ class CompileSettings:
         return name or type(self.backend).__name__
 
     def check(self, spec: ParallelSpec) -> None:
-        """Check that blocks can be compiled so under a spec.
+        """Check that blocks can be compiled this way under a spec.
 
         Raises:
-            SpecError: for CUDA graphs where parameters or inputs of the blocks move.
+            SpecError: for CUDA graphs if parameters or inputs of the blocks move.
         """
         moving = "zero" if spec.zero is not None else "pipeline" if spec.pipeline is not None else None
         if self.mode in _GRAPH_MODES and moving is not None:
@@ -95,7 +95,7 @@ def _check_name(value: object, key: str, name: object, known: list[str]) -> None
 
 
 class CompiledBlocks:
-    """The modules of a model whose forward is compiled: its repeated blocks, or the model where it has none."""
+    """The compiled modules of a model: its repeated blocks, or the model if it has none."""
 
     def __init__(
         self,
@@ -108,10 +108,10 @@ class CompiledBlocks:
         settings: how they are compiled.
         model: this rank's part, as it is trained.
         spec: under which.
-        blocks: those of the model, by name, where they are known.
+        blocks: those of the model, by name, if known.
 
         Raises:
-            SpecError: for a model that is compiled already, and one without repeated blocks where it cannot be compiled whole.
+            SpecError: for a model that is already compiled, and one without repeated blocks that cannot be compiled whole.
         """
         if any(is_compiled(module) for module in model.modules()):
             raise SpecError(
@@ -145,7 +145,7 @@ class CompiledBlocks:
         return f"compiled: {what}{self._where}, backend {self._settings.backend_name}{options}"
 
     def close(self) -> None:
-        """Give the modules their own forward back, unless somebody has wrapped it once more."""
+        """Restore the modules' own forward, unless it has been wrapped again."""
         for block, before, compiled in self._before:
             if block.__dict__.get("forward") is not compiled:
                 continue
@@ -160,7 +160,7 @@ def _check_whole(model: nn.Module, spec: ParallelSpec) -> None:
     """Check that a model without repeated blocks can be compiled as a whole.
 
     Raises:
-        SpecError: where parts of it are hooked or called one by one.
+        SpecError: if parts of it are hooked or called separately.
     """
     entry = "zero" if spec.zero is not None else "pipeline" if spec.pipeline is not None else None
     if entry is not None:

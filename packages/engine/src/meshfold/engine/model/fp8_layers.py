@@ -47,7 +47,7 @@ class Fp8Layers:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Let every layer multiply in its own dtype again."""
+        """Switch every layer back to its own dtype."""
         while self._undo:
             self._undo.pop()()
 
@@ -68,10 +68,10 @@ def check_fp8(world: World) -> None:
 
 
 def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
-    """Let a model's linear layers multiply in fp8, in place; all ranks must call.
+    """Switch a model's linear layers to fp8 products, in place; all ranks must call.
 
     Raises:
-        SpecError: for a name in ``keep`` that no layer has.
+        SpecError: for a name in ``keep`` that matches no layer.
     """
     _check_names(model, settings)
     found = Fp8Layers(recipe=settings.recipe.name)
@@ -106,7 +106,7 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
 
 
 def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: set[int]) -> str:
-    """Return why a layer stays in bf16, whatever its shape; empty if nothing says so."""
+    """Return why a layer stays in bf16, whatever its shape; empty if there is no reason."""
     leaf, parts = name.rpartition(".")[2], name.split(".")
     is_head = leaf in _HEADS or id(module.weight) in heads or (isinstance(module, Linear) and module.makes_logits)
     if "head" in settings.keep and is_head:

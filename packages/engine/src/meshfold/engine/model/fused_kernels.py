@@ -1,4 +1,4 @@
-"""The engine's argument ``kernels``: fused kernels in the place of the model's own operations."""
+"""The engine's argument ``kernels``: fused kernels in place of the model's own operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_kernels(kernels: object) -> dict[str, bool | None] | None:
     """Return the rules of ``meshfold.kernels.fuse`` that an argument asks for, as its arguments; None for none.
 
     Raises:
-        SpecError: for another word, rule or value.
+        SpecError: for any other word, rule or value.
     """
     if kernels == "off":
         return None

@@ -1,7 +1,7 @@
-"""An engine's hold on a module: one engine trains it at a time, and a module is put back if no engine can be built of it.
+"""Ownership of a module by an engine: one engine trains it at a time, and it is restored if the engine cannot be built.
 
-Each engine takes the gradients that come to its parameters, and drops those of other losses. Of two that train one module the
-later would never see a gradient, and its loss would stand still without a word. A notebook's cell that is run again makes two.
+Each engine takes the gradients of its parameters, and drops those of other losses. If two train one module, the later would
+never see a gradient, and its loss would silently stand still. Running a notebook cell twice makes two.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from meshfold.mesh import SpecError
 
 
 class Claim:
-    """Says that an engine trains a module, until it is closed or nobody has it any more."""
+    """Mark that an engine trains a module, until the engine is closed or garbage collected."""
 
     def __init__(self, engine: object, *, in_chunks: bool) -> None:
         """Args:
-        engine: who trains it.
-        in_chunks: its weights are in the engine's chunks, and go with it if it is not closed.
+        engine: trains it.
+        in_chunks: its weights are in the engine's chunks, and are lost with it if it is not closed.
         """
         self._engine, self._in_chunks, self._closed = ref(engine), in_chunks, False
 
     @property
     def holds(self) -> bool:
-        """Tell whether no other engine may train the model."""
+        """Return True if no other engine may train the model."""
         return not self._closed and (self._in_chunks or self._engine() is not None)
 
     def close(self) -> None:
-        """Let the module go."""
+        """Release the module."""
         self._closed = True
 
 
@@ -41,7 +41,7 @@ _claims: WeakKeyDictionary[nn.Module, Claim] = WeakKeyDictionary()
 
 
 def check_free(model: object) -> None:
-    """Before an engine takes a model. Of a function there is nothing to ask: each call makes another model.
+    """Check a model before an engine takes it. A function always passes, since each call makes another model.
 
     Raises:
         SpecError: if another engine trains a part of it.
@@ -59,14 +59,14 @@ def check_free(model: object) -> None:
 
 
 def claim(model: nn.Module, engine: object, *, in_chunks: bool) -> Claim:
-    """Take a model with all that is trained in it, for an engine that stands."""
+    """Mark a model and all that is trained in it as taken by a complete engine."""
     made = Claim(engine, in_chunks=in_chunks)
     _claims.update({module: made for _, module in _trained(model)})
     return made
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with parameters of their own that are trained, by name."""
+    """Return modules with their own trained parameters, by name."""
     for name, module in model.named_modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             yield name, module
@@ -80,19 +80,19 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 
 class AsGiven:
-    """Context manager around the building of an engine: puts a model back if that ends in an error.
+    """Context manager around the construction of an engine: restores a model if that fails.
 
-    An engine splits a model, cuts it into stages and moves it in place, and what comes later may still refuse it. So references
-    to all that a model consists of are kept until it is certain that the engine stands; nothing is copied, and weights that a
-    change takes out of the model stay in memory until then.
+    An engine splits a model, cuts it into stages and moves it in place, and later steps may still refuse it. So references to
+    all parts of a model are kept until the engine is complete; nothing is copied, and weights that are removed from the model
+    stay in memory until then.
 
-    Modules, their classes, attributes and hooks, parameters and buffers are then the objects that they were, on the memory that
-    they had. What was written into that memory stays: of a module that ranks made with different weights, rank 0's.
+    Modules, their classes, attributes and hooks, parameters and buffers are then the original objects, with their original
+    memory. What was written into that memory stays: if ranks made a module with different weights, it has rank 0's.
     """
 
     def __init__(self, model: object) -> None:
         """Args:
-        model: what was given; of a function, which makes another model every time, nothing is noted.
+        model: as passed; nothing is recorded for a function, which makes a new model every time.
         """
         modules = [*model.modules()] if isinstance(model, nn.Module) else []
         self._modules = [_Module(module) for module in modules]
@@ -100,7 +100,7 @@ class AsGiven:
         self._tensors = [_Tensor(tensor) for tensor in tensors]
 
     def forget(self) -> None:
-        """Nothing can be refused any more: leave the model as it is from now on, and let go of what it had."""
+        """Commit: keep the model as it is now, and drop the references to its former parts."""
         self._modules.clear()
         self._tensors.clear()
 
@@ -117,7 +117,7 @@ class AsGiven:
 
 
 class _Module:
-    """A module's class and attributes, with what is in those that are containers."""
+    """A module's class and attributes, with the contents of containers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._kind, self._attributes = module, type(module), dict(module.__dict__)
@@ -155,7 +155,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Give a dict, list or set the content it had, in the order it had."""
+    """Restore the contents of a dict, list or set, in order."""
     container.clear()
     if isinstance(container, list):
         container.extend(content)

@@ -1,4 +1,4 @@
-"""The spec's entry ``pipeline``: this rank's stages of the engine's model, and how a batch goes through all of them."""
+"""The spec's entry ``pipeline``: this rank's stages of the engine's model, and the steps that run a batch through all stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PipelineSettings:
 
     Attributes:
         loss_fn: of the engine.
-        example: a small batch to call the model with once, without values; None: token ids.
+        example: a small batch to call the model with once, on meta tensors; None: token ids.
     """
 
     loss_fn: Callable[[Any, Any], Tensor] | None = None
@@ -46,12 +46,12 @@ class PipelineSettings:
     def called(
         self, model: nn.Module, device: torch.device, precision: Precision
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments that the example calls the whole model with, before it is cast; None if there is none.
+        """Return the example's arguments for the whole model, before it is cast; None if there is none.
 
-        Under every spec, so that a slip shows not only under those with ``pipeline``.
+        Checked under every spec, so that mistakes do not show only under those with ``pipeline``.
 
         Raises:
-            SpecError: for what is no batch, or one that the model cannot be called with.
+            SpecError: for anything but a batch that the model can be called with.
         """
         if self.example is None:
             return None
@@ -69,7 +69,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """The tensors of the whole model, noted before it was cut.
+    """The tensors of the whole model, recorded before it was cut.
 
     Attributes:
         first: every name of the state dict, in order, to the first name of its tensor.
@@ -94,7 +94,7 @@ class Inventory:
         return cls(first=first, parameters=frozenset(parameters), extra=tuple(extra))
 
     def called_here(self, names: Sequence[str]) -> dict[str, str]:
-        """From first names to what this rank calls these tensors, of the names that it has."""
+        """Return this rank's names of tensors by their first names in the whole model."""
         found: dict[str, str] = {}
         for name in names:
             found.setdefault(self.first[uncompiled_name(name)], name)
@@ -122,7 +122,7 @@ class PipelinedModel:
         world: where it lies; its spec has ``pipeline``.
         precision: of floating inputs.
         settings: the engine's.
-        fill: gives what is left of it its values and its device.
+        fill: materialises the remaining parts on the device.
 
         Raises:
             SpecError: if it cannot be cut so.
@@ -170,7 +170,7 @@ class PipelinedModel:
         return self.pipeline.partition.named_blocks()
 
     def step(self, works: Sequence[Microbatch], scale: Tensor) -> Tensor:
-        """Forward and backward of this data coordinate's batch: its mean loss, float64, on every rank of the pipeline.
+        """Run forward and backward of this data coordinate's batch; return its mean loss, float64, on every rank of the pipeline.
 
         Args:
             works: from :meth:`look_ahead`, the same on all of them.
@@ -186,22 +186,22 @@ class PipelinedModel:
             raise
 
     def assess(self, batch: batches.Batch) -> Tensor:
-        """The mean loss of this data coordinate's batch, without dropout and without training."""
+        """Return the mean loss of this data coordinate's batch in eval mode, without gradients."""
         with self._looking():
             return self.pipeline.assess(self.microbatches(batch))
 
     def _looking(self) -> AbstractContextManager[object]:
-        """Look at how the loss is called, the first time."""
+        """Observe the first call of the loss."""
         if not self._looks:
             return nullcontext()
         self._looks = False
         return LossCalls(parts="micro-batches", exact=False)
 
     def look_ahead(self, batch: batches.Batch) -> list[Microbatch]:
-        """Before a step: its micro-batches. All ranks must call.
+        """Return the micro-batches of the next step. All ranks must call.
 
-        Under schedule ``auto``, once: measure the stages on a batch, and let the order be the best for that; ranks take the
-        times of the slowest of those that do the same, so that all choose alike. Then the states may try the stages out.
+        Under schedule ``auto``, once: measure the stages on a batch, and choose the best order for these times; ranks use the
+        slowest time of those with the same stage, so that all choose alike. Then the states may run trial forwards.
         """
         works = self.microbatches(batch)
         if self._measures:
@@ -224,7 +224,7 @@ class PipelinedModel:
         return found
 
     def _loss(self, output: Any, given: Any) -> Tensor:
-        """The model's own loss, or what ``loss_fn`` makes of its output."""
+        """Return the model's own loss, or that of ``loss_fn``."""
         whole = batches.Batch(args=(), kwargs={}, given=given, rows=1, targets=None)
         return batches.loss_of(output, whole, self._loss_fn)
 
@@ -255,7 +255,7 @@ class PipelinedModel:
 
 
 def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:
-    """Check that a loop of the user's own can call forward and backward apart.
+    """Check that a user's own loop can call forward and backward separately.
 
     Args:
         pipelined: the engine's model, if it is in stages.
@@ -272,7 +272,7 @@ def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:
 
 
 def _slowest(costs: Costs, world: World) -> Costs:
-    """The same costs on all ranks: the most that any measured."""
+    """Return the same costs on all ranks: the largest measured."""
     columns = [costs.forward, costs.backward_input, costs.backward_weight]
     table = torch.tensor(columns, dtype=torch.float64, device=world.device)
     table = all_reduce(table, world.everyone, "max")

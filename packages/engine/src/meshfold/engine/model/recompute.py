@@ -1,10 +1,10 @@
 """Blocks whose activations are recomputed in backward, each with a switch to keep them.
 
 A block's forward is wrapped, under its own name and with all its hooks outside: modules, names and state dicts are as
-before. What a recomputed forward draws and sends is what it drew and sent the first time: the same elements are dropped,
-the same collectives made, running statistics of norms and other buffers changed once.
+before. A recomputed forward repeats the random numbers and collectives of the first one: the same elements are dropped,
+and running statistics of norms and other buffers are changed once.
 
-Source: Chen et al. 2016, arXiv 1604.06174, by way of torch's non-reentrant checkpoints.
+Source: Chen et al. 2016, arXiv 1604.06174, through torch's non-reentrant checkpoints.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
     """The engine's argument ``recompute``, checked against the spec.
 
     Raises:
-        SpecError: for another word, and for ``"auto"`` where no plan could choose.
+        SpecError: for any other word, and for ``"auto"`` without a plan that could choose.
     """
     if recompute is None:
         return None
@@ -61,13 +61,13 @@ def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
 def recompute_blocks(
     way: str | None, model: nn.Module, sequence: SplitSequence | None, pipelined: PipelinedModel | None
 ) -> RecomputedBlocks | None:
-    """The blocks of an engine's model, from now on recomputed; None if none is to be.
+    """Return the blocks of an engine's model, from now on recomputed; None if none should be.
 
     Args:
         way: from :func:`check`.
         model: this rank's part, as it is trained.
-        sequence: what was done to it for split sequences.
-        pipelined: it, where it is in stages.
+        sequence: its handle for split sequences.
+        pipelined: the model in stages, if it is.
 
     Raises:
         SpecError: if it has no list of blocks.
@@ -79,17 +79,17 @@ def recompute_blocks(
 
 
 def recomputes_by_itself(model: nn.Module) -> bool:
-    """Return whether a Hugging Face model recomputes already: ``model.gradient_checkpointing_enable()``."""
+    """Return True if a Hugging Face model already recomputes: ``model.gradient_checkpointing_enable()``."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 class Recomputed:
-    """Stands where a block's forward was: an attribute of the block itself, before that of its class.
+    """Replacement of a block's forward: an attribute of the block itself, found before that of its class.
 
     Attributes:
         name: of the block.
         kept: whether its activations are kept; may change between a backward and the next forward.
-        watch: is told of every forward and of every one that is repeated.
+        watch: notified of every forward and of every repetition.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Recomputed:
         """Args:
         name: of the block.
         block: the module; called through this from now on.
-        contexts: what is around a forward, and around its repetition.
-        more: called in a forward, makes a context inside of those of its repetition.
+        contexts: contexts around a forward, and around its repetition.
+        more: called in a forward, makes another context inside those of its repetition.
         """
         self.name, self.kept = name, False
         self.watch: LayerWatch | None = None
@@ -115,7 +115,7 @@ class Recomputed:
         setattr(block, self._place, self)
 
     def close(self) -> None:
-        """Give the block its own forward back, unless somebody has wrapped it once more."""
+        """Restore the block's own forward, unless it has been wrapped again."""
         if getattr(self._block, self._place) is not self:
             return
         if getattr(self.forward, "__self__", None) is self._block:
@@ -151,7 +151,7 @@ class Recomputed:
 
 
 class _Repetition:
-    """Around a forward that is repeated; may be entered again, for another backward."""
+    """Context manager around a repeated forward; may be entered again, for another backward."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]], buffers: ChangedBuffers) -> None:
         self._contexts, self._buffers = contexts, buffers
@@ -186,7 +186,7 @@ class RecomputedBlocks:
         """Args:
         model: this rank's part, as it is trained.
         more: called in a forward, makes a context for its repetition.
-        blocks: those of the model, by name, where they are known.
+        blocks: those of the model, by name, if known.
 
         Raises:
             SpecError: if it has no list of blocks.
@@ -216,13 +216,13 @@ class RecomputedBlocks:
         return tuple(name for name, wrapped in self._wrapped.items() if wrapped.kept)
 
     def keep(self, names: Collection[str]) -> None:
-        """Let these blocks keep their activations and all others recompute them; between a backward and a forward."""
+        """Make these blocks keep their activations and all others recompute them; call it between a backward and a forward."""
         for name, wrapped in self._wrapped.items():
             wrapped.kept = name in names
 
     @contextmanager
     def watched(self, watch: LayerWatch) -> Iterator[None]:
-        """Tell of what happens inside."""
+        """Report forwards and repetitions to a watcher."""
         for wrapped in self._wrapped.values():
             wrapped.watch = watch
         try:
@@ -232,20 +232,20 @@ class RecomputedBlocks:
                 wrapped.watch = None
 
     def close(self) -> None:
-        """Give the blocks their own forward back."""
+        """Restore the blocks' own forward."""
         for wrapped in self._wrapped.values():
             wrapped.close()
         self._wrapped.clear()
 
 
 def _runs_eagerly() -> bool:
-    """Return whether compiled blocks run uncompiled now, as they do in forwards that are looked at."""
+    """Return True if compiled blocks run uncompiled now, as in tracked forwards."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and dynamo._stance.stance == "force_eager"
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments without what blocks of the Hugging Face kind add keys and values to: once, not once more in backward."""
+    """Return the arguments without caches of keys and values, which must not be extended again in backward."""
     if kwargs.get("use_cache"):
         kwargs = {**kwargs, "use_cache": False}
     if any(kwargs.get(name) is not None for name in _CACHES):
@@ -254,10 +254,10 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model, by name: elements of its outermost lists that are more than a single layer.
+    """Return the repeated blocks of a model, by name: elements of its outermost lists that are more than a single layer.
 
-    An element counts if another of its list is of the same class, or if an ``nn.ModuleList`` has no other. Lists are
-    looked for in elements that do not count, and in those that are but lists of such blocks themselves.
+    An element counts if another in its list has the same class, or if it is alone in an ``nn.ModuleList``. Lists are
+    also searched in elements that do not count, and in those that are only lists of such blocks themselves.
     """
     found: dict[str, nn.Module] = {}
     _collect("", model, found)
@@ -279,7 +279,7 @@ def _collect(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Return whether a module can be called, is more than a layer, and more than a mere sequence of blocks."""
+    """Return True if a module can be called, is more than a layer, and more than a sequence of blocks."""
     parts = list(module.children())
     if not parts or type(module).forward is nn.Module.forward:
         return False
@@ -298,7 +298,7 @@ _BufferPlace = tuple[nn.Module, str]
 class ChangedBuffers:
     """Buffers that a block's forward changed (running statistics, counters), with the values it found.
 
-    A repetition of the forward begins with those values, and changes nothing more.
+    A repetition of the forward starts with those values, and changes nothing else.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -310,7 +310,7 @@ class ChangedBuffers:
 
     @contextmanager
     def noted(self, around: AbstractContextManager[Any]) -> Iterator[None]:
-        """Around the first forward, with what else is to be around it."""
+        """Context manager around the first forward, with the other contexts."""
         before = {place: (buffer, buffer._version, _copy_of_buffer(buffer)) for place, buffer in self._now().items()}
         try:
             with around:
@@ -328,7 +328,7 @@ class ChangedBuffers:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Around a repetition: it works on copies, since what is saved for backward must not change."""
+        """Context manager around a repetition, which works on copies, since tensors saved for backward must not change."""
         now = {(module, name): module._buffers[name] for module, name in self._found}
         for (module, name), found in self._found.items():
             module._buffers[name] = _copy_of_buffer(found)

@@ -1,7 +1,7 @@
-"""A module that is called through its parts: which of them are models, and how each is split by itself.
+"""A module that is called through its parts: which of them are models, and how each is split separately.
 
-A user's training loop in a module (Lightning's, say) calls ``self.generator(x)`` and never the module's own forward. So what
-stands at the edge of a model, where inputs are whole and outputs are made whole again, stands round each part.
+A user's training loop in a module (such as Lightning's) calls ``self.generator(x)`` and never the module's own forward. So the
+adapters at the edge of a model, which take whole inputs and return whole outputs, are put around each part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Split = Callable[[nn.Module, Mapping[str, str] | None], Report | None]
 
 
 def roots_of(module: nn.Module) -> list[str]:
-    """Names of the models in a module: its children that have parameters; a list of models counts as so many.
+    """Return the names of the models in a module: its children with parameters; lists of models are expanded.
 
-    Where single layers are children, the module itself is the model, ``[""]``: its own forward is then what is to be called.
+    If single layers are children, the module itself is the model, ``[""]``, and its own forward is called.
     """
     found = [*_called("", module)]
     single = any(not [*part.children()] for _, part in found)
@@ -31,7 +31,7 @@ def roots_of(module: nn.Module) -> list[str]:
 
 
 def callable_parts(module: nn.Module) -> list[nn.Module]:
-    """The children with parameters that are called from outside of them, those of lists one by one."""
+    """Return the children with parameters that are called from outside, those of lists one by one."""
     return [part for _, part in _called("", module)]
 
 
@@ -53,13 +53,13 @@ def split_roots(
     split: Split,
     drops: Callable[[nn.Module], bool],
 ) -> tuple[Report | None, bool]:
-    """Split each root by itself, as ``split(root, rules)`` does.
+    """Split each root separately, by ``split(root, rules)``.
 
     Args:
         module: holds the roots.
         roots: their names.
         rules: role by pattern of full names in the module; ``"replicate"`` for a root's own name leaves it whole.
-        split: splits one; None says that it was left as it is.
+        split: splits one; returns None if it was left as it is.
         drops: whether a root has dropout.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A model whose weights are kept somewhere: an engine builds it without values and then loads each rank's own."""
+"""A model whose weights are stored elsewhere: an engine builds it on the meta device and then loads each rank's own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Loaded:
     Attributes:
         name: the model's class.
         folder: where from.
-        tensors: of the model that the folder had; tied ones count once.
-        new: names that it lacked: they are made anew, from the engine's seed.
-        unused: names in the folder that the model has no use for.
-        mismatched: name to (shape in the folder, shape in the model): made anew as well.
+        tensors: number of the model's tensors in the folder; tied ones count once.
+        new: missing names: initialised from the engine's seed.
+        unused: names in the folder that the model does not use.
+        mismatched: name to (shape in the folder, shape in the model): also initialised from the seed.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Loaded:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether the folder had all that the model needs, and nothing else."""
+        """Return True if the folder had all that the model needs, and nothing else."""
         return not (self.new or self.unused or self.mismatched)
 
 
 class SourceValues(ABC):
-    """First values of a model's tensors.
+    """Initial values of a model's tensors.
 
     Attributes:
         report: which tensors the source has.
@@ -71,11 +71,11 @@ class SourceValues(ABC):
 
     @abstractmethod
     def warn(self) -> None:
-        """Warn of what is missing or not used."""
+        """Warn about missing and unused tensors."""
 
 
 class WeightSource(ABC):
-    """A model before it is built; to be given to an engine as its model.
+    """A model before it is built, to be passed to an engine.
 
     Attributes:
         folder: where its weights are.
@@ -89,14 +89,14 @@ class WeightSource(ABC):
 
     @abstractmethod
     def check(self, spec: ParallelSpec) -> None:
-        """Raise a SpecError for a spec that such a model cannot have."""
+        """Raise a SpecError for a spec that such a model does not support."""
 
     @abstractmethod
     def verify(self, part: int, parts: int) -> None:
         """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, where there are any.
 
         Raises:
-            CheckpointError: for one that is not what was written.
+            CheckpointError: for one that differs from what was written.
         """
 
     @abstractmethod
@@ -104,5 +104,5 @@ class WeightSource(ABC):
         """Return the values for a model that was built by this.
 
         Raises:
-            SpecError: if it has nothing of the model, or tensors of other shapes.
+            SpecError: if it has none of the model's tensors, or tensors of other shapes.
         """

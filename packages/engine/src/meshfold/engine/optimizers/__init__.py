@@ -1,7 +1,7 @@
 """Optimizers by name or class, and the guard of their steps.
 
-A rank steps on its own shards alone where an optimizer sees elements; it is given norms of whole tensors where it must see
-those, and whole parameters, by ``zero``, where it must see them.
+A rank steps only its own shards if an optimizer is elementwise; an optimizer that needs norms of whole tensors gets them, and
+one that needs whole parameters gets those through ``zero``.
 
 ``dict(name="adamw", lr=3e-4, weight_decay=0.1, no_decay="norms_and_biases")``, or a class or function that takes a
 list of parameters and returns a ``torch.optim.Optimizer``. Weight decay goes to all parameters, as in torch, unless
@@ -62,12 +62,12 @@ _OURS = {"params", "self", "foreach", "fused", "capturable", "differentiable"}
 def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
     """Return a function that makes the optimizer from the list of parameters; None for None (evaluation only).
 
-    ``whole``: optimizers that look at whole matrices will have them: as ``zero`` sees to, or without tensor parallelism.
+    ``whole``: optimizers that need whole matrices will have them: through ``zero``, or without tensor parallelism.
 
     Settings are tried on a parameter of one element, so that mistakes show before anything starts.
 
     Raises:
-        SpecError: for an unknown name or key, settings that the optimizer refuses, an optimizer that is made already
+        SpecError: for an unknown name or key, settings that the optimizer refuses, an optimizer that already exists
             or is not elementwise.
     """
     if value is None:
@@ -90,9 +90,9 @@ def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
 
 
 def of_any_stage(factory: Factory) -> Factory:
-    """The same function, refused if it assigns parameters to groups by their place in the list: each stage has a list of its own.
+    """Return the same function, refused if it assigns parameters to groups by list position, since each stage has its own list.
 
-    One that knows better has an attribute ``knows_stages``.
+    A function that handles stages has an attribute ``knows_stages``.
 
     Raises:
         SpecError: when it is called, if parameters in another order get other settings.
@@ -123,17 +123,17 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stages: bool) -> None:
-    """Check that an optimizer steps as in one process where this rank does not have everything.
+    """Check that an optimizer steps as in one process although this rank does not have everything.
 
-    Those of torch are known by name. Others may say ``elementwise = True`` or ``False``, or are tried out.
+    Those of torch are known by name. Others may declare ``elementwise = True`` or ``False``, or are tried.
 
     Args:
         optimizer: of this rank's blocks.
-        split: names of parameters of which it has a part.
+        split: names of split parameters.
         stages: other ranks have other parameters.
 
     Raises:
-        SpecError: for one that looks at what is elsewhere.
+        SpecError: for one that needs other ranks' values.
     """
     if not (split or stages) or type(optimizer).__module__.startswith("torch.optim"):
         return
@@ -160,10 +160,10 @@ def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stage
 
 
 def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Scheduler | None:
-    """The learning-rate scheduler that a function makes of the optimizer.
+    """Return the learning-rate scheduler that a function makes of the optimizer.
 
     Raises:
-        SpecError: if it is no function, or makes something else, or a scheduler that wants a metric.
+        SpecError: if it is not a function, returns something else, or a scheduler that needs a metric.
     """
     if factory is None or optimizer is None:
         return None
@@ -230,7 +230,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
 
 
 def _check_setting(value: object, key: str, setting: object, default: object) -> None:
-    """Check that a setting has the type of its default: torch compares numbers, and does not say which is none."""
+    """Check that a setting has the type of its default, since torch only fails in a comparison without naming it."""
     if isinstance(default, tuple):
         if not isinstance(setting, tuple | list) or len(setting) != len(default):
             raise SpecError(f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}")
@@ -245,12 +245,12 @@ def _is_number(value: object) -> bool:
 
 
 def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
-    """One kernel for many parameters, where the class has it."""
+    """Return the setting for one kernel over many parameters, if the class has it."""
     return {"fused": True} if cls in _FUSED else {}
 
 
 def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
-    """Raise a SpecError for a class that cannot step on shards; ``whole``: it will have whole matrices."""
+    """Raise a SpecError for a class that cannot step shards; ``whole``: it will have whole matrices."""
     name = getattr(cls, "__name__", "")
     known = f"Known: {', '.join(OPTIMIZERS)}, or another elementwise class of torch.optim"
     if name in _NEVER:
@@ -285,16 +285,16 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
 
 
 class StepGuard:
-    """Refuses an optimizer's ``step()`` that is not its owner's, until it is closed.
+    """Guard that refuses an optimizer's ``step()`` except from its owner, until it is closed.
 
-    Gradients wait where they are summed over the ranks, and the optimizer is given them right before it steps. Called by hand,
-    ``optimizer.step()`` would find none and do nothing, without a word.
+    Gradients wait where they are summed over the ranks, and the optimizer gets them right before it steps. Called by hand,
+    ``optimizer.step()`` would find none and silently do nothing.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, advice: str) -> None:
         """Args:
         optimizer: None for evaluation only, where nothing is guarded.
-        advice: what was wrong and what to call, after the name of the method.
+        advice: what is wrong and what to call instead, appended to the name of the method.
         """
         self._advice, self._open = advice, False
         self._handle = None if optimizer is None else optimizer.register_step_pre_hook(self._before)
@@ -309,13 +309,13 @@ class StepGuard:
             self._open = False
 
     def close(self) -> None:
-        """Let the optimizer go; may be called twice."""
+        """Release the optimizer; may be called twice."""
         if self._handle is not None:
             self._handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, *called: Any) -> None:
         """Raises:
-        TrainingError: for a step that is not the owner's.
+        TrainingError: for a step outside the owner's.
         """
         if not self._open:
             raise TrainingError(f"{type(optimizer).__name__}.step() {self._advice}")

@@ -1,4 +1,4 @@
-"""Roles of parameters on their way to an optimizer that is made of shards or stand-ins of them, as Muon is."""
+"""Roles of parameters, passed on to the shards or stand-ins that an optimizer such as Muon is made of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshfold.optimizers import ROLES, roles_of
 
 
 def note_roles(model: nn.Module) -> None:
-    """Let each trained parameter of a whole model carry its role; call it before the model is cut into stages."""
+    """Attach its role to each trained parameter of a whole model; call it before the model is cut into stages."""
     parameters = dict(model.named_parameters())
     for name, role in roles_of(model, shape_of=_whole_shape).items():
         setattr(parameters[name], ROLE, role)
@@ -24,14 +24,14 @@ def _whole_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def pass_roles_on(masters: Mapping[Tensor, Tensor]) -> None:
-    """Let master weights carry the roles of their parameters, the keys."""
+    """Attach to master weights the roles of their parameters, the keys."""
     for parameter, master in masters.items():
         if hasattr(parameter, ROLE):
             setattr(master, ROLE, getattr(parameter, ROLE))
 
 
 def groups_by_role(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return a group for each role, the empty ones too; a parameter that carries none goes by its dims."""
+    """Return a group for each role, including empty ones; a parameter without a role is grouped by its dims."""
     groups: dict[str, list[nn.Parameter]] = {role: [] for role in ROLES}
     for parameter in parameters:
         by_dims = "matrices" if parameter.dim() == 2 else "norms_and_biases"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.engine.optimizers import check_sight
 from meshfold.engine.world import World
+from meshfold.kernels import LAYERWISE
 from meshfold.mesh import metadata
 from meshfold.mesh.parameters import sharded_blocks, square_sums_of_blocks
 
@@ -27,6 +28,7 @@ def give_sight(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor], 
     tensors, asked = list(targets.values()), optimizer.__dict__
     if getattr(optimizer, "sight", None) == "norms":
         asked["square_sums"] = square_sums_of_blocks(tensors, world.mesh, world.device)
+        asked["kernels"] = LAYERWISE
     elif hasattr(optimizer, "blocks"):
         asked["blocks"] = sharded_blocks(tensors, world.mesh, world.stage_group, world.device)
     split = [name for name, target in targets.items() if _is_split(target)]

@@ -1,4 +1,4 @@
-"""Precision: in which dtype the model computes, where the master weights are, and the dynamic loss scale of fp16.
+"""Precision: compute dtype, master weights, and the dynamic loss scale of fp16.
 
 ========= ============== ======================= =============================== ==============
 precision parameters     master weights          gradients over micro-steps      optimizer
@@ -40,11 +40,11 @@ class ScaleSettings:
     """Settings of fp16's dynamic loss scale (Micikevicius et al., arXiv 1710.03740, section 3.2).
 
     Attributes:
-        initial_scale: what the loss is multiplied with at first.
+        initial_scale: initial factor of the loss.
         growth_factor: the scale grows by this ...
         growth_interval: ... after so many steps in a row without overflow.
         backoff_factor: the scale shrinks by this ...
-        hysteresis: ... at the so-manieth overflow in a row, and at each that follows in that row.
+        hysteresis: ... at this number of overflows in a row, and at each further one in that row.
         min_scale: it never falls below.
         max_scale: it never grows above.
     """
@@ -75,11 +75,11 @@ class ScaleSettings:
 
 
 class LossScaler:
-    """The loss scale as it stands. ``settings=None`` is the scale 1 that never moves."""
+    """The current loss scale. ``settings=None`` is a constant scale of 1."""
 
     def __init__(self, scale_settings: ScaleSettings | None, *, says: bool = True) -> None:
         """Args:
-        scale_settings: how it moves.
+        scale_settings: its settings.
         says: warn when it cannot go lower; one rank should.
         """
         self.settings = scale_settings
@@ -90,11 +90,11 @@ class LossScaler:
 
     @property
     def moves(self) -> bool:
-        """Tell whether the gradient norm must be read before each step."""
+        """Return True if the gradient norm must be read before each step."""
         return self.settings is not None
 
     def update(self, norm: float) -> bool:
-        """Take note of a step's gradient norm; whether the step must be skipped since it is not finite."""
+        """Record a step's gradient norm; return True if the step must be skipped because it is not finite."""
         if self.settings is None:
             return False
         if math.isfinite(norm):
@@ -117,7 +117,7 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self._good_steps, "overflows": self._overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another scaler was, within the bounds of these settings."""
+        """Load another scaler's state, within the bounds of these settings."""
         if self.settings is not None:
             bounded = max(float(state["scale"]), self.settings.min_scale)
             self.scale = min(bounded, self.settings.max_scale)
@@ -141,7 +141,7 @@ class Precision:
 
     Attributes:
         name: ``fp32``, ``fp64``, ``bf16`` or ``fp16``.
-        scale: how the loss scale moves; None for a precision that needs none.
+        scale: settings of the loss scale; None for a precision that needs none.
         fp8: how linear layers multiply in fp8; None if none does.
     """
 
@@ -151,7 +151,7 @@ class Precision:
 
     @classmethod
     def parse(cls, value: object) -> Precision:
-        """From a name, or ``dict(name="fp16", initial_scale=...)`` with fields of :class:`ScaleSettings`, or
+        """Parse a name, or ``dict(name="fp16", initial_scale=...)`` with fields of :class:`ScaleSettings`, or
         ``dict(name="bf16", matmul="fp8", recipe=..., keep=...)``.
 
         Raises:
@@ -174,17 +174,17 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the model computes."""
+        """Dtype in which the model computes."""
         return _DTYPES[self.name]
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """In which weights are kept, gradients summed and reduced, and the optimizer works."""
+        """Dtype of master weights, of summed and reduced gradients, and of the optimizer."""
         return self.dtype if self.name == "fp64" else torch.float32
 
 
 class Masters:
-    """The weights that the optimizer updates, beside the parameters that the model computes with.
+    """The weights that the optimizer updates, and the parameters that the model computes with.
 
     The same objects where both have one dtype; else float32 copies that carry the parameters' metadata.
     """
@@ -195,7 +195,7 @@ class Masters:
         precision: Precision,
         other: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
     ) -> None:
-        """Casts the parameters to the precision, keeping what precision they had in the masters.
+        """Cast the parameters to the precision, keeping their full precision in the masters.
 
         Args:
             parameters: those that are trained.
@@ -244,7 +244,7 @@ def other_dtypes(model: nn.Module, precision: Precision) -> dict[Tensor, torch.d
 
 
 def cast_rest(model: nn.Module, precision: Precision, trained: set[Tensor]) -> None:
-    """Bring what is not trained to the precision: frozen parameters, and buffers that belong to a state dict.
+    """Cast what is not trained to the precision: frozen parameters, and buffers in the state dict.
 
     Tables that a module recomputes (non-persistent buffers, such as rotary frequencies) and the running statistics
     of batch norms stay in float32: rounding them loses more than it saves. With fp64 everything is float64.

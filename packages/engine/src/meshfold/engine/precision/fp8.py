@@ -37,7 +37,7 @@ class Fp8Settings:
 
     @classmethod
     def parse(cls, value: object, name: str, keys: Mapping[str, Any]) -> Fp8Settings | None:
-        """From the keys of a precision; None if it does not multiply in fp8.
+        """Parse the keys of a precision; None if it does not multiply in fp8.
 
         Args:
             value: the precision as it was written.
@@ -45,7 +45,7 @@ class Fp8Settings:
             keys: those of :data:`FP8_KEYS` that it has.
 
         Raises:
-            SpecError: for fp8 beside another precision than bf16, an unknown recipe, or keys without ``matmul``.
+            SpecError: for fp8 with a precision other than bf16, an unknown recipe, or keys without ``matmul``.
         """
         if not keys:
             return None

@@ -1,5 +1,5 @@
-"""The entry ``sequence`` of the spec: whole sequences go into a model, each rank computes on its own tokens, whole
-sequences come out."""
+"""The entry ``sequence`` of the spec: a model gets whole sequences, each rank computes its own tokens, and outputs
+are whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["counted_attention", "local_length", "split_sequence"]
 
 
 def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSequence | None:
-    """Let a model's ranks share its sequences if the spec says so; None if it does not.
+    """Split a model's sequences over ranks if the spec asks for it; return None if not.
 
     Args:
         model: this rank's part, tensor parallelism done.
@@ -38,7 +38,7 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
 
 
 def local_length(length: int, world: World) -> int:
-    """Return how many tokens of a sequence of so many each rank has, with padding."""
+    """Return the tokens per rank of a sequence, padding included."""
     spec = world.spec.sequence
     if spec is None or spec.size == 1:
         return length
@@ -49,7 +49,7 @@ def local_length(length: int, world: World) -> int:
 
 @contextmanager
 def counted_attention(spec: ParallelSpec, count: Callable[[int], None]) -> Iterator[None]:
-    """Tell of the operations of attention over split sequences, for tensors without values."""
+    """Report the operations of attention over split sequences, for meta tensors."""
     if spec.sequence is None or spec.sequence.size == 1:
         yield
         return

@@ -1,4 +1,4 @@
-"""Refusals of models whose sequences cannot be split, as far as can be told before they run."""
+"""Refusals of models whose sequences cannot be split, as far as possible before they run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _ATTENDING = (
 
 
 def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
-    """Refuse a module before anything is split, so that it stays as its user gave it.
+    """Refuse a module before anything is split, so that it stays unchanged.
 
     Args:
-        model: as it was given.
+        model: as passed by the user.
         world: where it will lie.
         own_loss: the engine has a ``loss_fn``.
 
     Raises:
-        SpecError: for layers that mix tokens, and for a loss inside of the model that ranks cannot share.
+        SpecError: for layers that mix tokens, and for a loss inside the model that ranks cannot share.
     """
     spec = world.spec.sequence
     if spec is None or spec.size == 1:
@@ -45,7 +45,7 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
 
 
 def check_mixing(model: nn.Module, world: World) -> None:
-    """Look for what would see the tokens of its own rank alone, and for heads that ranks cannot share.
+    """Look for code that would see only its own rank's tokens, and for heads that ranks cannot share.
 
     Args:
         model: of all layers: one in stages before it is cut, so that every rank sees the same.

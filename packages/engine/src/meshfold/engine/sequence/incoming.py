@@ -1,4 +1,4 @@
-"""The way into a model whose sequences are split: arguments cut into this rank's part, labels moved by one token before."""
+"""Inputs of a model whose sequences are split: labels are shifted by one token, then arguments are cut into this rank's part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAST_TOKENS = ("logits_to_keep", "num_logits_to_keep")
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The forward under way.
+    """State of the current forward.
 
     Attributes:
         sharding: of its sequences.
@@ -39,13 +39,13 @@ class Forward:
 
 
 class Incoming:
-    """Cuts tokens, labels and positions; leaves out or refuses what a part of a sequence cannot have."""
+    """Cuts tokens, labels and positions; drops or refuses arguments that a part of a sequence cannot have."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, mode: str | Callable[..., object], labels: Labels, written: str
     ) -> None:
         """Args:
-        model: that is called.
+        model: to be called.
         mesh, mode: how sequences are sharded.
         labels: of the model.
         written: the spec, for messages.
@@ -117,7 +117,7 @@ class Incoming:
                 )
 
     def _drop_mask(self, given: dict[str, Any], length: int) -> None:
-        """Leave out masks that say nothing, or nothing that counts; refuse the others."""
+        """Drop masks without effect; refuse the others."""
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor):
             if mask.dim() != 2 or mask.shape[1] != length:
@@ -137,7 +137,7 @@ class Incoming:
             given["attention_mask"] = None
 
     def _documents(self, given: dict[str, Any], rows: int, length: int) -> Documents | None:
-        """The documents packed into each row; None if there are none."""
+        """Return the documents packed into each row; None if there are none."""
         if not self._theirs and not self._own:
             return None
         masked = isinstance(given.get("attention_mask"), Tensor)
@@ -161,7 +161,7 @@ class Incoming:
 
 
 def _has_tokens(value: Tensor) -> bool:
-    """Return whether a tensor's second dim may be that of the tokens: of a floating matrix it is that of features."""
+    """Return True if a tensor's second dim may be that of the tokens: of a floating-point matrix it is that of features."""
     return value.dim() > 2 or (value.dim() == 2 and not value.is_floating_point())
 
 
@@ -177,8 +177,8 @@ class Labels:
     """Labels of a model whose sequences are split.
 
     Attributes:
-        kind: ``"moved"``, ``"shift_labels"`` (moved, and said so), ``"as they are"``; "" if the model's loss cannot be told that
-            they are moved.
+        kind: ``"moved"``, ``"shift_labels"`` (moved, and passed as such), ``"as they are"``; "" if the model's loss cannot take
+            moved labels.
     """
 
     def __init__(self, model: nn.Module, written: str) -> None:
@@ -197,7 +197,7 @@ class Labels:
 
     @property
     def causal(self) -> bool:
-        """Tell whether each token predicts the next one, as far as is known."""
+        """Return True if each token predicts the next one, as far as known."""
         return self.kind in ("moved", "shift_labels")
 
     def require(self, name: str) -> None:
@@ -221,13 +221,13 @@ class Labels:
         return labels if self.kind == "as they are" else next_tokens(labels, ignore_index=IGNORE_INDEX)
 
     def shard(self, given: dict[str, Any], sharding: SequenceSharding, rank: int, rows: int) -> Tensor | None:
-        """Put this rank's labels in place of all.
+        """Replace all labels by this rank's.
 
         Returns:
             This rank's share of the targets that count, float64; None if the model was given no labels.
 
         Raises:
-            SpecError: for labels that are not one a token.
+            SpecError: unless there is one label per token.
         """
         names = ("labels", "shift_labels")
         found = {name: value for name in names if (value := given.pop(name, None)) is not None}

@@ -1,9 +1,9 @@
 """Hooks around a model whose sequences are split.
 
-Ranks along the sequence axes are given the same rows. On the way in, tokens, labels and positions are sharded as the
-mode says; labels are shifted by one token before, since a part of a sequence cannot know its next token. On the way out the
-ranks' losses are put together to that of the whole sequences, or, without labels, outputs are gathered along the tokens. The
-gradient of what comes out is summed over the ranks, as if each had used the whole for a loss of its own.
+Ranks along the sequence axes get the same rows. Before the forward, tokens, labels and positions are sharded by the mode;
+labels are first shifted by one token, since a part of a sequence does not have its next token. After it, the ranks' losses are
+combined to that of the whole sequences, or, without labels, outputs are gathered along the tokens. The gradient of the outputs
+is summed over the ranks, as if each had used the whole for its own loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SplitSequence:
         own_loss: the engine has a ``loss_fn``.
 
         Raises:
-            SpecError: for what the model cannot do on a part of a sequence, as far as it can be told.
+            SpecError: for what the model cannot do on a part of a sequence, as far as known.
         """
         written = world.spec.written or str(world.spec)
         labels = Labels(model, written)
@@ -74,7 +74,7 @@ class SplitSequence:
         self._undo.close()
 
     def repeated(self) -> AbstractContextManager[Any]:
-        """Return the context in which the attention of the forward under way can be repeated."""
+        """Return the context in which the attention of the current forward can be repeated."""
         return self._attention.repeated()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +95,7 @@ class SplitSequence:
 
 
 class SplitAttention:
-    """A model's attention, carried out over the ranks until it is closed."""
+    """A model's attention, run over the ranks until it is closed."""
 
     def __init__(self, model: nn.Module, world: World, mode: str | Callable[..., object]) -> None:
         """Args:
@@ -109,7 +109,7 @@ class SplitAttention:
         self._parallel = sequence_parallel(model, world.mesh, mode, draw=draw)
 
     def begin(self, now: Forward) -> None:
-        """Say what the forward under way is of."""
+        """Set the batch of the current forward."""
         documents = None if now.documents is None else self._attended(now.documents, now)
         self._parallel.set_batch(length=now.sharding.length, documents=documents)
 
@@ -118,13 +118,13 @@ class SplitAttention:
         self._parallel.remove()
 
     def repeated(self) -> AbstractContextManager[Any]:
-        """Return the context in which the attention of the forward under way can be repeated."""
+        """Return the context in which the attention of the current forward can be repeated."""
         return self._parallel.again()  # entered after those of dropout by function, as in the forward
 
     def _attended(self, documents: Documents, now: Forward) -> Documents:
         """Return the documents of the rows that attention has here.
 
-        A tensor mode may split the batch between sequences, filled up with copies of its last row.
+        A tensor mode may split the batch between sequences, padded with copies of its last row.
         """
         if len(documents) == 1 or self._world.mode is None:
             return documents
@@ -145,7 +145,7 @@ def _drawn(calls: FunctionalDropout, q: Tensor, p: float) -> WeightDropout:
 
 
 class Outgoing:
-    """Makes what one process would have returned of what each rank's model has."""
+    """Combines each rank's outputs into what one process would have returned."""
 
     def __init__(self, mesh: Mesh, mode: str | Callable[..., object], written: str) -> None:
         """Args:
@@ -155,10 +155,10 @@ class Outgoing:
         self._mesh, self._axes, self._written = mesh, sequence_mode(mode, mesh).axes, written
 
     def give(self, output: Any, now: Forward) -> Any:
-        """A model's output of whole sequences. Beside a loss, tensors are put together when somebody reads them.
+        """Return a model's output for whole sequences. Next to a loss, tensors are gathered when they are read.
 
         Raises:
-            SpecError: for an output that has no loss, or tensors that do not lie along the tokens.
+            SpecError: for an output without a loss, or tensors that are not along the tokens.
         """
         if now.share is None:
             return map_tensors(output, lambda _, value: self._whole(value, now), deep=True)
@@ -174,7 +174,7 @@ class Outgoing:
         raise SpecError(f"{self._written}: {why}")
 
     def _loss(self, mine: Tensor, share: Tensor) -> Tensor:
-        """The mean over whole sequences from the means over each rank's tokens; the same on every rank of them."""
+        """Return the mean over whole sequences from the means over each rank's tokens, the same on every rank."""
         if mine.dim():
             self._refuse(
                 f"the model was given labels and returned a loss of shape {tuple(mine.shape)}: a mean is a scalar"
@@ -193,7 +193,7 @@ class Outgoing:
         return now.sharding.join(gather(value, self._mesh, 1, self._axes), 1)
 
     def _beside(self, name: str, value: Tensor, now: Forward) -> Tensor:
-        """An output beside the loss: one along the tokens is put together when somebody reads it."""
+        """Return an output next to the loss; one along the tokens is gathered when it is read."""
         sharding, rows, mesh, axes = now.sharding, now.rows, self._mesh, self._axes
         along = value.dim() > 1 and value.shape[:2] == (rows, sharding.local)
         if value.is_meta or not (along or (value.dim() > 1 and value.shape[0] == rows * sharding.local)):

@@ -1,9 +1,8 @@
-"""The gradients of one optimizer step, from the first forward to where the optimizer takes them, and their stand-ins in
-``parameter.grad``, so that torch's own clipping works on gradients in shards.
+"""The gradients of one optimizer step, from the first forward to the optimizer, and their stand-ins in ``parameter.grad``, with
+which torch's own clipping works on sharded gradients.
 
-Gradients wait in buckets and chunks, where ``parameter.grad`` is None: ``torch.nn.utils.clip_grad_norm_`` would find nothing to
-clip, return 0.0 and say nothing. A :class:`meshfold.mesh.parameters.GradientProxy` stands there instead, except while a
-backward runs.
+Gradients wait in buckets and chunks, and ``parameter.grad`` would be None: ``torch.nn.utils.clip_grad_norm_`` would silently
+clip nothing and return 0.0. So it is a :class:`meshfold.mesh.parameters.GradientProxy`, except while a backward runs.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class Accumulation:
     """Forwards and backwards since the last optimizer step.
 
     Attributes:
-        scaler: what losses are multiplied with.
+        scaler: of the losses.
         micro_steps: those of ``train_step`` among them.
         backwards: those whose gradients count.
         settled: gradients are summed over the data axes and unscaled, until they are released.
-        closed: whether the engine was, so that gradients would come no more.
-        summed: whether a backward is the last one, after which gradients are summed over the data axes: no ``no_sync`` is open.
+        closed: whether the engine is closed, so that no more gradients arrive.
+        summed: whether gradients are summed over the data axes after this backward: no ``no_sync`` is open.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Accumulation:
     ) -> None:
         """Args:
         states: take the gradients.
-        scaler: what losses are multiplied with.
+        scaler: of the losses.
         before_change: called before chunks may be stepped with, and before gradients are summed.
         stages: this rank has one of several stages of a pipeline.
         advice: what to do with gradients instead, for messages.
@@ -86,7 +85,7 @@ class Accumulation:
             )
 
     def begin(self, *, anew: bool = False) -> None:
-        """Before a forward whose backward will follow; ``anew``: also if the one before was broken off.
+        """Start a forward whose backward will follow; ``anew``: also if the one before was aborted.
 
         Raises:
             TrainingError: without an optimizer, or after ``close()``.
@@ -103,17 +102,17 @@ class Accumulation:
             self._states.begin(first=not self.backwards)
 
     def break_off(self) -> None:
-        """The forward that has begun failed, and no backward will follow."""
+        """Record that the forward failed, and no backward will follow."""
         self._begun = False
 
     @contextmanager
     def taking(self, kind: BackwardRole, *, shown: bool = True, made_by_all: bool = True) -> Iterator[None]:
-        """Context manager of a backward: what gradients come inside are summed over the data ranks, now or later.
+        """Context manager of a backward: gradients that arrive inside are summed over the data ranks, now or later.
 
         Args:
             kind: which of a step's backwards it is.
             shown: ``parameter.grad`` shows them afterwards; False where the step comes next.
-            made_by_all: it comes to these parameters on some rank; where it does not come to one, that counts as zero.
+            made_by_all: it reaches these parameters on some rank; a parameter that it does not reach has a zero gradient.
         """
         self.begin()
         if kind == "final" and self._states.all_read:  # chunks may be stepped with before step() is called
@@ -134,7 +133,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last: their gradients are not summed over the data axes yet."""
+        """Context manager: backwards inside are not the last, so their gradients are not summed over the data axes yet."""
         before, self.summed = self.summed, False
         try:
             yield
@@ -142,7 +141,7 @@ class Accumulation:
             self.summed = before
 
     def finish(self) -> torch.optim.Optimizer:
-        """Sum the gradients that were not summed yet, and unscale all; return the optimizer that is to step with them.
+        """Sum the gradients that were not summed yet, and unscale all; return the optimizer to step.
 
         Raises:
             TrainingError: without an optimizer, if there was no backward, or if ``parameter.grad`` was assigned.
@@ -180,7 +179,7 @@ class Accumulation:
         self.settled = True
 
     def forget(self) -> None:
-        """Let the gradients go; the next accumulation begins."""
+        """Release the gradients; the next accumulation begins."""
         self._shown.hide()
         self._states.forget()
         self.backwards = self.micro_steps = 0
@@ -189,7 +188,7 @@ class Accumulation:
             self._shown.show()
 
     def close(self) -> None:
-        """No more gradients come: the engine is closed."""
+        """Close: no more gradients arrive."""
         self.closed = True
         self._shown.hide()
 
@@ -208,9 +207,9 @@ class ShownGradients:
     ) -> None:
         """Args:
         states: have the gradients.
-        settle: a method that sums the gradients over the ranks and unscales them, once; whether there are any. Whoever has
-            it is not kept alive.
-        are_there: a method: whether there are any, without that.
+        settle: a method that sums the gradients over the ranks and unscales them, once, and returns whether there are any.
+            Its object is not kept alive.
+        are_there: a method that only returns whether there are any.
         stages: this rank has one of several stages of a pipeline, and so some of the parameters.
         advice: what to do instead, for messages.
         """
@@ -227,7 +226,7 @@ class ShownGradients:
     # -- when they stand there --------------------------------------------------------------------------------------
 
     def show(self) -> None:
-        """From now on ``parameter.grad`` is a shown gradient."""
+        """Set ``parameter.grad`` to shown gradients from now on."""
         for place, parameter in enumerate(self._states.trained):
             if parameter.grad is None:
                 parameter.grad = self._stand_in(place, parameter)
@@ -237,7 +236,7 @@ class ShownGradients:
             _hide_from_compiler(self)
 
     def hide_for_now(self) -> None:
-        """Show nothing while the compiler traces, until :meth:`show`: it makes a copy of each parameter with its ``grad``."""
+        """Show nothing while the compiler traces, until :meth:`show`, since it copies each parameter with its ``grad``."""
         if self._visible:
             _hide(self._states.trained)
 
@@ -247,7 +246,7 @@ class ShownGradients:
             self.show()
 
     def hide(self) -> None:
-        """Show nothing: a backward comes, which would add to what is there, or the end."""
+        """Show nothing, before a backward, which would add to what is shown, or at the end."""
         if not self._visible:
             return
         for parameter in self._states.trained:
@@ -257,17 +256,17 @@ class ShownGradients:
         self._visible = False
 
     def cover(self) -> None:
-        """Show all, also where a complete gradient is: that of this rank's shard alone."""
+        """Show all, also in place of complete gradients, which are those of this rank's shard only."""
         for place, parameter in enumerate(self._states.trained):
             if parameter.grad is not None and not isinstance(parameter.grad, GradientProxy):
                 self._covered[place], parameter.grad = parameter.grad, None
         self.show()
 
     def check_unchanged(self) -> None:
-        """Refuse to step where the step would not see what was assigned.
+        """Refuse a step that would not see an assigned gradient.
 
         Raises:
-            TrainingError: if somebody gave a parameter another gradient.
+            TrainingError: if a parameter was assigned another gradient.
         """
         if not self._visible:
             return
@@ -279,7 +278,7 @@ class ShownGradients:
                 )
 
     def hand_back(self) -> None:
-        """Complete gradients are back for the optimizer's step, with all that was done to what was shown."""
+        """Restore complete gradients for the optimizer's step, with all changes made through what was shown."""
         covered, factors = dict(self._covered), list(self._factors)
         self.hide()
         self._put(covered)
@@ -288,7 +287,7 @@ class ShownGradients:
 
     @contextmanager
     def complete(self, what: str) -> Iterator[None]:
-        """Inside gradients are summed, unscaled and where their states expect them.
+        """Context manager: inside, gradients are summed, unscaled and where their states expect them.
 
         Raises:
             TrainingError: if there are none.
@@ -381,9 +380,9 @@ def _call(method: WeakMethod[Callable[[], bool]]) -> bool:
 
 
 def _hide_from_compiler(shown: ShownGradients) -> None:
-    """Have shown gradients hidden whenever the compiler traces, as long as they exist.
+    """Hide shown gradients whenever the compiler traces, as long as they exist.
 
-    A parameter in chunks is gathered by then, and what its ``grad`` shows has the shape that it had between two uses.
+    A parameter in chunks is gathered by then, and its ``grad`` has the shape that it had between two uses.
     """
     from torch._dynamo.callback import callback_handler
 

@@ -4,12 +4,12 @@ A parameter's gradient is moved into its place in a flat bucket as soon as autog
 backward of an accumulation a bucket whose parameters have all arrived is all-reduced at once, over the axes that
 its parameters' metadata names; the rest of backward goes on meanwhile (as in Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3.2). If it was not the last after all,
-what was summed waits, and the sum of what comes is added.
+the sum waits, and the sum of later gradients is added.
 
 Buckets are filled in reverse order of the parameters and launched in that order on every rank, whatever order
-gradients come in. A parameter without a gradient adds zeros, so that ranks which used different parameters meet in
-the same collectives; one that no rank used keeps the gradient None, as in a single process. For this each bucket ends
-in one number a parameter: how many ranks used it.
+gradients come in. A parameter without a gradient adds zeros, so that ranks which used different parameters make
+the same collective calls; one that no rank used keeps the gradient None, as in a single process. For this each bucket ends
+in one number per parameter: the ranks that used it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ALIGN = 16  # elements: gradients begin where vector instructions like it
 
 
 class Bucket:
-    """Some parameters whose gradients travel together."""
+    """Parameters whose gradients are reduced together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor], group: Group) -> None:
         """Args:
         parameters: in bucket order; of one dtype and device.
-        targets: what their reduced gradients are for (the masters), likewise.
+        targets: the tensors that get their reduced gradients (the masters), in the same order.
         group: over which they are summed.
         """
         self.parameters, self.targets, self.group = list(parameters), list(targets), group
@@ -55,21 +55,21 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether all gradients of this backward are there."""
+        """Return True if all gradients of this backward have arrived."""
         return len(self._arrived) == len(self.targets)
 
     def begin(self) -> None:
-        """Before each backward. If the one before was taken for the last, what it has summed is kept."""
+        """Prepare for a backward. If the one before seemed to be the last, its sum is kept."""
         self._arrived = set()
         if self._pending is not None:
             summed, self._pending = self._pending.wait(), None
             self._summed = summed if self._summed is None else self._summed.add_(summed)
 
     def add(self, place: int, gradient: Tensor, *, whole: bool = True) -> None:
-        """Take up a gradient, summing over micro-steps; ``whole``: no more of it comes in this backward.
+        """Add a gradient, summing over micro-steps; ``whole``: no more of it arrives in this backward.
 
         Raises:
-            TrainingError: if the bucket is on its way already.
+            TrainingError: if the bucket is already being reduced.
         """
         if self._pending is not None:
             raise TrainingError(
@@ -89,7 +89,7 @@ class Bucket:
             self._arrived.add(place)
 
     def complete(self, place: int) -> None:
-        """No more of a parameter's gradient comes in this backward."""
+        """Record that a parameter's gradient is complete in this backward."""
         self._arrived.add(place)
 
     def launch(self) -> None:
@@ -105,7 +105,7 @@ class Bucket:
         self._flat, self._pending = None, all_reduce(flat, self.group, async_op=True)
 
     def deliver(self, factor: float) -> None:
-        """Give every target its summed gradient times the factor, and forget it here."""
+        """Set every target's summed gradient times the factor, and drop it here."""
         if self._pending is None:
             raise TrainingError("a gradient bucket was to be delivered before it was launched")
         flat = self._pending.wait()
@@ -121,7 +121,7 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Back to empty."""
+        """Reset to empty."""
         self._flat = self._pending = self._summed = None
         self._filled, self._arrived, self._used = set(), set(), set()
 
@@ -148,7 +148,7 @@ class GradientReducer:
         parameters: those that are trained, each once, in the same order on every rank.
         masters: where the summed gradients go.
         mesh: gives the group of each parameter's ``sum_axes``.
-        bucket_bytes: a bucket is closed once it holds so many.
+        bucket_bytes: a bucket is closed once it holds this many.
         """
         self.buckets = _fill(parameters, masters, mesh, bucket_bytes)
         self._listening = self._last = self._owed = self._several = False
@@ -163,14 +163,14 @@ class GradientReducer:
         ]
 
     def reset(self) -> None:
-        """Forget all gradients that were collected."""
+        """Drop all collected gradients."""
         for bucket in self.buckets:
             bucket.reset()
         self._owed = False
 
     @contextmanager
     def backward(self, *, last: bool, several: bool = False) -> Iterator[None]:
-        """Around each backward. Gradients that come at other times are dropped: they are of somebody else's loss.
+        """Context manager around each backward. Gradients that arrive at other times belong to another loss and are dropped.
 
         Args:
             last: of an accumulation; send buckets as they become full.
@@ -188,7 +188,7 @@ class GradientReducer:
             self._launch_rest()
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
-        """Inside a backward of several: these have all their gradients."""
+        """Record inside a backward of several that these parameters have all their gradients."""
         for parameter in parameters:
             if parameter in self._places:
                 bucket, place = self._places[parameter]
@@ -197,7 +197,7 @@ class GradientReducer:
             self._launch_ready()
 
     def finish(self, factor: float = 1.0) -> None:
-        """After the last backward: targets have their gradients, summed and times the factor."""
+        """Finish after the last backward: set the targets' gradients, summed and times the factor."""
         if self._owed:
             for bucket in self.buckets:
                 bucket.begin()
@@ -207,7 +207,7 @@ class GradientReducer:
             bucket.deliver(factor)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -239,9 +239,9 @@ class GradientReducer:
 
 
 def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
-    """Buckets in the order in which backward tends to fill them, each of one group, dtype and device.
+    """Return buckets in the order in which backward tends to fill them, each of one group, dtype and device.
 
-    Parameters that other stages of a pipeline have too come last: their gradients wait for those stages.
+    Parameters shared with other stages of a pipeline come last, since their gradients wait for those stages.
     """
     filled: list[tuple[tuple[str, ...], list[nn.Parameter]]] = []
     open_buckets: dict[object, tuple[list[nn.Parameter], int]] = {}

@@ -1,4 +1,4 @@
-"""The optimizer's state in whole tensors, by parameter name, as checkpoints have it; whole tensors and shards of them."""
+"""The optimizer's state in whole tensors, by parameter name, as in checkpoints; conversion between whole tensors and shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 class OptimizerState:
-    """Reads and writes a torch optimizer whose tensors are blocks of whole ones."""
+    """Reader and writer of a torch optimizer whose tensors are blocks of whole ones."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor]) -> None:
         """Args:
@@ -47,7 +47,7 @@ class OptimizerState:
         return NotedState([(name, target, dict(state.get(target, ()))) for name, target in self._targets.items()])
 
     def description(self) -> dict[str, Any]:
-        """Class, groups and what is no tensor: can be written as JSON."""
+        """Return class, groups and everything but tensors, in a form that JSON supports."""
         names = {target: name for name, target in self._targets.items()}
         groups = [
             {"parameters": [names[p] for p in group["params"]], **plain_settings(group)}
@@ -62,7 +62,7 @@ class OptimizerState:
         return {"class": type(self._optimizer).__name__, "groups": groups, "values": values}
 
     def check(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
-        """Check that :meth:`load` would take a state with these entries; change nothing.
+        """Check that :meth:`load` would accept a state with these entries; change nothing.
 
         Raises:
             CheckpointError: for the state of another optimizer, or of other parameters.
@@ -71,7 +71,7 @@ class OptimizerState:
         check_names(entries, self._targets)
 
     def load(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take whole tensors and settings; as in torch, the learning rate and its like are those that were saved.
+        """Load whole tensors and settings; as in torch, settings such as the learning rate are the saved ones.
 
         Raises:
             CheckpointError: for the state of another optimizer, or of other parameters.
@@ -97,7 +97,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class NotedState:
-    """Optimizer state at one time: the tensors themselves, whatever takes their place in the optimizer since.
+    """Optimizer state at one time: the tensors themselves, even if the optimizer has replaced them since.
 
     Attributes:
         entries: name, the parameter, and its state by key.
@@ -106,7 +106,7 @@ class NotedState:
     entries: Sequence[tuple[str, Tensor, Mapping[str, Any]]]
 
     def tensors(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """``parameter/state`` with the tensor and the parameter that it lies like, if it has its shape."""
+        """Yield ``parameter/state`` with the tensor, and the parameter if it has its shape and placement."""
         for name, target, state in self.entries:
             for key, value in sorted(state.items()):
                 if isinstance(value, Tensor):
@@ -152,7 +152,7 @@ def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
 
 
 def _is_like(saved: Any, own: Any) -> bool:
-    """Return whether a setting can replace another: a number a number, a sequence one of the same length."""
+    """Return True if a setting can replace another: a number a number, a sequence one of the same length."""
     if isinstance(own, bool) or own is None or isinstance(saved, bool) or saved is None:
         return isinstance(saved, bool) == isinstance(own, bool) or own is None or saved is None
     if isinstance(own, int | float):
@@ -171,7 +171,7 @@ def check_names(entries: Iterable[str], trained: Container[str]) -> None:
 
 
 def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings as JSON can have them."""
+    """Return a group's settings in a form that JSON supports."""
     return {key: _plain(value) for key, value in group.items() if key not in _HOW}
 
 
@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON knows no tuples; torch's settings (betas) are tuples."""
+    """Convert lists to tuples: JSON has no tuples, and torch's settings (betas) are tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -196,7 +196,7 @@ def global_shape(local: Tensor, like: Tensor) -> tuple[int, ...]:
 
 
 def gather(local: Tensor, like: Tensor, world: World) -> Tensor:
-    """Return the whole of a tensor that is placed like another; one of another shape as it is.
+    """Return the whole of a tensor that is placed like another; one of another shape unchanged.
 
     All ranks of one data coordinate must call.
     """

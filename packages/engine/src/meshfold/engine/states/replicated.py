@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """A whole tensor that ranks hold parts of. A tuple, since every save makes one of each tensor while the training waits.
+    """A whole tensor that ranks hold parts of. A tuple, since every save makes one per tensor while training waits.
 
     Attributes:
         dtype: of its elements.
         shape: of the whole.
-        read: makes the whole tensor; a collective over the ranks that ``States.all_read`` says. What this rank cannot
-            read of it is raised when the others have been served.
+        read: makes the whole tensor; a collective over the ranks given by ``States.all_read``. A read error of this rank
+            is raised after the collective.
         cut: how what this rank writes of it, where nothing is gathered, is found by its name. Without communication.
         parts: what this rank keeps of it, of which the pieces are views; none where there are no pieces. Likewise.
         alike: all ranks read the same, and it does not change before a step; else rank 0's counts.
-        on_disk: what this rank keeps is on a disk, for want of memory: ``parts`` reads it.
+        on_disk: this rank's part is on a disk: ``parts`` reads it.
     """
 
     dtype: torch.dtype
@@ -75,60 +75,60 @@ class States(Protocol):
 
     @property
     def residency(self) -> Any:
-        """Controller of where chunks live, a :class:`meshfold.engine.zero.residency.Residency`; None without chunks."""
+        """Controller of the placement of chunks, a :class:`meshfold.engine.zero.residency.Residency`; None without chunks."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters whose gradients come, of the model; a gradient's place is its parameter's here."""
+        """The trained parameters of the model; a gradient's index is that of its parameter here."""
 
     def begin(self, *, first: bool) -> None:
-        """Before a forward whose backward will follow: whether it is the first of an accumulation."""
+        """Prepare for a forward whose backward will follow; ``first``: of an accumulation."""
 
     def backward(self, kind: BackwardRole) -> AbstractContextManager[None]:
-        """Around a backward: gradients that come inside count.
+        """Context manager around a backward: gradients that arrive inside count.
 
         Args:
-            kind: ``"last"``: they are summed over the data axes at once, with all that were not yet; it is the last of an
-                accumulation, as far as one knows. ``"more"`` and ``"apart"``: they wait for such a one, or for ``finish``;
-                ``"apart"``: without any communication. ``"final"``: the last for certain, and until ``step`` nothing is done
-                with them but ``finish(1.0)`` and ``norm(2.0)``.
+            kind: ``"last"``: they are summed over the data axes at once, with all that were not yet; it is probably the last of an
+                accumulation. ``"more"`` and ``"apart"``: they wait for such a one, or for ``finish``;
+                ``"apart"``: without any communication. ``"final"``: certainly the last, and until ``step`` only
+                ``finish(1.0)`` and ``norm(2.0)`` are called.
         """
 
     def end_backward(self, kind: BackwardRole) -> None:
-        """Inside ``backward``, last, if all ranks make this one: parameters that it did not come to here count as zero."""
+        """End a ``backward`` that all ranks make, called inside it: parameters that it did not reach have zero gradients."""
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
-        """Inside ``backward`` of a pipeline: these parameters have their gradients of all its micro-batches."""
+        """Record inside ``backward`` of a pipeline that these parameters have the gradients of all its micro-batches."""
 
     def finish(self, factor: float) -> None:
-        """After the last backward: all gradients are summed over the data axes, times the factor."""
+        """Finish after the last backward: sum all gradients over the data axes, times the factor."""
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the whole model's gradient."""
+        """Return the norm of the whole model's gradient."""
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients to a norm of at most ``max_norm``; the norm before."""
+        """Scale gradients to a norm of at most ``max_norm``; return the norm before."""
 
     def clip_value(self, max_value: float) -> None:
-        """Bring every element of the gradients into [-max_value, max_value]."""
+        """Clamp every element of the gradients to [-max_value, max_value]."""
 
     def norm_of(self, places: Sequence[int], norm_type: float) -> Tensor:
-        """The norm of some of the gradients, over the whole model. All ranks must call."""
+        """Return the norm of some gradients, over the whole model. All ranks must call."""
 
     def multiply(self, places: Sequence[int], factor: Tensor | float) -> None:
         """Multiply some of the gradients."""
 
     def clamp(self, places: Sequence[int], low: float | None, high: float | None) -> None:
-        """Bring every element of some of the gradients into [low, high]."""
+        """Clamp every element of some of the gradients to [low, high]."""
 
     def gradient(self, place: int) -> Tensor | None:
-        """This rank's block of a complete gradient, zeros if no rank used its parameter; None where ranks share the block."""
+        """Return this rank's block of a complete gradient, zeros if no rank used its parameter; None if ranks share the block."""
 
     def step(self) -> None:
-        """Let the optimizer step, and the model see it."""
+        """Step the optimizer, and publish the result to the model."""
 
     def forget(self) -> None:
-        """Let gradients go."""
+        """Release the gradients."""
 
     def source(self, tensor: Tensor) -> Source:
         """Return the source of a parameter, of its master weights, or of a buffer."""
@@ -137,56 +137,56 @@ class States(Protocol):
         """Write a parameter, into its master weights, or a buffer; then call ``publish``."""
 
     def publish(self) -> None:
-        """Let the model see what was written."""
+        """Publish what was written to the model."""
 
     def optimizer_sources(self) -> dict[str, Source]:
         """The optimizer's tensors by ``parameter/state``. All ranks must call."""
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
-        """Sources of the model's tensors, by these names, for a save beside the training, as they are now.
+        """Return sources of the model's tensors, by these names, for a background save, as they are now.
 
-        What can be made later is not made now. Made later, it is of the tensors that were there now; a copy where a forward
-        may change them.
+        Work that can be done later is deferred, but uses the tensors of now; copies of those that a forward may
+        change.
         """
 
     def noted_optimizer_sources(self) -> Sources:
-        """The same of ``optimizer_sources``. All ranks must call."""
+        """Return the same for ``optimizer_sources``. All ranks must call."""
 
     def optimizer_description(self) -> dict[str, Any]:
-        """Return the optimizer's settings that a checkpoint keeps beside its tensors."""
+        """Return the optimizer's settings that a checkpoint stores besides its tensors."""
 
     def check_optimizer(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
         """Raise a CheckpointError for what ``load_optimizer`` would refuse; ``entries`` are ``parameter/state``."""
 
     def load_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take the optimizer's state from a checkpoint."""
+        """Load the optimizer's state from a checkpoint."""
 
     def shapes_only(self) -> AbstractContextManager[None]:
-        """Around forwards of which only the shapes are wanted, on some of the ranks perhaps."""
+        """Context manager around forwards that need only shapes, possibly on some ranks only."""
 
     def look_at(self, pipeline: Pipeline, works: Sequence[Microbatch]) -> None:
-        """Before a pipeline's step: try this rank's stages out, if there is something to learn from it."""
+        """Run trial forwards of this rank's stages before a pipeline's step, if that gives information."""
 
     def explain(self, error: BaseException) -> None:
-        """Add a note to what a model's forward raised, if the states may have caused it."""
+        """Add a note to an error of a model's forward, if the states may have caused it."""
 
     def can_relieve(self, error: BaseException) -> bool:
-        """Return whether a micro-step, the first since the last optimizer step, raised for want of memory that can be freed."""
+        """Return True if the first micro-step since the last optimizer step ran out of memory, and some can be freed."""
 
     def relieve(self) -> None:
-        """Undo that micro-step, and make memory."""
+        """Undo that micro-step, and free memory."""
 
     def close(self) -> None:
-        """Leave the model alone from now on."""
+        """Remove the hooks from the model."""
 
 
 class PlainStates:
     """Every data rank has all of its tensor block's state: gradients are summed over the data axes.
 
     Attributes:
-        masters: the master weights, beside the parameters or the parameters themselves.
+        masters: the master weights, which may be the parameters themselves.
         targets: by name, what the optimizer updates.
-        trained: the parameters whose gradients come.
+        trained: the trained parameters.
         reducer: sums the gradients.
     """
 
@@ -204,9 +204,9 @@ class PlainStates:
         """Args:
         parameters: those that are trained, by name.
         masters: their master weights.
-        world: where they lie.
-        make: makes the optimizer; None: another steps, or nobody.
-        trains: whether gradients are taken and summed; who only evaluates leaves them alone.
+        world: their ranks.
+        make: makes the optimizer; None: other code steps, or none.
+        trains: whether gradients are taken and summed; not for evaluation only.
         """
         self.masters, self._world = masters, world
         self.all_read = world.spec.expert is not None  # ranks along data have different experts
@@ -334,7 +334,7 @@ class PlainStates:
 
 
 class _Held:
-    """A tensor that lies like another; see :func:`held`."""
+    """Reader of a tensor placed like another; see :func:`held`."""
 
     __slots__ = ("_like", "_local", "_world")
 
@@ -355,7 +355,7 @@ class _Held:
 
 
 def _optimizer(make: Factory, targets: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Make an optimizer of tensors; also of none, for a pipeline's stage whose layers are frozen, with the same groups."""
+    """Make an optimizer of tensors, or of none with the same groups, for a pipeline's stage whose layers are frozen."""
     if targets:
         return make(targets)  # type: ignore[arg-type]
     made = make([nn.Parameter(torch.empty(0))])  # torch refuses to make one of nothing
@@ -366,9 +366,9 @@ def _optimizer(make: Factory, targets: Sequence[Tensor]) -> torch.optim.Optimize
 
 
 def source_like(local: Tensor, like: Tensor, world: World) -> Source:
-    """A tensor that lies like another (a parameter's optimizer state, say); one of another shape as it is.
+    """Return the source of a tensor placed like another (such as a parameter's optimizer state); one of another shape unchanged.
 
-    One that no mesh knows is a buffer, which training may have moved apart (statistics of batch norm).
+    A tensor without metadata is a buffer, which may differ between ranks (statistics of batch norm).
     """
     found, alike = _Held(local, like, world), metadata(like) is not None
     return Source(
@@ -382,7 +382,7 @@ def source_like(local: Tensor, like: Tensor, world: World) -> Source:
 
 
 def _pieces_of_same(name: str, shape: tuple[int, ...], meta: ParameterMeta | None, mesh: Mesh) -> tuple[Shard, ...]:
-    """Return the shards of a tensor that ranks have whole, and alike; ``meta``: of the parameter that it belongs to."""
+    """Return the shards of a tensor that all ranks have whole; ``meta``: of the parameter that it belongs to."""
     if meta is not None:
         ranks = ranks_with_same_index(mesh, tuple(meta.only_at))
     else:

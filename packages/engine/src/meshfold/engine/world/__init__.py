@@ -41,7 +41,7 @@ class World:
         device: where this rank's tensors are.
         mode: the tensor-parallel mode; None without a tensor entry.
         outer_axes: those that the batch is split over, by rows or by tokens: all but the tensor axes and the pipeline's.
-            Gradients are summed over them, and ``zero`` shares out what its ranks would all hold.
+            Gradients are summed over them, and ``zero`` shards over them.
         row_axes: those of them that its rows are split over; ranks along the others have the same rows and different tokens.
     """
 
@@ -90,12 +90,12 @@ class World:
 
     @property
     def pipelined(self) -> bool:
-        """Tell whether ranks of the axis ``pipe`` hold different layers."""
+        """True if ranks of the axis ``pipe`` hold different layers."""
         return self.mesh.size(PIPE) > 1
 
     @property
     def pipe_group(self) -> Group:
-        """Ranks that together hold all layers, and have the same rows of the batch and the same blocks' places."""
+        """Ranks that together hold all layers, with the same rows of the batch and the same block coordinates."""
         return self.mesh.group(PIPE)
 
     @property
@@ -115,7 +115,7 @@ class World:
 
     @property
     def row_size(self) -> int:
-        """Into how many parts the rows of the batch are split."""
+        """Number of parts that the rows of the batch are split into."""
         return self.mesh.size(*self.row_axes)
 
 
@@ -126,19 +126,19 @@ def join_world(
     *,
     limit_s: float | None = None,
 ) -> World:
-    """Check the spec against the processes that run, start this one's part, and lay the mesh over them.
+    """Check the spec against the running processes, join the job, and make the mesh.
 
     A single process needs no process group and gets none.
 
     Args:
         parallel: the spec.
         device: of this rank's tensors; None for the usual one.
-        environment: which rank to be, where variables do not say it.
+        environment: which rank to be, if variables do not say it.
         limit_s: seconds that the other processes are waited for; None for the watchdog's usual ones, 0 for half an hour.
 
     Raises:
-        SpecError: for a spec that is wrong, does not fit the processes, or needs what is not installed.
-        LaunchError: when the other processes cannot be met.
+        SpecError: for a spec that is invalid, does not fit the processes, or needs something that is not installed.
+        LaunchError: if the other processes cannot be reached.
     """
     alive = running_world()
     if alive is not None:
@@ -200,7 +200,7 @@ def _device(device: torch.device | str | None) -> torch.device | None:
 
 
 def _leave(process: Process) -> None:
-    """At exit; a rank that failed does not wait for the others."""
+    """Leave the job at exit; a rank that failed does not wait for the others."""
     process.close(wait=not hasattr(sys, "last_value"))
 
 
@@ -222,7 +222,7 @@ def require_runnable(spec: ParallelSpec) -> None:
     """Check that the engine can run a spec.
 
     Raises:
-        SpecError: that names the distribution which is not installed.
+        SpecError: names the distribution that is not installed.
     """
     spec.require_installed()
 
@@ -231,18 +231,18 @@ _LONGEST = 1000  # bytes of an error's message
 
 
 def fail_together(world: World, error: Exception | None, what: str, *, name_rank: bool = True) -> None:
-    """Raise on every rank what failed on any: else the others would wait for it for ever.
+    """Raise on every rank the error of any rank, since the others would wait for it forever.
 
     All ranks must call, which makes it a barrier too.
 
     Args:
         world: the ranks.
         error: what failed on this one; None for nothing.
-        what: could not be done, for the message.
+        what: the operation, for the error message.
         name_rank: say which rank it was.
 
     Raises:
-        CheckpointError: the same on all ranks, with the message of the first that failed.
+        CheckpointError: the same on all ranks, with the message of the first one that failed.
     """
     size, rank = world.mesh.world_size, world.mesh.rank
     if size == 1:  # without the device, which may be busy
@@ -263,7 +263,7 @@ def fail_together(world: World, error: Exception | None, what: str, *, name_rank
 
 
 def agree(world: World, number: int) -> int:
-    """Return the greatest number that a rank gives; all ranks must call."""
+    """Return the largest number of all ranks; all ranks must call."""
     if world.mesh.world_size == 1:
         return number
     return int(all_reduce(torch.tensor(number, device=world.device), world.everyone, "max"))
@@ -294,7 +294,7 @@ def check_watchdog(watchdog: object, check_collectives: object) -> tuple[float |
     """Return the checked arguments ``watchdog`` and ``check_collectives``; None leaves the limit to the environment.
 
     Raises:
-        SpecError: for a limit that is no number from 0 up, or a switch that is no bool.
+        SpecError: for a limit that is not a number from 0 up, or a switch that is not a bool.
     """
     if watchdog is not None and (
         isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or not 0 <= watchdog < math.inf

@@ -17,12 +17,12 @@ ROOM = 0.1
 class GatherCacheBytes:
     """Controller of the gather cache under ``zero`` stage 3 and ``pipeline``: gives it memory that a step leaves free.
 
-    The first step, and the first after chunks have moved, gathers parameters anew for every use and shows the peak of that.
+    The first step, and the first after chunks have moved, gathers parameters for every use and shows the peak of that.
     The cache gets the rest. If a later step exceeds the limit the cache shrinks by the excess; it never grows, as the cached
     bytes at a step's peak are unknown. With ``reshard_after_forward=False`` all chunks stay, with and without a pipeline.
 
     Attributes:
-        some: whether chunks may stay at all. Then they must be released before the optimizer steps.
+        some: whether chunks may stay gathered. Then they must be released before the optimizer steps.
     """
 
     def __init__(self, gemini: Gemini, spec: ZeroSpec, world: World) -> None:
@@ -37,7 +37,7 @@ class GatherCacheBytes:
         self._reset()
 
     def stepped(self, *, moves: int) -> None:
-        """After an optimizer step. All ranks must call.
+        """Update the limit after an optimizer step. All ranks must call.
 
         Args:
             moves: how often chunks have moved so far.
@@ -60,9 +60,9 @@ class GatherCacheBytes:
         self._reset()
 
     def _room(self) -> int:
-        """Bytes of this rank's device that its last step has left free; below zero if it was short of some.
+        """Return the bytes of this rank's device that its last step left free; negative if it lacked some.
 
-        On a CPU chunks alone are counted, and held to a budget if there is a limit.
+        On a CPU only chunks are counted, against a budget if there is a limit.
         """
         device = self._world.device
         if device.type == "cuda":

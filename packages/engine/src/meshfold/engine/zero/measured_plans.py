@@ -1,4 +1,4 @@
-"""Plans of where a model's state lives, from what was watched of its steps and measured of this machine."""
+"""Plans of the placement of a model's state, from profiles of its steps and measurements of this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KINDS = {"device": "gpu", "host": "host", "disk": "disk"}
 
 
 class MeasuredPlans:
-    """Puts the planner's problem, and has it solved."""
+    """Builder and solver of the planner's problem."""
 
     def __init__(
         self,
@@ -213,12 +213,12 @@ class MeasuredPlans:
 
 
 def expecting_alike(workload: Workload) -> Workload:
-    """The same for steps whose gradients are expected to count what those before did: they may be made on trial."""
+    """Return the same for steps whose gradient factor is expected to stay the same, so that they may be speculative."""
     return replace(workload, strategies=(SPLIT_STEP, SPECULATIVE_STEP), clip_probability=0.0)
 
 
 def _slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:
-    """A machine with the least of each number that the ranks of a stage found."""
+    """Return a machine with the minimum of each number over the ranks of a stage."""
     numbers = [key for key, value in asdict(machine).items() if isinstance(value, int | float)]
     return replace(machine, **{key: min(entry[key] for entry in told) for key in numbers})
 
@@ -253,16 +253,16 @@ def workload_of_stages(
     host_base_bytes: int,
     reshards: bool = True,
 ) -> Workload:
-    """Return an optimizer step of one rank of a pipeline as Gemini's planner sees a step.
+    """Return an optimizer step of one pipeline rank as an input of Gemini's planner.
 
-    The rank makes forward and backward of each micro-batch like an accumulation of as many micro-steps. It also holds the
-    activations of the other micro-batches that are under way, and gradients of whole chunks, which are summed over the data
+    The rank runs forward and backward of each micro-batch like an accumulation of as many micro-steps. It also holds the
+    activations of other micro-batches in flight, and gradients of whole chunks, which are summed over the data
     axes once a step.
 
     Args:
         trace: of F of its stages on one micro-batch, in order, and of their backwards.
         chunks: of the rank.
-        flying: what the schedule lets it hold.
+        flying: what the schedule lets it hold at once.
         accumulation: micro-steps of an optimizer step.
         name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes, reshards: as
             :func:`meshfold.zero_gemini.profiler.workload_of` takes them.

@@ -47,7 +47,7 @@ class ZeroStates:
     Attributes:
         gemini: holds the chunks.
         residency: watches the first steps and moves chunks to where the plan wants them.
-        trained: the parameters whose gradients come.
+        trained: the trained parameters.
     """
 
     all_read = True

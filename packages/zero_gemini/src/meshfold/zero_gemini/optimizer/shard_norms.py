@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.kernels import LAYERWISE
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import ParameterMeta, ShardedSquareSums, ShardOfTensor, blocks_of, holders_factor
 from meshfold.zero_gemini.chunks.chunk import Chunk
@@ -49,6 +50,7 @@ def give_square_sums(
             holders = holders[part.parameter_start : part.parameter_start + part.length]
         shards[parameter] = ShardOfTensor(place, _WithHolders(holders * factor))
     optimizer.square_sums = ShardedSquareSums(shards, len(trained), everyone, device)
+    optimizer.kernels = LAYERWISE
 
 
 def give_blocks(stepper: Stepper, facts: Mapping[str, ParameterFacts], mesh: Mesh, device: torch.device) -> None:
