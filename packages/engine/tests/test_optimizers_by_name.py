@@ -17,8 +17,10 @@ from meshfold.kernels import LAYERWISE
 from meshfold.mesh import SpecError, all_reduce, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.optimizers import Lamb, Lars
+from meshfold.zero_gemini.errors import MemoryPlanError
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+import expert_cases
 from pipeline_cases import MODELS, Case, batches, compare, engine_of, relay
 
 STEPS = 10
@@ -86,6 +88,34 @@ def test_norms_on_the_host_take_kernels(make: Callable[..., Any]) -> None:
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)
     with engine_of(dict(zero=dict(stage=2, placement="cpu")), "llama", optimizer=SMALL["lamb"]) as engine:
         assert cast(Lamb, engine.optimizer).kernels is LAYERWISE
+
+
+slow = pytest.mark.slow
+EXPERTS = dict(data=2, expert=2, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("adafactor", EXPERTS),
+        pytest.param("muon", EXPERTS, marks=slow),
+        pytest.param("came", dict(data=4, expert=2), marks=slow),
+        pytest.param("lamb", dict(data=4, expert=2, zero=dict(stage=2)), marks=slow),
+    ],
+)
+def test_experts_over_ranks(name: str, parallel: dict[str, Any]) -> None:
+    """Blocks of experts are over a part of the data axis: their sums are, too."""
+    serial = expert_cases.run({}, optimizer=SMALL[name])
+    expert_cases.assert_same(expert_cases.on_ranks(4, parallel, optimizer=SMALL[name]), serial, name)
+    if name == "adafactor":
+        run_on_ranks(4, experts_under_zero)
+
+
+def experts_under_zero() -> None:
+    """Data ranks own different parameters, so that they could not add up blocks of one."""
+    parallel = dict(data=4, expert=2, zero=dict(stage=2))
+    with pytest.raises(MemoryPlanError, match=r"Adafactor.* is split over data%2.*leave zero out"):
+        expert_cases.engine_of(parallel, optimizer=SMALL["adafactor"])
 
 
 EIGHT: list[dict[str, Any]] = [

@@ -38,7 +38,7 @@ from meshfold.mesh.parameters.square_sums import (
     holders_factor,
     square_sums_of_blocks,
 )
-from meshfold.mesh.parameters.tensor_blocks import ShardedBlocks, blocks_of, sharded_blocks
+from meshfold.mesh.parameters.tensor_blocks import ShardedBlocks, base_axis, blocks_of, sharded_blocks
 
 __all__ = [
     "ROLE",
@@ -57,6 +57,7 @@ __all__ = [
     "accumulate_grad_product",
     "after_gradients",
     "annotate",
+    "base_axis",
     "blocks_of",
     "clip_gradient_values",
     "clip_gradients",

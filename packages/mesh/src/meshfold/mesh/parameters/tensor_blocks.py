@@ -389,6 +389,15 @@ def blocks_of(
         every: metadata of all parameters, where a rank does not have each.
     """
     split = {axis for meta in (*metas.values(), *every) for axis in meta.placement.split_axes}
-    bases = {axis.split("/")[0].split("%")[0] for axis in split}
+    bases = {base_axis(axis) for axis in split}
     splitting = mesh.group(*(axis for axis in mesh.names if axis in bases))
     return ShardedBlocks(metas, splitting, owners or splitting, device)
+
+
+def base_axis(axis: str) -> str:
+    """Return the axis of the mesh that an axis or a factor of one belongs to.
+
+    >>> base_axis("data%2"), base_axis("data")
+    ('data', 'data')
+    """
+    return axis.split("/")[0].split("%")[0]

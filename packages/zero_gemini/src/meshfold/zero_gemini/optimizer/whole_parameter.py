@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import ParameterMeta, broadcast
-from meshfold.mesh.parameters import StoredValue
+from meshfold.mesh.parameters import StoredValue, base_axis
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -54,8 +54,9 @@ class WholeStepper(StepsAtOnce):
             MemoryPlanError: for a parameter split by tensor axes, if the optimizer has no ``blocks`` to get the rest from.
         """
         for name, meta in metas.items():
-            if hasattr(optimizer, "blocks"):
-                break  # it asks for what it must see
+            if hasattr(optimizer, "blocks"):  # it asks for what it must see
+                _refuse_other_owners(type(optimizer).__name__, name, meta, metas.values())
+                continue
             _refuse_split(type(optimizer).__name__, name, meta, shapes[name])
         self.optimizer, self._dtype, self._made_with_state = optimizer, dtype, with_state
         self._shapes = dict(shapes)
@@ -327,6 +328,17 @@ def _refuse_split(optimizer: str, name: str, meta: ParameterMeta, shape: torch.S
         raise MemoryPlanError(
             f"{optimizer} looks at whole parameters, and {name!r} of shape {meta.placement.shape} is padded to {tuple(shape)}: "
             "zeros would count as values; use an elementwise optimizer such as adamw"
+        )
+
+
+def _refuse_other_owners(optimizer: str, name: str, meta: ParameterMeta, metas: Iterable[ParameterMeta]) -> None:
+    """Refuse a parameter whose other blocks are with ranks that own other parameters, as experts over data ranks are."""
+    owners = {base_axis(axis) for one in metas for axis in one.sum_axes}
+    split = [axis for axis in meta.placement.split_axes if meta.mesh.size(axis) > 1 and base_axis(axis) in owners]
+    if split:
+        raise MemoryPlanError(
+            f"{optimizer} looks at whole parameters, and {name!r} is split over {', '.join(split)}, whose ranks own different "
+            "parameters under zero: leave zero out, or use an elementwise optimizer such as adamw, or lamb or lars"
         )
 
 
