@@ -290,14 +290,15 @@ def deferred_product(ranks: int, lowering: str, dtype: torch.dtype) -> Called:
 
 
 def fp8_product(recipe: str, dtype: torch.dtype) -> Called:
-    multiply = K.bind_fp8_matmul(K.FP8_RECIPES[recipe])
-    return multiply, (leaf(dtype, ROWS, 32), leaf(dtype, 16, 32, seed=1))
+    multiply, n = K.bind_fp8_matmul(K.FP8_RECIPES[recipe]), K.FP8_RECIPES[recipe].multiple
+    return multiply, (leaf(dtype, ROWS, 2 * n), leaf(dtype, n, 2 * n, seed=1))
 
 
 def split_fp8_product(ranks: int, recipe: str, dtype: torch.dtype) -> Called:
     column, on = find_mode("1d").plans["column"], mesh(ranks)
     multiply = bind_product(column, on, bind_fp8_lowering(column, on, K.FP8_RECIPES[recipe], ()))
-    return multiply, (leaf(dtype, ROWS, 32), leaf(dtype, 16, 32, seed=1))
+    n = K.FP8_RECIPES[recipe].multiple
+    return multiply, (leaf(dtype, ROWS, 2 * n), leaf(dtype, n, 2 * n, seed=1))
 
 
 def deferred_fp8_product(recipe: str, dtype: torch.dtype) -> Called:

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.kernels import FP8_RECIPES, Fp8Tensor, fp8
+from meshfold.kernels import Fp8Tensor, fp8
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig, build
 
 WORDS, LENGTH = 64, 16
+RECIPES = ("rowwise_hp_dw", "rowwise", "tensorwise")  # those for narrow layers
 
 
 def llama() -> nn.Module:
@@ -29,6 +30,11 @@ def llama() -> nn.Module:
 
 def gpt() -> nn.Module:
     return GPT(GPTConfig(vocab_size=WORDS, hidden=64, layers=2, heads=4, max_positions=LENGTH, dropout=0.0))
+
+
+def wide() -> nn.Module:
+    """A rank of two has 128 features of queries, of keys and of values."""
+    return build("llama-tiny", hidden=256, layers=2, heads=4, ffn=512, vocab_size=WORDS, max_positions=LENGTH)
 
 
 def hugging_face() -> nn.Module:
@@ -63,11 +69,12 @@ def losses(
     precision: object,
     parallel: dict[str, Any] | None = None,
     steps: int = 5,
+    lr: float = 3e-3,
     **given: Any,
 ) -> tuple[list[float], str]:
     """Losses of some steps, and what is in fp8."""
     torch.manual_seed(1)
-    optimizer = dict(name="adamw", lr=3e-3)
+    optimizer = dict(name="adamw", lr=lr)
     engine = Engine(model, parallel or {}, optimizer=optimizer, precision=precision, **given)
     found = [engine.train_step(engine.shard_batch(batch)) for batch in batches(steps)]
     report = str(engine.fp8_layers)
@@ -75,7 +82,7 @@ def losses(
     return found, report
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [llama, gpt])
 def test_losses_are_those_of_bf16_to_one_percent(model: Callable[[], nn.Module], recipe: str) -> None:
     (wanted, none), (found, report) = (losses(model, each, steps=60) for each in ("bf16", in_fp8(recipe)))
@@ -87,6 +94,27 @@ def test_losses_are_those_of_bf16_to_one_percent(model: Callable[[], nn.Module],
     for start in range(0, 60, 10):
         one, other = (sum(each[start : start + 10]) for each in (found, wanted))
         assert one == pytest.approx(other, rel=0.01, abs=0.02), start
+
+
+IN_TILES: list[dict[str, Any]] = [
+    dict(data=2, zero=dict(stage=3)),
+    dict(tensor=2, sequence=dict(mode="megatron")),
+    dict(pipeline=dict(size=2, schedule="zb-h1", microbatches=2)),
+]
+
+
+def compare_tiles(wanted: list[float]) -> None:
+    for parallel in IN_TILES:
+        found, report = losses(wide, in_fp8("block128"), parallel, steps=len(wanted), lr=1e-3)
+        assert report.startswith("fp8 (block128): blocks.") and report.endswith("bf16: head: keep='head'"), parallel
+        assert found == pytest.approx(wanted, rel=0.004), parallel
+
+
+def test_tiles_train_as_bf16_does_on_one_rank_and_on_two() -> None:
+    wanted, found = (losses(wide, each, steps=8, lr=1e-3) for each in ("bf16", in_fp8("block128")))
+    assert found[1] == "fp8 (block128): blocks.0.attn.qkv and 7 more\nbf16: head: keep='head'"
+    assert found[0] != wanted[0] and found[0] == pytest.approx(wanted[0], rel=0.01) and found[0][-1] < 0.5 * found[0][0]
+    run_on_ranks(2, compare_tiles, found[0][:3])
 
 
 def test_a_hugging_face_model() -> None:
@@ -136,7 +164,7 @@ def compare(model: Callable[[], nn.Module], recipe: str, parallel: dict[str, Any
     assert found == pytest.approx(wanted, rel=0.004)
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_several_ranks_train_as_one(spec: str, recipe: str) -> None:
     size, parallel = SPECS[spec]
@@ -153,7 +181,7 @@ def compare_all(model: Callable[[], nn.Module], wanted: dict[str, list[float]], 
 @pytest.mark.parametrize("spec", STAGED)
 def test_stages_of_a_pipeline_train_as_one_process(spec: str) -> None:
     size, parallel = STAGED[spec]
-    run_on_ranks(size, compare_all, llama, {recipe: alone(llama, recipe) for recipe in FP8_RECIPES}, parallel)
+    run_on_ranks(size, compare_all, llama, {recipe: alone(llama, recipe) for recipe in RECIPES}, parallel)
 
 
 def operands(recipe: str, parallel: dict[str, Any], **given: Any) -> list[bytes]:
@@ -342,9 +370,9 @@ def test_a_plan_says_which_layers_multiply_in_fp8() -> None:
         (dict(name="bf16", recipe="rowwise"), "recipe without matmul: add matmul='fp8'"),
         (
             in_fp8("rowise"),
-            "there is no recipe 'rowise'. Did you mean 'rowwise'? Known: rowwise, rowwise_hp_dw, tensorwise",
+            "there is no recipe 'rowise'. Did you mean 'rowwise'? Known: rowwise, rowwise_hp_dw, tensorwise, block128",
         ),
-        (in_fp8("block128"), "there is no recipe 'block128'"),
+        (in_fp8("block64"), "there is no recipe 'block64'"),
         (in_fp8(keep="head"), "keep is a tuple of names"),
         (in_fp8(keep=("frist",)), "no layer is called 'frist'. Did you mean 'first'?"),
         (

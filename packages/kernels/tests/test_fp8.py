@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -28,26 +30,35 @@ def draw(rows: int, columns: int, seed: int, size: float = 1.0) -> Tensor:
     return (torch.randn(rows, columns, generator=generator) * spread * size).bfloat16()
 
 
-def exact(a: Tensor, b: Tensor, recipe: Fp8Recipe, dtype: torch.dtype = E4M3) -> Tensor:
-    """The product ``a bᵀ`` in float64 of the rounded operands, from the definition of the cast."""
+def exact(a: Tensor, b: Tensor, recipe: Fp8Recipe, dtype: torch.dtype = E4M3, high: int = 1) -> Tensor:
+    """The product ``a bᵀ`` in float64 of the rounded operands, from the definition of the cast; ``high``: of a tile of b."""
 
-    def rounded(x: Tensor, fmt: torch.dtype) -> Tensor:
+    def rounded(x: Tensor, fmt: torch.dtype, high: int = 1) -> Tensor:
+        if recipe.block:  # tile by tile
+            made = x.double().clone()
+            for row in range(0, x.shape[0], high):
+                for column in range(0, x.shape[1], 128):
+                    tile = made[row : row + high, column : column + 128]
+                    scale = 2.0 ** math.floor(math.log2(torch.finfo(fmt).max / float(tile.abs().max())))
+                    tile.copy_((tile.float() * scale).to(fmt).double() / scale)
+            return made
         amax = x.double().abs().amax(1, keepdim=True) if recipe.rows else x.double().abs().amax()
         scale = (torch.finfo(fmt).max / amax).float()
         if recipe.rows:
             scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
         return (x.float() * scale).to(fmt).double() / scale.double()
 
-    return rounded(a, dtype) @ rounded(b, E4M3).t()
+    return rounded(a, dtype) @ rounded(b, E4M3, high).t()
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES.values(), ids=list(FP8_RECIPES))
 @pytest.mark.parametrize("tokens", [32, 37])
 def test_products_equal_float64_products_of_rounded_operands(recipe: Fp8Recipe, tokens: int) -> None:
-    x, w, dy = draw(tokens, 64, 0), draw(48, 64, 1), draw(tokens, 48, 2, 1e-6)
+    n, k = (384, 256) if recipe.block else (48, 64)
+    x, w, dy = draw(tokens, k, 0), draw(n, k, 1), draw(tokens, n, 2, 1e-6)
     found = {
-        "y": (fp8_output(x, w, recipe), exact(x, w, recipe)),
-        "dx": (fp8_input_gradient(dy, w, recipe), exact(dy, w.t(), recipe, recipe.gradient)),
+        "y": (fp8_output(x, w, recipe), exact(x, w, recipe, high=128)),
+        "dx": (fp8_input_gradient(dy, w, recipe), exact(dy, w.t(), recipe, recipe.gradient, high=128)),
         "dw": (
             fp8_weight_gradient(dy, x, recipe),
             exact(dy.t(), x.t(), recipe, recipe.gradient) if recipe.weight_gradient else dy.double().t() @ x.double(),
@@ -63,15 +74,16 @@ def test_products_equal_float64_products_of_rounded_operands(recipe: Fp8Recipe, 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES.values(), ids=list(FP8_RECIPES))
 def test_autograd_gives_the_three_products(recipe: Fp8Recipe) -> None:
-    x = draw(6 * 4, 32, 0).view(6, 4, 32).requires_grad_()
-    w = draw(16, 32, 1).requires_grad_()
-    dy = draw(24, 16, 2).view(6, 4, 16)
+    n, k = recipe.multiple, 2 * recipe.multiple
+    x = draw(6 * 4, k, 0).view(6, 4, k).requires_grad_()
+    w = draw(n, k, 1).requires_grad_()
+    dy = draw(24, n, 2).view(6, 4, n)
     y = bind_fp8_matmul(recipe)(x, w)
     y.backward(dy)
     assert x.grad is not None and w.grad is not None
-    flat, dy = x.detach().view(24, 32), dy.view(24, 16)
-    assert torch.equal(y.view(24, 16), fp8_output(flat, w.detach(), recipe))
-    assert torch.equal(x.grad.view(24, 32), fp8_input_gradient(dy, w.detach(), recipe))
+    flat, dy = x.detach().view(24, k), dy.view(24, n)
+    assert torch.equal(y.view(24, n), fp8_output(flat, w.detach(), recipe))
+    assert torch.equal(x.grad.view(24, k), fp8_input_gradient(dy, w.detach(), recipe))
     assert torch.equal(w.grad, fp8_weight_gradient(dy, flat, recipe))
 
 
@@ -107,6 +119,23 @@ def test_small_rows_do_not_underflow_beside_large_ones() -> None:
     assert torch.equal(tiny.dequantize(), torch.zeros(1, 16))
 
 
+def test_tiles_are_rounded_apart_and_a_bad_one_is_nan() -> None:
+    x, w = draw(256, 384, 0), draw(128, 384, 1)
+    x[:, 128:256] *= 1e-6
+    for high in (1, 128):
+        made = to_fp8(x, rows=True, tile=(high, 128))
+        assert made.inverse.shape == (256 // high, 3)
+        assert torch.equal(made.inverse, torch.exp2(made.inverse.log2().round()))
+        assert float((made.dequantize() / x.float() - 1).abs().nan_to_num().median()) < 2**-4
+        for part, name in ((x[:128], "rows"), (x[:, 256:], "columns")):  # blocks of whole tiles are blocks of the whole
+            got = to_fp8(part, rows=True, tile=(high, 128)).values.view(torch.uint8)
+            want = made.values.view(torch.uint8)
+            assert torch.equal(got, want[:128] if name == "rows" else want[:, 256:])
+    x[3, 200] = torch.inf
+    y = fp8_output(x, w, FP8_RECIPES["block128"])
+    assert y[3].isnan().all() and y[4:].isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_row_with_nan_or_infinity_becomes_nan(wrong: float, reduced: bool) -> None:
@@ -137,13 +166,16 @@ def test_blocks_with_the_largest_amax_are_those_of_the_whole(rows: bool) -> None
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES.values(), ids=list(FP8_RECIPES))
 def test_no_tokens(recipe: Fp8Recipe) -> None:
-    x, w = torch.zeros(0, 32, dtype=torch.bfloat16, requires_grad=True), draw(16, 32, 1).requires_grad_()
+    n, k = recipe.multiple, 2 * recipe.multiple
+    x, w = torch.zeros(0, k, dtype=torch.bfloat16, requires_grad=True), draw(n, k, 1).requires_grad_()
     bind_fp8_matmul(recipe)(x, w).sum().backward()
-    assert x.grad is not None and x.grad.shape == (0, 32)
+    assert x.grad is not None and x.grad.shape == (0, k)
     assert w.grad is not None and torch.equal(w.grad, torch.zeros_like(w))
 
 
-@pytest.mark.parametrize(("recipe", "least"), [("rowwise_hp_dw", 245), ("rowwise", 436), ("tensorwise", 545)])
+@pytest.mark.parametrize(
+    ("recipe", "least"), [("rowwise_hp_dw", 245), ("rowwise", 436), ("tensorwise", 545), ("block128", 436)]
+)
 def test_narrow_layers_lose_by_the_roofline(recipe: str, least: int) -> None:
     """Against the bound by hand, for square layers of twice that width and for long ones; few tokens do not pay for the weights."""
     kind = FP8_RECIPES[recipe]
@@ -153,12 +185,14 @@ def test_narrow_layers_lose_by_the_roofline(recipe: str, least: int) -> None:
     assert fp8_gain(4096, 4096, kind, tokens=8192) < fp8_gain(4096, 4096, kind)
 
 
-def test_compiled_casts_are_equal_to_eager_ones() -> None:
-    product = bind_fp8_matmul(FP8_RECIPES["rowwise"])
-    x, w = draw(32, 64, 0).requires_grad_(), draw(48, 64, 1).requires_grad_()
+@pytest.mark.parametrize("recipe", ["rowwise", "block128"])
+def test_compiled_casts_are_equal_to_eager_ones(recipe: str) -> None:
+    product, n = bind_fp8_matmul(FP8_RECIPES[recipe]), FP8_RECIPES[recipe].multiple
+    x, w = draw(32, 2 * n, 0).requires_grad_(), draw(3 * n, 2 * n, 1).requires_grad_()
     eager = product(x, w)
+    torch.compiler.reset()  # else all sizes are symbols in the second graph
     compiled = torch.compile(product, backend="aot_eager", fullgraph=True)(x, w)
     assert torch.equal(eager, compiled)
-    dy = draw(32, 48, 2)
+    dy = draw(32, 3 * n, 2)
     for a, b in zip(torch.autograd.grad(eager, (x, w), dy), torch.autograd.grad(compiled, (x, w), dy), strict=True):
         assert torch.equal(a, b)

@@ -42,16 +42,28 @@ class Noted:
         fp8.to_fp8 = self._own
 
 
+def scales(operand: Fp8Tensor) -> Tensor:
+    """The scale of each element."""
+    high, wide = operand.tile or (1, 1)
+    return (
+        operand.inverse.expand(operand.values.shape)
+        if operand.tile is None
+        else (operand.inverse.repeat_interleave(high, 0).repeat_interleave(wide, 1))
+    )
+
+
 def compare(mesh: Mesh, mode: Mode, role: Role, recipe: Fp8Recipe) -> None:
-    n, k = (INNER, HIDDEN) if role == "column" else (HIDDEN, INNER)
+    times = 4 if recipe.block else 1  # a rank's block of any dim is of whole tiles
+    tokens, hidden, inner = times * TOKENS, times * HIDDEN, times * INNER
+    n, k = (inner, hidden) if role == "column" else (hidden, inner)
     serial = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
     serial.weight.data.copy_(draw(n, k, 1))
     plan, outer = mode.plans[role], tuple(axis for axis in ("data",) if axis in mesh.names)
     layer = Linear.convert(serial, mesh, mode, role)
-    assert not layer.fp8_refusal()
+    assert not layer.fp8_refusal(recipe)
     layer.use_fp8(recipe, outer)
 
-    x, dy = draw(TOKENS, k, 2).requires_grad_(), draw(TOKENS, n, 3)
+    x, dy = draw(tokens, k, 2).requires_grad_(), draw(tokens, n, 3)
     with Noted() as wanted:
         y = bind_fp8_matmul(recipe)(x, serial.weight)
         y.backward(dy)
@@ -74,8 +86,7 @@ def compare(mesh: Mesh, mode: Mode, role: Role, recipe: Fp8Recipe) -> None:
     for dims, one, whole in zip(operands, found, wanted, strict=True):
         at = Placement(shape=tuple(whole.values.shape), axes=(axes[dims[0]], axes[dims[1]]))
         assert torch.equal(one.values.view(torch.uint8), at.shard(whole.values.view(torch.uint8), mesh)), dims
-        scales = whole.inverse.expand(whole.values.shape)
-        assert torch.equal(one.inverse.expand(one.values.shape), at.shard(scales, mesh)), dims
+        assert torch.equal(scales(one), at.shard(scales(whole), mesh)), dims
 
     # Partial sums are rounded to bf16 before they are added.
     assert x.grad is not None and mine.grad is not None
@@ -104,12 +115,18 @@ def test_operands_are_blocks_of_the_serial_ones(case: Case) -> None:
 def _refusals() -> None:
     mesh = mesh_of((("tensor", 2),))
 
-    def refusal(n: int, k: int, role: Role = "column", mode: str = "1d", **settings: Any) -> str:
-        return Linear.convert(nn.Linear(k, n), mesh, find_mode(mode), role, **settings).fp8_refusal()
+    def refusal(
+        n: int, k: int, role: Role = "column", mode: str = "1d", recipe: str = "rowwise", **settings: Any
+    ) -> str:
+        return Linear.convert(nn.Linear(k, n), mesh, find_mode(mode), role, **settings).fp8_refusal(FP8_RECIPES[recipe])
 
     assert refusal(64, 32) == ""
     assert "no multiple of 16" in refusal(48, 32)  # 24 on a rank
     assert "no multiple of 16" in refusal(64, 40)
+    assert "no multiple of 128" in refusal(128, 128, recipe="block128") and refusal(256, 128, recipe="block128") == ""
+    assert "its parts on a rank are no multiples of 128" in refusal(
+        512, 128, recipe="block128", parts=(Part(384), Part(128))
+    )
     assert "logits" in refusal(64, 32, "head")
     assert "in pieces" in refusal(64, 32, "column", "1d+sequence", lowering="ring")
     assert "several ranks hold" in refusal(32, 32, parts=(Part(32, 2),))

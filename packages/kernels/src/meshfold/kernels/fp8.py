@@ -7,13 +7,18 @@
 A scale brings the largest magnitude (amax) of a row, along the summed dim, or of a whole tensor to the largest number of
 the format. Each product has its own two casts.
 
-============== ================= ============ ================ ==========
-recipe         scales            x and w      dy               dw
-============== ================= ============ ================ ==========
-rowwise        powers of 2, rows e4m3         e4m3             fp8
-rowwise_hp_dw  powers of 2, rows e4m3         e4m3             bf16
-tensorwise     one a tensor      e4m3         e5m2             fp8
-============== ================= ============ ================ ==========
+============== ================== ============ ================ ==========
+recipe         scales             x and w      dy               dw
+============== ================== ============ ================ ==========
+rowwise        powers of 2, rows  e4m3         e4m3             fp8
+rowwise_hp_dw  powers of 2, rows  e4m3         e4m3             bf16
+tensorwise     one a tensor       e4m3         e5m2             fp8
+block128       powers of 2, tiles e4m3         e4m3             fp8
+============== ================== ============ ================ ==========
+
+A tile of ``block128`` is 1 x 128 elements along the summed dim of x and dy, and 128 x 128 of w, as in DeepSeek-V3 (arXiv
+2412.19437, section 3.3); its scale is a power of 2, so that rounded operands are exact in bf16. In a block of a larger operand
+whose sides are multiples of 128 the tiles are those of the whole: nothing is reduced.
 
 Formulas and recipes are those of torchao's float8 training (pytorch/ao, torchao/float8), with two exceptions: the least amax that
 is told from zero is 1e-30 (there 1e-12), and a row with nan or infinity becomes nan, all of it. Casts saturate.
@@ -24,6 +29,7 @@ the rounded operands are those of the whole, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -50,20 +56,28 @@ class Fp8Recipe:
     Attributes:
         name: of the table above.
         rows: a scale for each row along the summed dim, a power of 2; else one for the tensor.
+        block: elements of a side of a tile, each with a scale of its own; 0: none.
         gradient: the format of dy.
         weight_gradient: whether dw is made in fp8; else in the operands' own dtype.
     """
 
     name: str
     rows: bool
+    block: int = 0
     gradient: torch.dtype = torch.float8_e4m3fn
     weight_gradient: bool = True
+
+    @property
+    def multiple(self) -> int:
+        """Elements that k and n of a matmul are multiples of."""
+        return max(FP8_MULTIPLE, self.block)
 
 
 FP8_RECIPES: Mapping[str, Fp8Recipe] = {
     "rowwise": Fp8Recipe(name="rowwise", rows=True),
     "rowwise_hp_dw": Fp8Recipe(name="rowwise_hp_dw", rows=True, weight_gradient=False),
     "tensorwise": Fp8Recipe(name="tensorwise", rows=False, gradient=torch.float8_e5m2),
+    "block128": Fp8Recipe(name="block128", rows=True, block=128),
 }
 """Recipes by name."""
 
@@ -74,15 +88,19 @@ class Fp8Tensor:
 
     Attributes:
         values: ``r c``, row-major; ``c`` is the dim that is summed over.
-        inverse: float32, ``r 1`` or a scalar: ``values * inverse`` is what they stand for.
+        inverse: float32, ``r 1``, a scalar, or one for each tile: ``values * inverse`` is what they stand for.
+        tile: sides of a tile; None without tiles.
     """
 
     values: Tensor
     inverse: Tensor
+    tile: tuple[int, int] | None = None
 
     def dequantize(self) -> Tensor:
         """Return what the values stand for, ``r c`` in float32."""
-        return self.values.float() * self.inverse
+        if self.tile is None:
+            return self.values.float() * self.inverse
+        return (_tiles(self.values.float(), self.tile) * self.inverse[:, None, :, None]).view(self.values.shape)
 
 
 def to_fp8(
@@ -90,6 +108,7 @@ def to_fp8(
     *,
     rows: bool,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    tile: tuple[int, int] | None = None,
     maximum: Callable[[Tensor], Tensor] | None = None,
 ) -> Fp8Tensor:
     """Scale and round a matrix ``r c``, in any layout of memory.
@@ -98,10 +117,14 @@ def to_fp8(
         x: floating point.
         rows: a scale for each row, rounded down to a power of 2; else one for the matrix.
         dtype: float8_e4m3fn or float8_e5m2.
+        tile: a scale for each tile with these sides, which divide those of the matrix, rounded down to a power of 2.
         maximum: from the amax here to the amax of the whole, of which ``x`` is a block.
     """
     largest = torch.finfo(dtype).max
-    if x.numel() == 0:
+    if tile is not None:
+        whole, x = x.shape, _tiles(x, tile)
+        amax = (x.abs().amax((1, 3)) if x.numel() else x.new_zeros(x.shape[0], x.shape[2])).float()
+    elif x.numel() == 0:
         amax = torch.zeros((x.shape[0], 1) if rows else (), dtype=torch.float32, device=x.device)
     else:
         amax = (x.abs().amax(dim=1, keepdim=True) if rows else x.abs().amax()).float()
@@ -112,6 +135,9 @@ def to_fp8(
     if rows:
         scale = (scale.view(torch.int32) & _POWER_BITS).view(torch.float32)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
+    if tile is not None:
+        scaled = (x.float() * scale[:, None, :, None]).clamp(-largest, largest)
+        return Fp8Tensor(values=scaled.to(dtype).reshape(whole), inverse=scale.reciprocal(), tile=tile)
     scaled = (x.float() * scale).clamp(-largest, largest)
     return Fp8Tensor(values=scaled.to(dtype).contiguous(), inverse=scale.reciprocal())
 
@@ -126,6 +152,8 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
     """
     if a.values.shape[0] == 0:
         return torch.empty(0, b.values.shape[0], dtype=dtype, device=a.values.device)
+    if a.tile is not None:
+        return tiled_product(a, b, dtype)
     by_row = a.inverse.dim() > 0
     return torch._scaled_mm(
         a.values,
@@ -139,15 +167,15 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
 
 def fp8_output(x: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
     """Compute ``y = x wᵀ``, ``m k, n k -> m n``, in the dtype of ``x``."""
-    a = to_fp8(x, rows=recipe.rows, maximum=_over(maximum, recipe, "m", "k"))
-    b = to_fp8(w, rows=recipe.rows, maximum=_over(maximum, recipe, "n", "k"))
+    a = _cast(x, recipe, _over(maximum, recipe, "m", "k"))
+    b = _cast(w, recipe, _over(maximum, recipe, "n", "k"), weight=True)
     return fp8_product(a, b, dtype=x.dtype)
 
 
 def fp8_input_gradient(dy: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
     """Compute ``dx = dy w``, ``m n, n k -> m k``, in the dtype of ``dy``."""
-    a = to_fp8(dy, rows=recipe.rows, dtype=recipe.gradient, maximum=_over(maximum, recipe, "m", "n"))
-    b = to_fp8(w.t(), rows=recipe.rows, maximum=_over(maximum, recipe, "k", "n"))
+    a = _cast(dy, recipe, _over(maximum, recipe, "m", "n"), recipe.gradient)
+    b = _cast(w.t(), recipe, _over(maximum, recipe, "k", "n"), weight=True)
     return fp8_product(a, b, dtype=dy.dtype, fast=recipe.rows)
 
 
@@ -155,11 +183,11 @@ def fp8_weight_gradient(dy: Tensor, x: Tensor, recipe: Fp8Recipe, maximum: Fp8Ma
     """Compute ``dw = dyᵀ x``, ``m n, m k -> n k``, in the dtype of ``dy``; not in fp8 if the recipe says so."""
     if not recipe.weight_gradient:
         return dy.t() @ x
-    missing = -dy.shape[0] % FP8_MULTIPLE
+    missing = -dy.shape[0] % recipe.multiple
     if missing:  # rows of zeros change neither scales nor sums
         dy, x = functional.pad(dy, (0, 0, 0, missing)), functional.pad(x, (0, 0, 0, missing))
-    a = to_fp8(dy.t(), rows=recipe.rows, dtype=recipe.gradient, maximum=_over(maximum, recipe, "n", "m"))
-    b = to_fp8(x.t(), rows=recipe.rows, maximum=_over(maximum, recipe, "k", "m"))
+    a = _cast(dy.t(), recipe, _over(maximum, recipe, "n", "m"), recipe.gradient)
+    b = _cast(x.t(), recipe, _over(maximum, recipe, "k", "m"))
     return fp8_product(a, b, dtype=dy.dtype, fast=recipe.rows)
 
 
@@ -189,11 +217,84 @@ def bind_fp8_matmul(recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Cal
     return product
 
 
+def _cast(
+    x: Tensor,
+    recipe: Fp8Recipe,
+    maximum: Callable[[Tensor], Tensor] | None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    weight: bool = False,
+) -> Fp8Tensor:
+    tile = (recipe.block if weight else 1, recipe.block) if recipe.block else None
+    return to_fp8(x, rows=recipe.rows, dtype=dtype, tile=tile, maximum=maximum)
+
+
+def _tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """``r c -> r/h h c/w w``, in any layout of memory."""
+    (rows, columns), (high, wide) = x.shape, tile
+    return x.reshape(rows // high, high, columns // wide, wide)
+
+
+def tiled_product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply operands in tiles: by torch where it does on this GPU, else in bf16, in which they are exact."""
+    if a.values.is_cuda and multiplies_tiles(a.values.device.index or 0):
+        return _scaled_product(a, b, dtype)
+    return (a.dequantize().bfloat16() @ b.dequantize().bfloat16().t()).to(dtype)
+
+
+def _scaled_product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
+    kinds = {1: functional.ScalingType.BlockWise1x128, 128: functional.ScalingType.BlockWise128x128}
+    (high, _), (b_high, _) = a.tile or (1, 128), b.tile or (1, 128)
+    inverse = b.inverse
+    if b_high > 1:  # cuBLAS reads the tiles of a row of four
+        inverse = functional.pad(inverse, (0, -inverse.shape[1] % 4)).contiguous().t()
+    else:
+        inverse = inverse.t().contiguous().t()
+    product: Tensor = functional.scaled_mm(
+        a.values,
+        b.values.t(),
+        a.inverse.t().contiguous().t(),
+        kinds[high],
+        inverse,
+        kinds[b_high],
+        output_dtype=dtype,
+    )
+    return product
+
+
+@functools.cache
+def _tried(device: int) -> bool:
+    """Try small products in tiles on a GPU: torch and cuBLAS have them on some, in layouts that changed between versions."""
+    place = torch.device("cuda", device)
+    random = torch.Generator().manual_seed(0)
+    for high in (1, 128):
+        x, w = (torch.randn(rows, 640, generator=random).to(place, torch.bfloat16) for rows in (256, 384))
+        x[:, 200:] *= 64  # so that scales differ
+        w[100:] *= 16
+        a, b = to_fp8(x, rows=True, tile=(1, 128)), to_fp8(w, rows=True, tile=(high, 128))
+        want = a.dequantize() @ b.dequantize().t()
+        try:
+            got = _scaled_product(a, b, torch.bfloat16)
+        except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError):
+            return False
+        if not torch.allclose(got.float(), want, rtol=2**-6, atol=float(want.abs().max()) * 2**-8):
+            return False
+    return True
+
+
+def multiplies_tiles(device: int) -> bool:
+    """Return True if torch multiplies operands in tiles on a GPU, found by trial."""
+    return _tried(device)
+
+
+# torch.compile takes the result for a constant instead of tracing how it was found.
+multiplies_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _over(
     maximum: Fp8Maximum | None, recipe: Fp8Recipe, row: Fp8Dim, summed: Fp8Dim
 ) -> Callable[[Tensor], Tensor] | None:
     """Bind the dims that an amax is taken over: the summed one, or both."""
-    if maximum is None:
+    if maximum is None or recipe.block:  # tiles are whole on a rank
         return None
     dims = (summed,) if recipe.rows else (row, summed)
     return lambda amax: maximum(amax, dims)

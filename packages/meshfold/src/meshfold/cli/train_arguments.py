@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshfold.train.settings import TrainSettings
 
 _OF_THE_COMMAND = ("help", "out", "ranks", "resume", "no_plan", "report", "json", "model", "hf")
-FP8_NAMES = ("rowwise_hp_dw", "rowwise", "tensorwise")
+FP8_NAMES = ("rowwise_hp_dw", "rowwise", "tensorwise", "block128")
 OPTIMIZER_NAMES = (
     *("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came", "muon"),
     *("galore_adamw", "galore_adafactor"),

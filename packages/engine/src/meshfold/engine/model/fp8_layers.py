@@ -15,7 +15,7 @@ from torch import nn
 from meshfold.engine.model.fp8_linear import Fp8Products, is_plain_linear, use_fp8_products
 from meshfold.engine.precision.fp8 import KEEP, Fp8Settings
 from meshfold.engine.world import World
-from meshfold.kernels import FP8_MULTIPLE, fp8_gain
+from meshfold.kernels import fp8_gain
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.tensor_parallel import Linear, bind_fp8_maximum
 
@@ -79,21 +79,26 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
     heads = _output_weights(model)
     reduced = None if world.data_size == 1 else bind_fp8_maximum(world.mesh, None, world.outer_axes)
     products = Fp8Products.bind(settings.recipe, reduced)
-    narrow = settings.keeps_narrow(world.device)
+    narrow, multiple = settings.keeps_narrow(world.device), settings.recipe.multiple
     names = []
     for name, module in model.named_modules():
-        if not isinstance(module, Linear | nn.Linear) or not (isinstance(module, Linear) or is_plain_linear(module)):
+        if not isinstance(module, Linear | nn.Linear):
             continue
         why = _kept_by_name(name, module, settings, heads)
         if isinstance(module, Linear):
-            why = why or module.fp8_refusal() or (_narrow(*module.multiplied, settings) if narrow else "")
+            why = (
+                why or module.fp8_refusal(settings.recipe) or (_narrow(*module.multiplied, settings) if narrow else "")
+            )
             if not why:
                 module.use_fp8(settings.recipe, world.outer_axes)
                 found._undo.append(lambda layer=module: layer.use_fp8(None))  # type: ignore[misc]
         else:
             why = why or ("tensor parallelism does not split it" if split else "")
-            if not why and (module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE):
-                why = f"its width is no multiple of {FP8_MULTIPLE}"
+            why = why or (
+                "" if is_plain_linear(module) else f"its class, {type(module).__name__}, has a forward of its own"
+            )
+            if not why and (module.in_features % multiple or module.out_features % multiple):
+                why = f"its width is no multiple of {multiple}"
             why = why or (_narrow(module.out_features, module.in_features, settings) if narrow else "")
             if not why:
                 found._undo.append(use_fp8_products(module, products))

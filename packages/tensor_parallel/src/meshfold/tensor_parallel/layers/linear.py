@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshfold.kernels import FP8_MULTIPLE, Fp8Recipe
+from meshfold.kernels import Fp8Recipe
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
 from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
@@ -231,8 +231,8 @@ class Linear(ShardedLayer):
         self._bind()
         self.input_adapter = adapter
 
-    def fp8_refusal(self) -> str:
-        """Return why the layer cannot multiply in fp8; empty if it can."""
+    def fp8_refusal(self, recipe: Fp8Recipe) -> str:
+        """Return why the layer cannot multiply in fp8 by a recipe; empty if it can."""
         if self.makes_logits or self.stored != "nk":
             return "it makes logits" if self.makes_logits else "its weight lies transposed"
         if self.lowering not in ("gather", "auto"):
@@ -240,7 +240,12 @@ class Linear(ShardedLayer):
         if self._sum_weight is not identity:
             return "several ranks hold some of its heads, each with a part of their gradient"
         n, k = self.multiplied
-        return f"its width on a rank is no multiple of {FP8_MULTIPLE}" if n % FP8_MULTIPLE or k % FP8_MULTIPLE else ""
+        if n % recipe.multiple or k % recipe.multiple:
+            return f"its width on a rank is no multiple of {recipe.multiple}"
+        blocks = self.mesh.size(*self.plan.w[self.plan.n])
+        if recipe.block and any(part.size * part.repeat // blocks % recipe.block for part in self.parts):
+            return f"its parts on a rank are no multiples of {recipe.block}"
+        return ""
 
     @property
     def multiplied(self) -> tuple[int, int]:
