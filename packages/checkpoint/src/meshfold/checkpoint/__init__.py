@@ -1,4 +1,4 @@
-"""Checkpoints on disk: safetensors files, shards as rectangles, checksums, folders that a crash leaves whole."""
+"""Checkpoints on disk: safetensors files, shards as rectangles, checksums, crash-safe folders."""
 
 from __future__ import annotations
 

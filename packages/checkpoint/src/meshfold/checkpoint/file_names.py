@@ -1,4 +1,4 @@
-"""Names of the files and folders of a checkpoint, and removal of those files alone.
+"""Names of the files and folders of a checkpoint, and removal of only those files.
 
 ::
 
@@ -12,7 +12,7 @@
     .new.lock                   held by the process that writes it
     .new.old/                   one that an earlier version was replacing when it died
 
-Only files with these names are ever removed. Folders are never removed with what is in them.
+Only files with these names are ever removed. Folders are only removed when empty.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SAVING_FOLDER, SAVED_FOLDER_PREFIX, LOCK_FILE = ".saving", ".saved-", ".lock"
 
 
 def set_aside_path(target: Path) -> Path:
-    """Return where an earlier version put a checkpoint aside while the next one took its place."""
+    """Return the path where an earlier version moved a checkpoint while the next one replaced it."""
     return target.with_name(f".{target.name}.old")
 
 
 def writing_path(target: Path, *, inside: bool) -> Path:
-    """Return where a checkpoint is written: within its folder if that exists, else beside it."""
+    """Return the path where a checkpoint is written: within its folder if that exists, else next to it."""
     return target / SAVING_FOLDER if inside else target.with_name(f".{target.name}.writing")
 
 
 def lock_path(target: Path, *, inside: bool) -> Path:
-    """Return the lock of whoever writes there."""
+    """Return the path of the writer's lock."""
     return target / LOCK_FILE if inside else target.with_name(f".{target.name}.lock")
 
 
@@ -66,7 +66,7 @@ def may_be_listed(name: str) -> bool:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove files that an index lists. Folders and names that no checkpoint has stay."""
+    """Remove files that an index lists, except folders and names that no checkpoint has."""
     for name in names:
         path = folder / name
         if may_be_listed(name) and _is_file(path):
@@ -74,7 +74,7 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove a folder that a save has begun, with the files that a save writes. With others in it, it stays with these."""
+    """Remove a folder that a save has started, with the files that a save writes. It stays if it has others."""
     if not _is_folder(folder):
         return
     for path in sorted(folder.iterdir()):
@@ -85,7 +85,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether this is a file or a link, which can be unlinked without a loss elsewhere."""
+    """Return True for a file or a link, which can be unlinked without a loss elsewhere."""
     try:
         mode = path.lstat().st_mode
     except OSError:

@@ -1,11 +1,11 @@
-"""Low-rank adapters on a model that stays as it is: LoRA through peft, under any spec.
+"""Low-rank adapters on a frozen model: LoRA through peft, under any spec.
 
     engine = Engine(pretrained("models/llama", adapter=LoraConfig(r=8, target_modules=["q_proj", "v_proj"])), ...)
     ...
     save_adapter(engine, "adapter/")          # what peft's PeftModel.from_pretrained(model, "adapter/") reads
 
-Only adapters have gradients and optimizer states. Under tensor parallelism they are split as their layers are
-(:mod:`meshfold.tensor_parallel.convert.lora`); under ``zero`` they and the frozen weights are in chunks of their own.
+Only adapters have gradients and optimizer states. Under tensor parallelism they are split like their layers
+(:mod:`meshfold.tensor_parallel.convert.lora`); under ``zero`` they and the frozen weights are in separate chunks.
 
 QLoRA (Dettmers et al. 2023, arXiv 2305.14314) packs the frozen linear layers into four bits. The packed weights are parameters
 of bytes without gradients, so ``zero`` shards, moves and gathers them like any others.
@@ -45,17 +45,17 @@ NF4 = "nf4"
 
 
 class Adapter:
-    """An adapter that is to be put on a model: peft's configuration, and trained values if there are any."""
+    """An adapter for a model: peft's configuration, and trained values if there are any."""
 
     def __init__(self, config: Any, folder: Path | None) -> None:
         self.config, self.folder = config, folder
 
     @classmethod
     def of(cls, asked: Any) -> Adapter:
-        """Make an adapter of what the user gave.
+        """Make an adapter from the user's argument.
 
         Raises:
-            SpecError: if it is neither a configuration nor a folder of peft's, or peft is not installed.
+            SpecError: if it is neither a configuration nor a folder of peft, or peft is not installed.
         """
         try:
             from peft import PeftConfig
@@ -78,7 +78,7 @@ class Adapter:
         return cls(config, folder)
 
     def put_on(self, model: nn.Module) -> nn.Module:
-        """peft's model round a model, which may be without values."""
+        """Return peft's model around a model, which may be on the meta device."""
         from peft import get_peft_model
 
         try:
@@ -89,11 +89,11 @@ class Adapter:
 
     @staticmethod
     def base_of(model: Any) -> Any:
-        """transformers' model within peft's."""
+        """Return transformers' model within peft's."""
         return model.get_base_model()
 
     def names_of(self, model: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
-        """Names in peft's model to those in the bare one, and the bare one's tensors by these."""
+        """Return names in peft's model with those in the bare one, and the bare one's tensors by these."""
         base = self.base_of(model)
         whole: dict[Tensor, list[str]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -201,12 +201,12 @@ def _write(folder: Path, config: Any, whole: Mapping[str, Tensor]) -> None:
 
 
 def pack_linears(model: nn.Module) -> list[str]:
-    """Put a packed layer in the place of each linear layer but the head; full names of those that stay as they are.
+    """Replace each linear layer except the head by a packed one; return the full names of those that are not replaced.
 
-    A row whose length is no multiple of the block stays as it is too.
+    Layers with rows that are not a multiple of the block size are not replaced either.
 
     Raises:
-        SpecError: if that is so of all.
+        SpecError: if none can be replaced.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     left = []

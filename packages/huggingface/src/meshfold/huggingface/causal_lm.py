@@ -1,4 +1,4 @@
-"""Hugging Face causal language models from a local folder, with their weights, or new where there are none."""
+"""Hugging Face causal language models from a local folder, with weights or without."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HuggingFaceModel:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary: token ids are below it."""
         return int(self.config.get_text_config().vocab_size)
 
     @property
@@ -43,7 +43,7 @@ class HuggingFaceModel:
         return None if found is None else int(found)
 
     def build(self) -> nn.Module:
-        """Return the model with fresh weights; hand this function to the engine, which never allocates the whole."""
+        """Return the model with fresh weights; pass this function to the engine, which never allocates the whole."""
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, trust_remote_code=False)
@@ -65,7 +65,7 @@ class HuggingFaceModel:
 
 
 def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
-    """Read a folder's ``config.json`` and look for weights beside it. Nothing is fetched from anywhere.
+    """Read a folder's ``config.json`` and look for weights next to it. Nothing is downloaded.
 
     Raises:
         SpecError: if there is no configuration of a causal language model, or transformers is not installed.
@@ -84,7 +84,7 @@ def open_model(folder: str | os.PathLike[str]) -> HuggingFaceModel:
 
 
 def silence_transformers() -> None:
-    """Have transformers print errors alone, on ranks whose warnings another has printed already."""
+    """Make transformers print only errors, on ranks whose warnings another rank prints."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

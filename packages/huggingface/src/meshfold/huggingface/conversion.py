@@ -1,7 +1,7 @@
-"""Between Hugging Face folders and checkpoints, tensor by tensor: no more of a model is in memory than a few tensors.
+"""Conversion between Hugging Face folders and checkpoints, tensor by tensor, with only a few tensors in memory.
 
-A checkpoint of a Hugging Face model has that model's names, and a folder of it the same. Our own GPT and Llama have other names,
-and are GPT-2 and Llama over there (:mod:`meshfold.huggingface.decoder_names`).
+A checkpoint of a Hugging Face model has that model's names, as has its folder. Our own GPT and Llama have other names, and
+correspond to GPT-2 and Llama there (:mod:`meshfold.huggingface.decoder_names`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def convert_folder(
 
     Args:
         source: a Hugging Face folder (safetensors or ``.bin``), or a checkpoint under whatever spec.
-        target: a folder that is not there yet, or empty.
+        target: a new or empty folder.
         to: ``"hf"`` or ``"checkpoint"``.
         dtype: of floating tensors; None: as they are.
         like: a Hugging Face folder that gives tokenizer files, and ``config.json`` where the source does not know it.
@@ -110,7 +110,7 @@ def convert_folder(
         shard_bytes: of a file of weights of a Hugging Face folder.
 
     Raises:
-        CheckpointError: if it cannot be read, written, or is not the same model over there.
+        CheckpointError: if it cannot be read or written, or has no equivalent there.
     """
     came, place = Path(source), None if like is None else Path(like)
     if place is not None and not (place / "config.json").is_file():
@@ -171,7 +171,7 @@ def _to_ours(given: Mapping[str, Tensor], described: Mapping[str, Any] | None) -
 
 
 def cast_to(steps: list[Step], dtype: str | None) -> list[Step]:
-    """Floating results in another dtype; wide ones first, so that each begins at a multiple of its elements in a file."""
+    """Return floating-point results in another dtype; wide ones first, so that each begins at a multiple of its element's size."""
     if dtype is not None:
         steps = [
             replace(
@@ -235,12 +235,12 @@ def _write_checkpoint(
 
 
 def _value(value: Tensor) -> Tensor:
-    """Return a tensor that torch can take in a list too."""
+    """Return a tensor that torch also accepts in a list."""
     return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _state(state: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the state of a run that has only its model: counters as they were, or of one that begins."""
+    """Return the state of a run with only its model: counters as they were, or of a new run."""
     fresh: dict[str, Any] = {
         "spec": "{}",
         "precision": None,

@@ -1,7 +1,7 @@
-"""Our own GPT and Llama and Hugging Face's, tensor by tensor, where the architecture is the same to the last operation.
+"""Correspondence of our own GPT and Llama with Hugging Face's, tensor by tensor, where the architectures are equal.
 
-What is the same is data: a row of a table a tensor. Ours have queries, keys and values in one projection, and gate and up of an
-MLP; GPT-2's linear layers over there are transposed.
+The correspondence is data: a row of a table per tensor. Ours have queries, keys and values in one projection, and gate and up of
+an MLP; GPT-2's linear layers there are transposed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _HEAD = "head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Some tensors made of some others.
+    """A step that makes some tensors from others.
 
     Attributes:
-        sources: names of those that are read.
-        results: what they become, in order.
-        make: does it.
+        sources: names of the input tensors.
+        results: names of the outputs, in order.
+        make: computes them.
     """
 
     sources: tuple[str, ...]
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A tensor of ours and those that it is over there: itself, or parts of its first dim; transposed or not."""
+    """A tensor of ours and its counterparts there: itself, or parts of its first dim; transposed or not."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -146,7 +146,7 @@ def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
 
 
 def enter(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
-    """Return the steps from a state of Hugging Face's to one of ours; of a tied pair either will do."""
+    """Return the steps from a state of Hugging Face's to one of ours; either of a tied pair suffices."""
     given = {_full(name, config): value for name, value in given.items() if not _is_table(name)}
     rows = [row for row in rows_of(config) if row.ours != _HEAD]
     names = set(given)
@@ -172,7 +172,7 @@ def _full(name: str, config: DecoderConfig) -> str:
 
 
 def _is_table(name: str) -> bool:
-    """Tell whether old files have this tensor and it is computed today: causal masks, rotary frequencies."""
+    """Return True for a tensor of old files that is computed today: causal masks, rotary frequencies."""
     return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
 
 
@@ -200,7 +200,7 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
     """Return the ``config.json`` of a model of ours.
 
     Raises:
-        CheckpointError: where transformers' model would compute something else.
+        CheckpointError: if transformers' model would compute something else.
     """
     common: dict[str, Any] = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie}
     if isinstance(config, GPTConfig):
@@ -268,10 +268,10 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
 
 
 def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
-    """Return the configuration of ours that computes what a ``config.json`` says.
+    """Return our configuration that is equivalent to a ``config.json``.
 
     Raises:
-        CheckpointError: if none does.
+        CheckpointError: if there is none.
     """
     kind = theirs.get("model_type")
     if kind == "gpt2":

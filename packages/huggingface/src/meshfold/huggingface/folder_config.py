@@ -1,4 +1,4 @@
-"""Configurations of Hugging Face folders, which somebody else may have written: read without running code of the folder's."""
+"""Configurations of Hugging Face folders, which may be foreign: read without running the folder's code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_config(folder: Path, what: str) -> Any:
         what: begins the message of an error: ``"pretrained('models/a')"``.
 
     Raises:
-        SpecError: if it cannot be read, needs code of the folder's, or transformers is not installed.
+        SpecError: if it cannot be read, needs the folder's code, or transformers is not installed.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -59,7 +59,7 @@ def read_config(folder: Path, what: str) -> Any:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first line of a message, with the next one where the first ends in a colon and announces it."""
+    """Return the first line of a message, and the next one if the first ends in a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     count = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     return " ".join(lines[:count])
@@ -80,7 +80,7 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
 
 
 def require_config(folder: str | os.PathLike[str], given: str = "") -> None:
-    """Raise a SpecError if a folder does not exist or has no ``config.json``; ``given`` is what the user wrote."""
+    """Raise a SpecError if a folder does not exist or has no ``config.json``; ``given`` is the user's text."""
     path = Path(folder)
     if not (path / "config.json").is_file():
         what = "the folder has no config.json" if path.is_dir() else "there is no such folder"

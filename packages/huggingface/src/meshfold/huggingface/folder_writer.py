@@ -1,7 +1,7 @@
-"""Writing a Hugging Face folder tensor by tensor: weights in one file or in shards, what belongs to them beside.
+"""Writing of a Hugging Face folder tensor by tensor: weights in one file or in shards, and the files that belong to them.
 
-The folder gets its name when all of it is on the disk. One that is there and empty, such as a mount point, is written within:
-then ``config.json`` comes last. One process writes a folder at a time. No more than one tensor is in memory.
+The folder gets its name when it is complete on disk. An existing empty folder, such as a mount point, is written in place:
+then ``config.json`` comes last. Only one process writes a folder at a time. At most one tensor is in memory.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class FolderWriter:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """Args:
-            folder: where; made with its parents, and empty so far.
+            folder: made with its parents, or empty.
             announced: every tensor that will come, in order.
             config: of ``config.json``; None: that of ``like``.
-            like: a folder whose files are carried along, but for its weights: the tokenizer, say.
-            shard_bytes: of a file; a tensor that is larger has a file of its own.
+            like: a folder whose files except weights are copied, such as the tokenizer.
+            shard_bytes: limit of a file; a larger tensor gets its own file.
 
         Raises:
-            CheckpointError: if there is something already, no configuration is known, or a file of ``like`` is a link to one
+            CheckpointError: if the folder is not empty, no configuration is known, or a file of ``like`` is a link to one
                 elsewhere.
             InUseError: if another process writes there.
         """
@@ -98,7 +98,7 @@ class FolderWriter:
         self._left.remove(name)
 
     def close(self) -> None:
-        """Write what belongs to the weights, bring all to the disk, and give the folder its name."""
+        """Write the other files, sync everything to disk, and give the folder its name."""
         if self._left:
             raise CheckpointError(f"{self._target}: {self._left[0]!r} was announced and never came")
         self._next()
@@ -125,7 +125,7 @@ class FolderWriter:
         self._mine.close()
 
     def abandon(self) -> None:
-        """Remove what was written; nothing after ``close``."""
+        """Remove what was written; does nothing after ``close``."""
         if self._writer is not None:
             self._writer.abandon()
         with self._mine, suppress(OSError, CheckpointError):
@@ -140,7 +140,7 @@ class FolderWriter:
             raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
 
     def _next(self) -> None:
-        """End a file, and begin the next one if there is one."""
+        """End a file, and start the next one if there is one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -170,7 +170,7 @@ class FolderWriter:
 
 
 def _carried(like: Path) -> list[Path]:
-    """Return the files of a folder that are carried along: all but its weights.
+    """Return the files of a folder to copy: all except its weights.
 
     Raises:
         CheckpointError: for a link to a file elsewhere, which would be copied into a folder that may be published.
@@ -186,10 +186,10 @@ def _carried(like: Path) -> list[Path]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a folder that an export has begun; an export writes files and no folders.
+    """Remove a folder that an export has started; an export writes files and no folders.
 
     Raises:
-        CheckpointError: if there is something in it that no export has written.
+        CheckpointError: if it contains something that no export has written.
     """
     if not os.path.lexists(folder):
         return

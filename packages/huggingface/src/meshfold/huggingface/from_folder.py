@@ -1,10 +1,10 @@
-"""A Hugging Face model from a local folder, whose weights go straight to where a spec wants them.
+"""A Hugging Face model from a local folder, whose weights are read directly into their shards.
 
     engine = Engine(pretrained("models/llama"), parallel=dict(data=2, tensor=4), ...)
 
 The model is built on the meta device, split, cut into stages and put into chunks like one that is built by a function; then
-each rank reads, tensor by tensor, its own blocks from the files, which are mapped into memory. No rank ever holds more than
-its own part and one tensor beside it.
+each rank reads its own blocks, tensor by tensor, from the memory-mapped files. No rank ever holds more than its own part and
+one more tensor.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Pretrained(WeightSource):
 
     Attributes:
         folder: where.
-        config: transformers' configuration, with the changes that were asked for.
-        model_class: what makes the model of it.
+        config: transformers' configuration, with the requested changes.
+        model_class: makes the model from it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Pretrained(WeightSource):
         return model if self.adapter is None else self.adapter.put_on(model)
 
     def check(self, spec: ParallelSpec) -> None:
-        """Raise a SpecError for a spec that such a model cannot have."""
+        """Raise a SpecError for a spec that such a model does not support."""
         if self.quantize is not None and spec.tensor is not None:
             raise SpecError(
                 f"quantize={self.quantize!r} with tensor: packed weights are not split over tensor axes; share the model with "
@@ -77,10 +77,10 @@ class Pretrained(WeightSource):
             )
 
     def verify(self, part: int, parts: int) -> None:
-        """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, where the files have any.
+        """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, if the files have any.
 
         Raises:
-            CheckpointError: for one that is not what was written.
+            CheckpointError: for one that differs from what was written.
         """
         if self._verifies:
             verify_checksums(self._files, part, parts)
@@ -89,7 +89,7 @@ class Pretrained(WeightSource):
         """Return the folder's values for a model that this has built, whole, on the meta device or not.
 
         Raises:
-            SpecError: if it has nothing of it, or of other shapes.
+            SpecError: if it has none of its tensors, or other shapes.
         """
         base = model if self.adapter is None else self.adapter.base_of(model)
         name, wanted = type(base).__name__, base.state_dict(keep_vars=True)
@@ -130,7 +130,7 @@ class FolderValues(SourceValues):
     """First values of a model's tensors from a folder.
 
     Attributes:
-        report: what there was, and what not.
+        report: which tensors were found.
         more: tensors from elsewhere, by their names in the model: an adapter's.
     """
 
@@ -158,7 +158,7 @@ class FolderValues(SourceValues):
         )
 
     def over(self, fresh: ParameterInit, device: torch.device) -> ParameterInit:
-        """This rank's block of a parameter from the folder; what it lacks from ``fresh``."""
+        """Return this rank's block of a parameter from the folder, or from ``fresh`` if missing there."""
 
         def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
             if not self._has(name):
@@ -169,13 +169,13 @@ class FolderValues(SourceValues):
 
     @torch.no_grad()
     def fill_buffers(self, model: nn.Module) -> None:
-        """Give buffers that are in the folder its values."""
+        """Set buffers to the folder's values."""
         for name, buffer in model.named_buffers():
             if self._has(name):
                 buffer.copy_(self._block(name, buffer, buffer.dtype, buffer.device))
 
     def warn(self) -> None:
-        """Say what is missing, as transformers does."""
+        """Warn about missing tensors, as transformers does."""
         if not self.report.is_whole:
             warnings.warn(str(self.report), stacklevel=2)
 
@@ -206,22 +206,22 @@ def pretrained(
     verify: bool = True,
     **changes: Any,
 ) -> Pretrained:
-    """Return the model of a local Hugging Face folder, to be given to an :class:`Engine` as its model.
+    """Return the model of a local Hugging Face folder, to be passed to an :class:`Engine`.
 
     Weights are read from ``model.safetensors`` or ``pytorch_model.bin``, single or in shards with an index, when the engine is
-    made. What the folder lacks (the head of a task it was not trained for) is made anew, the same for the same seed under every
-    spec, and told by a warning; ``print(engine.loaded)``. Nothing is downloaded, and no code of the folder's is run.
+    made. Missing tensors (the head of a task it was not trained for) are initialised, the same for the same seed under every spec,
+    with a warning; see ``print(engine.loaded)``. Nothing is downloaded, and no code of the folder is run.
 
     Args:
         folder: with ``config.json`` and weights.
-        model_class: one of transformers' classes or its name, such as ``"AutoModelForSequenceClassification"``; by default what
-            the configuration says under ``architectures``.
+        model_class: one of transformers' classes or its name, such as ``"AutoModelForSequenceClassification"``; by default the
+            configuration's ``architectures``.
         dtype: of the parameters; what the engine computes in is its ``precision``.
-        ignore_mismatched_sizes: make tensors anew that have another shape in the folder.
-        adapter: train low-rank adapters and nothing else: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
-        quantize: ``"nf4"``: keep linear layers but the head in four bits, packed as they are read (QLoRA); with ``adapter``.
-        verify: compare tensors with their checksums first, where the files have any (those that Meshfold and torch write); the
-            ranks share this out.
+        ignore_mismatched_sizes: initialise tensors that have another shape in the folder.
+        adapter: train only low-rank adapters: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
+        quantize: ``"nf4"``: keep linear layers except the head in four bits, packed as they are read (QLoRA); with ``adapter``.
+        verify: compare tensors with their checksums first, if the files have any (those written by Meshfold and torch); the
+            ranks divide this work.
         changes: to the configuration: ``num_labels=3``; ``attn_implementation`` and ``experts_implementation`` as in
             transformers.
 

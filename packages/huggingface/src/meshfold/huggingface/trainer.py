@@ -1,7 +1,7 @@
-"""The Trainer of ``transformers`` over an engine: its arguments, callbacks, logging and checkpoint folders; our parallelism.
+"""The Trainer of ``transformers`` over an engine: its arguments, callbacks, logging and checkpoint folders, with our parallelism.
 
 The engine has model, optimizer, precision, clipping and accumulation; the Trainer loops, sets the learning rate, logs,
-evaluates and decides when to save. Accelerate, beneath the Trainer, must not wrap the model once more, and does not.
+evaluates and decides when to save. Accelerate, beneath the Trainer, must not wrap the model again, and does not.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _FOLDER = "meshfold"  # inside of the Trainer's checkpoint folder
 class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     """``EngineTrainer(engine, args=TrainingArguments(...), train_dataset=..., ...)``; all ranks make one.
 
-    ``per_device_train_batch_size`` is of a data coordinate. ``learning_rate`` and ``lr_scheduler_type`` are the Trainer's;
+    ``per_device_train_batch_size`` is per data coordinate. ``learning_rate`` and ``lr_scheduler_type`` are the Trainer's;
     the engine has none of its own. Checkpoints load under any other spec.
 
-    An epoch has every row once, in as many steps as the Trainer's on as many data coordinates: a last batch that is smaller
-    is shared out, unless ``dataloader_drop_last``. Micro-steps of a step weigh as the Trainer's do: as many targets as they
-    have where the model's loss can be told, as it can in causal language models, else alike. Losses are the Trainer's, also of
-    models such as ``GPT2LMHeadModel`` where it divides by all labels, of which the first of each row is never predicted.
+    An epoch has every row once, in as many steps as the Trainer's on as many data coordinates: a smaller last batch is
+    divided, unless ``dataloader_drop_last``. Micro-steps of a step are weighted as by the Trainer: by their targets if the
+    loss is known, as in causal language models, else equally. Losses are the Trainer's, also for models such as
+    ``GPT2LMHeadModel`` where it divides by all labels, although the first of each row is never predicted.
     ``compute_metrics`` and ``preprocess_logits_for_metrics`` are called as the Trainer calls them, on all ranks.
 
     Raises:
-        SpecError: where the engine was made for another accumulation, clipping or precision than the arguments say, and for
-            functions that nobody would call.
+        SpecError: if the engine has another accumulation, clipping or precision than the arguments, and for
+            functions that would never be called.
     """
 
     control: Any
@@ -53,7 +53,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def __init__(self, engine: Engine, **settings: Any) -> None:
         """Args:
         engine: with an optimizer, and without ``lr_scheduler``.
-        settings: of ``transformers.Trainer``, save ``model`` and ``optimizers``.
+        settings: of ``transformers.Trainer``, except ``model`` and ``optimizers``.
         """
         if engine.optimizer is None or engine.lr_scheduler is not None:
             raise SpecError(
@@ -96,7 +96,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                 )
 
     def _check_optimization(self) -> None:
-        """Check that the arguments ask for nothing that the engine's own optimizer and loss would ignore."""
+        """Refuse arguments that the engine's own optimizer and loss would ignore."""
         decay = self.args.weight_decay
         if decay and not any(group.get("weight_decay") == decay for group in self.optimizer.param_groups):
             raise SpecError(
@@ -134,7 +134,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Return the batches of a step, and their weights in it: as the Trainer's, but of targets over all data coordinates."""
+        """Return the batches of a step, and their weights: as in the Trainer, but by targets over all data coordinates."""
         batches = list(islice(epoch_iterator, num_batches))
         more = self._counts_all_labels(batches)
         weighed = more or (self.model_accepts_loss_kwargs and len(batches) > 1)
@@ -144,9 +144,9 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return batches, None
 
     def _counts_all_labels(self, batches: list[Any]) -> bool:
-        """Tell whether the Trainer divides a loss by all labels, although the first of each row is never predicted.
+        """Return True if the Trainer divides a loss by all labels, although the first of each row is never predicted.
 
-        It tells by ``loss_type``, which some causal language models do not have.
+        It checks ``loss_type``, which some causal language models do not have.
         """
         counts = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
         return (
@@ -159,13 +159,13 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def _labels_of(self, fields: Mapping[str, Any]) -> int:
-        """Return how many labels of a global batch are no padding; all ranks call."""
+        """Return the number of labels of a global batch that are not padding; all ranks must call."""
         world = self.engine.world
         mine = torch.as_tensor(fields["labels"]).ne(IGNORE_INDEX).sum().to(world.device)
         return int(all_reduce(mine, world.row_group))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Every row once an epoch; of a last batch that is smaller each data coordinate has its part, which may be none.
+        """Return a loader with every row once per epoch; a smaller last batch is divided over data coordinates.
 
         Raises:
             SpecError: without a dataset that has a length, or if it gives no batch.
@@ -189,7 +189,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return Loader(Rows(dataset), batch_sampler=batches, collate_fn=Collated(collate), **self._loading())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> ShardedLoader:
-        """Every row once, in order; of a last batch that is smaller each data coordinate has its part, which may be none.
+        """Return a loader with every row once, in order; a smaller last batch is divided over data coordinates.
 
         Args:
             eval_dataset: a dataset, or the name of one where ``eval_dataset`` of the trainer is a dict of them; None: that
@@ -219,7 +219,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def _used(self, dataset: Any, named: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Return the dataset, and what collates its rows, without columns that the model does not take."""
+        """Return the dataset and its collate function, without columns that the model does not take."""
         if dataset is None:
             raise SpecError(f"there is no data: give EngineTrainer(..., {named}=...)")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -242,8 +242,8 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: object = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """``eval_loss``: the mean over all targets of the dataset that count, however many ranks and rows a batch; all ranks
-        call. nan if none counts. With a dict of datasets ``eval_NAME_loss`` of each. Beside it the Trainer's
+        """Return ``eval_loss``: the mean over all targets of the dataset, for any number of ranks and rows per batch; all ranks
+        must call. nan if there are no targets. With a dict of datasets, ``eval_NAME_loss`` of each. Also the Trainer's
         ``eval_runtime``, ``eval_samples_per_second`` and ``eval_steps_per_second``."""
         several = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(several, Mapping):
@@ -273,7 +273,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return metrics
 
     def _predictions(self, loader: ShardedLoader, ignore_keys: Any) -> Predictions | None:
-        """Return the collector of predictions for metrics; None if nobody asks for any."""
+        """Return the collector of predictions for metrics; None if no metrics are computed."""
         if self.compute_metrics is None or self.args.prediction_loss_only:
             return None
         config = getattr(self.model, "config", None)
@@ -288,7 +288,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         )
 
     def predict(self, *args: Any, **settings: Any) -> Any:
-        """Refused: ranks have parts of the outputs.
+        """Refuse prediction, since ranks have only parts of the outputs.
 
         Raises:
             SpecError: always.
@@ -301,7 +301,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     # -- what accelerate would do ----------------------------------------------------------------------------------
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Anything else than the model itself, and it is taken for wrapped already."""
+        """Return another object than the model, so that the Trainer treats it as already wrapped."""
         return model if isinstance(model, nn.ModuleList) else nn.ModuleList([model])
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
@@ -334,7 +334,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
 
 class _Stepped(torch.optim.Optimizer):
-    """The engine's optimizer, as the Trainer and its scheduler see it: the same groups, and steps that are made already."""
+    """The engine's optimizer as seen by the Trainer and its scheduler: the same groups, and ``step()`` does nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._of: torch.optim.Optimizer | None = None
@@ -344,7 +344,7 @@ class _Stepped(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The engine's of now: loading a checkpoint makes others."""
+        """Return the engine's current ones, since loading a checkpoint makes new ones."""
         return self._own if self._of is None else self._of.param_groups
 
     @param_groups.setter
@@ -352,7 +352,7 @@ class _Stepped(torch.optim.Optimizer):
         self._own = groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """``train_step`` has done it."""
+        """Do nothing: ``train_step`` has stepped."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: accelerate loads what it has just asked for, which would put copies in the groups' place."""
+        """Do nothing: accelerate loads what it has just read, which would replace the groups by copies."""

@@ -17,7 +17,7 @@ from meshfold.mesh.model_io import IGNORE_INDEX
 
 
 class Predictions:
-    """Collects an evaluation's predictions and labels over the data coordinates; all ranks call everything."""
+    """Collector of an evaluation's predictions and labels over the data coordinates; all ranks must call every method."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Predictions:
         self._number = 0
 
     def add(self, fields: Mapping[str, Any], inputs: Any = None) -> None:
-        """Predict the next batch of the loader; ``inputs``: what of it the metrics are to see too."""
+        """Predict the next batch of the loader; ``inputs``: the parts of it that are passed to the metrics."""
         found = self._output(fields)
         labels = tuple(fields.get(name) for name in self._label_names)
         given: Any = None if any(label is None for label in labels) else labels[0] if len(labels) == 1 else labels

@@ -1,4 +1,4 @@
-"""The rows that EngineTrainer trains on: every one once an epoch, of a last batch that is smaller each data coordinate its part."""
+"""The rows that EngineTrainer trains on: each once per epoch; a smaller last batch is divided over data coordinates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshfold.engine.batches import row_range, shard_batch
 
 
 class RowsOfBatches(Sampler[list[int]]):
-    """This data coordinate's rows of global batches to train on; where it has none, another's as ``~row``: it does not count."""
+    """This data coordinate's rows of global batches; if it has none, another's as ``~row``, which does not count."""
 
     def __init__(
         self, length: int, rows: int, index: int, blocks: int, seed: int, *, shuffle: bool, drop_last: bool
@@ -69,7 +69,7 @@ class Rows(Dataset[Any]):
 
 
 class Uncounted:
-    """A row that is there only because a data coordinate has none of the batch."""
+    """A row that does not count, for a data coordinate without rows of the batch."""
 
     def __init__(self, row: Any) -> None:
         self.row = row
@@ -89,7 +89,7 @@ class Collated:
 
 
 class Loader(DataLoader[Any]):
-    """Tells the order of its epoch, as the Trainer expects of what accelerate makes."""
+    """Loader with ``set_epoch``, as the Trainer expects of accelerate's."""
 
     def set_epoch(self, epoch: int) -> None:
         """Before each."""

@@ -1,8 +1,8 @@
 """Names of tensors in a folder and in a model, matched by transformers' own rules.
 
-Old names (``LayerNorm.gamma``), a base model's prefix that is missing or too many, tensors that were several or one in the
-files (the experts of a mixture), tied tensors under any of their names: what transformers makes of them is made here, one
-tensor at a time and when it is wanted, so that nobody holds them all.
+Old names (``LayerNorm.gamma``), a missing or additional base model's prefix, tensors that are split or fused in the files (the
+experts of a mixture), tied tensors under any of their names: transformers' conversions are applied here to one tensor at a time
+when it is needed, so that no rank holds all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Recipe:
 
     Attributes:
         sources: names in the files, each with the pattern of the converter that it matched.
-        converter: transformers' conversion; None: the only source is it.
+        converter: transformers' conversion; None: the only source is the tensor.
         first: the name that the converter knows its result by.
     """
 
@@ -52,12 +52,12 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """A folder's names against a model's.
+    """Comparison of a folder's names with a model's.
 
     Attributes:
         recipes: of every tensor of the model that the files have, by each of its names.
         missing: names in the model that the files lack; a tied tensor that they have under another name is not missing.
-        unexpected: names in the files that the model has no use for.
+        unexpected: names in the files that the model does not use.
         mismatched: name to (shape in the files, shape in the model).
         tensors: how many of the model's the files have, tied ones once.
     """
@@ -78,7 +78,7 @@ def match(model: Any, files: Mapping[str, Tensor], wanted: Mapping[str, Tensor] 
         wanted: the model's tensors by their names, where they are not those of its state dict: of one with adapters.
 
     Raises:
-        SpecError: if transformers is too old to say how names are to be read.
+        SpecError: if transformers is too old to have the naming rules.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -145,7 +145,7 @@ def _tied(wanted: Mapping[str, Tensor]) -> Iterable[list[str]]:
 
 
 def _check_alike(names: list[str], recipes: Mapping[str, Recipe], files: Mapping[str, Tensor]) -> None:
-    """Tensors that the model ties must not differ in the files."""
+    """Check that tensors that the model ties do not differ in the files."""
     for name in names[1:]:
         one, other = recipes[names[0]], recipes[name]
         if one.converter is None and other.converter is None:
@@ -158,14 +158,14 @@ def _check_alike(names: list[str], recipes: Mapping[str, Recipe], files: Mapping
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors have the same elements, reading some rows at a time."""
+    """Return True if two tensors have the same elements, reading some rows at a time."""
     rows = max(1, 2**22 // max(1, a[:1].numel())) if a.dim() else 1
     parts = range(0, a.shape[0], rows) if a.dim() else (None,)
     return all(torch.equal(a, b) if at is None else torch.equal(a[at : at + rows], b[at : at + rows]) for at in parts)
 
 
 def _as_told(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """Without what the model's class says is no matter."""
+    """Drop the names that the model's class allows to be missing or unexpected."""
     told = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     model._adjust_missing_and_unexpected_keys(told)
     return (
@@ -175,7 +175,7 @@ def _as_told(model: Any, missing: list[str], unexpected: list[str]) -> tuple[lis
 
 
 def _natural(key: str) -> tuple[tuple[int, int, str], ...]:
-    """Numbers in order of size: the ninth expert comes before the tenth."""
+    """Return a sort key that orders numbers by value: the ninth expert comes before the tenth."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split("."))
 
 
@@ -183,10 +183,10 @@ def _natural(key: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
-    """Return the steps from what a model of transformers has in memory to what its folder has.
+    """Return the steps from the tensors of a transformers model to those of its folder.
 
-    Names stay as they are where transformers has no other ones, is too old to say, or makes one tensor of several, which
-    it reads under either name.
+    Names are unchanged if transformers has no others, is too old to have rules, or fuses several tensors, which it reads
+    under either name.
 
     Args:
         model: one of transformers', real or without values; None: nothing is known.
@@ -219,7 +219,7 @@ def _step(model: Any, name: str, value: Tensor, revert: Any) -> Step:
 
 
 def model_of(config: Mapping[str, Any]) -> Any:
-    """Return the model that a ``config.json`` describes, without values; None if it cannot be made here."""
+    """Return the model of a ``config.json`` on the meta device; None if it cannot be made here."""
     try:
         import transformers
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a LightningModule: a folder that all ranks write, or Lightning's own file.
+"""Checkpoints of a LightningModule: a folder written by all ranks, or Lightning's own file.
 
 The folder is that of :mod:`meshfold.engine.checkpoints.checkpoint`, with the optimizers' tensors in ``optimizer.safetensors``,
 ``optimizer-1.safetensors``, ... and what else Lightning keeps (loops, callbacks, schedulers, hyper-parameters) in
@@ -46,7 +46,7 @@ def optimizer_file(number: int) -> str:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is a checkpoint folder of this strategy."""
+    """Return True if a path is a checkpoint folder of this strategy."""
     place = Path(path)
     return any((folder / STATE_FILE).exists() for folder in (place, set_aside_path(place)))
 
@@ -55,12 +55,12 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Mapping[str, Any]) -> None:
-    """Write what Lightning wants to keep as a folder. All ranks must call.
+    """Write Lightning's checkpoint as a folder. All ranks must call.
 
     Args:
         path: the folder.
         session: the module's.
-        checkpoint: what Lightning has put together; its tensors of module and optimizers are not looked at.
+        checkpoint: Lightning's dict; its tensors of module and optimizers are ignored.
 
     Raises:
         CheckpointError: on all ranks, if one could not write.
@@ -125,10 +125,10 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
     Args:
         path: the folder.
         weights_only: False: run the code that ``lightning.pt`` names (pickle), for folders that you trust. Else it may hold
-            tensors and plain Python values alone.
+            only tensors and plain Python values.
 
     Raises:
-        CheckpointError: if it is none that this strategy has written, damaged, or holds other objects.
+        CheckpointError: if it was not written by this strategy, is damaged, or holds other objects.
     """
     found = Checkpoint(path)
     if found.state.get("kind") != "lightning":
@@ -170,7 +170,7 @@ def _rest(found: Checkpoint, *, runs_code: bool) -> dict[str, Any]:
 
 
 def load_module(session: Session, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Give a module its whole state dict, each rank its own blocks.
+    """Load a module's whole state dict, each rank its own blocks.
 
     Raises:
         CheckpointError: for names that are missing or unknown (if ``strict``), or a shape that is not the module's.
@@ -182,7 +182,7 @@ def load_module(session: Session, state: Mapping[str, Tensor], *, strict: bool) 
 
 
 def _those_that_fit(mine: ModelState, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A complete state: what is given where the module has it, and what the module has where nothing is given."""
+    """Return a complete state: given values where the module has them, and the module's own where none are given."""
     names, ties = set(mine.names()), mine.ties()
     given = {ties.get(name, name): value for name, value in state.items() if name in names}
     missing = {name: source for name, source in mine.sources().items() if name not in given}
@@ -191,7 +191,7 @@ def _those_that_fit(mine: ModelState, state: Mapping[str, Tensor]) -> dict[str, 
 
 
 def load_optimizers(session: Session, states: Sequence[Any]) -> None:
-    """Give each optimizer its state: from a folder, or as torch has it on one device.
+    """Load each optimizer's state, from a folder or in torch's form on one device.
 
     Raises:
         CheckpointError: if there are more or fewer, or one is of other parameters or another class.
@@ -211,7 +211,7 @@ def load_optimizers(session: Session, states: Sequence[Any]) -> None:
 
 
 def _from_torch(unit: OptimizerUnit, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A torch optimizer's state dict as description and tensors by name."""
+    """Return a torch optimizer's state dict as description and tensors by name."""
     numbers, groups = _numbered(unit)
     saved = state["param_groups"]
     sizes, own = [len(group["params"]) for group in saved], [len(places) for places in groups]
@@ -251,7 +251,7 @@ def consolidate(folder: str | os.PathLike[str], file: str | os.PathLike[str], *,
         weights_only: False: run the code that the folder's ``lightning.pt`` names (pickle), for folders that you trust.
 
     Raises:
-        CheckpointError: if the folder is none that this strategy has written, or holds objects that need code to be read.
+        CheckpointError: if the folder was not written by this strategy, or holds objects that need code to be read.
     """
     found = read_folder(folder, weights_only=weights_only)
     found.pop("meshfold_micro_step")
@@ -281,7 +281,7 @@ SESSION = "_meshfold_session"
 
 
 class CheckpointStrategy(ProcessStrategy):
-    """Writes and reads checkpoints of a module on the mesh.
+    """Writer and reader of checkpoints of a module on the mesh.
 
     Attributes:
         session: the state kept for the module; None before setup.
@@ -310,7 +310,7 @@ class CheckpointStrategy(ProcessStrategy):
         """Return the whole module's state dict in CPU memory, with float32 masters; all ranks must call.
 
         Args:
-            rank_zero_only: rank 0 alone has it then, the others an empty dict.
+            rank_zero_only: only rank 0 gets it, the others an empty dict.
         """
         return self._on_mesh.state.full(keep=self.is_global_zero or not rank_zero_only)
 
@@ -319,7 +319,7 @@ class CheckpointStrategy(ProcessStrategy):
 
         Args:
             rank_zero_only: True: the whole state on rank 0; False: on every rank. None, as Lightning calls it: the whole state
-                on rank 0 for checkpoints in files; for folders this rank's own blocks, which are written from where they are.
+                on rank 0 for checkpoints in files; for folders this rank's own blocks, which are written directly.
         """
         if rank_zero_only is None and self._checkpoints == "folder":
             return dict(self._on_mesh.module.state_dict())
@@ -356,14 +356,14 @@ class CheckpointStrategy(ProcessStrategy):
         return dict(super().load_checkpoint(checkpoint_path, weights_only=weights_only))
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint; of a folder the files that are the checkpoint's, and nothing else. Rank 0 does it."""
+        """Remove a checkpoint; of a folder only the checkpoint's files. Done by rank 0."""
         if not is_folder(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             remove_checkpoint(Path(filepath))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the module its state, each rank its own blocks.
+        """Load the module's state, each rank its own blocks.
 
         Raises:
             CheckpointError: for another module's.
@@ -373,7 +373,7 @@ class CheckpointStrategy(ProcessStrategy):
         session.steps = int(checkpoint.get("meshfold_micro_step", checkpoint.get("global_step", 0)))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the optimizers their state, each rank its own blocks.
+        """Load the optimizers' state, each rank its own blocks.
 
         Raises:
             CheckpointError: for the state of others.

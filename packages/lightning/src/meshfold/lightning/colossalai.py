@@ -1,4 +1,4 @@
-"""``Trainer(strategy="colossalai")``: the strategy of Colossal-AI's integration, by its name and arguments, on chunks of ours."""
+"""``Trainer(strategy="colossalai")``: the strategy of Colossal-AI's integration, by its name and arguments, on our chunks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _POLICIES = ("auto", "cpu", "cuda")
 class ColossalAIStrategy(MeshfoldStrategy):
     """ZeRO with chunks, under the name and the arguments of ``pytorch_lightning.strategies.ColossalAIStrategy``.
 
-    All precisions, accelerators and optimizers go. Checkpoints are
-    Lightning's own files with whole tensors, as they were; ``checkpoints="folder"`` shards them.
+    All precisions, accelerators and optimizers work. Checkpoints are
+    Lightning's own files with whole tensors, as before; ``checkpoints="folder"`` shards them.
     """
 
     strategy_name = "colossalai"
@@ -54,23 +54,23 @@ class ColossalAIStrategy(MeshfoldStrategy):
     ) -> None:
         """Args:
             use_chunk: weights, gradients and optimizer state in chunks that ranks share. False: whole on every rank.
-            chunk_size: taken and not used, as it was: the size with the least waste is searched for.
-            enable_distributed_storage: share parameters too (ZeRO stage 3). False: gradients and optimizer state (stage 2).
-            placement_policy: ``"cuda"``: everything on the device. ``"cpu"``: what can be, in the host's memory. ``"auto"``:
-                where the plan puts it, after it has watched the first steps.
+            chunk_size: accepted and unused, as before: the size with the least waste is searched for.
+            enable_distributed_storage: shard parameters too (ZeRO stage 3). False: gradients and optimizer state (stage 2).
+            placement_policy: ``"cuda"``: everything on the device. ``"cpu"``: everything possible in the host's memory. ``"auto"``:
+                as planned after the first steps.
             force_outputs_fp32: cast what the parts of the module return to float32.
-            gpu_margin_mem_ratio: from 0 to 1; taken and not used: the plan measures what the device has left.
-            chunk_search_range, chunk_search_n_grids, min_chunk_size: taken and not used: the search tries every size that
+            gpu_margin_mem_ratio: from 0 to 1; accepted and unused: the plan measures what the device has left.
+            chunk_search_range, chunk_search_n_grids, min_chunk_size: accepted and unused: the search tries every size that
                 matters.
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: of the loss scale
                 under ``precision="16-mixed"``.
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as every strategy has them.
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for every strategy.
             parallel: a spec in place of the one that the arguments above make.
             checkpoints: ``"file"`` or ``"folder"``.
-            options: what else :class:`MeshfoldStrategy` takes.
+            options: further arguments of :class:`MeshfoldStrategy`.
 
         Raises:
-            SpecError: for a value that is wrong.
+            SpecError: for an invalid value.
         """
         if placement_policy not in _POLICIES:
             raise SpecError(

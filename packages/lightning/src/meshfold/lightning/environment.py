@@ -1,4 +1,4 @@
-"""Cluster environments: who starts the processes, and who this one is."""
+"""Cluster environments: how processes are started, and the rank of this one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from meshfold.mesh.processes import Environment, running_world
 
 
 class RunningRanks(ClusterEnvironment):
-    """For processes that are connected already, by ``meshfold.mesh.start()`` or ``init_process_group``.
+    """Environment for processes that are already connected, by ``meshfold.mesh.start()`` or ``init_process_group``.
 
     The trainer then starts none: ``Trainer(devices=..., strategy=MeshfoldStrategy(cluster_environment=RunningRanks()))``, where
-    ``devices`` is how many of them this machine has.
+    ``devices`` is their number on this machine.
     """
 
     def __init__(self) -> None:
@@ -33,22 +33,22 @@ class RunningRanks(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: nothing is started."""
+        """True: no processes are started."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Not needed: the processes have met."""
+        """Unused: the processes are connected."""
         return "localhost"
 
     @property
     def main_port(self) -> int:
-        """Not needed: the processes have met."""
+        """Unused: the processes are connected."""
         return 0
 
     @staticmethod
     def detect() -> bool:
-        """Tell whether a process group is running."""
+        """Return True if a process group is running."""
         return running_world() is not None
 
     def world_size(self) -> int:
@@ -56,10 +56,10 @@ class RunningRanks(ClusterEnvironment):
         return self._size
 
     def set_world_size(self, size: int) -> None:
-        """Checks what the trainer was told.
+        """Check the trainer's number of processes.
 
         Raises:
-            LaunchError: if it is another number than are running.
+            LaunchError: if it is not the number that is running.
         """
         if size != self._size:
             raise LaunchError(
@@ -68,23 +68,23 @@ class RunningRanks(ClusterEnvironment):
             )
 
     def global_rank(self) -> int:
-        """This process among all."""
+        """Return this process's rank."""
         return self._rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The rank is what it is."""
+        """Do nothing: the rank is fixed."""
 
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """Return this process's rank on its machine."""
         return self._local_rank
 
     def node_rank(self) -> int:
-        """Its machine."""
+        """Return the number of its machine."""
         return self._rank // self._local_size
 
 
 def environment_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
-    """Return what the mesh needs to start this process as one rank of the job."""
+    """Return the mesh's environment for this process as a rank of the job."""
     if cluster.world_size() == 1:
         return Environment()
     return Environment(
@@ -99,9 +99,9 @@ def environment_of(cluster: ClusterEnvironment, local_size: int) -> Environment:
 
 
 def is_set_by_launcher() -> bool:
-    """Tell whether ``meshfold run``, torchrun or the like has set the variables that say which rank this is.
+    """Return True if ``meshfold run``, torchrun or the like has set the variables of this rank.
 
-    Lightning's own environment would take WORLD_SIZE away at the end of a stage, and a later trainer or engine is to find it.
+    Lightning's own environment would remove WORLD_SIZE at the end of a stage, which a later trainer or engine needs.
     """
     try:
         return Environment.detect().source == "torchrun"

@@ -1,7 +1,7 @@
 """Optimizer units: each optimizer of a module with the weights, gradients and state of what it trains.
 
-Gradients of several optimizers (of a GAN, say) come, are summed, clipped, stepped with and freed independently. So each
-optimizer has :class:`meshfold.engine.states.States` of its own.
+Gradients of several optimizers (such as those of a GAN) arrive, are summed, clipped, used and freed independently. So each
+optimizer has its own :class:`meshfold.engine.states.States`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADVICE = (
 
 
 class PartialModule(nn.Module):
-    """A module, or some of its children, whose call runs a function in which they run; states hook on to it."""
+    """A module, or some of its children, whose call runs a function that runs them; states register hooks on it."""
 
     def __init__(self, module: nn.Module, children: Sequence[str] | None = None) -> None:
         """Args:
@@ -58,7 +58,7 @@ class PartialModule(nn.Module):
 
 
 class OptimizerUnit:
-    """An optimizer, with the states of the parameters that it trains."""
+    """An optimizer with the states of its parameters."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class OptimizerUnit:
         states: of the parameters.
         parameters: those of the module that are in its states, by full name.
         given: names of all parameters in each of the optimizer's groups as the user made them, frozen ones too.
-        around: what the states have their hooks on; None for none.
+        around: module with the states' hooks; None for none.
         watched: parameters that must stay frozen or trained, as they are now, for the states to be right.
         """
         self.optimizer, self.states, self.around = optimizer, states, around
@@ -142,7 +142,7 @@ class OptimizerUnit:
             self.gradients.forget()
 
     def close(self) -> None:
-        """Take the hooks off the parameters and the optimizer."""
+        """Remove the hooks from the parameters and the optimizer."""
         self._guard.close()
         self.gradients.close()
         self.states.close()
@@ -234,7 +234,7 @@ def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) 
     """Return the names of the parameters in each group of an optimizer.
 
     Raises:
-        SpecError: for a tensor that is no parameter of the module.
+        SpecError: for a tensor that is not a parameter of the module.
     """
     for group in optimizer.param_groups:
         for tensor in group["params"]:
@@ -249,7 +249,7 @@ def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) 
 def check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], given: Sequence[Sequence[Sequence[str]]], *, whole: bool
 ) -> None:
-    """Refuse what cannot be stepped on shards; ``whole``: those that look at whole matrices will have them.
+    """Refuse optimizers that cannot step shards; ``whole``: those that need whole matrices will have them.
 
     Raises:
         SpecError: for such an optimizer, and for a parameter that two optimizers train.
@@ -268,12 +268,12 @@ def check_optimizers(
 def retarget(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]], now: Mapping[Tensor, Tensor]
 ) -> None:
-    """Make an optimizer work on other tensors.
+    """Switch an optimizer to other tensors.
 
     Args:
         optimizer: stays the object that schedulers know.
         groups: its parameters from now on, group by group.
-        now: from a tensor that it has state of to the one that has it from now on.
+        now: old tensor to the new one that gets its state.
     """
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = list(members)
@@ -293,7 +293,7 @@ class ReplicatedUnits:
     """Makes units without ``zero``: every data rank keeps all state of the parameters. The methods are those of ``ZeroUnits``.
 
     Attributes:
-        in_chunks: False; units can be made anew at any time.
+        in_chunks: False; units can be made again at any time.
     """
 
     in_chunks = False
@@ -307,7 +307,7 @@ class ReplicatedUnits:
         self._module, self._world, self._precision = module, world, precision
 
     def release(self, units: OptimizerUnits) -> OptimizerUnits:
-        """Give parameters their master weights back and optimizers the parameters; return no units."""
+        """Copy master weights back to the parameters and give optimizers the parameters; return no units."""
         by_name = dict(self._module.named_parameters())
         for unit in units:
             unit.close()
@@ -324,7 +324,7 @@ class ReplicatedUnits:
         return OptimizerUnits([], self._world)
 
     def stand_ins(self) -> AbstractContextManager[None]:
-        """Optimizers are made of the parameters themselves."""
+        """Return an empty context: optimizers are made of the parameters themselves."""
         return nullcontext()
 
     def make(
@@ -338,9 +338,9 @@ class ReplicatedUnits:
         """Return a unit for each optimizer; without any, one to evaluate with.
 
         Args:
-            optimizers: of the parameters; they are stepped with on the master weights from then on.
+            optimizers: of the parameters; from then on they step the master weights.
             given: names of the parameters in their groups.
-            before: none: they were let go.
+            before: none, since they were released.
             accumulation: makes no difference here.
         """
         made = [self._unit(*pair) for pair in zip(optimizers, given, strict=True)]

@@ -1,4 +1,4 @@
-"""Lightning's precisions as the engine carries them out.
+"""Lightning's precisions, implemented by the engine.
 
 ============= ================================ ================= ==========
 precision     the model computes in            master weights    loss scale
@@ -11,9 +11,9 @@ bf16-true     bfloat16                         the parameters    no
 16-true       float16                          the parameters    no
 ============= ================================ ================= ==========
 
-Mixed precision has no autocast: parameters are in 16 bits, beside float32 masters that the optimizer works on. Whatever
-module holds parameters is given its inputs in their dtype, and what the parts of the LightningModule return is cast to
-float32, so that losses are computed there (``outputs_fp32``).
+Mixed precision has no autocast: parameters are in 16 bits, beside float32 masters that the optimizer works on. Every
+module with parameters gets its inputs in their dtype, and outputs of the parts of the LightningModule are cast to
+float32, so that losses are computed in it (``outputs_fp32``).
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class WholePrecision(Precision):
 
 
 class MeshfoldPrecision(LightningPrecision):
-    """Scales, sums and clips gradients through the strategy, and steps its optimizers."""
+    """Precision plugin that scales, sums and clips gradients through the strategy, and steps its optimizers."""
 
     def __init__(self, precision: Any = "32-true", scale: ScaleSettings | None = None) -> None:
         """Args:
             precision: one of the names above.
-            scale: how the loss scale of ``16-mixed`` moves.
+            scale: settings of the loss scale of ``16-mixed``.
 
         Raises:
             SpecError: for another name.
@@ -105,7 +105,7 @@ class MeshfoldPrecision(LightningPrecision):
     # -- around the module ----------------------------------------------------------------------------------------
 
     def convert_input(self, data: Any) -> Any:
-        """A batch in the precision, where everything is: else the parts of the module are given what they need."""
+        """Return a batch in the precision, if everything is in it; otherwise parts of the module cast their inputs."""
         if not self.is_true_half and self.precision != "64-true":
             return data
 
@@ -116,14 +116,14 @@ class MeshfoldPrecision(LightningPrecision):
         return tree_map(convert, data)
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Nothing: the strategy casts when the module is there."""
+        """Do nothing: the strategy casts the module when it exists."""
         return nullcontext()
 
     module_init_context = tensor_init_context
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """New tensors in the precision, where everything is."""
+        """Context of new tensors in the precision, if everything is in it."""
         before = torch.get_default_dtype()
         if self.is_true_half or self.precision == "64-true":
             torch.set_default_dtype(self.engine.dtype)
@@ -137,7 +137,7 @@ class MeshfoldPrecision(LightningPrecision):
     def backward(  # type: ignore[override]  # as Lightning's own
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """The gradient of this rank's share of the loss, summed over the data coordinates while it is made."""
+        """Run backward of this rank's share of the loss; gradients are summed over the data coordinates meanwhile."""
         if self.units is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
@@ -149,7 +149,7 @@ class MeshfoldPrecision(LightningPrecision):
     def optimizer_step(  # type: ignore[override]  # as Lightning's own
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """The closure, then unscale, clip and step; a step that overflowed is left out."""
+        """Run the closure, then unscale, clip and step; skip a step that overflowed."""
         if self.units is None or self.units.of(optimizer) is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
@@ -164,7 +164,7 @@ class MeshfoldPrecision(LightningPrecision):
         return result
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """By the norm of the gradient of all that the optimizer trains, whatever of it each rank holds."""
+        """Clip by the norm of the whole gradient of the optimizer's parameters, however they are sharded."""
         unit = None if self.units is None else self.units.of(optimizer)
         if unit is None:
             super().clip_grad_by_norm(optimizer, clip_val)
@@ -172,7 +172,7 @@ class MeshfoldPrecision(LightningPrecision):
             unit.clip(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Each element of the gradient, after it was summed over the data coordinates."""
+        """Clip each element of the gradient, after it was summed over the data coordinates."""
         unit = None if self.units is None else self.units.of(optimizer)
         if unit is None:
             super().clip_grad_by_value(optimizer, clip_val)
@@ -182,11 +182,11 @@ class MeshfoldPrecision(LightningPrecision):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, where there is one."""
+        """Return the loss scale, if there is one."""
         return self.scaler.state_dict() if self.scaler.moves else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with a loss scale; also with one that torch's GradScaler has kept."""
+        """Load a loss scale, also one saved by torch's GradScaler."""
         found = dict(state_dict)
         if "_growth_tracker" in found:
             found["good_steps"] = found["_growth_tracker"]

@@ -1,6 +1,6 @@
 """A LightningModule on the mesh: split, placed and cast once, with the optimizer units of the stage that runs.
 
-The same module may be validated, fitted, tested and fitted again; only the units are made anew, from the master weights.
+The same module may be validated, fitted, tested and fitted again; only the units are made again, from the master weights.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ class Session:
             self._cast_inputs()
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of the module is a plain module, of this rank's blocks."""
+        """Return a copy as a plain module with this rank's blocks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
     def require_same(self, world: World, precision: Precision) -> None:
-        """See that a trainer that comes to the module again wants it as it is.
+        """Check that a trainer that uses the module again needs the same setup.
 
         Raises:
-            SpecError: under another spec or in another precision; if the module has parameters that were not there.
+            SpecError: under another spec or precision, or if the module has new parameters.
         """
         if dict(world.spec.axes) != dict(self.world.spec.axes) or world.spec.zero != self.world.spec.zero:
             raise SpecError(
@@ -135,19 +135,19 @@ class Session:
     # -- units ------------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> None:
-        """Make ready to run without training, if nothing is yet."""
+        """Prepare to run without training, if nothing is prepared yet."""
         if not self.units.all:
             self._replace_units([], [], accumulation=1)
 
     def train(self, make: Callable[[], Optimizers], *, accumulation: int) -> None:
-        """Make ready to train.
+        """Prepare to train.
 
         Args:
             make: makes the optimizers, of the module's parameters; they are these units' from then on.
             accumulation: micro-steps of an optimizer step.
 
         Raises:
-            SpecError: for optimizers that cannot be stepped with on shards.
+            SpecError: for optimizers that cannot step shards.
         """
         self.units = self._maker.release(self.units)
         with self._maker.stand_ins():
@@ -163,7 +163,7 @@ class Session:
         self.units = OptimizerUnits(made, self.world)
 
     def check_accumulation(self, micro_steps: int) -> None:
-        """See that a step has no more micro-steps than chunks were laid out for.
+        """Check that a step has no more micro-steps than chunks were laid out for.
 
         Raises:
             SpecError: if it has, under ``zero``.
@@ -176,10 +176,10 @@ class Session:
             )
 
     def refresh(self) -> None:
-        """Between steps: follow what was frozen or thawed since the units were made, or added to an optimizer.
+        """Update the units, between steps, for parameters that were frozen, unfrozen or added to an optimizer.
 
         Raises:
-            SpecError: under ``zero``, where chunks are laid out when the fit starts.
+            SpecError: under ``zero``, since chunks are laid out when the fit starts.
         """
         if self.units.only is not None or all(unit.is_as_made for unit in self.units):
             return
@@ -192,7 +192,7 @@ class Session:
         self.train(lambda: optimizers, accumulation=1)
 
     def toggle(self, optimizer: Any) -> None:
-        """Do what ``LightningModule.toggle_optimizer`` does: gradients count for one optimizer alone."""
+        """Do what ``LightningModule.toggle_optimizer`` does: gradients count for only one optimizer."""
         self.units.only = self.units.of(optimizer)
         others = [unit for unit in self.units if unit is not self.units.only]
         self._toggled = [p for unit in others for p in unit.parameters.values() if p.requires_grad]
@@ -206,7 +206,7 @@ class Session:
         self._toggled, self.units.only = [], None
 
     def close(self) -> None:
-        """Take all hooks off the module."""
+        """Remove all hooks from the module."""
         self.units.close()
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             vars(self.module).pop(name, None)
@@ -219,7 +219,7 @@ class Session:
 
     @contextmanager
     def micro_step(self, batch: Any) -> Iterator[None]:
-        """Context of a training step: gradients may come, and dropout drops by global element."""
+        """Context of a training step: gradients may arrive, and dropout is by global element."""
         self.refresh()
         self.units.begin()
         with self._random(batch):
@@ -235,7 +235,7 @@ class Session:
         return randomness(self._seed, self._steps, shares, self.world.device, torch_too=self._torch_dropout)
 
     def _cast_inputs(self) -> None:
-        """Give every module that holds parameters its inputs in their dtype: the code between modules may be in float32."""
+        """Cast the inputs of every module with parameters to their dtype, since code between modules may be in float32."""
         dtype = self.precision.dtype
 
         def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Micro-steps that were trained so far, which dropout is a function of."""
+        """Number of trained micro-steps so far, which dropout depends on."""
         return self._steps
 
     @steps.setter
@@ -265,9 +265,9 @@ class Session:
 
 @contextmanager
 def recorded_init(seed: int) -> Iterator[None]:
-    """Context in which modules are made on the meta device, and parameters remember how they are initialised.
+    """Context in which modules are made on the meta device, and initialisation is recorded.
 
-    As :class:`meshfold.zero_gemini.ShardedInit`, for those who have not installed it.
+    Like :class:`meshfold.zero_gemini.ShardedInit`, without that package.
     """
     with record_initialization() as trace:
         origin = ValueSource(trace=trace, seed=seed)
@@ -284,7 +284,7 @@ def recorded_init(seed: int) -> Iterator[None]:
 
 
 def _cast(found: Any, dtype: torch.dtype) -> Any:
-    """The same with floating tensors in a dtype."""
+    """Return the same with floating-point tensors in a dtype."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -31,12 +31,12 @@ class MeshfoldStrategy(CheckpointStrategy):
     >>> strategy = MeshfoldStrategy(parallel=dict(data=2, tensor=2))              # doctest: +SKIP
     >>> Trainer(devices=4, strategy=strategy, precision="bf16-mixed").fit(module)   # doctest: +SKIP
 
-    Ranks along tensor axes are given the same rows; samplers, ``self.log(..., sync_dist=True)``, ``self.all_gather`` and
+    Ranks along tensor axes get the same rows; samplers, ``self.log(..., sync_dist=True)``, ``self.all_gather`` and
     metrics of torchmetrics go over the data coordinates, each once.
 
     Attributes:
         world: spec, mesh and device; None before the trainer has connected the processes.
-        session: what is known of the module; None before it was set up.
+        session: state of the module; None before it was set up.
     """
 
     strategy_name = "meshfold"
@@ -59,17 +59,17 @@ class MeshfoldStrategy(CheckpointStrategy):
     ) -> None:
         """Args:
             parallel: the spec, as :class:`meshfold.engine.Engine` takes it; data parallel by default.
-            rules: roles of submodules that tensor parallelism cannot tell, by full name in the LightningModule.
+            rules: roles of submodules that tensor parallelism cannot infer, by full name in the LightningModule.
             seed: of modules that are made in ``configure_model``, and of dropout; by default what ``seed_everything`` set.
             checkpoints: ``"folder"``: sharded, written by all ranks; ``"file"``: Lightning's own file, with whole tensors.
-            sharded_init: record what ``configure_model`` makes, so that each rank makes its own blocks alone. False: it runs
-                as it is, on every rank; for weights that are loaded inside.
+            sharded_init: record what ``configure_model`` makes, so that each rank makes only its own blocks. False: it runs
+                unchanged on every rank, for weights that are loaded inside.
             outputs_fp32: cast what the parts of the module return to float32; by default under mixed precision.
-            scale: how the loss scale of ``precision="16-mixed"`` moves.
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as every strategy has them.
+            scale: settings of the loss scale of ``precision="16-mixed"``.
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for every strategy.
 
         Raises:
-            SpecError: for every setting that is wrong, before anything starts.
+            SpecError: for an invalid setting, before anything starts.
         """
         self._scale = scale
         self.world: World | None = None
@@ -94,7 +94,7 @@ class MeshfoldStrategy(CheckpointStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Let the trainer know the name ``meshfold``."""
+        """Register the name ``meshfold`` with the trainer."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=f"{cls.__name__}, of meshfold")
 
@@ -102,7 +102,7 @@ class MeshfoldStrategy(CheckpointStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """Carries precision, clipping and steps out."""
+        """Return the plugin for precision, clipping and steps."""
         return self._precision_plugin or MeshfoldPrecision()
 
     @precision_plugin.setter
@@ -113,12 +113,12 @@ class MeshfoldStrategy(CheckpointStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Nothing: what a module is made of is recorded, or made on the CPU."""
+        """Return an empty context: a module's construction is recorded, or runs on the CPU."""
         yield
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Context of ``configure_model``: modules are made on the meta device, and remember how they are initialised."""
+        """Context of ``configure_model``: modules are made on the meta device, and their initialisation is recorded."""
         if not self._sharded_init:
             yield
             return
@@ -127,7 +127,7 @@ class MeshfoldStrategy(CheckpointStrategy):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Split, fill, place and cast the module; make optimizers of what this rank has of it."""
+        """Split, fill, place and cast the module; make optimizers of this rank's part."""
         module = self.lightning_module
         assert self.accelerator is not None and module is not None  # the trainer has connected them
         self.accelerator.setup(trainer)
@@ -153,13 +153,13 @@ class MeshfoldStrategy(CheckpointStrategy):
             gather_metrics_over_data(module, self._world)
 
     def setup_precision_plugin(self) -> None:
-        """Nothing to convert: the module was cast when it was placed."""
+        """Do nothing: the module was cast when it was placed."""
 
     def model_to_device(self) -> None:
         """Put the module on the mesh, if it is not there already.
 
         Raises:
-            SpecError: if it was put there under another spec or in another precision, or has layers that were made since.
+            SpecError: if it was put there under another spec or precision, or has newer layers.
         """
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None and self._seed is not None  # the trainer has connected module and processes
@@ -175,7 +175,7 @@ class MeshfoldStrategy(CheckpointStrategy):
             session.require_same(self._world, plugin.engine)
 
     def _take_over_calls(self) -> None:
-        """``zero_grad`` and ``toggle_optimizer`` are asked of tensors that Lightning does not know to be elsewhere."""
+        """Redirect ``zero_grad`` and ``toggle_optimizer``, whose tensors are elsewhere than Lightning expects."""
         module, session = self.lightning_module, self._on_mesh
         assert module is not None  # as above
         for wrapped in self._lightning_optimizers:
@@ -186,7 +186,7 @@ class MeshfoldStrategy(CheckpointStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients wait: they are summed over the data coordinates by the last backward of an accumulation."""
+        """Context manager: gradients inside wait until the last backward of an accumulation sums them over the data coordinates."""
         units = self._on_mesh.units
         before, units.sync = units.sync, False
         try:
@@ -197,7 +197,7 @@ class MeshfoldStrategy(CheckpointStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own training step, on this data coordinate's batch."""
+        """Run the module's own training step on this data coordinate's batch."""
         session = self._on_mesh
         module = self.lightning_module
         if module is not None and module._trainer is not None:
@@ -207,15 +207,15 @@ class MeshfoldStrategy(CheckpointStrategy):
             return self._run("training_step", self.precision_plugin.train_step_context(), args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own validation step."""
+        """Run the module's own validation step."""
         return self._run("validation_step", self.precision_plugin.val_step_context(), args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own test step."""
+        """Run the module's own test step."""
         return self._run("test_step", self.precision_plugin.test_step_context(), args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own predict step."""
+        """Run the module's own predict step."""
         return self._run("predict_step", self.precision_plugin.predict_step_context(), args, kwargs)
 
     def _run(self, name: str, context: AbstractContextManager[None], args: Any, kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ class MeshfoldStrategy(CheckpointStrategy):
     # -- the end --------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """End a stage. Module and optimizers stay where they are, for the next."""
+        """End a stage. Module and optimizers stay in place for the next one."""
         if self.cluster_environment is not None:
             size = os.environ.get("WORLD_SIZE") if is_set_by_launcher() else None
             self.cluster_environment.teardown()
@@ -238,7 +238,7 @@ class MeshfoldStrategy(CheckpointStrategy):
         self.checkpoint_io.teardown()
 
     def close(self) -> None:
-        """Take all hooks off the module and communicate no more: it holds this rank's blocks, and trains no further."""
+        """Remove all hooks from the module and stop communicating: it keeps this rank's blocks, and cannot be trained."""
         if self.session is not None:
             self.session.close()
         if self.world is not None:

@@ -1,7 +1,7 @@
 """The processes of a strategy: connecting them, the mesh over them, and their communication.
 
-Objects go between all ranks, numbers over the data axes alone. Ranks along tensor axes have the same rows, and sequence ranks
-parts of them: a mean, a sum or a list over all ranks would count those rows several times.
+Objects are exchanged between all ranks, numbers only over the data axes. Ranks along tensor axes have the same rows, and sequence
+ranks parts of them: a mean, a sum or a list over all ranks would count those rows several times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ProcessStrategy(DDPStrategy):
-    """Ranks of a parallel spec, in place of those of data parallelism alone.
+    """Processes of a parallel spec, instead of data parallelism only.
 
     Attributes:
         world: spec, mesh and device; None before the trainer has connected the processes.
@@ -38,7 +38,7 @@ class ProcessStrategy(DDPStrategy):
     _seed: int | None
 
     def setup_distributed(self) -> None:
-        """Connect the processes and lay the mesh over them."""
+        """Connect the processes and make the mesh."""
         self.set_world_ranks()
         if self.world is None:
             place = None
@@ -76,9 +76,9 @@ class ProcessStrategy(DDPStrategy):
         """Return a tensor's mean (or sum, max, min) over the data coordinates, each counted once; equal on every rank.
 
         Args:
-            tensor: what is no tensor is returned as it is.
-            group: axes of the mesh to go over in place of the data axes, such as ``"tensor"`` or ``("row", "col")``.
-            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or what torch calls them.
+            tensor: anything else is returned unchanged.
+            group: axes of the mesh to reduce over instead of the data axes, such as ``"tensor"`` or ``("row", "col")``.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or torch's names.
         """
         if not isinstance(tensor, Tensor) or self.world is None:
             return tensor
@@ -90,12 +90,12 @@ class ProcessStrategy(DDPStrategy):
         Args:
             tensor: of one shape on all ranks.
             group: as for :meth:`reduce`.
-            sync_grads: let gradients come back, summed over the ranks.
+            sync_grads: return gradients in backward, summed over the ranks.
         """
         return tensor if self.world is None else gather_from(tensor, self.world, group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks decide so, or any."""
+        """Return True if all ranks, or any, decide so."""
         if self.world is None:
             return decision
         said = torch.tensor(int(decision), device=self.world.device)

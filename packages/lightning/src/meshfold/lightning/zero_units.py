@@ -1,4 +1,4 @@
-"""The units of a module under ``zero``: each optimizer's part of the module in chunks of its own."""
+"""The units of a module under ``zero``: each optimizer's part of the module in separate chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshfold.mesh.parameters import metadata_on, uncompiled_name
 
 
 class ZeroUnits:
-    """Makes units whose weights, gradients and optimizer state are in chunks, and makes them anew from those before.
+    """Maker of units whose weights, gradients and optimizer state are in chunks, also from earlier units.
 
     Attributes:
         in_chunks: True; units stay as they are while a fit runs.
@@ -48,14 +48,14 @@ class ZeroUnits:
         self._held_back: set[str] = set()  # parameters that no optimizer has, which are frozen for the time being
 
     def release(self, units: OptimizerUnits) -> OptimizerUnits:
-        """Return the units as they are: they stay until :meth:`make` has taken over their weights."""
+        """Return the units unchanged: they are kept until :meth:`make` has taken over their weights."""
         return units
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Inside, every parameter of the module is one of its shape on the CPU that takes no memory.
+        """Context manager: inside, every parameter of the module is a CPU stand-in of its shape without memory.
 
-        So optimizers can be made of parameters that are on the meta device, or released at the moment.
+        So optimizers can be made of parameters that are on the meta device, or released.
         """
         for name, known in self._module.named_parameters():
             known.requires_grad = known.requires_grad or name in self._held_back
@@ -89,13 +89,13 @@ class ZeroUnits:
         """Return a unit for each optimizer; without any, one to evaluate with.
 
         Args:
-            optimizers: of stand-ins; they are stepped with on shards from then on.
+            optimizers: of stand-ins; from then on they step shards.
             given: names of the parameters in their groups.
             before: the units until now, whose master weights are taken over; they are closed.
             accumulation: micro-steps of an optimizer step.
 
         Raises:
-            SpecError: if optimizers train parts of one submodule, or several of them are to be planned for.
+            SpecError: if optimizers train parts of one submodule, or several of them need a plan.
         """
         spec = self._world.spec.zero
         if len(optimizers) > 1 and spec is not None and spec.placement == "auto":
@@ -126,13 +126,13 @@ class ZeroUnits:
         return units
 
     def _keeper(self) -> Factory | None:
-        """For evaluation: an optimizer that never steps, where without one the master weights would be rounded for good."""
+        """Return an optimizer for evaluation that never steps; without one the master weights would be rounded permanently."""
         if self._precision.dtype == self._precision.master_dtype:
             return None
         return lambda parameters: torch.optim.SGD(parameters, lr=0.0)
 
     def _shares(self, given: Sequence[list[list[str]]]) -> list[list[str] | None]:
-        """Return which children of the module each optimizer trains; None for all of the module."""
+        """Return the children of the module that each optimizer trains; None for all of the module."""
         if len(given) < 2:
             return [None]
         owner = {name: number for number, groups in enumerate(given) for names in groups for name in names}
@@ -165,7 +165,7 @@ class ZeroUnits:
         return shares
 
     def _take_over(self, before: Sequence[OptimizerUnit]) -> ParameterInit:
-        """Put parameters without values in the place of those in chunks; what makes the values again, from the chunks."""
+        """Replace parameters in chunks by meta ones; return what restores their values from the chunks."""
         known = {uncompiled_name(name): (unit, p) for unit in before for name, p in unit.parameters.items()}
         fresh: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._module.modules():

@@ -1,4 +1,4 @@
-"""The memory, traffic and time that a spec costs, before anything runs. :mod:`meshfold.planner.report` prints them."""
+"""Memory, traffic and time of a spec, before anything runs. :mod:`meshfold.planner.report` prints them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for."""
+    """Import a name at its first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

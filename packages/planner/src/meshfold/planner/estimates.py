@@ -45,12 +45,12 @@ class Memory:
 
     Attributes:
         parameters: in the precision that the model computes with.
-        masters: the master weights that are kept beside them (bf16 and fp16).
+        masters: separate master weights (bf16 and fp16).
         gradients: of the master weights.
         optimizer: the optimizer's state.
-        activations: what autograd keeps from forward for backward, at its largest, with flash attention; under ``zero``
-            whatever else is alive at the fullest moment.
-        host: bytes of the host's memory, of all ranks there; only ``zero`` puts something there.
+        activations: peak of what autograd keeps for backward, with flash attention; under ``zero`` all else that is
+            alive at the fullest timestep.
+        host: bytes of the host's memory, of all ranks there; only under ``zero``.
         disk: the same of its disk.
     """
 
@@ -71,7 +71,7 @@ class Memory:
     def without_zero(
         cls, parameters: Sequence[Tensor], masters: Sequence[Tensor], optimizer: str, activations: int = 0
     ) -> Memory:
-        """Return what a rank holds that has all of its weights, gradients and optimizer state.
+        """Return the memory of a rank with unsharded weights, gradients and optimizer state.
 
         Args:
             parameters: of the model on this rank.
@@ -99,9 +99,9 @@ class Traffic:
             under ``zero``, parameters.
         kind: the collective.
         axes: mesh axes.
-        ranks: how many take part.
-        calls: how many a step.
-        bytes: bytes that rank 0 sends a step.
+        ranks: number that take part.
+        calls: per step.
+        bytes: that rank 0 sends per step.
     """
 
     phase: str
@@ -123,16 +123,16 @@ class Estimate:
         local_parameters: on rank 0, padding included.
         tokens: in the global batch of one optimizer step.
         memory: what rank 0 holds.
-        traffic: what it moves, each kind apart.
-        flops: floating point operations of matmuls and attention that rank 0 carries out, a step.
-        shapes: name to global shape, of every tensor that a checkpoint has.
+        traffic: what it sends, by kind.
+        flops: floating-point operations of matmuls and attention on rank 0, per step.
+        shapes: name to global shape, of every tensor in a checkpoint.
         summary: what tensor parallelism did, in a line; empty without it.
         report: the same in full.
-        seconds: how long the measurement took.
-        plan: under ``zero``, where everything lives and what a step takes; None without, or if it does not fit.
+        seconds: duration of the measurement.
+        plan: under ``zero``, the placement and the time of a step; None without, or if it does not fit.
         refusal: why it does not fit; empty if it does.
-        pipeline: of a spec with one: every stage and rank, and the schedule on a clock. Then what is said of rank 0 here is of
-            the rank of the pipeline that holds most.
+        pipeline: of a spec with one: every stage and rank, and the simulated schedule. Values for rank 0 are then those of
+            the pipeline rank that holds most.
         fp8: which linear layers multiply in fp8, and why others do not; empty where none was asked to.
     """
 
@@ -160,12 +160,12 @@ class Estimate:
 
     @property
     def critical(self) -> int:
-        """Bytes of activations and their gradients, which the next product waits for; part of :attr:`moved`."""
+        """Bytes of activations and their gradients, which the next matmul waits for; part of :attr:`moved`."""
         return sum(entry.bytes for entry in self.traffic if entry.phase in ("forward", "backward"))
 
     @property
     def hideable(self) -> int:
-        """Bytes that no product of the same layer waits for: gradients of weights, and parameters gathered ahead."""
+        """Bytes that no matmul of the same layer waits for: gradients of weights, and prefetched parameters."""
         return sum(entry.bytes for entry in self.traffic if entry.phase in ("weights", "gradients", "parameters"))
 
 

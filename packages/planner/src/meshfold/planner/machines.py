@@ -1,4 +1,4 @@
-"""Machines by name, for estimates: what a device computes and what its links carry."""
+"""Machines by name, for estimates: compute rates and bandwidths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Host:
     Attributes:
         memory: bytes.
         cores: of its processors.
-        up: bytes a second from page-locked memory to one device, while all devices are at it.
+        up: bytes a second from page-locked memory to one device, while all devices copy.
         down: the same from one device.
         both: the same in both directions at once, the sum.
         bandwidth: bytes a second of memory under all cores, reads and writes together.
@@ -48,11 +48,11 @@ class Machine:
         devices: in a node.
         memory: bytes of a device.
         memory_rate: bytes a second of a device's memory, reads and writes together.
-        host: beside them.
+        host: of the node.
         flops: floating point operations a second of a large matmul, by precision.
         inside: bytes a second that a device sends inside its node, by the ring count of ``meshfold.mesh.recording.comm_log``.
         between: the same between nodes.
-        latency: seconds a collective takes however small it is.
+        latency: seconds of the smallest collective.
         source: where the numbers come from.
     """
 
@@ -73,7 +73,7 @@ class Machine:
         return self.inside if len(nodes) == 1 else self.between
 
     def slowest(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
-        """Return the bandwidth of the group along the axes that has it worst; other ranks wait for that one."""
+        """Return the lowest bandwidth of the groups along the axes, which other ranks wait for."""
         return min(self.bandwidth(tuple(ranks)) for ranks in mesh.groups(*axes))
 
     def rates(
@@ -84,7 +84,7 @@ class Machine:
         axes: tuple[str, ...],
         ranks: int,
     ) -> Rates:
-        """Return one rank's share of a node: rates divided by the ranks on it; memory of the host and its disk whole, for all.
+        """Return one rank's share of a node: rates are divided by the ranks on it; memory of the host and its disk are for all.
 
         Args:
             precision: of the model.
@@ -193,7 +193,7 @@ _HOSTS = {
 
 
 def _slice(name: str) -> Host:
-    """Return an eighth of a node of eight: what one of its GPUs is rented with."""
+    """Return an eighth of a node of eight, as one of its GPUs is rented."""
     host = _HOSTS[name]
     eighth = {key: getattr(host, key) / 8 for key in ("memory", "bandwidth", "disk", "disk_read", "disk_write")}
     return replace(host, cores=host.cores // 8, **eighth)
@@ -322,7 +322,7 @@ def find_machine(name: str) -> Machine:
 
 
 def unlimited_machine() -> Machine:
-    """Return a machine with unlimited memory, to estimate what a spec holds without asking whether it fits."""
+    """Return a machine with unlimited memory, to estimate a spec without checking that it fits."""
     known, plenty = MACHINES["h200x8"], 2.0**60
     host = replace(known.host, memory=plenty, disk=plenty)
     return replace(known, name="a machine with enough memory", memory=plenty, host=host)

@@ -42,12 +42,12 @@ class PipelineEstimate:
     """A schedule and the costs of its stages.
 
     Attributes:
-        stages: what each takes for one micro-batch, in order.
+        stages: costs of each for one micro-batch, in order.
         simulation: of a micro-step; its times are seconds, its activations bytes.
-        memory: what each rank of the pipeline holds.
-        plans: under ``zero``, where everything lives on each rank; None where it does not fit.
-        schedule_seconds: what an optimizer step's schedules take.
-        chunk_seconds: under ``zero``, what moving and stepping chunks takes the rank that is at it longest; else 0.
+        memory: of each rank of the pipeline.
+        plans: under ``zero``, the placement on each rank; None if it does not fit.
+        schedule_seconds: of an optimizer step's schedules.
+        chunk_seconds: under ``zero``, of moving and stepping chunks on the slowest rank; else 0.
     """
 
     stages: tuple[StageCosts, ...]
@@ -183,7 +183,7 @@ def estimate_pipeline(
 
 
 def _seen(asked: _Asked, rank: int) -> _Rank:
-    """Set up a rank of the world, run its stages once and return what was measured."""
+    """Set up a rank of the world, run its stages once and return the measurements."""
     with (
         start_fake(asked.spec.world_size, rank),
         DryRun() as stand_in,

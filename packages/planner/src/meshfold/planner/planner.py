@@ -55,23 +55,23 @@ def estimate(
     """Measure a causal language model under a spec.
 
     Args:
-        build: makes the model as for one device; it is never allocated.
+        build: makes the model as for one device, which is never allocated.
         spec: with a world size; no process group may be running.
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
-        precision: as the engine takes it.
+        precision: as for the engine.
         fp8: recipe of linear layers in fp8, with ``precision="bf16"``: the estimate says which are. Its times are those of bf16.
         optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
         accumulate: micro-steps of an optimizer step.
-        rules: as the engine takes them.
-        recompute: as the engine takes it.
-        kernels: as the engine takes it.
+        rules: as for the engine.
+        recompute: as for the engine.
+        kernels: as for the engine.
         clip: clip gradients by their norm, so all of them are held at once.
         machine: the machine that ``zero`` plans for; nodes of H200s by default.
         name: of the model, for messages.
 
     Raises:
-        SpecError: for whatever the engine refuses, and for a batch that ``accumulate`` does not divide.
+        SpecError: for anything that the engine refuses, and for a batch that ``accumulate`` does not divide.
     """
     if batch_size % accumulate:
         raise SpecError(f"{accumulate} micro-steps do not divide the global batch of {batch_size} sequences")
@@ -166,7 +166,7 @@ def plan_memory(
     """Return the bytes that a rank holds in training, without running anything; of a pipeline, of the rank that holds most.
 
     Args:
-        build: makes a causal language model as for one device; it is never allocated.
+        build: makes a causal language model as for one device, which is never allocated.
         parallel: the spec.
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
@@ -175,7 +175,7 @@ def plan_memory(
             :func:`estimate` takes.
 
     Raises:
-        SpecError: for whatever the engine refuses.
+        SpecError: for anything that the engine refuses.
     """
     spec = parallel if isinstance(parallel, ParallelSpec) else ParallelSpec.parse(parallel, world_size)
     spec = spec.with_world_size(world_size or spec.world_size)
@@ -209,7 +209,7 @@ def _plain_steps(
 
 
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
-    """Make the collectives of ``train_step``, without looking at values: meta tensors have none."""
+    """Issue the collectives of ``train_step`` without reading values, which meta tensors do not have."""
     engine.states.begin(first=True)
     _forward_backward(engine, rows, log, engine.states.backward("last" if last else "more"))
     if last:
@@ -247,7 +247,7 @@ _MOST = 6  # changes that are tried: each takes as long as the plan itself
 
 
 def fits(found: Estimate, machine: Machine) -> bool:
-    """Tell whether a rank's state and activations are in its device's memory; under ``zero`` the plan has decided it."""
+    """Return True if a rank's state and activations fit in its device's memory; under ``zero`` the plan decides."""
     if found.spec.zero is not None:
         return not found.refusal
     return found.memory.total <= machine.memory
@@ -263,12 +263,12 @@ def explain_misfit(found: Estimate, machine: Machine) -> str:
 
 
 def suggest_change(found: Estimate, machine: Machine, recompute: str | None, rows: int, again: Again) -> str:
-    """Return the first change that makes it fit, or that none of those tried does.
+    """Return the first change that makes it fit, or that none of the tried ones does.
 
     Args:
-        found: what does not fit.
-        machine: where.
-        recompute: as it was asked for.
+        found: the estimate that does not fit.
+        machine: that it is for.
+        recompute: as requested.
         rows: sequences of a micro-step on a data rank, which micro-batches divide.
         again: estimates under a change.
     """
@@ -288,7 +288,7 @@ def suggest_change(found: Estimate, machine: Machine, recompute: str | None, row
 
 
 def _changes(found: Estimate, recompute: str | None, rows: int) -> Iterator[tuple[str, ParallelSpec, str | None]]:
-    """Yield what could be written, the cheapest first."""
+    """Yield possible changes, the cheapest first."""
     spec = found.spec
     finer: list[tuple[str, ParallelSpec]] = []
     if found.pipeline is not None and spec.pipeline is not None:

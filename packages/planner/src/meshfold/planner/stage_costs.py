@@ -31,9 +31,9 @@ class StageCosts:
         flops: of F, B and W: matmuls and attention.
         entries: collectives of F, B and W.
         activation_bytes: kept from F to B; logits are among those of the last stage.
-        waiting_bytes: kept from B to W where W comes apart: what linear layers were given, and gradients of their outputs.
-        sent: bytes of every tensor that travels to the next stage, and comes back as a gradient.
-        received: the same of what travels from the stage before.
+        waiting_bytes: kept from B to W if W is separate: inputs of linear layers, and gradients of their outputs.
+        sent: bytes of every tensor that is sent to the next stage, and comes back as a gradient.
+        received: the same from the stage before.
     """
 
     number: int
@@ -67,8 +67,8 @@ def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun
     Args:
         pipeline: of a model on the meta device.
         work: the micro-batch.
-        log: a recording that runs; its entries are taken out of it.
-        stand_in: under which the model's code runs.
+        log: an active recording; its entries are removed.
+        stand_in: context in which the model's code runs.
     """
     found = []
     for stage in pipeline.stages.values():

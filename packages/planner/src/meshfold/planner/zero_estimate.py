@@ -53,7 +53,7 @@ ATTENTION = 0.55
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroEstimate:
-    """A spec with ``zero``, measured without running; fields as those of :class:`meshfold.planner.estimates.Estimate`."""
+    """A spec with ``zero``, measured without running; fields as in :class:`meshfold.planner.estimates.Estimate`."""
 
     entries: list[Entry]
     flops: int
@@ -79,20 +79,20 @@ def estimate_zero(
 ) -> ZeroEstimate:
     """Trace a micro-step of an engine without ``zero`` on the meta device, and plan as if it had it.
 
-    Blocks that the plan lets keep their activations do so when this returns.
+    When this returns, blocks keep their activations as the plan says.
 
     Args:
-        engine: with the model; nobody else takes up gradients.
+        engine: with the model; no other code takes gradients.
         spec: the entry.
         micro_step: forward and backward, telling a log of its phase.
-        stand_in: under which it runs.
-        machine: what to plan for.
+        stand_in: context in which it runs.
+        machine: to plan for.
         tokens: of this rank in an optimizer step.
         accumulation: micro-steps of an optimizer step.
         moments: numbers that the optimizer keeps for an element.
         name: of the model.
         blocks: those whose activations the plan may keep.
-        recomputed: blocks recompute their activations, all of them.
+        recomputed: all blocks recompute their activations.
     """
     world, precision = engine.world, engine.precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
@@ -146,7 +146,7 @@ def fit(spec: ZeroSpec, workload: Workload, rates: Rates) -> tuple[Plan | None, 
     """Plan a workload within a spec's limits.
 
     Returns:
-        The plan, or None and the reason; the plan's memory, or that of everything on a device without limits.
+        The plan, or None and the reason; its memory, or that of everything on a device without limits.
     """
     try:
         found = plan_for(spec, workload, rates, limits_of(spec))
@@ -170,11 +170,11 @@ def trace_without_values(
 
     Args:
         model: on the meta device.
-        micro_step: forward and backward; gradients are let go as soon as they are there, as chunks do it.
-        stand_in: under which it runs.
-        machine: whose rates.
+        micro_step: forward and backward; gradients are released as soon as they arrive, as in chunks.
+        stand_in: context in which it runs.
+        machine: its rates are used.
         precision: of the model.
-        blocks: whose recomputing is watched.
+        blocks: whose recomputation is observed.
     """
     base = sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
     clock = OperatorClock(flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate)
@@ -243,7 +243,7 @@ def chunk_entries(workload: Workload, world: World) -> list[Entry]:
 
 
 def memory_of(found: Plan) -> Memory:
-    """Return what a plan holds at its fullest moment."""
+    """Return what a plan holds at its fullest timestep."""
     kinds = max(timeline(found), key=lambda moment: moment.bytes).kinds
     return Memory(
         parameters=kinds["resident parameters"] + kinds["gathered"],
@@ -332,13 +332,13 @@ def stage_problem(
     """Trace a rank's stages on one micro-batch.
 
     Args:
-        model: what the rank has of it, on the meta device.
-        world: where it lies.
+        model: the rank's part, on the meta device.
+        world: its ranks.
         spec: the entry ``zero``.
         precision: of the model.
         rehearse: F and backward of the stages.
-        stand_in: under which it runs.
-        machine: what to plan for.
+        stand_in: context in which it runs.
+        machine: to plan for.
         tokens: of this rank in an optimizer step.
         accumulation: micro-steps of an optimizer step.
         moments: numbers that the optimizer keeps for an element.

@@ -1,4 +1,4 @@
-"""Single files: written whole or not at all; those of others (JSON, torch's) read without running code, with one kind of error."""
+"""Single files: atomic writes, and reading of foreign ones (JSON, torch's) without running code, with one kind of error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: for anything that is no JSON, also for bytes that are no UTF-8 and for values nested too deeply.
+        ValueError: for anything but JSON, also for bytes that are not UTF-8 and for values nested too deeply.
     """
     try:
         return json.loads(text)
@@ -42,7 +42,7 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: for anything else.
     """
     found = parse_json(text)
     if not isinstance(found, dict):
@@ -58,7 +58,7 @@ def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
         mapped: map it into memory instead of reading it.
 
     Raises:
-        CheckpointError: if it is damaged, would take more memory than it has bytes, or holds something else.
+        CheckpointError: if it is damaged, would take more memory than its size, or holds other objects.
     """
     try:
         _check_archive(path)
@@ -70,7 +70,7 @@ def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is a tensor whose elements are all there: no sparse or meta one, or one of repeated elements."""
+    """Return True for a tensor that stores all of its elements: not sparse, on meta or expanded."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
@@ -90,7 +90,7 @@ def verify_archive(path: Path, part: int = 0, parts: int = 1) -> None:
     """Compare every ``parts``-th entry of a file with its checksum in the archive, from number ``part`` on.
 
     Raises:
-        CheckpointError: for one that is not what was written.
+        CheckpointError: for one that differs from what was written.
     """
     if not zipfile.is_zipfile(path):
         return  # of torch before 1.6: it has none
@@ -106,7 +106,7 @@ def verify_archive(path: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise a CheckpointError for an archive that is packed: torch packs none, and one may unpack to any size."""
+    """Raise a CheckpointError for a compressed archive: torch compresses none, and one may expand to any size."""
     if not zipfile.is_zipfile(path):
         return  # of torch before 1.6, or damaged
     size = path.stat().st_size
@@ -117,11 +117,11 @@ def _check_archive(path: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that nobody ever sees half of it, also after a power cut: several processes may do so at once.
+    """Write a file atomically, also in case of a power failure; several processes may do so at once.
 
     Args:
-        path: of the file; its folder is there. What it was before stays until all of the new one is on the disk.
-        write: writes it, under the name that it is given.
+        path: of the file, in an existing folder. The old file stays until the new one is on disk.
+        write: writes the file to the path that it gets.
     """
     part = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
     try:
@@ -134,7 +134,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_synced(path: Path, text: str) -> None:
-    """Write a text file and bring it to the disk; for a folder that nobody reads yet."""
+    """Write a text file and sync it to disk, in a folder that nobody reads yet."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -142,7 +142,7 @@ def write_text_synced(path: Path, text: str) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk."""
+    """Sync a file or a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

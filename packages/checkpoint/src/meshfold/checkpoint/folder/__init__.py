@@ -1,4 +1,4 @@
-"""Folders of checkpoints: written aside, put in place at once, listed, locked and removed."""
+"""Folders of checkpoints: written aside, put in place atomically, listed, locked and removed."""
 
 from __future__ import annotations
 

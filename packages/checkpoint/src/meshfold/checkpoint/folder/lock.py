@@ -1,11 +1,11 @@
-"""A lock on a folder: one process at a time writes there. The kernel releases it when the process ends, also when it is killed.
+"""A lock on a folder, which only one process at a time writes to. The kernel releases it when the process ends or is killed.
 
 ::
 
     with hold_lock(out / ".run.lock", doing="training into it"):
         ...
 
-One rank holds it for a run (rank 0); the others hear of a refusal through
+Rank 0 holds it for a run; the others learn of a refusal through
 :func:`meshfold.engine.world.fail_together`.
 """
 
@@ -33,12 +33,12 @@ def hold_lock(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator
     The lock is advisory (``flock``). A file system without locks lets every process in.
 
     Args:
-        lock: the file, in a folder that exists. One that a killed process left is taken over.
+        lock: the file, in an existing folder. That of a killed process is taken over.
         doing: goes into the message of a process that is refused: ``"process 12 on HOST has been {doing} since ..."``.
         folder: what is locked, for that message; None: the folder of the file.
 
     Raises:
-        InUseError: if another process holds it; says which one, where and since when.
+        InUseError: if another process holds it; names the process, host and time.
         OSError: if the file cannot be made.
     """
     descriptor = _take(lock, folder or lock.parent)

@@ -1,16 +1,16 @@
-"""Replacing and removing a checkpoint in its folder: files that an index lists take others' places or go, everything else stays.
+"""Replacement and removal of a checkpoint in its folder: files listed in an index are replaced or removed, everything else stays.
 
 ::
 
     1. .saving/            the new one is written here, with its state.json, and brought to the disk
     2. .saved-1f0c.../     its name from then on: .saved- and the checksum of its state.json
     3. state.json          replaced in one rename. From here on the checkpoint is the new one
-    4. model.safetensors   and its other files: each replaces the one before in one rename; what only the one before had goes
+    4. model.safetensors   and its other files: each replaces the old one in one rename; old files without a successor are removed
 
-A file that ``state.json`` lists is looked for in ``.saved-...`` first and then in its place, so a process may die, or read, at
-any moment: before 3 the checkpoint is the one before, and after it the new one. The next save goes on with 4, or removes what
-1 and 2 left. Where a checkpoint is removed, its index is renamed first, so that at no moment it looks whole and is not; a process
-that dies leaves the list of what has yet to go.
+A file that ``state.json`` lists is looked up in ``.saved-...`` first and then in its place, so a process may die, or read, at any
+time: before 3 the checkpoint is the old one, and after it the new one. The next save continues with 4, or removes what 1 and 2
+left. When a checkpoint is removed, its index is renamed first, so that it never looks complete when it is not; a process that dies
+leaves the list of files that are still to be removed.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from meshfold.checkpoint.state.state_file import FILES, identity, listed_files, 
 
 
 def is_part_of_a_save(name: str) -> bool:
-    """Return whether this is what a save calls its folders within a checkpoint's."""
+    """Return True for a name of a save's own folder within a checkpoint's."""
     return name == SAVING_FOLDER or name.startswith(SAVED_FOLDER_PREFIX)
 
 
 def saved_folder(folder: Path, state: Mapping[str, Any]) -> Path | None:
-    """Return where files of a checkpoint may be that have yet to be moved to their places; None if there is no such place."""
+    """Return the folder of a checkpoint's files that are not yet moved to their places; None if there is none."""
     return folder / f"{SAVED_FOLDER_PREFIX}{identity(state)}" if identity(state) else None
 
 
 def replace_checkpoint(writing: Path, target: Path) -> None:
-    """Put a complete checkpoint, written in the folder that it goes to, in the place of the one there."""
+    """Replace a folder's checkpoint by a complete one that was written within the folder."""
     state = read_state(writing / STATE_FILE)
     listed = listed_files(target / STATE_FILE) or {}
     write_text_synced(writing / REPLACED_FILE, json.dumps([*listed]))
@@ -64,7 +64,7 @@ def replace_checkpoint(writing: Path, target: Path) -> None:
 
 
 def finish_replacement(target: Path) -> None:
-    """Go on with a replacement at which a process died, and remove what others left. The folder's lock is held."""
+    """Finish a replacement in which a process died, and remove what others left. The folder's lock must be held."""
     try:
         state = read_state(target / STATE_FILE)
     except CheckpointError:
@@ -85,7 +85,7 @@ def finish_replacement(target: Path) -> None:
 
 
 def _replaced(path: Path) -> set[str]:
-    """Return the files that the checkpoint before listed."""
+    """Return the files that the old checkpoint listed."""
     try:
         found = parse_json(path.read_bytes())
     except (OSError, ValueError):  # they have gone already
@@ -94,14 +94,14 @@ def _replaced(path: Path) -> set[str]:
 
 
 def current_path(folder: Path, saved: Path | None, name: str) -> Path:
-    """Return where a file of a checkpoint is at this moment. It may move to its place right after."""
+    """Return the current path of a checkpoint's file. It may move to its place right after."""
     if saved is not None and os.path.lexists(saved / name):
         return saved / name
     return folder / name
 
 
 def remove_listed(folder: Path) -> None:
-    """Remove a checkpoint; what no index lists stays, with the folder.
+    """Remove a checkpoint; unlisted files stay, with the folder.
 
     Raises:
         InUseError: if another process writes there.

@@ -1,10 +1,10 @@
-"""A folder of checkpoints, one a step: which is the last complete one, what a step's is called, and letting old ones go.
+"""A folder of checkpoints, one per step: names, the last complete one, and removal of old ones.
 
 ::
 
     runs/step-00000100/   complete: it has a state.json, and every file that this names
     runs/step-00000120/
-    runs/.step-00000140.writing/   under way, or left by a process that died: never taken for a checkpoint
+    runs/.step-00000140.writing/   being written, or left by a process that died: never counts as a checkpoint
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def latest(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the last ``keep`` complete checkpoints, and what dead processes left of earlier ones.
+    """Remove all except the last ``keep`` complete checkpoints, and remains of dead processes.
 
-    Only files that a checkpoint's index lists go. A folder with other files in it stays, with these. One rank calls. What is
-    under way is left alone; a checkpoint that goes is never taken for one on its way.
+    Only files that a checkpoint's index lists are removed. A folder with other files in it stays. Call it on one rank. Checkpoints
+    that are being written are left alone, and those being removed are never mistaken for them.
 
     Returns:
-        The checkpoints that went, the earliest first.
+        The removed checkpoints, the earliest first.
 
     Raises:
         CheckpointError: for ``keep`` below 1, or if one cannot be removed.
@@ -84,7 +84,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, which at no moment looks like one that is whole and is not. One rank calls.
+    """Remove a checkpoint so that it never looks complete when it is not. Call it on one rank.
 
     Raises:
         CheckpointError: if it cannot be removed.
@@ -95,7 +95,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what dead processes have left of saves of a checkpoint, if it is complete under its own name. One rank calls."""
+    """Remove remains of dead processes' saves of a checkpoint, if it is complete under its own name. Call it on one rank."""
     if is_complete(path):
         with suppress(OSError, CheckpointError), hold_lock(lock_path(path, inside=True), doing="tidying it"):
             finish_replacement(path)
@@ -103,7 +103,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove what dead processes have left beside a checkpoint."""
+    """Remove remains of dead processes next to a checkpoint."""
     clear_beside(path)
     with suppress(OSError, CheckpointError):
         removed = path.with_name(f".{path.name}.removing")  # of an earlier version
@@ -140,7 +140,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, with every file that its ``state.json`` names in its full size."""
+    """Return True if a folder is a checkpoint, with every file that its ``state.json`` lists in its full size."""
     try:
         state = read_state(path / STATE_FILE)
         saved = saved_folder(path, state)

@@ -1,8 +1,8 @@
-"""The folder of a checkpoint: written aside, brought to the disk, and put in place when all of it is there.
+"""The folder of a checkpoint: written aside, synced to disk, and put in place when complete.
 
-Where the folder does not exist, the checkpoint is written beside it and gets its name in one rename. Where it does, it is written
-within it (:mod:`meshfold.checkpoint.folder.replacement`), so that everything else in the folder stays where it is and a mount point
-does too. Either way there is a complete checkpoint at every instant: the one before, then the new one.
+If the folder does not exist, the checkpoint is written next to it and gets its name in one rename. If it does, it is written within
+it (:mod:`meshfold.checkpoint.folder.replacement`), so that everything else in the folder, or a mount point, stays. Either way
+there is a complete checkpoint at any time: the old one, then the new one.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
 def begin_checkpoint(
     target: Path, mine: ExitStack, files: Iterable[str] = (), *, doing: str = "saving into it"
 ) -> Path:
-    """Make the folder that is written, for this process alone until the end of ``mine``, when what is left of it goes.
+    """Make the folder to write in, exclusive to this process until ``mine`` closes, which removes its remains.
 
     Args:
         target: the checkpoint's folder; it may exist.
-        mine: is closed when all is done, or has failed.
-        files: names that will be written, so that one which is somebody else's is refused now.
-        doing: what another process is told that this one does.
+        mine: closed when all is done, or has failed.
+        files: names that will be written, so that foreign files with these names are refused now.
+        doing: description of this process for others.
 
     Returns:
         The folder that is written.
 
     Raises:
         InUseError: if another process writes there.
-        OSError: if the folder is something else than a checkpoint, or cannot be made.
+        OSError: if the folder is anything but a checkpoint, or cannot be made.
     """
     put_back(target)
     inside = target.exists()
@@ -96,7 +96,7 @@ def begin_checkpoint(
 
 
 def put_back(target: Path) -> None:
-    """Give a checkpoint its name that an earlier version moved aside before it died, if nothing has the name since."""
+    """Restore the name of a checkpoint that an earlier version moved aside before it died, if the name is free."""
     old = set_aside_path(target)
     with suppress(OSError):  # somebody's folder with something in it has the name: then that one is looked at
         if listed_files(old / STATE_FILE) is not None and (not target.exists() or not any(target.iterdir())):
@@ -104,7 +104,7 @@ def put_back(target: Path) -> None:
 
 
 def check_free(target: Path, files: Iterable[str] = ()) -> None:
-    """Raise an OSError if a checkpoint in this folder would take the place of something else.
+    """Raise an OSError if a checkpoint in this folder would replace anything else.
 
     Args:
         target: a folder that exists.
@@ -129,19 +129,19 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether a name in a folder says that a save is or was under way there."""
+    """Return True for a name that shows a running or aborted save."""
     return name == LOCK_FILE or is_part_of_a_save(name)
 
 
 def _remove(folder: Path, made: os.stat_result) -> None:
-    """Remove what was begun, unless it has gone and another one has its name."""
+    """Remove a started folder, unless another one has its name now."""
     with suppress(OSError):
         if os.path.samestat(folder.stat(), made):
             remove_unfinished(folder)
 
 
 def make_durable_folder(folder: Path) -> None:
-    """Make a folder with its parents, and bring their entries to the disk."""
+    """Make a folder with its parents, and sync their entries to disk."""
     if not folder.is_dir():
         make_durable_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -149,13 +149,13 @@ def make_durable_folder(folder: Path) -> None:
 
 
 def commit_checkpoint(writing: Path, target: Path, state: Mapping[str, Any], small_files: Mapping[str, Any]) -> None:
-    """Write what is small, bring the folder to the disk and put it in its place.
+    """Write the small files, sync the folder to disk and put it in place.
 
     Args:
         writing: the folder, of :func:`begin_checkpoint`, whose lock is still held.
-        target: its place.
+        target: its destination.
         state: what goes into ``state.json``.
-        small_files: file name to what ``torch.save`` writes there.
+        small_files: file name to its content, written by ``torch.save``.
     """
     for name, content in small_files.items():
         torch.save(content, writing / name)
@@ -184,7 +184,7 @@ def commit_checkpoint(writing: Path, target: Path, state: Mapping[str, Any], sma
 
 
 def clear_beside(target: Path) -> None:
-    """Remove what dead processes have left beside a complete checkpoint, as far as it can be removed."""
+    """Remove remains of dead processes next to a complete checkpoint, as far as possible."""
     writing, lock = writing_path(target, inside=False), lock_path(target, inside=False)
     with suppress(OSError, InUseError):
         discard_set_aside(set_aside_path(target))
@@ -194,7 +194,7 @@ def clear_beside(target: Path) -> None:
 
 
 def with_advice(error: Exception | None) -> Exception | None:
-    """Return an error of writing with advice on what to do about it."""
+    """Return a write error with advice."""
     if isinstance(error, OSError) and error.errno in _ADVICE:
         told = type(error)(f"{error}: {_ADVICE[error.errno]}")
         told.__cause__ = error
@@ -203,7 +203,7 @@ def with_advice(error: Exception | None) -> Exception | None:
 
 
 def error_of(action: Callable[[], None]) -> Exception | None:
-    """Return the exception that an action without communication raised, or None, so that all ranks can be told first."""
+    """Return the exception of an action without communication, or None, so that it can be reported to all ranks first."""
     try:
         action()
     except Exception as error:

@@ -2,8 +2,8 @@
 
 A rank's block of a tensor is some rectangles of the whole (:meth:`meshfold.mesh.placement.Placement.rectangles`). Under
 ``zero`` it keeps a flat run of that block, which of a matrix is at most three rectangles of the block: the end of a row, whole
-rows, the beginning of a row. Ranks that keep the same rectangle share it out by rows, or by lot where it is small; each
-computes by itself who writes what, from the mesh alone.
+rows, the beginning of a row. Ranks that keep the same rectangle divide it by rows, or choose one by hash if it is small; each
+computes the assignment from the mesh alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shard:
     Attributes:
         offsets: in the whole tensor, in elements, per dim.
         sizes: likewise.
-        view: makes it of what the rank keeps.
+        view: makes it from what the rank keeps.
     """
 
     offsets: tuple[int, ...]
@@ -54,10 +54,10 @@ class Shard:
 
 
 class ShardRule(NamedTuple):
-    """A rule that gives a rank's shards of a tensor, as a value: equal rules give equal shards for a name.
+    """A rule for a rank's shards of a tensor, as a value: equal rules give equal shards for a name.
 
     Attributes:
-        function: gives the pieces for a name and the arguments, and depends on nothing else that may change.
+        function: returns the pieces for a name and the arguments, and depends on nothing else that may change.
         arguments: values, none of them a tensor.
     """
 
@@ -75,7 +75,7 @@ def no_shards(name: str) -> tuple[Shard, ...]:
 
 
 def shards_of_local(name: str, shape: Sequence[int], meta: ParameterMeta, dtype: torch.dtype) -> tuple[Shard, ...]:
-    """Return the shards that this rank writes of a tensor of which it keeps its local part; ``shape``: of that part."""
+    """Return the shards that this rank writes of a tensor with a local part; ``shape``: of that part."""
     whole = (0,) * len(shape), tuple(shape)
     return tuple(_pieces(name, [(whole, lambda kept: kept)], meta, (), dtype.itemsize))
 
@@ -88,13 +88,13 @@ def shards_of_flat_run(
     dtype: torch.dtype,
     over: tuple[str, ...],
 ) -> tuple[Shard, ...]:
-    """Return the shards that this rank writes of a tensor of which it keeps a flat run of its local part, row by row.
+    """Return the shards that this rank writes of a tensor with a flat run of its local part, row by row.
 
     Args:
         name: of the tensor.
-        run: which elements.
+        run: range of elements.
         shape: of the block.
-        meta: where the block lies.
+        meta: of the block.
         dtype: of the tensor.
         over: axes whose ranks have the block's other runs.
     """
@@ -110,7 +110,7 @@ def shards_of_flat_run(
 
 
 def shards_of_replicated(name: str, shape: Sequence[int], ranks: Sequence[int], rank: int) -> tuple[Shard, ...]:
-    """Return the shard that a rank writes of a tensor that some ranks have whole: one of them writes it."""
+    """Return the shard that this rank writes of a tensor that some ranks have whole; one of them writes it."""
     piece = Shard(offsets=(0,) * len(shape), sizes=tuple(shape), view=lambda kept: kept)
     return (piece,) if rank == _drawn(name, ranks) else ()
 
@@ -201,7 +201,7 @@ def _mine(name: str, window: Window, ranks: Sequence[int], rank: int, width: int
 
 
 def _drawn(name: str, ranks: Sequence[int]) -> int:
-    """Draw one of some ranks by a name: all ranks draw the same."""
+    """Choose one of some ranks by a name: all ranks choose the same."""
     return ranks[zlib.crc32(name.encode()) % len(ranks)]
 
 
@@ -212,7 +212,7 @@ _known: WeakKeyDictionary[Mesh, dict[object, dict[Window, list[int]]]] = WeakKey
 def _keepers(meta: ParameterMeta, over: tuple[str, ...]) -> dict[Window, list[int]]:
     """Return the ranks that keep each rectangle of a tensor, of those with this rank's index on the axes ``over``.
 
-    Where a pipeline's stages share a tensor, those of this rank's own stage count.
+    If a pipeline's stages share a tensor, those of this rank's own stage count.
     """
     alike = (*over, *meta.only_at)
     known, key = _known.setdefault(meta.mesh, {}), (_key(meta.placement), alike)
@@ -232,5 +232,5 @@ def ranks_with_same_index(mesh: Mesh, axes: Sequence[str]) -> list[int]:
 
 
 def _key(placement: Placement) -> object:
-    """Equal for placements that place alike."""
+    """Return a key that is equal for equivalent placements."""
     return placement.shape, placement.axes, tuple(placement.parts.items()), tuple(placement.multiple.items())

@@ -1,12 +1,12 @@
-"""Copies of tensors in host memory, made beside the training: only what changes a tensor waits until it was copied.
+"""Copies of tensors to host memory during training: only changes of a tensor wait until it was copied.
 
-Three things have an order::
+Three groups of work are ordered::
 
     what was queued before save()   <   the copies   <   what changes what is copied
 
-On a GPU the copies are queued on a stream of their own, by the thread of the save, a few at a time: a copy to the host waits
-for all those that were queued before it, on any stream, and the training copies too (its loss, the norm of a gradient). What
-lives on the host, and everything where there is no GPU, is copied by that thread itself.
+On a GPU the copies are queued on a separate stream, by the thread of the save, a few at a time: a copy to the host waits for all
+copies queued before it, on any stream, and training copies too (its loss, the norm of a gradient). Host tensors, and everything
+without a GPU, are copied by that thread itself.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ CopyPair = tuple[Tensor, Tensor]
 
 
 class CopyQueue(Protocol):
-    """A queue of copies that the host does not make itself."""
+    """A queue of copies that the device makes."""
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether this queue copies a tensor."""
 
     def begin(self) -> None:
-        """Called by the training: copies come after what it has queued until now."""
+        """Called by training: copies come after what it has queued so far."""
 
     def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
-        """Queue copies. What comes back lets the host wait for them."""
+        """Queue copies; return what lets the host wait for them."""
 
     def settle(self) -> None:
-        """Let the host wait for what was queued before ``begin``."""
+        """Make the host wait for what was queued before ``begin``."""
 
     def hold(self) -> None:
-        """Called by the training: what it queues from now on comes after the copies that were queued."""
+        """Called by training: what it queues from now on comes after the queued copies."""
 
 
 class HostCopyQueue:
@@ -123,7 +123,7 @@ class BackgroundCopies:
     """The copies of one save."""
 
     def __init__(self, lane: CopyQueue) -> None:
-        """The training calls: what it has queued until now is in the copies."""
+        """Called by training: what it has queued so far is in the copies."""
         self._lane = lane
         self._queued = threading.Event()  # all that is, and what the host copies itself is copied
         self._is_held = False
@@ -131,7 +131,7 @@ class BackgroundCopies:
 
     @torch.no_grad()
     def run(self, pairs: Iterable[CopyPair]) -> None:
-        """Make the copies, in a thread of one's own; they are there on return. The tensors live until then."""
+        """Make the copies, in a separate thread; they are complete on return. The tensors are kept until then."""
         queued: deque[Callable[[], None]] = deque()
         try:
             mine: list[CopyPair] = []
@@ -149,7 +149,7 @@ class BackgroundCopies:
             wait()
 
     def _taken(self, pairs: Iterable[CopyPair], rest: list[CopyPair]) -> Iterator[CopyPair]:
-        """Yield the pairs that the queue takes, lazily: the first copies do not wait for the last ones' views."""
+        """Yield the pairs for the queue, lazily: the first copies do not wait for the last ones' views."""
         for pair in pairs:
             if self._lane.takes(pair[1]):
                 yield pair
@@ -157,13 +157,13 @@ class BackgroundCopies:
                 rest.append(pair)
 
     def over(self) -> None:
-        """Say that no more is queued, also after a failure."""
+        """Record that no more is queued, also after a failure."""
         self._queued.set()
 
     def hold(self) -> None:
-        """Order later work of the training after the copies; the training calls this before it changes what is copied.
+        """Order later work of training after the copies; training calls this before it changes what is copied.
 
-        The host waits until the last of them was queued. A GPU has its forward and backward to do meanwhile.
+        The host waits until the last of them is queued, while a GPU runs forward and backward.
         """
         if not self._is_held:
             self._queued.wait()
@@ -172,7 +172,7 @@ class BackgroundCopies:
 
 
 def _slices(pairs: Iterable[CopyPair]) -> Iterator[list[CopyPair]]:
-    """Pairs, cut or put together to about ``SLICE_BYTES`` each."""
+    """Yield pairs, split or grouped to about ``SLICE_BYTES`` each."""
     some: list[CopyPair] = []
     nbytes = 0
     for pair in pairs:
@@ -208,9 +208,9 @@ T = TypeVar("T")
 def with_pauses(items: Iterable[T]) -> Iterator[T]:
     """Yield the items; sleep for a moment between two of them whenever ``BURST_S`` have passed.
 
-    Two threads of Python share one interpreter. One that only computes keeps it for five milliseconds at a time
-    (``sys.getswitchinterval``), and the training gives it up in every operation of torch: it would launch one kernel in five
-    milliseconds. Asleep for a moment, the thread lets it launch dozens.
+    Python threads share one interpreter. One that only computes keeps it for five milliseconds at a time
+    (``sys.getswitchinterval``), and training releases it in every torch operation: it would launch one kernel per five
+    milliseconds. While this thread sleeps for a moment, training launches dozens.
     """
     since = time.perf_counter()
     for item in items:

@@ -1,4 +1,4 @@
-"""The small state of a checkpoint beside its tensors: ``state.json``, and extra state of modules."""
+"""The small state of a checkpoint: ``state.json``, and extra state of modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Extra state of modules (``get_extra_state``): in ``state.json`` where it is plain data, else in ``extra_state.pt``.
+"""Extra state of modules (``get_extra_state``): in ``state.json`` if it is plain data, else in ``extra_state.pt``.
 
-What cannot be read again without running code that the file names is refused when it is saved. The names are those of torch:
+State that cannot be read again without running code is refused when it is saved. The names are torch's:
 ``"norm._extra_state"``.
 """
 
@@ -49,7 +49,7 @@ def extra_state_value(entry: Mapping[str, Any]) -> Any:
 
 
 def split_extra_state(entries: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what goes into ``state.json``, and what goes into a file of torch."""
+    """Return the parts for ``state.json`` and for a torch file."""
     plain_data = {name: entry["json"] for name, entry in entries.items() if "json" in entry}
     return plain_data, {name: extra_state_value(entry) for name, entry in entries.items() if name not in plain_data}
 
@@ -57,10 +57,10 @@ def split_extra_state(entries: Mapping[str, Mapping[str, Any]]) -> tuple[dict[st
 def load_extra_state(
     modules: Mapping[str, nn.Module], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Give modules their extra state.
+    """Set the extra state of modules.
 
     Returns:
-        What those had that have another now, and what was wrong, if anything.
+        The old state of changed modules, and the error, if any.
     """
     here = {name: value for name, value in given.items() if name in modules}
     before: dict[str, Any] = {}
@@ -79,7 +79,7 @@ def load_extra_state(
 
 
 def restore_extra_state(modules: Mapping[str, nn.Module], before: Mapping[str, Any]) -> None:
-    """Give modules back what they had."""
+    """Restore the old extra state of modules."""
     for name, value in before.items():
         modules[name].set_extra_state(value)
 

@@ -1,7 +1,7 @@
-"""``state.json``: what a checkpoint says of itself, checked before anything of it is used.
+"""``state.json``: the description of a checkpoint, checked before anything of it is used.
 
-It lists the checkpoint's other files with their sizes and their checksums, and carries a checksum of its own. Those that were
-written before there were checksums have none, and are read too.
+It lists the checkpoint's other files with sizes and checksums, and has its own checksum. Files from before there were checksums
+have none, and are also read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ELSEWHERE = "Copy the checkpoint again from where it came, or resume from an ea
 
 
 def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the checksum. Values are those that JSON gives back."""
+    """Add the checksum. Values must be as JSON returns them."""
     plain = json.loads(json.dumps({key: value for key, value in state.items() if key != CHECKSUM}))
     return {**plain, CHECKSUM: _checksum(plain)}
 
@@ -39,14 +39,14 @@ def has_valid_checksum(state: Mapping[str, Any]) -> bool:
 
 
 def parse_state(text: bytes, path: Path) -> dict[str, Any]:
-    """Check and return what a ``state.json`` says.
+    """Parse and check a ``state.json``.
 
     Args:
         text: of the file.
         path: where it was read, for messages.
 
     Raises:
-        CheckpointError: if it is damaged, of something else than a checkpoint, or of a later version.
+        CheckpointError: if it is damaged, not of a checkpoint, or of a later version.
     """
     try:
         state = parse_json_object(text)
@@ -73,7 +73,7 @@ def parse_state(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Check and return what the ``state.json`` at a path says.
+    """Read and check the ``state.json`` at a path.
 
     Raises:
         CheckpointError: see :func:`parse_state`.
@@ -86,7 +86,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def listed_files(path: Path) -> dict[str, int] | None:
-    """Return the files that a ``state.json`` lists, by size; None if it is no checkpoint's or cannot be read."""
+    """Return the files that a ``state.json`` lists, with sizes; None if it is not a checkpoint's or cannot be read."""
     try:
         files: dict[str, int] = read_state(path).get(FILES, {})
     except CheckpointError:
@@ -95,7 +95,7 @@ def listed_files(path: Path) -> dict[str, int] | None:
 
 
 def identity(state: Mapping[str, Any]) -> str:
-    """Return what tells a checkpoint from all others: 16 hexadecimal digits; ``""`` for one without a checksum."""
+    """Return the identity of a checkpoint: 16 hexadecimal digits; ``""`` for one without a checksum."""
     return str(state.get(CHECKSUM, ""))
 
 
@@ -109,7 +109,7 @@ def file_checksum(path: Path) -> str:
 
 
 def _checksum(plain: Mapping[str, Any]) -> str:
-    """Return the checksum of values, not of text: rewritten JSON with the same values has the same one."""
+    """Return the checksum of values, not of text: reformatted JSON has the same one."""
     try:
         text = json.dumps(plain, sort_keys=True)
     except RecursionError:

@@ -1,7 +1,7 @@
-"""Named tensors in one file or in several that many ranks write at once, with an index beside them; weights in torch's files.
+"""Named tensors in one file, or in several with an index that many ranks write at once; weights in torch's files.
 
 The names are those of Hugging Face: ``model.safetensors`` alone, or ``model-00001-of-00004.safetensors`` and so on with
-``model.safetensors.index.json``, which says what is in which. Tensors are mapped into memory: what a rank takes is what is read.
+``model.safetensors.index.json``, which maps tensors to files. Tensors are memory-mapped: a rank reads only what it uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FileAssignment:
     """Assignment of tensors to the ranks that write them, and to files.
 
     Attributes:
-        name: of the file, were it one.
+        name: of the file, if there is only one.
         announced: all tensors.
         writers: the ranks that write, in order of their files.
         writer_of: tensor to the rank that writes it.
@@ -46,7 +46,7 @@ class FileAssignment:
     def make(
         cls, name: str, announced: Mapping[str, TensorInfo], ranks: int, by_first: Collection[str]
     ) -> FileAssignment:
-        """Assign tensors to as many ranks as are worth it, evenly by bytes and each in turn; ``by_first`` to rank 0."""
+        """Assign tensors to as many ranks as worthwhile, evenly by bytes and in order; with ``by_first``, to rank 0."""
         total = sum(described.bytes for described in announced.values())
         count = max(1, min(ranks, -(-total // LEAST_BYTES)))
         writers = [number * ranks // count for number in range(count)]  # over all nodes
@@ -75,7 +75,7 @@ class FileAssignment:
         return [*map(self.file_of, self.writers), *index]
 
     def write_index(self, folder: Path) -> None:
-        """Write down what is in which file, if there are several."""
+        """Write the index, if there are several files."""
         if len(self.writers) > 1:
             total = sum(described.bytes for described in self.announced.values())
             where = {name: self.file_of(self.writer_of[name]) for name in self.announced}
@@ -88,7 +88,7 @@ class BackgroundWriter:
 
     def __init__(self, path: Path, announced: Mapping[str, TensorInfo]) -> None:
         """Raises:
-        OSError: if the file cannot be made, or is there already: another process writes it.
+        OSError: if the file cannot be made, or exists because another process writes it.
         CheckpointError: for a dtype that files cannot hold.
         """
         self._writer = TensorWriter(path, announced, opener=_anew)
@@ -96,18 +96,18 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
 
     def wait(self) -> None:
-        """Until the last tensor is written; raises what its writing raised."""
+        """Wait until the last tensor is written; raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Begin to write a tensor: the next in the order of the file."""
+        """Start writing a tensor, the next in the order of the file."""
         self.wait()
         self._pending = self._thread.submit(self._writer.write, name, tensor.detach().to("cpu"))
 
     def close(self, *, complete: bool) -> None:
-        """End the thread; bring everything to the disk if it is complete."""
+        """End the thread; sync everything to disk if it is complete."""
         try:
             if complete:
                 self.wait()
@@ -143,7 +143,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
     @property
     def files(self) -> list[TensorFile]:
-        """The files."""
+        """Return the files."""
         return [*self._files.values()]
 
     def __iter__(self) -> Iterator[str]:
@@ -154,7 +154,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Return which tensor is in which file of a folder, as an index says.
+    """Return the file of each tensor in a folder, from an index.
 
     Raises:
         CheckpointError: if it is damaged, or names something outside of the folder.
@@ -172,7 +172,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def open_tensors(folder: TensorFolder | Path, name: str) -> Mapping[str, Tensor]:
-    """Return the tensors of a file, or of the set of files in its place.
+    """Return the tensors of a file, or of a set of files that replaces it.
 
     Raises:
         CheckpointError: if there are none, or they are damaged.
@@ -189,7 +189,7 @@ def verify_checksums(tensors: Mapping[str, Tensor], part: int, parts: int) -> No
     """Compare every ``parts``-th tensor of what was opened with its checksum, from number ``part`` on.
 
     Raises:
-        CheckpointError: for one that is not what was written.
+        CheckpointError: for one that differs from what was written.
     """
     files = [tensors] if isinstance(tensors, TensorFile) else getattr(tensors, "files", [])
     for number, file in enumerate(files):
@@ -203,8 +203,8 @@ SAFETENSORS_SUFFIX = ".safetensors"
 class TorchFiles(Mapping[str, Tensor]):
     """The tensors of ``pytorch_model.bin``, or of the shards that its index names; never any other object (weights_only).
 
-    Files in torch's format of today are mapped into memory. Those from before torch 1.6 cannot be: of these the one that
-    was read last is kept.
+    Files in torch's current format are memory-mapped. Those from before torch 1.6 cannot be: of these the one that was read
+    last is kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -224,7 +224,7 @@ class TorchFiles(Mapping[str, Tensor]):
 
     @property
     def files(self) -> list[TorchArchive]:
-        """The files."""
+        """Return the files."""
         folder = TensorFolder(self._folder)
         return [TorchArchive(folder.path(name)) for name in sorted(set(self._where.values()))]
 
@@ -274,7 +274,7 @@ def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has weights in a form that :func:`open_weights` reads."""
+    """Return True if a folder has weights in a form that :func:`open_weights` reads."""
     names = (SAFETENSORS_NAME, f"{SAFETENSORS_NAME}.index.json", TORCH, f"{TORCH}.index.json")
     return any((folder / name).exists() for name in names)
 

@@ -1,12 +1,12 @@
-"""Files of named tensors in the safetensors format, written tensor by tensor and read by mapping them into memory.
+"""Files of named tensors in the safetensors format, written tensor by tensor and read by memory mapping.
 
 The format: eight bytes with the length of a JSON header (little endian), the header (name to dtype, shape and byte
-offsets), the tensors one behind the other. The safetensors library reads what is written here and the other way
-round; it is not used since it wants to have all tensors in memory to write them.
+offsets), the tensors one behind the other. The safetensors library reads what is written here and vice versa;
+it is not used because it needs all tensors in memory to write them.
 
-Files that are written here carry a checksum of each tensor, the CRC-32 of its bytes, in the header's metadata under
-``crc32``: eight hexadecimal digits a tensor in order of their offsets. It costs a quarter of a second a GB on one core. The
-header has one of itself under ``header_crc32``, with zeros where that stands.
+Files that are written here have a checksum of each tensor, the CRC-32 of its bytes, in the header's metadata under
+``crc32``: eight hexadecimal digits per tensor in order of their offsets. It costs a quarter of a second per GB on one core.
+The header has its own under ``header_crc32``, computed with zeros in its place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TOGETHER = 512  # tensors, likewise; a call of the system takes 1024 (IOV_MAX o
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """A tensor that is to be written: its dtype and shape."""
+    """Dtype and shape of a tensor to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -70,11 +70,11 @@ class SafetensorsHeader:
     """The header of a file: the tensors that it will hold, and their offsets.
 
     Attributes:
-        announced: every tensor that will come.
-        order: in which they come.
+        announced: every tensor to be written.
+        order: of the tensors.
         text: the first bytes of the file.
-        sums_at: where in them the checksums go when they are known.
-        own_sum_at: where the header's own checksum goes then.
+        sums_at: position of the tensors' checksums in them.
+        own_sum_at: position of the header's own checksum.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class TensorWriter:
         opener: Callable[[str, int], int] | None = None,
     ) -> None:
         """Args:
-            path: a file that is made anew.
-            announced: every tensor that will come; or a header that was made of these, then it says all.
+            path: of the new file.
+            announced: every tensor to be written; or a header that was made from these.
             notes: free text for the header.
-            order: in which they come; None: wide dtypes first.
-            opener: opens the file, as Python's ``open`` asks for it.
+            order: of the tensors; None: wide dtypes first.
+            opener: as of Python's ``open``.
 
         Raises:
             CheckpointError: for a dtype that the format does not have.
@@ -158,9 +158,9 @@ class TensorWriter:
         self._write_together()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor, the next in ``order``, which stays as it is until ``close``.
+        """Append a tensor, the next in ``order``, which must not change until ``close``.
 
-        Many are written in one call of the system: each call gives the interpreter to other threads and takes it back.
+        Many are written in one system call, since each call releases the interpreter and takes it back.
         """
         described = self._announced.get(name)
         if (
@@ -193,7 +193,7 @@ class TensorWriter:
         self._together_bytes = 0
 
     def close(self) -> None:
-        """Bring everything to the disk.
+        """Sync everything to disk.
 
         Raises:
             CheckpointError: if announced tensors are missing.
@@ -209,7 +209,7 @@ class TensorWriter:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close the file as it is; nothing after ``close``."""
+        """Close the file as it is; does nothing after ``close``."""
         with suppress(OSError):  # what was not written yet may not find room
             self._file.close()
 
@@ -226,8 +226,8 @@ class TensorWriter:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, in order. A contiguous host tensor costs no operation of torch: after each of them a thread has to
-    wait for the interpreter again."""
+    """Return a tensor's bytes, in order. A contiguous host tensor takes no torch operation: after each one a thread has to wait
+    for the interpreter again."""
     if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().to("cpu").contiguous()
     if tensor.dtype == torch.bfloat16:  # which numpy does not know
@@ -237,7 +237,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let an error of the system say which file it is of, which those of ``write`` do not."""
+    """Add the file's name to a system error, which those of ``write`` lack."""
     try:
         yield
     except OSError as error:
@@ -245,7 +245,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _regular(path: str, flags: int) -> int:
-    """Open a file; a pipe or a device would block or never end."""
+    """Open a regular file, since a pipe or a device would block or never end."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -258,7 +258,7 @@ _MOST = 2**62
 
 
 def _is_entry(entry: Any) -> bool:
-    """Return whether a header's entry describes a tensor: a dtype, a shape, and two offsets in order."""
+    """Return True if a header's entry describes a tensor: a dtype, a shape, and two offsets in order."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -270,19 +270,19 @@ def _is_entry(entry: Any) -> bool:
 
 
 def writing_order(announced: Mapping[str, TensorInfo]) -> list[str]:
-    """Wide dtypes first, so that every tensor begins at a multiple of its element's size."""
+    """Sort wide dtypes first, so that every tensor begins at a multiple of its element's size."""
     return sorted(announced, key=lambda name: -announced[name].dtype.itemsize)
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a file, mapped into memory: reading part of one reads that part of the file.
+    """The memory-mapped tensors of a file: reading part of one reads that part of the file.
 
     Writing into the tensors does not change the file.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises:
-        CheckpointError: if there is no such file, or it is damaged.
+        CheckpointError: if the file is missing or damaged.
         """
         self._path = path
         try:
@@ -307,12 +307,12 @@ class TensorFile(Mapping[str, Tensor]):
         self._bytes = torch.from_numpy(mapped)
 
     def _read_header(self, header: dict[str, Any], text: bytes, there: int) -> None:
-        """Check what the header says: every tensor lies in the file, in its size, beside the others.
+        """Check the header: every tensor is within the file, has its size, and overlaps no other.
 
         Args:
-            header: name to what it says of a tensor; and notes.
+            header: name to the entry of a tensor; and notes.
             text: what it was read from.
-            there: bytes of the file behind it.
+            there: bytes of the file after it.
         """
         notes = header.pop("__metadata__", None) or {}
         if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
@@ -360,7 +360,7 @@ class TensorFile(Mapping[str, Tensor]):
         return raw.view(dtype).view(shape)
 
     def described(self, name: str) -> TensorInfo:
-        """Return a tensor's dtype and shape, from the header alone."""
+        """Return a tensor's dtype and shape from the header."""
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
@@ -368,10 +368,10 @@ class TensorFile(Mapping[str, Tensor]):
         return TensorInfo(dtype=dtype, shape=tuple(entry["shape"]))
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Read every ``parts``-th tensor from number ``part`` on and compare it with its checksum, where it has one.
+        """Read every ``parts``-th tensor from number ``part`` on and compare it with its checksum, if it has one.
 
         Raises:
-            CheckpointError: for the first that is not what was written.
+            CheckpointError: for the first one that differs from what was written.
         """
         for name, wanted in [*zip(self._in_order, self._sums, strict=False)][part::parts]:
             start, end = self._entries[name]["data_offsets"]

@@ -1,5 +1,5 @@
-"""Files of rectangles: each rank writes what it keeps into a file of its own, and an index says what lies where. A tensor of
-several rectangles is read as far as it is asked for.
+"""Files of rectangles: each rank writes its part into its own file, and an index maps tensors to files. A tensor of several
+rectangles is read only as far as needed.
 
 ::
 
@@ -7,7 +7,7 @@ several rectangles is read as far as it is asked for.
     model.blocks.json                         {"tensors": {name: {"dtype", "shape", "blocks": [{"file", "offsets", "sizes"}]}}}
 
 Names of rectangles are as in Python, ``up.weight[0:128, 64:96]``. Nothing is gathered for such files, so they can be written
-beside the training without a collective.
+during training without a collective.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def shard_key(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> st
 
 
 def write_shard_index(folder: Path, name: str, tensors: Mapping[str, TensorInfo], ranks: int) -> None:
-    """Look through what the ranks have written, see that nothing is missing, and write down what lies where.
+    """Check that the ranks' files are complete, and write the index.
 
     Args:
         folder: with the files.
         name: ``"model.safetensors"``.
-        tensors: all that there must be.
-        ranks: how many have written.
+        tensors: all expected ones.
+        ranks: number of writers.
 
     Raises:
         CheckpointError: if elements of a tensor are in no file, or in two.
@@ -101,7 +101,7 @@ def write_shard_index(folder: Path, name: str, tensors: Mapping[str, TensorInfo]
 
 
 class ShardFiles(Mapping[str, Tensor]):
-    """The tensors that lie in rectangles in several files. Those of several rectangles are
+    """Tensors stored as rectangles in several files. Those of several rectangles are
     :class:`~meshfold.checkpoint.tensors.shard_files.StoredTensor`: a window of one reads that window."""
 
     def __init__(self, folder: TensorFolder, index: str) -> None:
@@ -157,7 +157,7 @@ class ShardFiles(Mapping[str, Tensor]):
 
     @property
     def files(self) -> list[TensorFile]:
-        """The files."""
+        """Return the files."""
         return [*self._files.values()]
 
 
@@ -184,7 +184,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def is_tiled(shape: Sequence[int], blocks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether rectangles, given by offsets and sizes, lie in a shape, do not overlap and are all of it.
+    """Return True if rectangles, given by offsets and sizes, tile a shape.
 
     >>> is_tiled((4, 4), [((0, 0), (4, 2)), ((0, 2), (4, 2))])
     True
@@ -219,9 +219,9 @@ class StoredShard:
 
 
 class StoredTensor:
-    """Stands for a tensor: shape and dtype are known, ``narrow`` gives another of its kind, all else reads it.
+    """Stand-in for a stored tensor: shape and dtype are known, ``narrow`` returns another stand-in, everything else reads it.
 
-    Functions of torch take it where they take a tensor; ``local.copy_(stored.narrow(0, 2, 4))`` reads four rows.
+    Torch functions accept it as a tensor; ``local.copy_(stored.narrow(0, 2, 4))`` reads four rows.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class StoredTensor:
         shape: of the whole.
         dtype: of its elements.
         blocks: rectangles that do not overlap, and together are the whole.
-        window: what of it this one stands for; None: all.
+        window: the part of the whole that this one is; None: all.
         """
         self._whole, self.dtype, self._blocks = tuple(shape), dtype, blocks
         self._window = window or ((0,) * len(shape), tuple(shape))

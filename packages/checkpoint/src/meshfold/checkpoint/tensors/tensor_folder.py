@@ -1,7 +1,7 @@
-"""A folder with files of tensors: which of its files may be opened, and where they are.
+"""A folder with files of tensors: which of its files may be opened, and their paths.
 
-An index, which somebody else may have written, names files of its own folder and nothing else. A link is followed if it stays
-within the folder, or within a model of the Hugging Face hub's cache, which consists of links.
+An index, which may be foreign, may only name files of its own folder. A link is followed if it stays within the folder, or within
+a model of the Hugging Face hub's cache, which consists of links.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TensorFolder:
         """Return where a file is.
 
         Raises:
-            CheckpointError: if it is no file of this folder.
+            CheckpointError: if it is not a file of this folder.
         """
         if not is_file_name(name) or (self._listed is not None and name not in self._listed):
             raise CheckpointError(f"{self.folder} has no file {name!r}, which its index names: it is damaged")
@@ -53,7 +53,7 @@ class TensorFolder:
         """Open a safetensors file.
 
         Raises:
-            CheckpointError: if it is no file of this folder, or damaged.
+            CheckpointError: if it is not a file of this folder, or damaged.
         """
         path = self.path(name)
         try:
@@ -66,7 +66,7 @@ class TensorFolder:
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether this is the name of a file in a folder, not a path to somewhere else."""
+    """Return True for the name of a file in a folder, not a path to somewhere else."""
     return isinstance(name, str) and name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")
 
 
@@ -75,7 +75,7 @@ def check_inside_folder(path: Path, folder: Path) -> None:
 
     Args:
         path: of a file in it.
-        folder: one that may be a link itself, or a model in the cache of the Hugging Face hub.
+        folder: may be a link itself, or a model in the cache of the Hugging Face hub.
     """
     if not path.is_symlink():
         return

@@ -1,4 +1,4 @@
-"""An estimate as text for people: tables of memory, traffic and time, a picture of the mesh, a schedule's trace."""
+"""An estimate as readable text: tables of memory, traffic and time, a picture of the mesh, a schedule's trace."""
 
 from meshfold.planner.report.pipeline import (
     pipeline_numbers,

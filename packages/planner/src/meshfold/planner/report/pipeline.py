@@ -1,4 +1,4 @@
-"""The plan of a pipeline for people: what each stage and rank takes, the schedule on a clock, as tables and a Chrome trace."""
+"""The plan of a pipeline as tables and a Chrome trace: costs of each stage and rank, and the simulated schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stage_table(found: PipelineEstimate) -> str:
-    """Return a table of what each stage takes for a micro-batch."""
+    """Return a table of each stage's costs for a micro-batch."""
     durations = found.simulation.costs.durations
     rows: list[tuple[str, ...]] = [("stage", "rank", "blocks", "F", "B", "W", "kept to B", "kept to W", "sent on")]
     for stage, seconds in zip(found.stages, durations, strict=True):
@@ -58,7 +58,7 @@ def pipeline_time_table(found: Estimate, pipeline: PipelineEstimate, times: Time
 
 
 def pipeline_numbers(found: PipelineEstimate) -> dict[str, Any]:
-    """Return a pipeline's plan as numbers that JSON can hold."""
+    """Return a pipeline's plan as numbers for JSON."""
     simulation = found.simulation
     return {
         "schedule": simulation.schedule.name,
@@ -93,7 +93,7 @@ def pipeline_numbers(found: PipelineEstimate) -> dict[str, Any]:
 
 
 def schedule_trace(simulation: Simulation) -> dict[str, Any]:
-    """Return a schedule on a clock for chrome://tracing or Perfetto: a row for every rank, times in microseconds."""
+    """Return a simulated schedule for chrome://tracing or Perfetto: a row for every rank, times in microseconds."""
     name: dict[str, Any] = {
         "ph": "M",
         "pid": 0,

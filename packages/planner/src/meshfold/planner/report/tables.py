@@ -1,4 +1,4 @@
-"""A plan for people: the picture of a mesh, and tables of what a rank holds, moves and waits for."""
+"""A plan as text: a picture of the mesh, and tables of what a rank holds, sends and waits for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _block(
     across: str,
     columns: int,
 ) -> list[str]:
-    """Return the lines of one grid of ranks; None is the block that stands for those left out."""
+    """Return the lines of one grid of ranks; None stands for omitted blocks."""
     if number is None:
         return ["..."]
     places, rest = [], number
@@ -63,7 +63,7 @@ def _block(
 
 
 def _beside(blocks: list[list[str]]) -> str:
-    """Blocks next to each other, as many as the page is wide."""
+    """Arrange blocks next to each other, up to the width of the page."""
     width = max(len(line) for block in blocks for line in block) + 4
     each = max(1, _WIDTH // width)
     parts = []
