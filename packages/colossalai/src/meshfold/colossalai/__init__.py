@@ -1,8 +1,8 @@
-"""Names of Colossal-AI, so that coming from there is a change of imports.
+"""Names of Colossal-AI, so that its scripts only need other imports.
 
 ``from meshfold.colossalai import Booster, GeminiPlugin`` in place of ``from colossalai.booster import ...``. They are thin:
-each makes the arguments of one :class:`meshfold.engine.Engine` of what it is given, by a table
-(:mod:`meshfold.colossalai.tables`). ``docs/migration.md`` has a row for each name. Paths of submodules do too:
+each translates its arguments to those of one :class:`meshfold.engine.Engine`, by a table
+(:mod:`meshfold.colossalai.tables`). ``docs/migration.md`` has a row for each name. Paths of submodules also work:
 ``from meshfold.colossalai.nn.optimizer import HybridAdam`` (:mod:`meshfold.colossalai.submodules`).
 """
 

@@ -19,12 +19,12 @@ class Argument:
     """Translation of one argument. Exactly one of ``to``, ``word`` and ``instead`` is given.
 
     Attributes:
-        default: what it is if it is not given.
+        default: its default.
         to: the setting that it becomes, a path such as ``"zero.placement"``; the first part is one of :data:`ROOTS`.
-        by: makes the setting's value of the argument's; where it makes None nothing is set.
-        always: set it by its default too, since ours is another one.
-        word: it does nothing, because of this; said if it is given another value than the default.
-        instead: it is refused if it is given another value than the default; this is what to do instead.
+        by: computes the setting's value from the argument's; None sets nothing.
+        always: also set it from its default, since ours differs.
+        word: why it does nothing, reported for a value other than the default.
+        instead: refuses a value other than the default; what to do instead.
     """
 
     default: Any = None
@@ -43,7 +43,7 @@ ROOTS = ("data", "tensor", "pipeline", "sequence", "zero", "scale", "engine", "a
 
 @dataclass(kw_only=True)
 class Translation:
-    """Settings here, by path, and what is to be said about arguments that became none."""
+    """Translated settings by path, and messages about arguments without effect."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
@@ -55,12 +55,12 @@ class Translation:
         }
 
     def add(self, other: Translation) -> None:
-        """Take another one's settings, over those that are here, and its words."""
+        """Add another one's settings, which override, and its messages."""
         self.settings.update(other.settings)
         self.words += other.words
 
     def say(self, what: str, *, rank: int = 0) -> None:
-        """Warn once of all that does nothing; on the first rank."""
+        """Warn once about all arguments without effect, on the first rank."""
         if self.words and rank == 0:
             warnings.warn(f"{what}: " + "; ".join(self.words), MigrationNote, stacklevel=4)
 
@@ -69,12 +69,12 @@ def translate(where: str, given: Mapping[str, Any], table: Table) -> Translation
     """Look arguments up.
 
     Args:
-        where: whose they are, for messages: ``"GeminiPlugin"``.
+        where: their function, for messages: ``"GeminiPlugin"``.
         given: by name.
         table: of that function.
 
     Raises:
-        SpecError: for a name that is not in the table, and for a value that cannot be here.
+        SpecError: for a name that is not in the table, and for an unsupported value.
     """
     check_names(where, given, table)
     found = Translation()
@@ -97,7 +97,7 @@ def translate(where: str, given: Mapping[str, Any], table: Table) -> Translation
 
 def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raises:
-    SpecError: for the first name that is not known, with the one that is most like it.
+    SpecError: for the first unknown name, with the most similar one.
     """
     names = list(known)
     for name in given:
@@ -107,10 +107,10 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def bind(where: str, table: Table, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, where some were given by place.
+    """Return arguments by name, of which some were passed by position.
 
     Raises:
-        SpecError: for too many, or one that is given twice.
+        SpecError: for too many, or one that is passed twice.
     """
     names = list(table)
     if len(args) > len(names):
@@ -123,7 +123,7 @@ def bind(where: str, table: Table, args: Sequence[Any], given: Mapping[str, Any]
 
 
 def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Makes a setting by looking the value up."""
+    """Setting from a table of values."""
 
     def by(value: Any) -> Any:
         name = getattr(value, "name", value)  # of an enum of theirs
@@ -138,12 +138,12 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def unless_zero(value: Any) -> Any:
-    """Return the value, or None for 0: a largest norm of 0 means no clipping there."""
+    """Return the value, or None for 0, which means no clipping there."""
     return None if _same(value, 0.0) else value
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Tell whether a value is the default; True is not 1 here, and 1 is 1.0."""
+    """Return True if a value is the default; True is not 1 here, and 1 is 1.0."""
     if value is default:
         return True
     kinds = {type(value), type(default)}

@@ -14,7 +14,7 @@ from meshfold.mesh import SpecError
 
 
 class BoostedModel(nn.Module):
-    """A model that is called as before; the engine runs it.
+    """A model that is called as before and run by the engine.
 
     Attributes:
         engine: runs it.
@@ -27,7 +27,7 @@ class BoostedModel(nn.Module):
         self.module = engine.model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output: to be trained on after ``train()``, without gradients after ``eval()``."""
+        """Return the model's output: with gradients after ``train()``, without after ``eval()``."""
         return self.engine(*args, **kwargs)
 
     def train(self, mode: bool = True) -> BoostedModel:
@@ -45,7 +45,7 @@ class BoostedModel(nn.Module):
         return dict(self.engine.full_state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Take the whole model's state dict, the same on every rank.
+        """Load the whole model's state dict, the same on every rank.
 
         Raises:
             SpecError: for ``strict=False``.
@@ -68,7 +68,7 @@ class BoostedOptimizer:
 
     @property
     def optim(self) -> torch.optim.Optimizer:
-        """The engine's own, of this rank's parts of the parameters."""
+        """The engine's own, for this rank's parts of the parameters."""
         if self.engine.optimizer is None:
             raise SpecError("this model was boosted without an optimizer")
         return self.engine.optimizer
@@ -88,7 +88,7 @@ class BoostedOptimizer:
         return self.optim.defaults
 
     def step(self, closure: None = None) -> None:
-        """Clip as the plugin says, and step.
+        """Clip as set in the plugin, and step.
 
         Raises:
             SpecError: for a closure.
@@ -100,7 +100,7 @@ class BoostedOptimizer:
         self.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the gradients."""
+        """Release the gradients."""
         self.engine.zero_grad()
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -114,12 +114,12 @@ class BoostedOptimizer:
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **given: Any
     ) -> Tensor:
-        """Clip the whole model's gradient before :meth:`step`; the norm before. All ranks must call."""
+        """Clip the whole model's gradient before :meth:`step`; return the norm before. All ranks must call."""
         norm: Tensor = clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         return norm
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **given: Any) -> None:
-        """Bring every element of the gradient into [-clip_value, clip_value] before :meth:`step`."""
+        """Clamp every element of the gradient to [-clip_value, clip_value] before :meth:`step`."""
         clip_grad_value_(self._parameters(), clip_value)
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -35,7 +35,7 @@ class Booster:
     >>> booster.backward(criterion(model(x), y), optimizer); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
 
     Attributes:
-        plugin: says spec and settings; without one data parallelism over all ranks.
+        plugin: defines spec and settings; without one, data parallelism over all ranks.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Booster:
     ) -> None:
         """Args:
             device: of the model; None: this rank's GPU, or the CPU.
-            mixed_precision: ``fp16``, ``bf16``, ``fp32``; not with a plugin that says a precision.
+            mixed_precision: ``fp16``, ``bf16``, ``fp32``; not with a plugin that sets a precision.
             plugin: one of :mod:`meshfold.colossalai`.
 
         Raises:
@@ -76,15 +76,15 @@ class Booster:
         Args:
             model: whole, or built under ``LazyInitContext``.
             optimizer: made of ``model.parameters()``; None to evaluate.
-            criterion: comes back as it is. Under a pipeline it is called with (output, micro-batch), unless the model's
+            criterion: returned unchanged. Under a pipeline it is called with (output, micro-batch), unless the model's
                 output has a ``.loss``.
             dataloader: of ``plugin.prepare_dataloader``; or a plain one, of global batches. A pipeline looks up there what a
                 model that is not called with token ids is called with; without one write
                 ``HybridParallelPlugin(..., engine=dict(example=batch))``.
-            lr_scheduler: of ``optimizer``; the same object comes back, of the engine's optimizer. The script steps it.
+            lr_scheduler: of ``optimizer``; the same object is returned, for the engine's optimizer. The script steps it.
 
         Raises:
-            SpecError: for every setting that is wrong.
+            SpecError: for an invalid setting.
         """
         if not isinstance(model, nn.Module):
             raise SpecError(f"boost(model={model!r}): an nn.Module")
@@ -127,15 +127,15 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of the next batch through the stages; after ``model.eval()`` forward alone.
+        """Run forward and backward of the next batch through the stages; after ``model.eval()`` only forward.
 
         Args:
-            data_iter: gives this data coordinate's batches, on every rank of the pipeline.
+            data_iter: yields this data coordinate's batches, on every rank of the pipeline.
             model: of :meth:`boost`.
-            criterion: of (output, micro-batch); None: that of :meth:`boost`. Not asked where the output has a ``.loss``.
-            optimizer: not looked at.
-            return_loss: whether to give it.
-            return_outputs: whether to give the model's output on this batch, after ``model.eval()``; refused in training.
+            criterion: of (output, micro-batch); None: that of :meth:`boost`. Unused if the output has a ``.loss``.
+            optimizer: unused.
+            return_loss: whether to return it.
+            return_outputs: whether to return the model's output on this batch, after ``model.eval()``; refused in training.
 
         Returns:
             ``{"loss": ..., "outputs": ...}``: the loss of the global batch and the output on this data coordinate's, on every rank.
@@ -167,7 +167,7 @@ class Booster:
     def no_sync(
         self, model: BoostedModel | None = None, optimizer: BoostedOptimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Gradients of backwards inside wait for the next one outside."""
+        """Context manager: gradients of backwards inside are reduced by the next one outside."""
         boosted = model if model is not None else optimizer
         if boosted is None:
             raise SpecError("no_sync(): give the model of boost(...)")
@@ -175,7 +175,7 @@ class Booster:
 
     def enable_lora(self, model: nn.Module, *args: Any, **given: Any) -> nn.Module:
         """Raises:
-        SpecError: always: peft does so.
+        SpecError: always; use peft.
         """
         raise SpecError(
             "booster.enable_lora(model, lora_config=...): write model = peft.get_peft_model(model, lora_config), make the "
@@ -199,7 +199,7 @@ class Booster:
         files.save_optimizer(optimizer.engine, checkpoint, given)
 
     def load_optimizer(self, optimizer: BoostedOptimizer, checkpoint: str | os.PathLike[str], **given: Any) -> None:
-        """Go on from a folder of :meth:`save_optimizer`: weights, optimizer, counters, loss scale; all ranks must call."""
+        """Resume from a folder of :meth:`save_optimizer`: weights, optimizer, counters, loss scale; all ranks must call."""
         files.load_optimizer(optimizer.engine, checkpoint, given)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
@@ -226,7 +226,7 @@ class Booster:
 
 
 def _has_loss(model: nn.Module) -> bool:
-    """Tell whether a model computes its loss itself, from labels."""
+    """Return True if a model computes its loss itself, from labels."""
     return "labels" in inspect.signature(model.forward).parameters
 
 
@@ -250,7 +250,7 @@ __path__: list[str] = []  # there it has submodules
 
 
 def __getattr__(name: str) -> Any:
-    """Other names that this module has there."""
+    """Return other names of this module in Colossal-AI."""
     from meshfold import colossalai as compat
 
     return find(name, __name__, compat._HOMES)

@@ -1,4 +1,4 @@
-"""Views of one mesh for scripts: ``gpc``, ``ParallelMode``, ``ProcessGroupMesh`` and process groups. Only scripts read them."""
+"""Views of one mesh for scripts: ``gpc``, ``ParallelMode``, ``ProcessGroupMesh`` and process groups. Only scripts use them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshfold.mesh.processes import create_group
 
 
 class ParallelMode(Enum):
-    """Colossal-AI's names of groups. A group of a row has the ranks that lie in it, which differ along our axis ``col``."""
+    """Colossal-AI's names of groups. A row's group has the ranks of that row, which differ along our axis ``col``."""
 
     GLOBAL = "global"
     DATA = "data"
@@ -60,10 +60,10 @@ AXES: Mapping[ParallelMode, tuple[str, ...]] = {
 
 
 class ParallelContext:
-    """Answers what ``gpc`` answered, of the mesh of the last ``launch``, ``initialize`` or ``boost`` of this process.
+    """The interface of ``gpc`` for the mesh of the last ``launch``, ``initialize`` or ``boost`` of this process.
 
     Attributes:
-        config: what was read there; empty before.
+        config: as read there; empty before.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class ParallelContext:
         self._mesh: Mesh | None = None
 
     def show(self, config: Config, mesh: Mesh) -> None:
-        """Answer for this config and mesh from now on."""
+        """Use this config and mesh from now on."""
         self.config, self._mesh = config, mesh
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that is asked.
+        """The current mesh.
 
         Raises:
             SpecError: before any ``launch``.
@@ -92,7 +92,7 @@ class ParallelContext:
         return self.mesh.rank
 
     def get_local_rank(self, mode: ParallelMode) -> int:
-        """This process's place in its group."""
+        """Return this process's rank in its group."""
         return self.mesh.index(*self._axes(mode))
 
     def get_world_size(self, mode: ParallelMode) -> int:
@@ -105,42 +105,42 @@ class ParallelContext:
         return next(ranks for ranks in self.mesh.groups(*self._axes(mode)) if rank in ranks)
 
     def get_group(self, mode: ParallelMode) -> Group:
-        """Its group, for the collectives of ``meshfold.mesh``. All ranks must ask for their groups in one order."""
+        """Return its group, for the collectives of ``meshfold.mesh``. All ranks must get their groups in the same order."""
         return self.mesh.group(*self._axes(mode))
 
     def is_initialized(self, mode: ParallelMode) -> bool:
-        """Tell whether the mesh has an axis of this name."""
+        """Return True if the mesh has an axis of this name."""
         return self._mesh is not None and bool(self._axes(mode))
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
-        """Tell whether this rank is the first of its group."""
+        """Return True if this rank is the first of its group."""
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: ParallelMode) -> bool:
-        """Tell whether this rank is the last of its group."""
+        """Return True if this rank is the last of its group."""
         return self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
     def is_pipeline_first_stage(self) -> bool:
-        """Tell whether this rank is the first of its pipeline."""
+        """Return True if this rank is the first of its pipeline."""
         return self.is_first_rank(ParallelMode.PIPELINE)
 
     def is_pipeline_last_stage(self) -> bool:
-        """Tell whether this rank is the last of its pipeline."""
+        """Return True if this rank is the last of its pipeline."""
         return self.is_last_rank(ParallelMode.PIPELINE)
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks with other rows."""
+        """Number of ranks with different rows."""
         return self.get_world_size(ParallelMode.DATA)
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks of a pipeline."""
         return self.get_world_size(ParallelMode.PIPELINE)
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share a matrix."""
+        """Number of ranks that share a matrix."""
         return self.get_world_size(ParallelMode.TENSOR)
 
     def destroy(self) -> None:
@@ -163,9 +163,9 @@ _NOTHING = dict.fromkeys(
 
 
 def launch(config: object = None, *, seed: int | None = None, backend: str | None = None, **given: Any) -> Config:
-    """Meet the other processes and read the config, for ``gpc`` and :func:`meshfold.engine.initialize`.
+    """Connect to the other processes and read the config, for ``gpc`` and :func:`meshfold.engine.initialize`.
 
-    An engine does so by itself: a script needs this only if it asks ``gpc`` before it has one.
+    An engine does this itself: a script needs it only if it uses ``gpc`` earlier.
 
     Args:
         config: a dict, or the path of a Python file; None for none.
@@ -174,8 +174,8 @@ def launch(config: object = None, *, seed: int | None = None, backend: str | Non
         given: ``rank``, ``world_size``, ``host``, ``port``, ``local_rank`` and ``verbose`` do nothing.
 
     Raises:
-        SpecError: for what is wrong with the config.
-        LaunchError: when the other processes cannot be met.
+        SpecError: for an invalid config.
+        LaunchError: if the other processes cannot be reached.
     """
     unknown = [name for name in given if name not in (*_NOTHING, "verbose")]
     if unknown:
@@ -218,7 +218,7 @@ def group_of(mesh: Mesh, *names: str) -> Any:
 
 
 class ProcessGroupMesh:
-    """A mesh as ``plugin.pg_mesh`` showed it: its axes are data, pipeline, tensor and sequence, in this order."""
+    """A mesh like ``plugin.pg_mesh``, with the axes data, pipeline, tensor and sequence, in this order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -262,11 +262,11 @@ class StageManager:
         self.stage, self.num_stages = mesh.index(PIPE), mesh.size(PIPE)
 
     def is_first_stage(self, ignore_chunk: bool = True) -> bool:
-        """Tell whether this rank is the first of its pipeline."""
+        """Return True if this rank is the first of its pipeline."""
         return self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = True) -> bool:
-        """Tell whether this rank is the last of its pipeline."""
+        """Return True if this rank is the last of its pipeline."""
         return self.stage == self.num_stages - 1
 
     is_first_device, is_last_device = is_first_stage, is_last_stage
@@ -276,7 +276,7 @@ __path__: list[str] = []  # there it has submodules
 
 
 def __getattr__(name: str) -> Any:
-    """Other names that this module has there."""
+    """Return other names of this module in Colossal-AI."""
     from meshfold import colossalai as compat
 
     return find(name, __name__, compat._HOMES)

@@ -1,4 +1,4 @@
-"""Reads a config of DeepSpeed: what to give ``Engine`` for it."""
+"""Translation of a DeepSpeed config to arguments of ``Engine``."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ _OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
 
 
 def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str], *, say: bool = True) -> dict[str, Any]:
-    """Arguments of :class:`meshfold.engine.Engine` for a config of DeepSpeed: ``Engine(model, **from_deepspeed("ds.json"))``.
+    """Return the arguments of an engine for a config of DeepSpeed: ``Engine(model, **from_deepspeed("ds.json"))``.
 
-    What is ``"auto"`` counts as left out. ``print`` the result and write it into the script: that is the whole migration.
+    ``"auto"`` values count as omitted. ``print`` the result and write it into the script to complete the migration.
 
     Args:
         config: a dict, or the path of a JSON file.
-        say: warn, once, of what does nothing here.
+        say: warn, once, about entries without effect.
 
     Raises:
-        SpecError: for a key that is not known, and for what cannot be here: with what to write instead.
+        SpecError: for unknown keys and unsupported values, with what to write instead.
     """
     entries = config if isinstance(config, Mapping) else _read(config)
     found = translate(_WHAT, _flat(entries, ""), TABLE)
@@ -148,7 +148,7 @@ def _on(entry: object) -> bool:
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Every entry by its path, down to those that the table has."""
+    """Yield every entry by its path, down to those in the table."""
     found: dict[str, Any] = {}
     for key, entry in value.items():
         path = f"{prefix}{key}"

@@ -1,4 +1,4 @@
-"""Saving and loading of ``Booster``: a model, an optimizer, a schedule, each in its own file or folder."""
+"""Saving and loading for ``Booster``: a model, an optimizer, a schedule, each in its own file or folder."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _Path = str | os.PathLike[str]
 
 
 def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) -> None:
-    """Write the weights: into one file, or with ``shard=True`` into a folder that all ranks write, a tensor at a time.
+    """Write the weights: one file, or with ``shard=True`` a folder that all ranks write, one tensor at a time.
 
-    A file is of safetensors if its name ends so or ``use_safetensors`` is True, else of ``torch.save``. The folder is one
-    that ``engine.load(folder, weights_only=True)`` reads, with files that are named as Hugging Face names them.
+    A file is in safetensors format if its name ends so or ``use_safetensors`` is True, else in that of ``torch.save``.
+    ``engine.load(folder, weights_only=True)`` reads the folder, whose files are named as by Hugging Face.
     """
     found = translate("save_model", given, tables.SAVE)
     found.say("save_model", rank=engine.mesh.rank)
@@ -47,7 +47,7 @@ def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
 
 
 def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) -> None:
-    """Take weights from a file or a folder: one of :func:`save_model`, of ``engine.save``, of Colossal-AI's ``save_model``, or
+    """Load weights from a file or a folder: one of :func:`save_model`, of ``engine.save``, of Colossal-AI's ``save_model``, or
     of Hugging Face under the model's own names; safetensors or torch's own."""
     translate("load_model", given, tables.LOAD).say("load_model", rank=engine.mesh.rank)
     place = Path(path)
@@ -65,20 +65,20 @@ def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
 
 
 def save_optimizer(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) -> None:
-    """Write a folder with all that training goes on from, under any spec: ``engine.save(path)``."""
+    """Write a folder to resume training from, under any spec: ``engine.save(path)``."""
     table = {**tables.SAVE, "shard": Argument(default=True, word="it is a folder that all ranks write")}
     translate("save_optimizer", given, table).say("save_optimizer", rank=engine.mesh.rank)
     engine.save(path)
 
 
 def load_optimizer(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) -> None:
-    """Go on from such a folder, or any other of ``engine.save``: weights, optimizer, counters, loss scale."""
+    """Resume from such a folder, or any other of ``engine.save``: weights, optimizer, counters, loss scale."""
     translate("load_optimizer", given, tables.LOAD).say("load_optimizer", rank=engine.mesh.rank)
     engine.load(path)
 
 
 def save_lr_scheduler(mesh: Mesh, scheduler: Any, path: _Path) -> None:
-    """Write a schedule's state into a file, on the first rank; all must call.
+    """Write a schedule's state to a file, on the first rank; all must call.
 
     Raises:
         CheckpointError: on the first rank, if it cannot be written.
@@ -95,7 +95,7 @@ def save_lr_scheduler(mesh: Mesh, scheduler: Any, path: _Path) -> None:
 
 
 def load_lr_scheduler(scheduler: Any, path: _Path) -> None:
-    """Take a schedule's state; rates are those it had.
+    """Load a schedule's state with its rates.
 
     Raises:
         CheckpointError: if the file cannot be read.
@@ -125,7 +125,7 @@ def _write(target: Path, whole: Mapping[str, Tensor], safe: bool, ties: Mapping[
 
 
 def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], None]) -> None:
-    """The first rank writes a file; all raise if it could not."""
+    """Write a file on the first rank; all raise if that fails."""
     error: Exception | None = None
     if engine.mesh.rank == 0:
         try:
@@ -136,6 +136,6 @@ def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], No
 
 
 def _beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file, and its folder if there is none, under another name until all of it is there."""
+    """Write a file under a temporary name until it is complete; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, write)

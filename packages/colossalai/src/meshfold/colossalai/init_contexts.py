@@ -1,4 +1,4 @@
-"""Contexts that build a model without allocating it, under the names and with the arguments that they have there."""
+"""Contexts that build a model without allocating it, with Colossal-AI's names and arguments."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class LazyInitContext(ShardedInit):
     >>> with LazyInitContext():              # doctest: +SKIP
     ...     model = GPT(config)
 
-    An optimizer may be made of such a model's parameters. A model that ``from_pretrained`` of transformers makes inside
-    comes with its weights, whole in the memory of the host.
+    An optimizer may be made of such a model's parameters. A model made inside by ``from_pretrained`` of transformers
+    has its weights, whole in the memory of the host.
     """
 
     _table: ClassVar[Table] = LAZY
 
     def __init__(self, *args: Any, seed: int = 0, **given: Any) -> None:
         """Args:
-            args: as there.
-            seed: of the first values.
-            given: as there, by name.
+            args: as in Colossal-AI.
+            seed: of the initial values.
+            given: as in Colossal-AI, by name.
 
         Raises:
-            SpecError: for a name that it does not have.
+            SpecError: for an unknown name.
         """
         name = type(self).__name__
         translate(name, bind(name, self._table, args, given), self._table).say(name)
@@ -58,7 +58,7 @@ class LazyInitContext(ShardedInit):
     @staticmethod
     def materialize(model: nn.Module, verbose: bool = False) -> nn.Module:
         """Raises:
-        SpecError: always: it would make the whole model on every rank.
+        SpecError: always, since it would make the whole model on every rank.
         """
         raise SpecError(
             "LazyInitContext.materialize(model) would make the whole model on every rank: give the model as it is to "
@@ -79,8 +79,8 @@ class ColoInitContext(LazyInitContext):
 
 
 class TensorShardStrategy:
-    """Says nothing: how parameters lie in chunks is searched for. ``zero=dict(model_config=...)`` takes it."""
+    """Placeholder for ``zero=dict(model_config=...)``: the layout of chunks is searched for."""
 
 
 class BucketTensorShardStrategy(TensorShardStrategy):
-    """Likewise."""
+    """Placeholder without effect."""

@@ -29,11 +29,11 @@ _OPTIONS = (
 
 
 class ShardedBatches:
-    """Serves this data coordinate's rows of the batches that an iterable gives on every rank alike."""
+    """Loader of this data coordinate's rows of batches from an iterable that is the same on every rank."""
 
     def __init__(self, batches: Iterable[Any], shard_batch: Callable[[Any], Any]) -> None:
         """Args:
-        batches: of the whole, the same on every rank.
+        batches: global ones, the same on every rank.
         shard_batch: the engine's.
         """
         self.batches, self._shard_batch = batches, shard_batch
@@ -46,15 +46,15 @@ class ShardedBatches:
 
 
 def shard_loader(loader: Any, engine: Engine, name: str) -> Any:
-    """Return a script's loader, each data coordinate's rows of it.
+    """Return a script's loader, reduced to each data coordinate's rows.
 
     The batches of a plain loader are global ones, as in the script of one process. It is made again, so that each rank
-    reads its own rows only, shuffles as the others do, and goes on where a checkpoint stopped. One with a distributed
-    sampler is sharded already, and stays as it is if it is sharded as the spec says; so is one of the engine's own, and one
-    of :func:`get_dataloader`. Of any other iterable the batches are cut: it must give the same ones on every rank.
+    reads only its own rows, shuffles like the others, and resumes where a checkpoint stopped. One with a distributed sampler
+    is already sharded, and is kept if that matches the spec; so is one of the engine's own, and one of
+    :func:`get_dataloader`. Batches of any other iterable are cut, and must be the same on every rank.
 
     Args:
-        loader: what the script has; None stays None.
+        loader: the script's; None stays None.
         engine: its spec says which rows a rank reads.
         name: under which checkpoints keep its position.
 
@@ -98,7 +98,7 @@ def shard_loader(loader: Any, engine: Engine, name: str) -> Any:
 
 
 def check_rows(name: str, rows: int, batch: int, coordinates: int, *, drop_last: bool) -> None:
-    """Check that every data coordinate gets a row of every batch: a mean over no rows is no number.
+    """Check that every data coordinate gets a row of every batch, since a mean over no rows is NaN.
 
     Raises:
         SpecError: if one does not.
@@ -114,7 +114,7 @@ def check_rows(name: str, rows: int, batch: int, coordinates: int, *, drop_last:
 
 
 def _shuffles(sampler: Any) -> bool:
-    """Tell whether a sampler is the one that ``shuffle=True`` makes."""
+    """Return True for the sampler that ``shuffle=True`` makes."""
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
@@ -124,13 +124,13 @@ _ROWS = 2
 def example_of(loader: Any, model: nn.Module, criterion: Callable[..., Any] | None) -> Any:
     """Return a small batch of a loader for ``Engine(..., example=...)``; None if none is needed or available.
 
-    None is needed by a model that is called with token ids. The batch is the first row of the dataset, twice, since values do
-    not matter: the loader is not begun, and neither random numbers nor rows are used up. What can only be read once (an
-    iterator, an ``IterableDataset``) is left alone.
+    A model that is called with token ids needs none. The batch is the first row of the dataset, twice, since values do
+    not matter: the loader is not started, and no random numbers or rows are consumed. A source that can only be read once
+    (an iterator, an ``IterableDataset``) is not touched.
 
     Args:
-        loader: what the script has; None stays None.
-        model: what a batch is for.
+        loader: the script's; None stays None.
+        model: that the batch is for.
         criterion: the script's loss function, if there is one.
     """
     if isinstance(loader, ShardedLoader):
@@ -149,7 +149,7 @@ def example_of(loader: Any, model: nn.Module, criterion: Callable[..., Any] | No
 
 
 def _is_no_ids(batch: Any) -> bool:
-    """Tell whether a batch begins with something other than token ids."""
+    """Return True if a batch begins with something other than token ids."""
     if isinstance(batch, Mapping):
         return "input_ids" not in batch
     while isinstance(batch, tuple | list) and batch:
@@ -158,7 +158,7 @@ def _is_no_ids(batch: Any) -> bool:
 
 
 def _fits(batch: Any, model: nn.Module, criterion: Callable[..., Any] | None) -> bool:
-    """Tell whether the model takes a batch as the loader gives it; a script may change batches before the call."""
+    """Return True if the model accepts a batch of the loader as it is; a script may change batches before the call."""
     try:
         work = prepare_batch(batch, torch.device("cpu"), torch.float32, own_loss=criterion is not None)
     except SpecError:
@@ -167,23 +167,23 @@ def _fits(batch: Any, model: nn.Module, criterion: Callable[..., Any] | None) ->
 
 
 class _Epochs:
-    """``loader.sampler`` of scripts that say the epoch: ``loader.sampler.set_epoch(epoch)``."""
+    """``loader.sampler`` for scripts that call ``loader.sampler.set_epoch(epoch)``."""
 
     def __init__(self, loader: ShardedLoader) -> None:
         self._loader = loader
 
     def set_epoch(self, epoch: int) -> None:
-        """The order that comes next; it is that of the next epoch anyway."""
+        """Do nothing: the next order is that of the next epoch anyway."""
         if epoch != self._loader.epoch:
             self._loader.epoch, self._loader.served = epoch, 0
 
 
 class PreparedLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]  # the first one has its own
-    """A loader of the engine's that is one of torch's to ``isinstance``; ``DataLoader.__init__`` has no part in it."""
+    """The engine's loader as an instance of torch's; ``DataLoader.__init__`` is not called."""
 
     @property
     def sampler(self) -> _Epochs:  # type: ignore[override]
-        """Can be told the epoch."""
+        """A sampler with ``set_epoch``."""
         return _Epochs(self)
 
 
@@ -193,7 +193,7 @@ def shared_loader(
     """Global batches of ``batch_size`` rows for each of so many data coordinates.
 
     Args:
-        dataset: has a length and gives an example for a number.
+        dataset: map-style: it has a length, and an example for each index.
         batch_size: rows of one coordinate.
         index: this rank's coordinate.
         blocks: how many there are.
@@ -201,7 +201,7 @@ def shared_loader(
         options: of :class:`meshfold.engine.ShardedLoader`.
 
     Raises:
-        SpecError: for a batch size that is no whole number, and a last batch with fewer rows than coordinates.
+        SpecError: for a batch size that is not a whole number, and a last batch with fewer rows than coordinates.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise SpecError(f"batch_size={batch_size!r}: a whole number from 1 up")
@@ -223,21 +223,21 @@ def get_dataloader(
     batch_size: int = 1,
     **options: Any,
 ) -> ShardedLoader:
-    """This rank's rows of a dataset, on the mesh of the last ``launch``; ``batch_size`` counts those of a data coordinate.
+    """Return a loader of this rank's rows, on the mesh of the last ``launch``; ``batch_size`` is per data coordinate.
 
     Args:
-        dataset: has a length and gives an example for a number.
-        add_sampler: True; without one every rank would have all rows.
+        dataset: map-style: it has a length, and an example for each index.
+        add_sampler: must be True; without a sampler every rank would have all rows.
         shuffle: a new order each epoch.
         seed: of the orders.
-        drop_last: leave out a last batch that is smaller.
+        drop_last: leave out a smaller last batch.
         pin_memory: see torch.utils.data.DataLoader.
         num_workers: likewise.
         batch_size: rows of a data coordinate's batch.
         options: of torch.utils.data.DataLoader.
 
     Raises:
-        SpecError: before a ``launch``, and for what does not fit.
+        SpecError: before a ``launch``, and for invalid arguments.
     """
     if not add_sampler:
         raise SpecError("get_dataloader(add_sampler=False): every rank would have all rows: leave it out")

@@ -31,7 +31,7 @@ def initialize(
     ophooks: object = None,
     verbose: bool = True,
 ) -> tuple[TrainingEngine, Any, Any, Any]:
-    """Return an engine of what a script for Colossal-AI has made.
+    """Return an engine for the objects of a Colossal-AI script.
 
     >>> engine, train_dataloader, test_dataloader, lr_scheduler = initialize(                 # doctest: +SKIP
     ...     model, optimizer, criterion, train_dataloader, test_dataloader, lr_scheduler, config="config.py"
@@ -39,24 +39,24 @@ def initialize(
 
     Args:
         model: whole, or built under ``LazyInitContext``; it is sharded in place.
-        optimizer: made of ``model.parameters()``: its class, groups and settings are taken over, and the engine's own is
-            ``engine.optimizer``. Or what :class:`meshfold.engine.Engine` takes.
+        optimizer: made of ``model.parameters()``: its class, groups and settings are used, and the engine's own is
+            ``engine.optimizer``. Or as for :class:`meshfold.engine.Engine`.
         criterion: of (output, target); None for models whose output has a ``.loss``.
         train_dataloader: of global batches; this rank's rows of it come back
             (:func:`meshfold.colossalai.loaders.shard_loader`). A pipeline looks up there what a model that is not called with token
             ids is called with; without one write ``example=batch`` into the config.
-        test_dataloader: likewise.
-        lr_scheduler: of ``optimizer``; the same object comes back, of the engine's optimizer. The script steps it.
+        test_dataloader: as ``train_dataloader``.
+        lr_scheduler: of ``optimizer``; the same object is returned, for the engine's optimizer. The script steps it.
         config: a dict or the path of a Python file, with ``parallel``, ``zero``, ``fp16``, ``clip_grad_norm``,
             ``gradient_accumulation`` and what else Colossal-AI's configs have. None: what ``launch`` was given.
         ophooks: none; hooks of torch on the model's modules do as well.
         verbose: does nothing.
 
     Returns:
-        Engine, train loader, test loader, schedule; None where None was given.
+        Engine, train loader, test loader, schedule; None for arguments that are None.
 
     Raises:
-        SpecError: for every setting that is wrong.
+        SpecError: for an invalid setting.
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"model={model!r}: an nn.Module; a function that builds one goes into Engine(...)")
@@ -86,7 +86,7 @@ def make_engine(
     """Return the engine, and the schedule of its optimizer.
 
     Args:
-        what: the name of the plugin that says the settings, or ``initialize``.
+        what: the name of the plugin with the settings, or ``initialize``.
         dataloader: the script's, in whose data an example for a pipeline may be found.
     """
     if optimizer is not None and lr_scheduler is not None:
@@ -122,7 +122,7 @@ def make_engine(
 
 
 def tell_sizes(model: nn.Module, mesh: Mesh) -> None:
-    """Make ``parameter.numel()`` tell the full size while a parameter is released: scripts add sizes up.
+    """Make ``parameter.numel()`` return the full size while a parameter is released, since scripts add sizes up.
 
     Args:
         model: under ZeRO stage 3.

@@ -1,7 +1,7 @@
 """Lamb, Lars, CAME and Adafactor under Colossal-AI's names, with its arguments and the engine's formulas.
 
-There, ``DistributedLamb`` and its siblings are other classes than those of one device. Here the engine sees to shards
-whatever the class, so both names make the same. An engine steps with the class of :mod:`meshfold.optimizers`, whose
+In Colossal-AI, ``DistributedLamb`` and its siblings are other classes than those of one device. Here the engine handles shards
+for any class, so both names make the same. An engine steps with the class of :mod:`meshfold.optimizers`, whose
 checkpoints it writes.
 """
 
@@ -19,16 +19,16 @@ __all__ = ["CAME", "Adafactor", "DistributedAdaFactor", "DistributedCAME", "Dist
 
 
 class _Named:
-    """Base of a class that stands for one of :mod:`meshfold.optimizers`.
+    """Base of a class that represents one of :mod:`meshfold.optimizers`.
 
     Attributes:
-        stands_for: what the engine makes in its place.
+        stands_for: the class that the engine uses instead.
     """
 
     stands_for: ClassVar[type[torch.optim.Optimizer]]
 
     def setup_distributed(self, *groups: Any, **settings: Any) -> None:
-        """Do nothing, and say so: the engine knows where shards lie."""
+        """Do nothing, with a warning: the engine handles shards."""
         Translation(words=["setup_distributed(...) does nothing: the engine knows where shards lie"]).say(
             type(self).__name__
         )

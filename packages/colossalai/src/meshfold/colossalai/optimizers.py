@@ -1,8 +1,8 @@
-"""Optimizers under Colossal-AI's names, and how the engine takes over one made of a whole model's parameters.
+"""Optimizers under Colossal-AI's names, and the handover to the engine of one made of a whole model's parameters.
 
 The engine replaces parameters by shards, so the optimizer is made again from these: its class, its groups, their settings.
-Groups are told by the parameters' names. The script's object then shows the groups of the new one, so a scheduler that was
-not handed over still sets the rates; methods that would have no effect raise.
+Groups are matched by the parameters' names. The script's object then shows the groups of the new one, so a scheduler that was
+not passed on still sets the rates; methods that would have no effect raise.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NOT_SETTINGS = ("params", "param_names")
 def take_over(optimizer: object, model: nn.Module) -> object:
     """Return a function that makes the optimizer again, of the engine's parameters.
 
-    Anything but a made optimizer is given back as it is: the engine's own forms. Parameters of the model that the
-    optimizer does not have are frozen, since it would not train them.
+    Anything but an optimizer object is returned unchanged: the engine's own forms. Parameters of the model that are not in
+    the optimizer are frozen, since it would not train them.
 
     Args:
         optimizer: of the model's parameters.
-        model: whole; the one that the engine gets.
+        model: whole; the engine's.
 
     Raises:
         SpecError: for one that has stepped, has parameters of another model, or cannot be made again.
@@ -98,13 +98,13 @@ def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class that the engine makes: the optimizer's own, or the one that it stands for."""
+    """Return the class that the engine uses: the optimizer's own, or the one that it represents."""
     found: type[torch.optim.Optimizer] = getattr(optimizer, "stands_for", type(optimizer))
     return found
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the arguments that an optimizer was made with, as far as it says."""
+    """Return the arguments that an optimizer was made with, as far as known."""
     takes = inspect.signature(_class_of(optimizer)).parameters
     # Adafactor's relative rate is no argument: what its groups show as lr is the rate of a step.
     shown = {"lr"} if optimizer.defaults.get("relative_step") else set()
@@ -127,15 +127,15 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _has_moved(state: object) -> bool:
-    """Tell whether an optimizer's state of a parameter is past step 0; some have a state before the first step."""
+    """Return True if an optimizer's state of a parameter is past step 0; some have state before the first step."""
     return isinstance(state, dict) and bool(state) and float(state.get("step", 1)) > 0
 
 
 def follow(old: object, engine: Engine, instead: str) -> None:
-    """Let the script's optimizer show the groups of the engine's, and refuse to step by itself.
+    """Make the script's optimizer show the groups of the engine's, and refuse to step.
 
     Args:
-        old: the optimizer that the script made; anything else is left alone.
+        old: the script's optimizer; anything else is ignored.
         engine: has taken it over.
         instead: what to call in place of its ``step``.
     """
@@ -169,7 +169,7 @@ def follow(old: object, engine: Engine, instead: str) -> None:
 
 
 class _Taking(FlatAdam):
-    """Takes the arguments in the order that they have there, and others that nobody looked at there, as ``initial_scale``."""
+    """Optimizer with arguments in Colossal-AI's order, and others that were ignored there, such as ``initial_scale``."""
 
     def __init__(
         self,

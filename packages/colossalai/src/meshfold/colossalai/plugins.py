@@ -24,8 +24,8 @@ class Plugin:
     ``rules``, ``seed``.
 
     Attributes:
-        table: what becomes of the arguments.
-        says_precision: whether the plugin says the precision, or the booster does.
+        table: translation of the arguments.
+        says_precision: whether the plugin sets the precision, or the booster does.
     """
 
     table: ClassVar[Table] = {}
@@ -33,12 +33,12 @@ class Plugin:
 
     def __init__(self, *args: Any, engine: Mapping[str, Any] | None = None, **given: Any) -> None:
         """Args:
-            args: as there, by place.
+            args: as in Colossal-AI, by position.
             engine: further arguments of the engine.
-            given: as there, by name.
+            given: as in Colossal-AI, by name.
 
         Raises:
-            SpecError: for a name that there is not, a value that cannot be here, or settings that do not go together.
+            SpecError: for an unknown name, an unsupported value, or incompatible settings.
         """
         name = type(self).__name__
         named = bind(name, self.table, args, given)
@@ -50,7 +50,7 @@ class Plugin:
         ParallelSpec.parse(self._parallel(self.translation))  # what is wrong shows here
 
     def __init_subclass__(cls) -> None:
-        """Let ``help`` and editors see the arguments of the table."""
+        """Show the arguments of the table to ``help`` and editors."""
         kinds = inspect.Parameter
         shown = [
             kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=argument.default) for name, argument in cls.table.items()
@@ -58,7 +58,7 @@ class Plugin:
         cls.__signature__ = inspect.Signature([*shown, kinds("engine", kinds.KEYWORD_ONLY, default=None)])  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
-        """An argument as it was given, or its default: ``plugin.pp_size``; ``dp_size``, ``tp_rank``; a process group of torch:
+        """Return an argument as passed, or its default: ``plugin.pp_size``; ``dp_size``, ``tp_rank``; a process group of torch:
         ``plugin.tp_group``.
 
         Raises:
@@ -90,7 +90,7 @@ class Plugin:
 
         Args:
             rows: of a batch of the script's loader, if it has one and no loader was prepared here.
-            sampler: of that loader; one that is distributed makes them rows of this rank.
+            sampler: of that loader; with a distributed one they are this rank's rows.
         """
         if self._rows is None and rows is not None:
             sharded = getattr(sampler, "num_replicas", None) is not None
@@ -112,17 +112,17 @@ class Plugin:
         distributed_sampler_cls: Any = None,
         **options: Any,
     ) -> Any:
-        """This rank's rows of a dataset. As there, ``batch_size`` counts the rows of one data coordinate.
+        """Return a loader of this rank's rows. As in Colossal-AI, ``batch_size`` is per data coordinate.
 
         Args:
-            dataset: has a length and gives an example for a number.
-            batch_size: rows of a data coordinate's batch; a global batch has so many times as many as there are.
+            dataset: map-style: it has a length, and an example for each index.
+            batch_size: rows of a data coordinate's batch; a global batch has that many for each coordinate.
             shuffle: a new order each epoch.
             seed: of the orders.
-            drop_last: leave out a last batch that is smaller.
+            drop_last: leave out a smaller last batch.
             pin_memory: see torch.utils.data.DataLoader.
             num_workers: likewise.
-            distributed_sampler_cls: a sampler of one's own, made with ``num_replicas`` and ``rank``.
+            distributed_sampler_cls: a custom sampler, made with ``num_replicas`` and ``rank``.
             options: likewise, of DataLoader.
         """
         world = self._world()
@@ -149,10 +149,10 @@ class Plugin:
         return join_world(parallel, self._engine.get("device"))
 
     def _missing(self, name: str, named: Mapping[str, Any]) -> None:
-        """Raise for arguments that must be given."""
+        """Raise for missing required arguments."""
 
     def _require(self) -> None:
-        """Raise for what must be known by now."""
+        """Raise for settings that must be known by now."""
 
     def _parallel(self, found: Translation) -> dict[str, Any]:
         """Return the spec."""
@@ -171,7 +171,7 @@ class TorchDDPPlugin(DPPluginBase):
 
 
 class TorchFSDPPlugin(DPPluginBase):
-    """Parameters, gradients and optimizer state shared out by data ranks: ``zero=dict(stage=3)``."""
+    """Parameters, gradients and optimizer state sharded over data ranks: ``zero=dict(stage=3)``."""
 
     table = tables.TORCH_FSDP
     says_precision = False
@@ -181,7 +181,7 @@ class TorchFSDPPlugin(DPPluginBase):
 
 
 class LowLevelZeroPlugin(DPPluginBase):
-    """Optimizer state, and gradients, shared out by data ranks: ``zero=dict(stage=1)`` or ``2``."""
+    """Optimizer state and gradients sharded over data ranks: ``zero=dict(stage=1)`` or ``2``."""
 
     table = tables.LOW_LEVEL_ZERO
 
@@ -190,7 +190,7 @@ class LowLevelZeroPlugin(DPPluginBase):
 
 
 class GeminiPlugin(DPPluginBase):
-    """Everything in chunks that live where there is room: ``zero=dict(stage=3, placement=...)``."""
+    """Everything in chunks, placed where there is memory: ``zero=dict(stage=3, placement=...)``."""
 
     table = tables.GEMINI
 
@@ -246,7 +246,7 @@ def _with_zero(parallel: dict[str, Any], found: Translation) -> dict[str, Any]:
 
 
 def _tensor_and_sequence(where: str, found: Translation) -> dict[str, Any]:
-    """Return the entries ``tensor`` and ``sequence`` of their five arguments."""
+    """Return the entries ``tensor`` and ``sequence`` from five arguments."""
     size, aside = found.under("tensor").get("size", 1), found.under("aside")
     parallel: dict[str, Any] = {} if size == 1 else {"tensor": {"size": size}}
     mode, ranks = aside.get("sequence_mode"), aside.get("sequence_size")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: two with a warm-up, and how the engine takes over one that was made of another optimizer."""
+"""Learning-rate schedules: two with a warm-up, and the handover to the engine of one that was made for another optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check(scheduler: Any, old: object) -> None:
     """Check that :func:`hand_over` can take over a scheduler, or a function that makes one.
 
     Raises:
-        SpecError: for the scheduler of another optimizer, and for what is none.
+        SpecError: for the scheduler of another optimizer, and for anything else.
     """
     if isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         for one in _all(scheduler):
@@ -29,11 +29,11 @@ def check(scheduler: Any, old: object) -> None:
 
 
 def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
-    """Return the scheduler, and those inside it, of the engine's optimizer from now on; or what a function makes of that.
+    """Return the scheduler, switched with those inside it to the engine's optimizer, or the result of a function that makes one.
 
     Args:
-        scheduler: checked. It has its settings and its place in its schedule; base rates are in the groups, which the new
-            optimizer has from the old one.
+        scheduler: checked. It keeps its settings and its position; base rates are in the groups, which the new optimizer
+            has from the old one.
         new: the engine's.
     """
     if scheduler is None or new is None:
@@ -47,7 +47,7 @@ def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
 
 
 def _all(scheduler: Any) -> Iterator[Any]:
-    """Return a scheduler and those that it is made of (SequentialLR, ChainedScheduler, a warm-up with one after it)."""
+    """Return a scheduler and its parts (of SequentialLR, ChainedScheduler, a warm-up with a successor)."""
     yield scheduler
     for value in vars(scheduler).values():
         for inner in value if isinstance(value, list | tuple) else [value]:
@@ -56,7 +56,7 @@ def _all(scheduler: Any) -> Iterator[Any]:
 
 
 def _mark(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer say when it stepped, as those do of which a scheduler is made: torch warns where it cannot see it."""
+    """Let an optimizer report its steps, as torch's schedulers expect; torch warns otherwise."""
     rates = [group["lr"] for group in optimizer.param_groups]
     LambdaLR(optimizer, lambda step: 1.0)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -64,19 +64,19 @@ def _mark(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _WarmUp(LRScheduler):
-    """Rates that rise in a line, and then do what :meth:`_after` says."""
+    """Schedule with a linear warm-up, followed by :meth:`_after`."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
         """Args:
-            optimizer: whose rates are set.
-            total_steps: calls of ``step`` in all, the warm-up's among them.
-            warmup_steps: calls on the way up.
+            optimizer: its rates are set.
+            total_steps: calls of ``step`` in all, including the warm-up's.
+            warmup_steps: calls of the warm-up.
             last_epoch: calls that were made before; -1 for none.
 
         Raises:
-            SpecError: for a number that is none, or no step after the warm-up.
+            SpecError: for an invalid number, or no step after the warm-up.
         """
         for name, value in dict(total_steps=total_steps, warmup_steps=warmup_steps).items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -90,7 +90,7 @@ class _WarmUp(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Return a rate a group."""
+        """Return the rate of each group."""
         done = self.last_epoch - self.warmup_steps
         bases = [float(base) for base in self.base_lrs]
         if done < 0:
@@ -119,14 +119,14 @@ class CosineAnnealingWarmupLR(_WarmUp):
         last_epoch: int = -1,
     ) -> None:
         """Args:
-            optimizer: whose rates are set.
-            total_steps: calls of ``step`` in all, the warm-up's among them.
-            warmup_steps: calls on the way up; the rate of call i is i/``warmup_steps`` of the group's.
+            optimizer: its rates are set.
+            total_steps: calls of ``step`` in all, including the warm-up's.
+            warmup_steps: calls of the warm-up; the rate of call i is i/``warmup_steps`` of the group's.
             eta_min: the last rate.
             last_epoch: calls that were made before; -1 for none.
 
         Raises:
-            SpecError: for a number that is none, or no step after the warm-up.
+            SpecError: for an invalid number, or no step after the warm-up.
         """
         self.eta_min = eta_min
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)

@@ -1,4 +1,4 @@
-"""Helpers that scripts for Colossal-AI begin with: parser, logger, device, accelerator and coordinator."""
+"""Helpers of Colossal-AI scripts: parser, logger, device, accelerator and coordinator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Return a parser with ``--config`` and what their launchers passed, which does nothing here; the script adds its own."""
+    """Return a parser with ``--config`` and arguments of Colossal-AI's launchers, which do nothing; the script adds its own."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="Python file with the settings")
     for name in ("host", "port", "world_size", "rank", "local_rank", "backend"):
@@ -31,25 +31,25 @@ def get_default_parser() -> argparse.ArgumentParser:
 
 
 def get_current_device() -> torch.device:
-    """This rank's: its GPU where there is one for each rank, else the CPU."""
+    """Return this rank's device: its GPU if there is one for each rank, else the CPU."""
     return join_world({}, None).device
 
 
 def is_using_pp() -> bool:
-    """Tell whether the launched config has a pipeline."""
+    """Return True if the launched config has a pipeline."""
     return gpc.is_initialized(ParallelMode.PIPELINE) and gpc.get_world_size(ParallelMode.PIPELINE) > 1
 
 
 def is_using_ddp() -> bool:
-    """Tell whether data ranks have different rows."""
+    """Return True if data ranks have different rows."""
     return gpc.is_initialized(ParallelMode.DATA) and gpc.get_world_size(ParallelMode.DATA) > 1
 
 
 def disable_existing_loggers(include: Collection[str] | None = None, exclude: Collection[str] = ("meshfold",)) -> None:
-    """Loggers that are there say warnings and errors only.
+    """Limit existing loggers to warnings and errors.
 
     Args:
-        include: these alone; None for all but ``exclude``.
+        include: only these; None for all except ``exclude``.
         exclude: not these.
     """
     for name in list(logging.Logger.manager.loggerDict):
@@ -58,7 +58,7 @@ def disable_existing_loggers(include: Collection[str] | None = None, exclude: Co
 
 
 class DistributedLogger:
-    """A logger whose messages may be of some ranks alone: ``logger.info("ready", ranks=[0])``.
+    """A logger whose messages may be limited to some ranks: ``logger.info("ready", ranks=[0])``.
 
     Attributes:
         logger: of :mod:`logging`.
@@ -72,19 +72,19 @@ class DistributedLogger:
             self.logger.propagate = False
 
     def set_level(self, level: str) -> None:
-        """Say messages of this level and above."""
+        """Set the level of messages."""
         self.logger.setLevel(_checked(level))
 
     def log_to_file(
         self, path: str | os.PathLike[str], mode: str = "a", level: str = "INFO", suffix: str | None = None
     ) -> None:
-        """Write messages to ``rank_<rank>.log`` in a folder too.
+        """Also write messages to ``rank_<rank>.log`` in a folder.
 
         Args:
-            path: the folder; it is made.
-            mode: ``"a"`` goes on in a file that is there, ``"w"`` writes it anew.
+            path: the folder, which is made if needed.
+            mode: ``"a"`` appends to an existing file, ``"w"`` replaces it.
             level: messages of this level and above.
-            suffix: at the end of the file's name.
+            suffix: of the file's name.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "meshfold") -> DistributedLogger:
-    """Return a logger whose messages may be of some ranks alone."""
+    """Return a logger whose messages may be limited to some ranks."""
     return DistributedLogger(name)
 
 
@@ -133,11 +133,11 @@ T = TypeVar("T")
 
 
 class DistCoordinator:
-    """This process among all.
+    """Coordinator of processes.
 
     Attributes:
-        rank: its number.
-        world_size: how many there are.
+        rank: of this process.
+        world_size: number of processes.
         local_rank: its number on this machine.
     """
 
@@ -147,19 +147,19 @@ class DistCoordinator:
         self.local_rank = Environment.detect().local_rank
 
     def is_master(self) -> bool:
-        """Tell whether this process is the first."""
+        """Return True if this process is the first."""
         return self.rank == 0
 
     def is_node_master(self) -> bool:
-        """Tell whether this process is the first on its machine."""
+        """Return True if this process is the first on its machine."""
         return self.local_rank == 0
 
     def is_last_process(self) -> bool:
-        """Tell whether this process is the last."""
+        """Return True if this process is the last."""
         return self.rank == self.world_size - 1
 
     def print_on_master(self, text: object) -> None:
-        """Print on the first one alone."""
+        """Print on the first process only."""
         if self.is_master():
             print(text)
 
@@ -186,7 +186,7 @@ class DistCoordinator:
                 self.block_all()
 
     def on_master_only(self) -> Callable[[Callable[..., T]], Callable[..., T | None]]:
-        """Return a decorator: the function runs on the first process alone, and gives None on the others."""
+        """Return a decorator: the function runs only on the first process, and returns None on the others."""
 
         def decorate(function: Callable[..., T]) -> Callable[..., T | None]:
             @functools.wraps(function)
@@ -211,16 +211,16 @@ class Accelerator:
         self.communication_backend = "gloo" if self.name == "cpu" else "nccl"
 
     def get_current_device(self) -> torch.device:
-        """This rank's."""
+        """Return this rank's device."""
         return get_current_device()
 
     def current_device(self) -> int | str:
-        """Its number, or ``"cpu"``."""
+        """Return its index, or ``"cpu"``."""
         index = get_current_device().index
         return "cpu" if index is None else index
 
     def set_device(self, device: Any = None) -> None:
-        """Nothing: each rank has its own device."""
+        """Do nothing: each rank has its own device."""
 
     def set_to_device(self, models: Any) -> Any:
         """Return a model, or several, on this rank's device."""
@@ -229,7 +229,7 @@ class Accelerator:
         return models.to(get_current_device())
 
     def is_available(self) -> bool:
-        """Tell whether the device exists."""
+        """Return True if the device exists."""
         return self.name == "cpu" or torch.cuda.is_available()
 
     def device_count(self) -> int:
@@ -237,12 +237,12 @@ class Accelerator:
         return 1 if self.name == "cpu" else torch.cuda.device_count()
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait for its work."""
+        """Wait for the device."""
         if self.name != "cpu":
             torch.cuda.synchronize(device)
 
     def empty_cache(self) -> None:
-        """Give memory that nothing uses back."""
+        """Release unused cached memory."""
         if self.name != "cpu":
             torch.cuda.empty_cache()
 
@@ -253,15 +253,15 @@ class Accelerator:
     manual_seed_all = manual_seed
 
     def memory_allocated(self, device: Any = None) -> int:
-        """Bytes in tensors on the device; 0 on the CPU."""
+        """Return the bytes in tensors on the device; 0 on the CPU."""
         return 0 if self.name == "cpu" else torch.cuda.memory_allocated(device)
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """Return the most that they were; 0 on the CPU."""
+        """Return the peak of these bytes; 0 on the CPU."""
         return 0 if self.name == "cpu" else torch.cuda.max_memory_allocated(device)
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """The most is counted from here on."""
+        """Reset the peak."""
         if self.name != "cpu":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -269,7 +269,7 @@ class Accelerator:
         """Return any other name of torch.cuda.
 
         Raises:
-            AttributeError: on the CPU, and for what torch.cuda does not have: with what to write.
+            AttributeError: on the CPU, and for names that torch.cuda does not have, with what to write.
         """
         if name.startswith("_") or self.name == "cpu" or not hasattr(torch.cuda, name):
             raise AttributeError(f"get_accelerator() has no {name!r} on {self.name}: ask torch, or torch.cuda")

@@ -20,12 +20,12 @@ from meshfold.mesh import SpecError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Arguments of :class:`meshfold.engine.Engine`, but for model, optimizer, schedule and loss.
+    """Arguments of :class:`meshfold.engine.Engine`, except model, optimizer, schedule and loss.
 
     Attributes:
         parallel: the spec.
         engine: the others, by name.
-        words: what was given and does nothing.
+        words: messages about arguments without effect.
     """
 
     parallel: dict[str, Any]
@@ -34,10 +34,10 @@ class Settings:
 
 
 def settings_of(config: Config) -> Settings:
-    """Read a config. Names in capitals are the script's own, but for ``NUM_MICRO_BATCHES``.
+    """Read a config. Names in capitals are the script's own, except ``NUM_MICRO_BATCHES``.
 
     Raises:
-        SpecError: for a name that is not known, and for what cannot be here.
+        SpecError: for an unknown name, and for unsupported values.
     """
     found = translate("config", _known(config), tables.CONFIG)
     aside = found.under("aside")
@@ -59,7 +59,7 @@ def settings_of(config: Config) -> Settings:
 
 
 def engine_settings(found: Translation) -> dict[str, Any]:
-    """Arguments of the engine; the precision with the movements of its loss scale, where it has one."""
+    """Return arguments of the engine, with the settings of the loss scale in the precision."""
     engine = found.under("engine")
     scale = found.under("scale")
     if scale and engine.get("precision") == "fp16":
@@ -71,7 +71,7 @@ def _known(config: Config) -> dict[str, Any]:
     """Return the entries of a config that this package reads.
 
     Raises:
-        SpecError: for a name that is not known.
+        SpecError: for an unknown name.
     """
     for name, value in config.items():
         # what the script makes by itself: optimizer = dict(type=HybridAdam, lr=1e-3)
@@ -85,7 +85,7 @@ def _known(config: Config) -> dict[str, Any]:
 
 
 def _parallel(value: Any) -> dict[str, Any]:
-    """Return the spec, where their grammar differs from ours."""
+    """Return the spec, translated where Colossal-AI's grammar differs."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -108,7 +108,7 @@ def _parallel(value: Any) -> dict[str, Any]:
 
 
 def _zero(value: Any, found: Translation) -> dict[str, Any]:
-    """Return the entry ``zero``: ours as it is; theirs by its tables. Without a precision theirs means fp16."""
+    """Return the entry ``zero``: ours unchanged; Colossal-AI's by its tables, where no precision means fp16."""
     if not isinstance(value, Mapping):
         raise SpecError(f"config: zero={value!r}: a dict, such as dict(stage=3, placement='auto')")
     if not any(name in value for name in tables.ZERO_CONFIGS):
@@ -138,7 +138,7 @@ def _fp16(value: Any, found: Translation) -> None:
 
 
 def _pipeline(parallel: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Settings of the pipeline that stand beside ``parallel`` there."""
+    """Return settings of the pipeline that are next to ``parallel`` in Colossal-AI."""
     entry = parallel.get("pipeline")
     if entry is None or not given:
         return
@@ -156,7 +156,7 @@ _DROPPED = (ModuleType, FunctionType, type)  # what a file imports or defines on
 
 
 class Config(dict[str, Any]):
-    """A dict whose names are attributes too, and those of the dicts in it: ``config.fp16.mode``."""
+    """A dict whose keys are also attributes, as are those of nested dicts: ``config.fp16.mode``."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
@@ -172,12 +172,12 @@ class Config(dict[str, Any]):
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Config:
-        """Run a Python file in a namespace of its own; its names are the settings.
+        """Run a Python file in a separate namespace; its names are the settings.
 
         Names that begin with an underscore, modules, classes and functions are left out.
 
         Raises:
-            SpecError: if there is no such file, it is no Python, or it fails: with its line.
+            SpecError: if the file is missing, is not Python, or fails, with its line.
         """
         file = Path(path)
         if file.suffix != ".py":
@@ -203,7 +203,7 @@ class Config(dict[str, Any]):
 
     @classmethod
     def of(cls, config: object) -> Config:
-        """Make a config of a dict or a path; None gives an empty one.
+        """Make a config from a dict or a path; None gives an empty one.
 
         Raises:
             SpecError: for anything else.
@@ -219,7 +219,7 @@ class Config(dict[str, Any]):
 
 
 def _where(file: Path, text: str, error: Exception) -> str:
-    """Return which line of the file failed, and what to import instead if an import failed."""
+    """Return the line of the file that failed, and what to import instead if an import failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
     number = frames[-1].lineno or 0 if frames else 0
     line = text.splitlines()[number - 1].strip() if number else ""
@@ -230,7 +230,7 @@ def _where(file: Path, text: str, error: Exception) -> str:
 
 
 class AMP_TYPE(Enum):  # noqa: N801
-    """Three ways to float16 there; one here: a model in float16 with master weights in float32."""
+    """Colossal-AI's three kinds of float16; all are a model in float16 with float32 master weights here."""
 
     APEX = "apex"
     TORCH = "torch"

@@ -1,7 +1,7 @@
 """Submodules of Colossal-AI by their paths: ``from meshfold.colossalai.nn.optimizer import HybridAdam``.
 
 All names are in :mod:`meshfold.colossalai` itself. A script in which ``colossalai`` was replaced by ``meshfold.colossalai``
-asks for them under longer paths; each such path is an empty module that hands every name on. The error for a name
+uses longer paths; each such path is an empty module that forwards every name. The error for a name
 that does not exist here says what to write instead.
 """
 
@@ -154,12 +154,12 @@ def find(name: str, module: str, defined_in: dict[str, str]) -> Any:
     """Return a name that a script imports from a module of Colossal-AI.
 
     Args:
-        name: asked for.
+        name: the requested one.
         module: full name of the module.
         defined_in: name to the module that defines it here.
 
     Raises:
-        AttributeError: for a name such as ``__wrapped__`` that Python itself asks for.
+        AttributeError: for a name such as ``__wrapped__`` that Python itself looks up.
         ImportError: for any other unknown name, with what to write.
     """
     if name.startswith("__"):
@@ -186,7 +186,7 @@ class _Paths(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module path of Colossal-AI that is no module of ours.
+        """Return the spec of a module path of Colossal-AI that is not a module of ours.
 
         Raises:
             ModuleNotFoundError: for a path that Colossal-AI does not have either.
@@ -207,7 +207,7 @@ class _Paths(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Look names up when they are asked for."""
+        """Set the lookup of names at their first use."""
         module.__getattr__ = names_for(module.__name__, self._defined_in)  # type: ignore[method-assign]
 
 
@@ -217,7 +217,7 @@ def names_for(module: str, defined_in: dict[str, str]) -> Callable[[str], Any]:
 
 
 def install(defined_in: dict[str, str]) -> None:
-    """Let their paths be imported; once."""
+    """Register the import hook for their paths, once."""
     if not any(isinstance(finder, _Paths) for finder in sys.meta_path):
         sys.meta_path.append(_Paths(defined_in))  # after those that find files
 

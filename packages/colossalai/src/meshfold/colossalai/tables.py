@@ -1,4 +1,4 @@
-"""Arguments of Colossal-AI's plugins and configs, each with what it is here. Defaults are theirs (0.5 and earlier)."""
+"""Tables of the arguments of Colossal-AI's plugins and configs. Defaults are Colossal-AI's (0.5 and earlier)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine whose loop is written as Colossal-AI's users wrote theirs."""
+"""An engine for loops written for Colossal-AI."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshfold.mesh.watchdog import report_errors
 
 
 class Criterion:
-    """A loss function as the script has it, and as the engine calls it.
+    """A loss function in the script's form and in the engine's.
 
-    ``criterion(output, target)`` for batches ``(input, target)``; ``criterion(output, batch)`` for all others, as of a
-    pipeline's micro-batches there. Models whose output has a ``.loss`` need none.
+    ``criterion(output, target)`` for batches ``(input, target)``; ``criterion(output, batch)`` for all others, as for a
+    pipeline's micro-batches in Colossal-AI. Models whose output has a ``.loss`` need none.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -29,7 +29,7 @@ class Criterion:
             function: or a module without trained parameters.
 
         Raises:
-            SpecError: for what cannot be called, or would have to be trained.
+            SpecError: for anything that cannot be called, or has trained parameters.
         """
         if not callable(function):
             raise SpecError(f"criterion={function!r}: a function of the model's output and the target")
@@ -41,11 +41,11 @@ class Criterion:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the script calls it."""
+        """Call the loss as the script does."""
         return self.function(*args, **kwargs)
 
     def of_batch(self, output: Any, batch: Any) -> Tensor:
-        """As the engine's ``loss_fn``."""
+        """Call the loss as the engine's ``loss_fn``."""
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return self._of_target(output, batch[1])
         return self.function(output, batch)
@@ -69,12 +69,12 @@ class TrainingEngine(Engine):
     ...     engine.step()
     ...     lr_scheduler.step()
 
-    With ``gradient_accumulation=n`` the loop is the same: a loss counts 1/n, and of n calls of :meth:`step` the last one
-    steps. The script steps the schedule by itself, as there.
+    With ``gradient_accumulation=n`` the loop is the same: a loss is weighted 1/n, and the last of n calls of :meth:`step`
+    steps. The script steps the schedule itself, as in Colossal-AI.
 
     Attributes:
         given_criterion: the script's loss function; None if there is none.
-        training: whether a call is a forward to be trained on.
+        training: whether a call computes gradients.
     """
 
     def __init__(self, model: nn.Module, *, criterion: Callable[..., Tensor] | None, **settings: Any) -> None:
@@ -110,13 +110,13 @@ class TrainingEngine(Engine):
         return self.pipeline is not None
 
     def train(self, mode: bool = True) -> TrainingEngine:
-        """Calls are to be trained on: dropout is on."""
+        """Switch to training mode, with dropout and gradients."""
         self.training = mode
         self.model.train(mode)
         return self
 
     def eval(self) -> TrainingEngine:
-        """Calls are to be looked at: no dropout, no gradients."""
+        """Switch to evaluation mode, without dropout and gradients."""
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,12 +129,12 @@ class TrainingEngine(Engine):
             return runs(*work.args, **work.kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Add a loss's gradient; 1/n of it with ``gradient_accumulation=n``."""
+        """Add a loss's gradient, weighted 1/n with ``gradient_accumulation=n``."""
         with self._waits():
             super().backward(loss / self.runner.accumulation, retain_graph=retain_graph)
 
     def step(self) -> bool:
-        """Clip, and let the optimizer step; with ``gradient_accumulation=n`` at each n-th call.
+        """Clip, and step the optimizer; with ``gradient_accumulation=n`` at each n-th call.
 
         Returns:
             Whether the optimizer stepped.
@@ -146,13 +146,13 @@ class TrainingEngine(Engine):
         return self._noted(super().step())
 
     def _noted(self, stepped: bool) -> bool:
-        """Tell torch's schedulers of a step: kernels of ours step without the optimizer's method."""
+        """Report a step to torch's schedulers, since our kernels step without the optimizer's method."""
         if stepped and self.optimizer is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return stepped
 
     def zero_grad(self) -> None:
-        """Let go of the gradients; in the middle of an accumulation they stay."""
+        """Release the gradients, except in the middle of an accumulation."""
         if not self._calls:
             super().zero_grad()
 
@@ -171,13 +171,13 @@ class TrainingEngine(Engine):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Tensor | None]:
-        """Forward, loss and backward of the next batch, through the stages of a pipeline or not; then call :meth:`step`.
+        """Run forward, loss and backward of the next batch, with or without a pipeline; then call :meth:`step`.
 
         Args:
-            data_iter: gives this data coordinate's batches, ``(input, label)`` where there is a criterion.
+            data_iter: yields this data coordinate's batches, ``(input, label)`` if there is a criterion.
             forward_only: no backward, no dropout.
-            return_loss: whether to give the loss: of this rank's rows; under a pipeline of the global batch.
-            return_output_label: whether to give output and label; under a pipeline they are None.
+            return_loss: whether to return the loss: of this rank's rows; under a pipeline of the global batch.
+            return_output_label: whether to return output and label; under a pipeline they are None.
 
         Returns:
             Output, label and loss.
@@ -217,7 +217,7 @@ class TrainingEngine(Engine):
         return output, label, loss.detach()
 
     def _waits(self) -> AbstractContextManager[object]:
-        """Gradients of all but an accumulation's last backward need not travel, where each rank has room for them whole."""
+        """Return True if gradients are reduced only in the last backward of an accumulation, which needs memory for whole ones."""
         zero = self.spec.zero
         more = self._calls + 1 < self.runner.accumulation
         return self.no_sync() if more and (zero is None or zero.stage == 1) else nullcontext()

@@ -1,9 +1,9 @@
-"""Tools of the numba kernels: compiled by one process of a machine, run on torch's number of threads, written past the caches.
+"""Tools of the numba kernels: compilation by one process per machine, torch's number of threads, non-temporal stores.
 
-A compiled kernel lies in a folder beside the source, where the next process finds it. But the ranks of a job come to their
+A compiled kernel is cached in a folder next to the source, where the next process finds it. But the ranks of a job reach their
 first step together: without a lock each would compile the same kernels, for seconds on every core.
 
-A core that writes to memory reads the line first, unless it is told to write past the caches. A pass that reads 14 bytes an
+A core that writes to memory reads the cache line first, unless the store is non-temporal. A pass that reads 14 bytes per
 element and writes 12 others then moves 26 instead of 38.
 """
 
@@ -30,9 +30,9 @@ _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def one_process_compiles(kernel: Any) -> Any:
-    """A kernel of ``njit(cache=True)`` that waits while another process compiles it, and takes what that has made.
+    """A kernel of ``njit(cache=True)`` that waits while another process compiles it, and uses the result.
 
-    Where a file cannot be locked each process compiles for itself, as with numba alone.
+    If a file cannot be locked, each process compiles for itself, as with plain numba.
     """
     compile_now = kernel.compile
 
@@ -47,7 +47,7 @@ def one_process_compiles(kernel: Any) -> Any:
 
 @contextmanager
 def _compiling(kernel: Any) -> Iterator[None]:
-    """Hold the kernel's lock among the processes of the machine. It goes with a process that ends."""
+    """Hold the kernel's lock among the processes of the machine. It is released when a process ends."""
     descriptor = _lock(os.path.join(kernel.stats.cache_path, f"{kernel.__module__}.{kernel.__qualname__}.lock"))
     try:
         yield
@@ -57,7 +57,7 @@ def _compiling(kernel: Any) -> Iterator[None]:
 
 
 def _lock(path: str) -> int | None:
-    """The open file that holds a lock; None where there are no locks: another system, or a folder of others."""
+    """Return the open file that holds a lock; None if locks are unavailable: another system, or a foreign folder."""
     try:
         import fcntl
 
@@ -77,9 +77,9 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def torch_threads() -> Iterator[None]:
-    """Kernels inside the block run on as many threads as torch does, so that one setting rules both.
+    """Context manager: kernels inside use as many threads as torch, so that one setting controls both.
 
-    Blocks do not nest. Those of several threads run side by side where numba's threads allow it, else in turns.
+    Blocks do not nest. Those of several threads run in parallel if numba's threading layer allows it, else in turns.
     """
     wanted = torch.get_num_threads()
     before = numba.get_num_threads()
@@ -94,7 +94,7 @@ def torch_threads() -> Iterator[None]:
 
 
 def _queue() -> AbstractContextManager[Any]:
-    """Numba's own queue, which it takes where there is neither OpenMP nor TBB, ends a process that uses it twice at once."""
+    """Return True for numba's own work queue, used without OpenMP and TBB, which crashes on concurrent use."""
     return _one_at_a_time if numba.threading_layer() == "workqueue" else nullcontext()
 
 
@@ -104,7 +104,7 @@ LINE = 64
 
 @intrinsic
 def _write_line(typingctx: Any, target: Any, at: Any, source: Any, of: Any) -> Any:
-    """64 bytes of an array from element ``of`` on, to another from element ``at`` on, whose address is a multiple of 64."""
+    """Copy 64 bytes of an array from element ``of`` to another at element ``at``, whose address is a multiple of 64."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), LINE // 8).as_pointer()
@@ -126,7 +126,7 @@ def _write_line(typingctx: Any, target: Any, at: Any, source: Any, of: Any) -> A
 
 @intrinsic
 def _address(typingctx: Any, array: Any) -> Any:
-    """The address of an array; its ``ctypes.data``, which takes as long as a thousand elements do."""
+    """Return the address of an array, as ``ctypes.data``, which takes as long as a thousand elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -137,7 +137,7 @@ def _address(typingctx: Any, array: Any) -> Any:
 
 @intrinsic
 def written_out(typingctx: Any) -> Any:
-    """Others see what was written past the caches before they see what is written from now on."""
+    """Store fence: other threads see non-temporal stores before later writes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -150,8 +150,8 @@ def written_out(typingctx: Any) -> Any:
 def stream(target: Any, at: int, source: Any, count: int) -> None:
     """Copy the first elements of a flat array to another of the same dtype, from ``at`` on.
 
-    ``written_out`` must follow before another thread looks. No views: to make one of memory that threads share takes as long
-    as to copy hundreds of elements.
+    ``written_out`` must follow before another thread reads. No views: making one of memory shared between threads takes as
+    long as copying hundreds of elements.
     """
     each = LINE // target.itemsize
     ahead = (-(_address(target) + at * target.itemsize) % LINE) // target.itemsize  # up to the first whole line

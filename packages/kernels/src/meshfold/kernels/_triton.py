@@ -36,7 +36,7 @@ def programs(blocks: int, on: Tensor, per_multiprocessor: int = 4) -> int:
 
 
 def tile(columns: int, elements: int = 2048, widest: int = 65536) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a block of about ``elements`` elements over rows of ``columns``; powers of two."""
+    """Return (rows, columns, warps) of a block of about ``elements`` elements over rows of ``columns``; powers of two."""
     wide = min(1 << max(columns - 1, 0).bit_length(), widest)
     rows = max(1, min(32, elements // wide))
     size = rows * wide

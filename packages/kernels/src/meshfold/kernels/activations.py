@@ -60,7 +60,7 @@ def geglu2(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
     Args:
         gate, up: of one shape.
-        approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation, as Gemma has; torch's words.
+        approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation, as in Gemma; torch's names.
 
     Raises:
         ValueError: for another word, or if the shapes differ.
@@ -116,7 +116,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
     Args:
         x: rows of n elements.
         bias: [n], or None for a plain GELU.
-        approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation; torch's words.
+        approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation; torch's names.
 
     Raises:
         ValueError: for another word, or if ``bias`` is not [n].

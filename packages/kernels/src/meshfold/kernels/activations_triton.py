@@ -18,7 +18,7 @@ _KINDS = {"silu": 0, "gelu": 1, "gelu tanh": 2}
 
 @triton.jit
 def _block(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's rows (int64) and columns of a 2-D grid, and which of them exist."""
+    """Return this program's rows (int64) and columns of a 2-D grid, and a mask of those that exist."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     return row, column, (row < rows) & (column < columns)
@@ -140,7 +140,7 @@ def _gelu_gradients(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Each program takes one block of columns and goes down every so many blocks of rows, adding up dbias."""
+    """Each program takes one block of columns and strides over blocks of rows, adding up dbias."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < columns
     total = tl.zeros((COLUMNS,), dtype=tl.float32)

@@ -37,7 +37,7 @@ from meshfold.kernels.inputs import as_rows, compute_dtype, contiguous_like
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The words that the columns of logits are, and what the loss is made of.
+    """Words of the logits' columns, and settings of the loss.
 
     Attributes:
         start: number of the first column's word.
@@ -59,13 +59,13 @@ class Terms:
 
     @property
     def smooths(self) -> bool:
-        """Tell whether the loss needs the sum of a row's logits."""
+        """Return True if the loss needs the sum of a row's logits."""
         return self.label_smoothing != 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossKernels:
-    """The implementations that a forward on ``x`` chose; its backward uses the same."""
+    """The implementations chosen by a forward on ``x``, which its backward also uses."""
 
     sum_rows: Callable[..., tuple[Tensor, Tensor]]
     gradient: Callable[..., None]
@@ -74,7 +74,7 @@ class LossKernels:
 
     @classmethod
     def of(cls, x: Tensor) -> LossKernels:
-        """Return those for logits in the dtype and on the device of ``x``."""
+        """Return the kernels for logits in the dtype and on the device of ``x``."""
         return cls(
             sum_rows=dispatch.twin(sum_rows, x),
             gradient=dispatch.twin(gradient, x),
@@ -396,7 +396,7 @@ def write_losses_and_gradient(logits: Tensor, labels: Tensor, share: Tensor, ter
 
 
 def multiply_(x: Tensor, factor: Tensor) -> None:
-    """Multiply by a number on the device, in place. Triton reads no more than the number where it is 1."""
+    """Multiply by a number on the device, in place. Triton only reads the number if it is 1."""
     x.mul_(factor)
 
 

@@ -1,8 +1,8 @@
 """Cross entropy in Triton: a program walks along one row of logits; the gradient goes block by block.
 
-Where the loss is of a whole vocabulary and its gradient is wanted at once, one kernel does both. A multiprocessor works on
-one long row at a time, so that the second look at a row finds it in the L2 cache: 132 rows of 128,256 words are 34 MB. Device
-memory then moves each logit twice (read, written) and not three times.
+For the loss of a whole vocabulary with its gradient, one kernel does both. A multiprocessor works on one long row at a time, so
+that the second pass over a row finds it in the L2 cache: 132 rows of 128,256 words are 34 MB. Device memory then moves each logit
+twice (read, written) instead of three times.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _losses_and_gradient(
 ):
     """Rows of a whole vocabulary: the loss, then the gradient in the place of the logits.
 
-    Each lane, a vector of 16 bytes, has a maximum and a sum of its own, so that nothing is waited for along the row. Memory is
+    Each lane, a vector of 16 bytes, has its own maximum and sum, so that there is no dependency along the row. Memory is
     read and written up to the stride, whose padding makes all accesses whole vectors.
     """
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]

@@ -1,4 +1,4 @@
-"""Choice of a kernel's implementation: the one place that decides between the torch reference, Triton and numba.
+"""Choice of a kernel's implementation between the torch reference, Triton and numba.
 
 Every family of kernels is a module, or the folder ``adam``. The functions that have other implementations are the reference:
 
@@ -56,7 +56,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class KernelError(RuntimeError):
-    """A kernel was asked for an implementation that cannot do this: the message says why and what to change."""
+    """An implementation that cannot run on the given tensor: the message says why and what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class Availability:
     Attributes:
         family: the module of kernels.
         kernels: the public functions it serves.
-        implementations: each that was written, to ``"ok"``, or to the reason why it cannot be used here.
-        cpu: what a float32 tensor on the CPU gets under the present choice; "" if it would be refused.
+        implementations: each existing one, with ``"ok"`` or the reason why it cannot be used here.
+        cpu: the implementation for a float32 tensor on the CPU under the current choice; "" if it would be refused.
         cuda: the same for a CUDA tensor; "" if it would be refused or there is no CUDA device.
     """
 
@@ -79,7 +79,7 @@ class Availability:
 
 
 class _Restore(AbstractContextManager[None]):
-    """Puts an earlier choice back when its block ends."""
+    """Handle that restores the earlier choice when its block ends."""
 
     def __init__(self, before: str) -> None:
         self._before = before
@@ -102,7 +102,7 @@ def _check(choice: str, source: str) -> str:
 
 
 def choice() -> str:
-    """The implementation asked for: the last :func:`use`, else the environment's, else ``"auto"``."""
+    """Return the requested implementation: the last :func:`use`, else the environment's, else ``"auto"``."""
     global _choice
     if _choice is None:
         _choice = _check(os.environ.get(ENVIRONMENT, "auto"), f"the environment variable {ENVIRONMENT}")
@@ -110,7 +110,7 @@ def choice() -> str:
 
 
 def use(implementation: str) -> AbstractContextManager[None]:
-    """Choose where kernels come from, from now on; as a context manager, until its block ends.
+    """Choose the implementation of kernels from now on; as a context manager, until its block ends.
 
     ``with use("reference"): ...`` or simply ``use("reference")``. A family without the chosen implementation uses
     its reference; one that has it but cannot run it on the tensor at hand raises :class:`KernelError`. A backward
@@ -139,7 +139,7 @@ def _triton_interprets() -> bool:
 
 
 def _obstacle(implementation: str, device: str, dtype: torch.dtype) -> str:
-    """Why an implementation cannot take such a tensor; "" if it can."""
+    """Return why an implementation cannot take such a tensor; "" if it can."""
     if implementation == "triton":
         if not _installed("triton"):
             return "triton is not installed"
@@ -156,7 +156,7 @@ def _obstacle(implementation: str, device: str, dtype: torch.dtype) -> str:
 
 
 def implementation(family: str, device: str, dtype: torch.dtype) -> str:
-    """The implementation that a tensor gets under the present choice: "reference", "triton" or "numba".
+    """Return the implementation for a tensor under the current choice: "reference", "triton" or "numba".
 
     Raises:
         KernelError: if the chosen one exists for this family but cannot take such a tensor.

@@ -3,7 +3,7 @@
 Element (r, c) of the local rows has the global index ``row(r) * global_cols + col_offset + c``. Its 64 bits come from
 :mod:`meshfold.kernels.random_bits`; the top 24 of them over 2**24 are a uniform number; the element is kept where that
 is >= p, and then scaled by 1 / (1 - p). The reference, numba and Triton keep the very same elements. The mask is never
-stored: the backward finds it again. Source of dropout: Srivastava et al., JMLR 2014.
+stored: the backward recomputes it. Source of dropout: Srivastava et al., JMLR 2014.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def dropout(
         x: local rows of c elements; all leading dims together count as rows.
         p: share of elements to drop, 0 to 1.
         seed: the run's seed; an integer or a 0-d int64 tensor.
-        key: which dropout this is: a hash of the layer's name and the step, say; an integer or a 0-d int64 tensor.
+        key: identifies the dropout, for example a hash of the layer's name and the step; an integer or a 0-d int64 tensor.
         rows: global number of the first local row if they follow one another, else an int64 tensor with the global
             number of every local row, as many as there are.
         col_offset: global number of the first local column.
@@ -79,7 +79,7 @@ def dropout(
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        """Apply :func:`drop` with these arguments behind ``x``."""
+        """Apply :func:`drop` with these arguments after ``x``."""
         ctx.drop = dispatch.twin(drop, x)
         # A plain attribute: neither the state nor the row numbers are inputs or outputs that autograd could lose.
         ctx.arguments = arguments

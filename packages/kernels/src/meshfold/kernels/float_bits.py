@@ -1,6 +1,6 @@
 """Floating-point numbers as bits: the split master weight, stochastic rounding and 8-bit codes, in plain torch.
 
-The numba and Triton twins of these functions lie beside this file and give the same bits. Here the bits of a float32
+The numba and Triton twins of these functions are next to this file and give the same bits. Here the bits of a float32
 are an int64 from 0 to 2**32 - 1, because torch has no unsigned arithmetic; products are cut back to 32 bits by a mask.
 """
 

@@ -1,8 +1,8 @@
-"""Numbers as bits on the CPU: the same bits as the torch reference, in loops that LLVM vectorises.
+"""Floating-point numbers as bits on the CPU: the same bits as the torch reference, in loops that LLVM vectorises.
 
 numba widens every integer operation to 64 bits, so results are cut back to 32 after each: LLVM then works in 32.
 Numba has no bfloat16 and no float16 on the CPU: :func:`floats` gives them as uint16 and int16, and ``wide`` and ``narrowed``
-choose the conversion by that type. A kernel is so compiled for the dtypes that are used, and for no others.
+choose the conversion by that type. So a kernel is only compiled for the dtypes that are used.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def decode(q, scale, shift):
 
 
 def floats(x: Tensor) -> Any:
-    """The memory of a CPU tensor as a NumPy array; bfloat16 as uint16 and float16 as int16."""
+    """Return the memory of a CPU tensor as a NumPy array; bfloat16 as uint16 and float16 as int16."""
     x = x.detach()
     return (x.view(_AS[x.dtype]) if x.dtype in _AS else x).numpy()
 

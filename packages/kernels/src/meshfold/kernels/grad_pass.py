@@ -1,4 +1,4 @@
-"""The pass over a gradient: partial norms of one read of the memory, and casts.
+"""The pass over a gradient: partial norms from one read of the memory, and casts.
 
 A partial norm belongs to a block of 64 Ki elements of the *global* flat gradient and is a float64. Inside a block the
 order of additions is fixed: element ``j`` is added to lane ``j % 1024``, lanes from first to last, and then the lanes
@@ -34,7 +34,7 @@ def sum_of_squares(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
 
     Raises:
         TypeError: for another dtype.
-        ValueError: if ``x`` is not flat and contiguous, ``start`` negative, or ``block`` no multiple of 1024.
+        ValueError: if ``x`` is not flat and contiguous, ``start`` negative, or ``block`` not a multiple of 1024.
     """
     return _partials(x, SQUARES, block, start)
 

@@ -1,4 +1,4 @@
-"""Inputs of kernels: checked, as rows, and the precision to compute in."""
+"""Inputs of kernels: checks, conversion to rows, and the compute dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that a kernel computes in: float64 for float64, else float32, rounded once at the output.
 
     Raises:
-        TypeError: for a tensor that is not of floating point.
+        TypeError: for a tensor that is not floating point.
     """
     if x.dtype is torch.float64:
         return torch.float64
@@ -39,8 +39,8 @@ def as_rows(x: Tensor) -> Tensor:
 def contiguous_like(x: Tensor) -> Tensor:
     """Return memory for a result of the same shape, dtype and device, contiguous.
 
-    ``empty_like`` and not ``empty``: who follows the layouts of tensors by their operations (tensor parallelism does) sees
-    that the result lies like ``x``, while what a Triton kernel writes into it cannot be seen.
+    ``empty_like`` and not ``empty``: layout tracking, as in tensor parallelism, then sees that the result has the layout of
+    ``x``, while the writes of a Triton kernel cannot be tracked.
     """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

@@ -58,8 +58,8 @@ _later = 0  # contexts that are open
 def gradients_in_backward() -> Iterator[None]:
     """Context manager: losses inside are computed as with ``recompute=True``.
 
-    For who holds the graphs of several losses at a time, as a pipeline those of its micro-batches: each would hold a gradient of
-    the weight.
+    For code that holds the graphs of several losses at a time, such as a pipeline, where each would hold a gradient of the
+    weight.
     """
     global _later
     _later += 1

@@ -1,4 +1,4 @@
-"""The merge of partial attention: what ring attention does between two blocks of keys, in one launch.
+"""The merge of partial attention in ring attention, in one launch.
 
 Attention over a set of keys is its output and, per row, the log-sum-exp of its scores. Over two disjoint sets::
 
@@ -16,7 +16,7 @@ from meshfold.kernels import dispatch
 
 
 def merge_attention_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take attention over further keys into ``out`` and ``lse``, in place. A piece: it has no backward.
+    """Merge attention over further keys into ``out`` and ``lse``, in place. A piece: it has no backward.
 
     Args:
         out: ``b s heads d``, float32 or float64: what has been merged so far; zeros before the first part.

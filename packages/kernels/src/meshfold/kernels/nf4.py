@@ -1,4 +1,4 @@
-"""NF4: weights in four bits, for a base that is frozen while adapters on it are trained (Dettmers et al. 2023, arXiv 2305.14314).
+"""NF4: weights in four bits, for a frozen base with trained adapters (Dettmers et al. 2023, arXiv 2305.14314).
 
 A block of 64 elements of a row is divided by its largest absolute value and each element rounded to the nearest of sixteen
 levels, the quantiles of a normal distribution between -1 and 1, zero among them. A matrix becomes one tensor of bytes, row by
@@ -7,7 +7,7 @@ row, so that it can be sharded, moved and written like any other tensor::
     row of k elements  ->  k/2 bytes of codes, the first element of a pair in the upper half,
                            then k/64 scales, float32, four bytes each
 
-Half a byte and a sixteenth of one an element: 4.5 bits. Everything is torch, on any device.
+Half a byte and a sixteenth of one per element: 4.5 bits. Everything is plain torch, on any device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def packed_bytes(k: int) -> int:
     """Bytes of a row of ``k`` elements.
 
     Raises:
-        ValueError: if ``k`` is no multiple of the block.
+        ValueError: if ``k`` is not a multiple of the block size.
     """
     if k % NF4_BLOCK:
         raise ValueError(f"a row of {k} elements cannot be packed: NF4 takes multiples of {NF4_BLOCK}")
@@ -58,7 +58,7 @@ def pack_nf4(weight: Tensor) -> Tensor:
     """``n k`` of floating point -> ``n (k/2 + k/16)`` bytes (uint8), on the same device.
 
     Raises:
-        ValueError: if ``k`` is no multiple of the block.
+        ValueError: if ``k`` is not a multiple of the block size.
     """
     n, k = weight.shape
     packed = torch.empty(n, packed_bytes(k), dtype=torch.uint8, device=weight.device)
@@ -112,7 +112,7 @@ class Nf4Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None, device: Any = None) -> None:
         """Raises:
-        ValueError: if ``in_features`` is no multiple of the block.
+        ValueError: if ``in_features`` is not a multiple of the block size.
         """
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
@@ -122,7 +122,7 @@ class Nf4Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Nf4Linear:
-        """A layer's packed twin; one on the meta device has no values yet."""
+        """Return a layer's packed twin; one on the meta device has no values yet."""
         bias = None if linear.bias is None else linear.bias.detach()
         made = cls(linear.in_features, linear.out_features, bias, linear.weight.device)
         if not linear.weight.is_meta:

@@ -1,6 +1,6 @@
-"""Random bits that are a function of (seed, key, global element index) and of nothing else.
+"""Random bits as a function of only (seed, key, global element index).
 
-However a tensor is split, the rank that holds element ``i`` finds the same 64 bits for it, on any device and with
+However a tensor is split, the rank that holds element ``i`` computes the same 64 bits for it, on any device and with
 any implementation. The function is counter-based, two rounds of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014)::
 
@@ -70,10 +70,10 @@ def _scalar(value: int | Tensor, device: torch.device | None) -> Tensor:
 
 
 def plain(index: Tensor) -> Tensor:
-    """Non-negative int64 numbers as they are, kept out of Inductor's index arithmetic.
+    """Return non-negative int64 numbers unchanged, kept out of Inductor's index arithmetic.
 
-    Inductor takes sums and products of an arange for addresses and computes them itself: in 32 bits on a GPU, and with
-    strides on a CPU that do not wrap as 64-bit products must. A bit operation makes ordinary numbers of them.
+    Inductor treats sums and products of an arange as addresses and computes them itself: in 32 bits on a GPU, and with
+    strides on a CPU that do not wrap as 64-bit products must. A bit operation makes them ordinary numbers.
     """
     return index & ((1 << 63) - 1) if torch.compiler.is_compiling() else index
 

@@ -21,7 +21,7 @@ from meshfold.kernels.inputs import compute_dtype, contiguous_like
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their positions, out of place, with autograd for q and k.
+    """Rotate queries and keys by their positions, out of place, with autograd for q and k.
 
     Args:
         q: ``b s heads d``, any strides: slices of a fused QKV tensor and transposed views are fine.
@@ -43,7 +43,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def apply_rotary_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
-    """Turn q and k in place: a piece for a torch.autograd.Function of one's own, with no backward itself.
+    """Rotate q and k in place: a piece for your own torch.autograd.Function, without a backward.
 
     Arguments as in :func:`apply_rotary`. ``inverse`` turns back: it is the backward, applied to dq and dk.
 

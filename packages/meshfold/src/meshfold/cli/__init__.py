@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """Run one command; what a person can mend is one sentence."""
+    """Run one command; report user errors in one sentence."""
     command = importlib.import_module(f"meshfold.cli.{name}")
     parser = Parser(prog=f"meshfold {name}", description=command.__doc__, formatter_class=Formatter)
     command.configure(parser)
@@ -97,7 +97,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the whole usage before it."""
+    """Parser whose errors are one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print the sentence and exit with 2."""
@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the paragraphs of a description as they are."""
+    """Help formatter that keeps the paragraphs of a description."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=100)

@@ -24,7 +24,7 @@ from typing import Any
 
 
 class Failure(Exception):
-    """A sentence for the person who typed the command, and the code to exit with."""
+    """An error of a command: a sentence for the user, and the exit code."""
 
     def __init__(self, sentence: str, code: int = 2) -> None:
         super().__init__(sentence)
@@ -86,7 +86,7 @@ def read_model(arguments: argparse.Namespace) -> None:
 
 
 def read_changes(words: list[str]) -> dict[str, Any]:
-    """Return the dict that ``--set`` stands for.
+    """Return the dict of ``--set``.
 
     Raises:
         Failure: for a word that is not ``key=value``.
@@ -193,10 +193,10 @@ def add_parallel(parser: argparse._ActionsContainer) -> None:
 
 
 def read_parallel(words: list[str]) -> dict[str, Any]:
-    """Return the dict that the words of ``--parallel`` stand for, without checking the spec.
+    """Return the dict of the words of ``--parallel``, without checking the spec.
 
     Raises:
-        Failure: for text that is none of the four forms.
+        Failure: for text in none of the four forms.
     """
     text = " ".join(words).strip()
     if text.endswith(".py"):

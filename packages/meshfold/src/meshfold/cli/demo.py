@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_free(out: Path) -> None:
-    """Check that the demo's folder holds nothing but files of an earlier demo."""
+    """Check that the demo's folder only holds files of an earlier demo."""
     from meshfold.train.demo import foreign_files
 
     found = foreign_files(out)

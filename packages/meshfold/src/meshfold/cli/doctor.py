@@ -96,7 +96,7 @@ def version(package: str) -> str | None:
 
 
 def distribution(name: str, module: str) -> str | None:
-    """Return a distribution's version; "from source" where its module can be imported all the same; None without it."""
+    """Return a distribution's version; "from source" if only its module can be imported; None without it."""
     from meshfold.mesh.spec import is_importable
 
     if not is_importable(module):
@@ -121,7 +121,7 @@ def devices() -> dict[str, Any]:
 
 
 def kernels() -> list[dict[str, Any]]:
-    """Return the kernels with their implementations, and what a tensor gets."""
+    """Return the kernels with their implementations, and the one used for a tensor."""
     from meshfold.kernels import available
 
     return [
@@ -137,7 +137,7 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def self_test(backend: str) -> dict[str, Any]:
-    """Start ranks that try every collective; what they found, or why it failed."""
+    """Start ranks that try every collective; return their result, or why it failed."""
     from meshfold.mesh.processes import launch
 
     with tempfile.TemporaryDirectory() as folder:

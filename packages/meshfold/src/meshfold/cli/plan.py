@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _note_defaults(arguments: argparse.Namespace, seq_len: int) -> None:
-    """Say what ``meshfold train`` takes where this command was left to its own defaults."""
+    """Mention where the defaults of ``meshfold train`` differ from those used here."""
     from meshfold.train.settings import TrainSettings
 
     ours = {"seq-len": (arguments.seq_len, seq_len), "precision": (arguments.precision, "bf16")}
@@ -179,7 +179,7 @@ def _show(found: Estimate, took: Times, machine: Machine, *, report: bool) -> No
 
 
 def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
-    """Return the plan as numbers that JSON can hold."""
+    """Return the plan as numbers for JSON."""
     from meshfold.planner import fits
 
     answer = {
@@ -225,7 +225,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
 
 
 def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) -> None:
-    """Write a pipeline's schedule, or what is on a device at every moment under zero, to files."""
+    """Write a pipeline's schedule, or under zero the contents of a device at every timestep, to files."""
     from meshfold.pipeline import draw as draw_schedule
     from meshfold.planner.report import schedule_trace
     from meshfold.zero_gemini.planner import chrome_trace, draw

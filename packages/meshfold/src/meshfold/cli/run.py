@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_others(arguments: argparse.Namespace, program: list[str], ranks: int) -> int:
-    """Through torch's agent, which can meet other nodes and start ranks anew."""
+    """Run through torch's agent, which connects several nodes and restarts ranks."""
     from meshfold.mesh.processes import launch_node
 
     for option in ("port", "log_dir"):
@@ -127,7 +127,7 @@ def _with_others(arguments: argparse.Namespace, program: list[str], ranks: int) 
 
 
 def _check_file(program: list[str]) -> None:
-    """Check that there is such a file or module.
+    """Check that a file or module exists.
 
     Raises:
         Failure: if not.
@@ -146,7 +146,7 @@ def _check_file(program: list[str]) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Check that the outermost package of a module is there; nothing is imported."""
+    """Check that the outermost package of a module exists, without importing it."""
     top = name.partition(".")[0]
     with suppress(ImportError, ValueError):
         if top in sys.modules or importlib.util.find_spec(top) is not None:

@@ -27,7 +27,7 @@ _TIMEOUT_S = 60.0
 
 
 def main(backend: str, answer: str) -> None:
-    """Try every collective; rank 0 writes the names of those that gave what they should.
+    """Try every collective; rank 0 writes the names of those with correct results.
 
     Raises:
         CollectiveError: naming the first one that did not.

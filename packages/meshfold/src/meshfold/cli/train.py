@@ -41,7 +41,7 @@ _STOP_S = 3600.0  # for the last step and its checkpoint; whoever asked may kill
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``meshfold train``: in a process that the ranks are started from, or as one of them."""
+    """Run ``meshfold train``, in the process that starts the ranks, or as one of them."""
     from meshfold.mesh.processes import Environment
 
     here = Environment.detect()
@@ -75,10 +75,10 @@ def start(
     Args:
         settings: what to train.
         words: the same as arguments of ``meshfold train``, for the ranks.
-        ranks: how many, if it was said.
+        ranks: their number, if given.
         plan: whether to print it.
-        as_json: what is printed of each step.
-        report: whether the plan says what becomes of each submodule.
+        as_json: print each step as JSON.
+        report: whether the plan includes what is done to each submodule.
 
     Returns:
         The exit code.
@@ -111,12 +111,12 @@ def start(
 
 
 class CtrlC:
-    """A first Ctrl-C asks a run of one process to stop with a checkpoint, as SIGTERM does; a second one interrupts it.
+    """Handler of Ctrl-C for a run of one process: the first stops it with a checkpoint, as SIGTERM does; a second interrupts it.
 
-    Several ranks are asked by :func:`meshfold.mesh.processes.launcher.launch`.
+    For several ranks :func:`meshfold.mesh.processes.launcher.launch` does this.
 
     Attributes:
-        caught: whether it asked.
+        caught: whether a stop was requested.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class CtrlC:
 
 
 def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:
-    """Be one of the ranks that run already."""
+    """Run as one of the ranks that are already running."""
     from meshfold.engine.world import require_runnable
     from meshfold.huggingface import silence_transformers
     from meshfold.mesh import Mesh, ParallelSpec, barrier
@@ -192,12 +192,12 @@ def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> 
 
 
 def _code(settings: TrainSettings, rows: list[dict[str, Any]]) -> int:
-    """0, or that of a run which stopped on request before its last step."""
+    """Return 0, or the code of a run that stopped on request before its last step."""
     return STOPPED_CODE if rows and rows[-1]["step"] < settings.last_step else 0
 
 
 def _check_device(settings: TrainSettings, ranks: int) -> None:
-    """Check that there is a GPU for each rank, if they are to be used."""
+    """Check that there is a GPU for each rank, if GPUs are used."""
     if settings.device == "cuda":
         import torch
 
@@ -218,7 +218,7 @@ def _check_warmup(settings: TrainSettings) -> None:
 
 
 def _open_inputs(settings: TrainSettings, spec: ParallelSpec, progress: Progress) -> Inputs:
-    """Open what the run reads, and say what that is."""
+    """Open the inputs of the run, and print what they are."""
     from meshfold.train.loop import open_inputs
 
     inputs = open_inputs(settings, progress)
@@ -251,7 +251,7 @@ def _show_plan(
     show: bool,
     report: bool = False,
 ) -> None:
-    """Set up the engine without values: what it refuses is refused here, in one sentence; the rest is the plan."""
+    """Set up the engine on meta tensors: report what it refuses in one sentence, and print the plan."""
     from meshfold.mesh import MeshfoldError
     from meshfold.planner import estimate, unlimited_machine
     from meshfold.planner.report import memory_table, mesh_picture, traffic_table
@@ -289,10 +289,10 @@ def _show_plan(
 
 
 def check_folder(settings: TrainSettings, progress: Progress) -> None:
-    """Check that the folder can be written to, is in nobody's use, and has a checkpoint exactly if the run goes on from one.
+    """Check that the folder is writable and unused, and has a checkpoint exactly if the run resumes from one.
 
     Raises:
-        Failure: if it is not so.
+        Failure: if not.
         InUseError: if another run is writing there.
     """
     from meshfold.engine.checkpoints import Checkpoint
@@ -321,7 +321,7 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
 
 
 def must_go_on(out: str) -> Path:
-    """Return the checkpoint that a run goes on from.
+    """Return the checkpoint that a run resumes from.
 
     Raises:
         Failure: if there is none.
@@ -338,10 +338,10 @@ def must_go_on(out: str) -> Path:
 
 
 def check_out(out: str) -> None:
-    """Check that the folder is one that can be written to, or could be made.
+    """Check that the folder is writable, or can be made.
 
     Raises:
-        Failure: if it is none.
+        Failure: if not.
     """
     path = Path(out).absolute()
     there = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -354,7 +354,7 @@ def check_out(out: str) -> None:
 
 
 def check_checkpoint(settings: TrainSettings, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check that the checkpoint to go on from is of this model.
+    """Check that the checkpoint to resume from is of this model.
 
     Raises:
         Failure: if it is not.

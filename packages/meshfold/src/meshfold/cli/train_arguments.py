@@ -1,4 +1,4 @@
-"""The arguments of ``meshfold train``, the settings that they stand for, and the way back."""
+"""The arguments of ``meshfold train``, and their conversion to settings and back."""
 
 from __future__ import annotations
 
@@ -158,10 +158,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> TrainSettings:
-    """Return the arguments as settings; what was not given is the run's own where one goes on, else as in TrainSettings.
+    """Return the arguments as settings; defaults are those of a resumed run, else of TrainSettings.
 
     Raises:
-        Failure: for an argument that cannot be read, and if nothing says what to train on.
+        Failure: for an argument that cannot be parsed, and if there is no data to train on.
         SpecError: for a folder whose kept settings cannot be read.
     """
     read_model(arguments)
@@ -192,7 +192,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
 
 
 def words_of(settings: TrainSettings) -> list[str]:
-    """Return the arguments that :func:`settings_of` makes these settings of (objects in the spec cannot be written so)."""
+    """Return the arguments of which :func:`settings_of` makes these settings (objects in the spec cannot be written)."""
     from dataclasses import fields
 
     from meshfold.train.run_folder import option_of

@@ -1,6 +1,6 @@
 """Corpora: a folder or a file as one row of token ids.
 
-Text is tokenised once, into a cache that all ranks map into memory.
+Text is tokenised once, into a cache that all ranks memory-map.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Tokens = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Tokens one behind the other: those to train on, then those to validate with.
+    """Consecutive tokens: those to train on, then those to validate with.
 
     Attributes:
-        tokens: all of them, usually mapped from a file.
-        train_tokens: how many are to train on.
-        notes: what a person should know of how it came about.
+        tokens: all of them, usually memory-mapped from a file.
+        train_tokens: number of tokens to train on.
+        notes: remarks for the user on how it was made.
     """
 
     tokens: Tokens
@@ -64,8 +64,8 @@ def open_corpus(
 ) -> Corpus:
     """Return the tokens of a folder or a file.
 
-    Of a folder every text file is a document, hidden ones left out; whole documents are set aside for validation,
-    chosen by a hash of their names. Of one file the end is set aside.
+    In a folder every text file except hidden ones is a document; whole documents are set aside for validation,
+    chosen by a hash of their names. The end of a single file is set aside.
 
     Args:
         path: a folder of text, a file of text, records (:mod:`meshfold.data.records`), or a file of token ids: ``.bin``
@@ -78,10 +78,10 @@ def open_corpus(
         token_dtype: of a ``.bin`` file: uint16 or uint32.
         max_bytes: stop reading documents after about so many.
         text_column: of records (JSON lines, Parquet, Arrow, what datasets saved), the field that holds the text.
-        say: told what takes a while.
+        say: called with progress messages.
 
     Raises:
-        SpecError: if nothing can be made of the path.
+        SpecError: if the path cannot be used.
     """
     source = Path(path)
     if not 0 <= validation < 1:
@@ -106,13 +106,13 @@ def open_corpus(
 
 
 def largest_id(corpus: Corpus) -> int:
-    """Return the largest token id, looked for in the whole corpus, in pieces."""
+    """Return the largest token id of the whole corpus, read in pieces."""
     piece = 1 << 24
     return max(int(corpus.tokens[start : start + piece].max()) for start in range(0, len(corpus.tokens), piece))
 
 
 def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
-    """Return the token ids of a file in one row, and what is to be said of them."""
+    """Return the token ids of a file in one row, and a note about them."""
     notes: tuple[str, ...] = ()
     if path.suffix == ".npy":
         try:
@@ -145,7 +145,7 @@ def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
 
 
 def _documents(source: Path, extensions: tuple[str, ...], exclude: tuple[str, ...]) -> tuple[list[Path], int]:
-    """Return the text files, in an order that does not depend on the file system, and how many others there were."""
+    """Return the text files, in an order independent of the file system, and the number of other files."""
     if source.is_file():
         return ([source], 0) if _is_text(source) else ([], 1)
     found: list[Path] = []
@@ -165,7 +165,7 @@ def _documents(source: Path, extensions: tuple[str, ...], exclude: tuple[str, ..
 
 
 def _is_text(path: Path) -> bool:
-    """Tell whether a file can be read, is not empty, and starts with UTF-8 without zeros."""
+    """Return True if a file can be read, is not empty, and starts with UTF-8 without zeros."""
     try:
         with path.open("rb") as file:
             start = file.read(_LOOK)
@@ -258,7 +258,7 @@ def _records(
 
 
 def _keep(file: Path, tokens: Tokens, numbers: dict[str, int]) -> tuple[Tokens, dict[str, int]]:
-    """Write tokens into the cache, and numbers beside them; return both as they are read from there."""
+    """Write tokens and numbers to the cache; return both as read from there."""
     write_atomically(file, lambda path: np.save(path, tokens))
     kept: Tokens = np.load(file, mmap_mode="r")
     told = {**numbers, "tokens": len(kept), "crc32": zlib.crc32(np.ascontiguousarray(kept).data)}
@@ -267,7 +267,7 @@ def _keep(file: Path, tokens: Tokens, numbers: dict[str, int]) -> tuple[Tokens, 
 
 
 def _kept(file: Path) -> tuple[Tokens, dict[str, int]] | None:
-    """Return tokens from the cache, and the numbers beside them; None if they are not there or damaged."""
+    """Return tokens and numbers from the cache; None if they are missing or damaged."""
     try:
         numbers = parse_json_object(file.with_suffix(".json").read_bytes())
         tokens: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -282,7 +282,7 @@ def _kept(file: Path) -> tuple[Tokens, dict[str, int]] | None:
 
 
 def _encode_records(part: Part, tokenizer: Tokenizer, column: str | None, max_bytes: int | None) -> tuple[Tokens, int]:
-    """Return the tokens of some records, and how many these were: an end behind each, save where they are lines of a text."""
+    """Return the tokens of some records, and their number; an end token follows each unless they are lines of a text."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end: Tokens = np.full(1, tokenizer.end, dtype)
     pieces: list[Tokens] = []
@@ -315,7 +315,7 @@ def _encode_records(part: Part, tokenizer: Tokenizer, column: str | None, max_by
 
 
 def _encode(order: list[Path], tokenizer: Tokenizer, total: int, validation: float) -> tuple[Tokens, int]:
-    """Return the tokens of all documents, and how many are to train on."""
+    """Return the tokens of all documents, and the number to train on."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end: Tokens = np.full(1, tokenizer.end, dtype)
     pieces: list[Tokens] = []

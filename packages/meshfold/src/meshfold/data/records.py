@@ -1,7 +1,6 @@
 """Text in records: JSON lines, Parquet and Arrow files, and folders that the library datasets saved.
 
-A record is a document. Where records end with a newline they are lines of one text (as in WikiText), and nothing is put
-between them.
+A record is a document. Records that end with a newline are lines of one text (as in WikiText), without separators.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _AT_ONCE = 1 << 16  # records of a table that are in memory together
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Some of the records: those to train on, or those set aside; None where nobody has said which.
+    """Some of the records: those to train on, or those set aside; None if undecided.
 
     Attributes:
-        files: where they are; for a cache to know whether they have changed.
-        aside: whether they are to validate with.
-        saved: a folder that datasets saved, which is read by it.
+        files: their paths, by which a cache detects changes.
+        aside: whether they are for validation.
+        saved: a folder saved by datasets, which reads it.
     """
 
     files: tuple[Path, ...]
@@ -37,7 +36,7 @@ class Part:
 
 
 def find_records(source: Path) -> list[Part]:
-    """Return the records at a path; none if that is something else.
+    """Return the records at a path; none if it is anything else.
 
     Raises:
         SpecError: for a folder of several splits without one to train on.
@@ -85,7 +84,7 @@ def _saved(folder: Path, aside: bool | None) -> Part:
 
 
 def texts_of(part: Part, column: str | None) -> Iterator[str]:
-    """Return the text of each record, one after the other, however many there are.
+    """Yield the text of each record.
 
     Args:
         column: the field that holds it; by default ``text``, or the only one of strings.

@@ -1,7 +1,7 @@
 """Batches cut from a row of tokens.
 
-The global batch of a step is a function of (tokens, seed, step) alone, so that every spec and every restart trains
-on the same batches.
+The global batch of a step only depends on (tokens, seed, step), so that every spec and every restart trains on the
+same batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshfold.mesh.random import key_of
 class Batches:
     """Windows of ``seq_len`` tokens, in a new order each epoch.
 
-    An epoch's windows lie one behind the other from a random offset on, so that cuts fall elsewhere each time.
+    An epoch's windows are consecutive from a random offset, so that cuts differ each time.
     """
 
     def __init__(self, corpus: Corpus, *, batch_size: int, seq_len: int, seed: int = 0) -> None:
@@ -33,7 +33,7 @@ class Batches:
             seed: of the order.
 
         Raises:
-            SpecError: for a corpus that has not a single batch.
+            SpecError: for a corpus with less than one batch.
         """
         self._corpus, self.batch_size, self.seq_len, self.seed = corpus, batch_size, seq_len, seed
         self.windows = (corpus.train_tokens - seq_len + 1) // seq_len
@@ -59,7 +59,7 @@ class Batches:
         return _tensor(rows)
 
     def validation(self, batches: int) -> Iterator[Tensor]:
-        """At most so many global batches, the same ones each time; the last may have fewer rows."""
+        """Yield at most so many global batches, the same ones each time; the last may have fewer rows."""
         starts = range(self._corpus.train_tokens, len(self._corpus.tokens) - self.seq_len + 1, self.seq_len)
         for number in range(min(batches, -(-len(starts) // self.batch_size))):
             mine = starts[number * self.batch_size : (number + 1) * self.batch_size]

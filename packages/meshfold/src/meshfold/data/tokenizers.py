@@ -30,7 +30,7 @@ _PROBE = "The quick brown fox jumps over the lazy dog, and 12 of its friends loo
 
 
 class NoTokenizerError(SpecError):
-    """A folder without a tokenizer that makes tokens of text; ``lacks`` is what it does not have, in a few words."""
+    """A folder without a usable tokenizer; ``lacks`` says briefly what is missing."""
 
     def __init__(self, message: str, lacks: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
     """Protocol of a tokenizer for training.
 
     Attributes:
-        name: tells it from others: a cache of token ids belongs to a name.
+        name: unique: a cache of token ids belongs to a name.
         vocab_size: ids are below it.
         end: the id that ends a document.
     """
@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; one special token ends a document."""
+    """Tokenizer with a token per byte of UTF-8, and a special token that ends a document."""
 
     name = "byte"
     vocab_size = 257
@@ -69,7 +69,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; bytes that are no UTF-8 become a replacement character."""
+        """Return the text; bytes that are not UTF-8 become a replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
@@ -78,7 +78,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises:
-        NoTokenizerError: if the folder has no tokenizer, or one that makes next to no tokens of text.
+        NoTokenizerError: if the folder has no tokenizer, or one that makes almost no tokens of text.
         SpecError: for a tokenizer that cannot be loaded, or without transformers.
         """
         path = Path(folder)
@@ -148,7 +148,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_of_model(folder: str) -> tuple[Tokenizer, str]:
-    """Return the tokenizer in a model's folder, or bytes where it has none; then also a sentence that says so, else "".
+    """Return the tokenizer in a model's folder, or bytes if it has none, then with a note that says so.
 
     Raises:
         SpecError: if there is one that cannot be used.

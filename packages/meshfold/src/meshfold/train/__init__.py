@@ -1,1 +1,1 @@
-"""The loop of ``meshfold train`` and ``meshfold demo``, and what it shows and writes."""
+"""The loop of ``meshfold train`` and ``meshfold demo``, its display and its output."""

@@ -1,10 +1,10 @@
-"""The demo: a small GPT learns to write Python, split over a 2D mesh, and meets the same model on one process.
+"""The demo: a small GPT learns to write Python, split over a 2D mesh, and is compared with one process.
 
 The text is the source of Python's standard library, which every machine has, as bytes. With 8 GPUs each rank has one;
 with 4 to 7 the tensor part runs alone on 4 of them; with fewer 8 processes share the CPU.
 
-When a demo ends it lists its files with sizes and times. The next demo in that folder removes these files and nothing else: a
-file that is not listed, or has changed since, belongs to somebody, for example to a run that resumed from the checkpoint.
+When a demo ends it lists its files with sizes and times. The next demo in that folder removes only these files: a file that is
+not listed, or has changed since, is foreign, for example of a run that resumed from the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Scene:
     Attributes:
         parallel: the spec.
         device: for all ranks.
-        why: in words.
+        why: reason in words.
     """
 
     parallel: dict[str, Any]
@@ -91,7 +91,7 @@ def settings(here: Scene, out: str, *, steps: int, sample_tokens: int) -> TrainS
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Losses of the same steps, of the parallel model and of the serial one."""
+    """Losses of the parallel and the serial model in the same steps."""
 
     steps: tuple[int, ...]
     parallel: tuple[float, ...]
@@ -110,7 +110,7 @@ class Comparison:
 
 
 def compare_with_serial(parallel: TrainSettings, steps: int) -> Comparison:
-    """Make the first steps again in this process, same seed and data, and draw both curves together."""
+    """Repeat the first steps in this process, with the same seed and data, and draw both curves."""
     alone = replace(
         parallel,
         parallel={},
@@ -146,7 +146,7 @@ WRITTEN = ("checkpoint", "serial", "metrics.jsonl", "settings.json", "loss.png",
 
 
 def list_files(out: Path) -> None:
-    """List the files of the demo that ends, which were not there when it began."""
+    """List the files that this demo has made."""
     if not out.is_dir():
         return
     listed = {_name(path, out): _seen(path) for path in _there(out) if not _is_folder(path)}
@@ -154,7 +154,7 @@ def list_files(out: Path) -> None:
 
 
 def foreign_files(out: Path) -> list[Path]:
-    """Return the files in a demo's folder that no demo wrote, or that changed since."""
+    """Return the files in a demo's folder that no demo has written, or that have changed since."""
     listed = _listed(out)
     return [path for path in _there(out) if not _is_folder(path) and listed.get(_name(path, out)) != _seen(path)]
 

@@ -1,6 +1,6 @@
 """The training loop of ``meshfold train`` and ``meshfold demo``, to be read from top to bottom.
 
-Every rank runs :func:`train` with the same settings. The engine does what is parallel about it; what is left is a
+Every rank runs :func:`train` with the same settings. The engine handles parallelism; the rest is a
 loop as for a single device. What rank 0 writes into the folder ``out``::
 
     checkpoint/      the model, the optimizer and the step, loadable under any other spec; where several are kept
@@ -52,7 +52,7 @@ class Inputs:
 
 
 def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
-    """Open data, tokenizer and model, and see that they fit each other.
+    """Open data, tokenizer and model, and check that they fit each other.
 
     Raises:
         SpecError: if one of them cannot be used, or they do not fit.
@@ -106,10 +106,10 @@ def _tokenizer(settings: TrainSettings, is_text: bool) -> tuple[Tokenizer | None
 
 
 def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
-    """Train; every rank calls, and gets the numbers of all steps.
+    """Train; every rank calls, and gets the metrics of all steps.
 
-    Whatever ends it, nothing is left open: a checkpoint that is being written beside the training is completed, or, where
-    other ranks may not come any more, left out as a whole; the one before stays.
+    However it ends, nothing is left open: a checkpoint that is being written in the background is completed, or, if other
+    ranks may not respond, discarded; the one before stays.
 
     Raises:
         SpecError: for settings that the engine refuses.
@@ -223,7 +223,7 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
 
 
 def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
-    """Take the checkpoint, and of it neither the learning rate nor the weight decay: they are those of the settings."""
+    """Load the checkpoint, except learning rate and weight decay, which are those of the settings."""
     assert engine.optimizer is not None and engine.lr_scheduler is not None  # train gives both
     decay = [group["weight_decay"] for group in engine.optimizer.param_groups]
     engine.load(path)
@@ -233,7 +233,7 @@ def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
 
 
 def _prune(checkpoints: KeptCheckpoints, progress: Progress) -> None:
-    """Let older checkpoints go; one that cannot be removed is no reason to stop."""
+    """Remove older checkpoints; one that cannot be removed does not stop the run."""
     try:
         checkpoints.prune()
     except CheckpointError as error:
@@ -262,7 +262,7 @@ def measured(engine: Engine, loss: float, settings: TrainSettings, seconds: floa
 
 
 def flops_of(inputs: Inputs, settings: TrainSettings) -> float:
-    """Operations of a token; 0 for a model whose code cannot run without values."""
+    """Return the operations of a token; 0 for a model whose code cannot run on meta tensors."""
     try:
         return flops_per_token(inputs.model.build, settings.seq_len)
     except Exception:
@@ -270,7 +270,7 @@ def flops_of(inputs: Inputs, settings: TrainSettings) -> float:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has had so far: the GPU's, as torch counts it, or the process's."""
+    """Return this rank's peak memory so far: the GPU's, as counted by torch, or the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource
@@ -281,7 +281,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def evaluate(engine: Engine, inputs: Inputs, settings: TrainSettings) -> float | None:
-    """Return the mean loss over a fixed part of what was set aside; None if that is less than a sequence."""
+    """Return the mean loss over a fixed part of the validation data; None if that is less than a sequence."""
     total, rows = 0.0, 0
     for batch in inputs.batches.validation(settings.eval_batches):
         for part in batch.split(settings.batch_size // settings.accumulate):

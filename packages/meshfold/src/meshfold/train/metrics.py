@@ -19,12 +19,12 @@ from meshfold.planner import PEAK_TFLOPS
 
 
 class MetricsFile:
-    """Collects rows, and on the rank that writes appends each to the file at once."""
+    """Collector of rows, which the writing rank appends to the file at once."""
 
     def __init__(self, path: Path, *, keep: int = 0, write: bool = True) -> None:
         """Args:
         path: the file.
-        keep: rows of later steps than this are dropped from a file that is there: that run went on elsewhere.
+        keep: rows of later steps are dropped from an existing file, since the run continued elsewhere.
         write: whether to write.
         """
         self._path, self._write = path, write
@@ -52,7 +52,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file; none without a file. A last line that a killed run cut in two is left out."""
+    """Return the rows of a file; none without a file. An incomplete last line of a killed run is left out."""
     if not path.exists():
         return []
     rows = []
@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Tracker(Protocol):
-    """Protocol of what also gets the metrics."""
+    """Protocol of an additional receiver of metrics."""
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Add the numbers of an optimizer step, or of an evaluation after it."""
@@ -124,7 +124,7 @@ _KNOWN: dict[str, tuple[str, type[TensorBoard] | type[WandB]]] = {
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises:
-    SpecError: for one that is not known, or not installed.
+    SpecError: for one that is unknown or not installed.
     """
     for name in names:
         if name not in _KNOWN:
@@ -143,8 +143,8 @@ def open_trackers(names: Sequence[str], out: Path, settings: Mapping[str, Any], 
     Args:
         names: see :func:`check_trackers`.
         out: the run's folder.
-        settings: shown beside the numbers.
-        first: the step that the run goes on from; 0 at its start.
+        settings: shown with the metrics.
+        first: the step that the run resumes from; 0 at its start.
     """
     check_trackers(names)
     return [_KNOWN[name][1](out, settings, first) for name in names]
@@ -158,7 +158,7 @@ def _named() -> bool:
 def flops_per_token(build: Callable[[], nn.Module], seq_len: int) -> float:
     """Return the operations for one token of a sequence, forward and backward: ``6 N + 12 L h s``.
 
-    N counts parameters that multiply (all but tables that are only looked up); L attention layers of width h (all heads
+    N counts parameters used in products (all except lookup tables); L attention layers of width h (all heads
     together) run over s tokens, or over ``window`` if that is shorter. The causal mask is not subtracted, and recomputation
     is not counted. Source: Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.
 

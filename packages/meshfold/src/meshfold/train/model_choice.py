@@ -1,4 +1,4 @@
-"""The model that a command was asked for: one of our own by name, or a Hugging Face one from a folder."""
+"""The model of a command: one of our own by name, or a Hugging Face one from a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelChoice:
         name: for people.
         vocab_size: token ids are below it.
         build: makes it with fresh weights.
-        load: opens the folder's weights, for the engine to read; None where there are none.
+        load: opens the folder's weights for the engine; None if there are none.
     """
 
     name: str
@@ -38,7 +38,7 @@ def choose_model(
 ) -> ModelChoice:
     """Find a model that can take sequences of ``seq_len`` tokens with ids below ``vocab_size``.
 
-    One of our own gets the vocabulary asked for, and as many positions as it needs; a Hugging Face one must have them.
+    One of our own gets the requested vocabulary, and as many positions as needed; a Hugging Face one must have them.
 
     Args:
         name: of a preset, ``"gpt-tiny"``.
@@ -58,7 +58,7 @@ def choose_model(
 
 
 def check_name(name: str | None, changes: Mapping[str, Any]) -> None:
-    """Check that there is a model of our own of that name, and that it can be changed so.
+    """Check that a model of our own has that name, and accepts the changes.
 
     Raises:
         SpecError: if not.
@@ -69,7 +69,7 @@ def check_name(name: str | None, changes: Mapping[str, Any]) -> None:
 
 
 def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) -> int:
-    """Return the most tokens of a sequence that a model has positions for; 2048 where it does not say.
+    """Return the longest sequence that a model has positions for; 2048 if unknown.
 
     Raises:
         SpecError: if there is no such model.

@@ -1,4 +1,4 @@
-"""Curves as PNG files, where matplotlib is installed."""
+"""Curves as PNG files, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEPT = 0.9  # of the running average at each point
 
 
 def can_plot() -> bool:
-    """Tell whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -53,7 +53,7 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return a running mean that forgets, without its bias towards the start (Kingma and Ba, arXiv 1412.6980, section 3)."""
+    """Return an exponential running mean, without its bias towards the start (Kingma and Ba, arXiv 1412.6980, section 3)."""
     found, mean = [], 0.0
     for count, value in enumerate(values, 1):
         mean = _KEPT * mean + (1 - _KEPT) * value

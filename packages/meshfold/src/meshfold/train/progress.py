@@ -13,26 +13,26 @@ _LEAST_S, _MOST_S, _LINES = 2.0, 30.0, 30
 
 
 class Progress:
-    """Takes what a run has to say; this one shows nothing, as on every rank but rank 0."""
+    """Display of a run; this one shows nothing, as on every rank except rank 0."""
 
     def say(self, text: str) -> None:
-        """A line or more."""
+        """Show one or more lines."""
 
     def step(self, step: int, numbers: dict[str, float]) -> None:
-        """An optimizer step is done: its number, from 1, and what it measured."""
+        """Show an optimizer step: its number, from 1, and its metrics."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the display."""
 
 
 class _Pace:
-    """When it is time for a line: the first step, the last one, and some between."""
+    """Choice of the steps that get a line: the first, the last, and some between."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._step, self._time = steps, -steps, 0.0
 
     def due(self, step: int) -> bool:
-        """Tell whether this step gets a line."""
+        """Return True if this step gets a line."""
         waited, made = time.monotonic() - self._time, step - self._step
         often = waited >= _LEAST_S and made >= self._steps / _LINES
         if not (often or waited >= _MOST_S or step in (1, self._steps)):
@@ -61,7 +61,7 @@ class _Clock:
 
 
 class Lines(Progress):
-    """Plain lines."""
+    """Display of plain lines."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -69,30 +69,30 @@ class Lines(Progress):
         self._clock = _Clock()
 
     def say(self, text: str) -> None:
-        """A line or more."""
+        """Show one or more lines."""
         print(text, flush=True)
 
     def step(self, step: int, numbers: dict[str, float]) -> None:
-        """A line, if it is time for one."""
+        """Show a line, if the step gets one."""
         left = self._clock.left(step, self._steps)
         if self._pace.due(step):
             self.say(line(step, self._steps, numbers) + left)
 
 
 class JsonLines(Progress):
-    """A line of JSON a step on standard output, for a script; what is said goes to standard error."""
+    """Display of a JSON line per step on standard output, for scripts; messages go to standard error."""
 
     def say(self, text: str) -> None:
-        """A line or more."""
+        """Show one or more lines."""
         print(text, file=sys.stderr, flush=True)
 
     def step(self, step: int, numbers: dict[str, float]) -> None:
-        """A line of JSON."""
+        """Print a line of JSON."""
         print(json.dumps({"step": step, **numbers}), flush=True)
 
 
 class Bar(Progress):
-    """A bar at the bottom of the terminal, and now and then a line above it."""
+    """Display of a bar at the bottom of the terminal, with occasional lines above it."""
 
     def __init__(self, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -110,7 +110,7 @@ class Bar(Progress):
         self._task: Any = None
 
     def say(self, text: str) -> None:
-        """A line or more, above the bar."""
+        """Show one or more lines above the bar."""
         self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: int, numbers: dict[str, float]) -> None:
@@ -153,7 +153,7 @@ def line(step: int, steps: int, numbers: dict[str, float]) -> str:
 
 
 def short(numbers: dict[str, float]) -> str:
-    """Loss, speed and memory, and MFU where the device's peak is known."""
+    """Return loss, speed and memory, and MFU if the device's peak is known."""
     speed, memory = numbers["tokens_per_s"], numbers["memory_bytes"] / 2**20
     mfu = f"MFU {numbers['mfu']:.1%}  " if "mfu" in numbers else ""
     return f"loss {numbers['loss']:.4f}  {speed:,.0f} tokens/s  {mfu}{memory:,.0f} MiB"

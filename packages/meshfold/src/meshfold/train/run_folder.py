@@ -46,7 +46,7 @@ _RETRY_S = 1.0  # checking whether the lock is held takes it for an instant
 
 
 def check_free(out: str) -> None:
-    """Raise what :func:`hold_folder` would, if another run is writing there now."""
+    """Raise the error of :func:`hold_folder` if another run is writing there now."""
     lock = Path(out) / LOCK
     if is_locked(lock):
         with hold_lock(lock, doing=_DOING):
@@ -54,7 +54,7 @@ def check_free(out: str) -> None:
 
 
 def hold_folder(settings: TrainSettings, world: World) -> ExitStack:
-    """Take the run's folder for rank 0, until what is returned is closed; all ranks must call.
+    """Lock the run's folder for rank 0, until the returned context is closed; all ranks must call.
 
     Raises:
         CheckpointError: on all ranks, if another run is writing there, or has finished there since this one began.
@@ -89,10 +89,10 @@ def _take(held: ExitStack, lock: Path) -> None:
 
 
 class KeptCheckpoints:
-    """Checkpoints in the folder of a run, of which the newest ``keep`` stay. Without communication.
+    """Checkpoints in the folder of a run, of which the newest ``keep`` are kept. No communication.
 
     Attributes:
-        keep: how many.
+        keep: number of checkpoints.
     """
 
     def __init__(self, out: str | Path, keep: int) -> None:
@@ -108,7 +108,7 @@ class KeptCheckpoints:
         return self._single if self.keep == 1 else step_folder(self._several, step)
 
     def make_room(self, step: int) -> Path | None:
-        """Move a damaged checkpoint out of the way of a step's; one rank calls.
+        """Move a damaged checkpoint out of the way of a step's; call it on one rank.
 
         Nothing is removed: without a readable index its files are not known.
 
@@ -212,7 +212,7 @@ def write_settings(settings: TrainSettings, data_size: int) -> None:
 
     Args:
         settings: the run's.
-        data_size: of the mesh, where the spec leaves ``data`` to the number of ranks.
+        data_size: of the mesh, if the spec leaves ``data`` to the number of ranks.
     """
     path = Path(settings.out) / SETTINGS_FILE
     found = _plain(settings)
@@ -231,7 +231,7 @@ def read_settings(out: str) -> dict[str, Any]:
     """Return the settings that a run wrote to its folder, or an empty dict.
 
     Raises:
-        SpecError: for a value that cannot be a setting, or a file that is damaged.
+        SpecError: for an invalid value, or a damaged file.
     """
     path = Path(out) / SETTINGS_FILE
     try:
@@ -255,7 +255,7 @@ def read_settings(out: str) -> dict[str, Any]:
 
 
 def describe_changes(settings: TrainSettings, before: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each setting that changes where a run goes on.
+    """Return a sentence for each setting that changes when a run resumes.
 
     Raises:
         SpecError: for one that must not.
@@ -286,7 +286,7 @@ def _plain(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _is_a(value: object, types: str) -> bool:
-    """Tell whether a value read from JSON is of one of the types of a field, such as ``int | None``."""
+    """Return True if a value read from JSON has one of the types of a field, such as ``int | None``."""
     kinds = [kind.partition("[")[0].strip() for kind in types.split("|")]
     names = {bool: "bool", int: "int", float: "float", str: "str", list: "tuple", dict: "dict"}
     own = names.get(type(value), "None")

@@ -1,4 +1,4 @@
-"""Learning rates over time, as factors of the highest."""
+"""Learning rates over time, as factors of the highest one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lr_schedule(schedule: str, *, warmup: int, steps: int) -> Callable[[Optimize
     """Return a function that makes an optimizer's scheduler.
 
     Raises:
-        SpecError: for an unknown name, or a warm-up that is no number of steps.
+        SpecError: for an unknown name, or an invalid warm-up.
     """
     if schedule not in SCHEDULES:
         raise SpecError(f"schedule={schedule!r}: {did_you_mean(schedule, SCHEDULES)} Known: {', '.join(SCHEDULES)}")
@@ -42,9 +42,9 @@ def lr_schedule(schedule: str, *, warmup: int, steps: int) -> Callable[[Optimize
 
 
 def go_on(scheduler: LRScheduler, *, step: int, lr: float) -> None:
-    """Have a scheduler of :func:`lr_schedule` go on at a step as if it had been made with its settings from the start.
+    """Make a scheduler of :func:`lr_schedule` continue at a step as if made with its settings from the start.
 
-    A checkpoint brings the highest rate and the next rate of the run that wrote it; those of now take their place.
+    A checkpoint contains the highest and the next rate of the run that wrote it, which are replaced.
 
     Args:
         scheduler: loaded from a checkpoint, or new.

@@ -21,7 +21,7 @@ class TrainSettings:
         model: one of our own by name; ``hf`` goes before it.
         hf: folder of a Hugging Face model.
         changes: to the model of our own.
-        rules: roles of submodules, by pattern of their names, where tensor parallelism cannot tell.
+        rules: roles of submodules, by pattern of their names, that tensor parallelism cannot infer.
         tokenizer: ``"byte"`` or a folder; None for ``hf`` if that has one, else bytes.
         extensions: of the files to read; none for all text.
         token_dtype: of a ``.bin`` file.
@@ -30,7 +30,7 @@ class TrainSettings:
         validation: share of the data to set aside.
         exclude: names of folders to leave out.
         steps: optimizer steps, from the very first on.
-        stop_after: stop at this step, while the schedule is that of all of them; None for the last.
+        stop_after: stop at this step, with the schedule of all steps; None for the last.
         batch_size: sequences of a global batch: what one optimizer step sees.
         seq_len: tokens of a sequence.
         accumulate: micro-steps that a global batch is split into.
@@ -39,24 +39,24 @@ class TrainSettings:
         warmup: steps on the way up to it.
         schedule: ``"cosine"``, ``"linear"`` or ``"constant"``, after that.
         weight_decay: of matrices.
-        clip: largest norm of the gradient; 0 not to clip.
+        clip: largest norm of the gradient; 0 for no clipping.
         precision: fp32, bf16, fp16 or fp64.
         fp8: recipe of linear layers in fp8, in a model in bf16; None for none.
-        recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: the model's own business.
+        recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: as the model itself does.
         compile: every block is compiled.
         seed: of weights, dropout and the order of data.
-        device: ``"cpu"`` or ``"cuda"``; None for a GPU where there is one for each rank.
+        device: ``"cpu"`` or ``"cuda"``; None for GPUs if there is one for each rank.
         nonfinite: what to do about a loss or a gradient that is nan or infinite: ``"error"``, ``"skip"``, ``"report"``.
         watchdog: seconds after which a collective that does not finish ends the run; None for the engine's default.
-        track: ``"tensorboard"``, ``"wandb"``: where the numbers go beside ``metrics.jsonl``.
+        track: ``"tensorboard"``, ``"wandb"``: receivers of metrics besides ``metrics.jsonl``.
         peak_tflops: of a device, for MFU; None for the table's.
-        resume: go on from the checkpoint in ``out``; ``"auto"``: if there is one.
+        resume: from the checkpoint in ``out``; ``"auto"``: if there is one.
         eval_every: steps between evaluations; 0 for one at the end.
         eval_batches: global batches of an evaluation.
         save_every: steps between checkpoints; 0 for one at the end.
-        keep: how many checkpoints stay, the newest; 1 is one that the next one replaces.
+        keep: number of newest checkpoints to keep; 1 is one that the next one replaces.
         save_asynchronously: write them while training goes on.
-        prompt: what the sample goes on from; None for no sample.
+        prompt: start of the sample; None for no sample.
         sample_tokens: its length.
     """
 

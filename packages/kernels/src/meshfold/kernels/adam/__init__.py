@@ -1,4 +1,4 @@
-"""Adam on flat shards, in place, in one pass over the memory, for four ways to keep its state.
+"""Adam on flat shards, in place, in one pass over the memory, for four formats of its state.
 
 The formula, for gradient g, moments m and v, parameter p (Kingma and Ba, arXiv 1412.6980, algorithm 1; decoupled decay:
 Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), every operation rounded to float32 and none fused::

@@ -1,4 +1,4 @@
-"""States of Adam for flat parameters: one dataclass for each way to keep it, checked once when it is made."""
+"""States of Adam for flat parameters: one dataclass for each format, checked once at construction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WholeState:
 
     @classmethod
     def of(cls, parameter: Tensor, copy: torch.dtype | None = None) -> WholeState:
-        """The state before the first step; ``parameter`` itself is kept and will be stepped in place."""
+        """Return the state before the first step; ``parameter`` itself is stepped in place."""
         check_flat("parameter", parameter, (torch.float32,))
         return cls(
             parameter=parameter,
@@ -54,7 +54,7 @@ class WholeState:
 
     @property
     def weights(self) -> Tensor:
-        """The weights of the model: the copy, or the parameter where there is none."""
+        """The weights of the model: the copy, or the parameter if there is none."""
         return self.parameter if self.copy is None else self.copy
 
     def master(self) -> Tensor:
@@ -66,8 +66,8 @@ class WholeState:
 class SplitState:
     """A master weight in two planes, and moments: regime A with float32 moments, regime B with bfloat16 ones.
 
-    A has 12 bytes a parameter and steps to the bit as :class:`WholeState` does; B has 8, and rounds the moments
-    stochastically where it stores them. All tensors are flat, contiguous, of ``n`` elements and on one device.
+    A has 12 bytes per parameter and steps bit for bit like :class:`WholeState`; B has 8, and rounds stored moments
+    stochastically. All tensors are flat, contiguous, of ``n`` elements and on one device.
 
     Attributes:
         hi: bfloat16, the master rounded half up: the parameter that the model computes with.
@@ -89,7 +89,7 @@ class SplitState:
 
     @classmethod
     def of(cls, master: Tensor, moments: torch.dtype = torch.float32) -> SplitState:
-        """The state before the first step, from float32 masters ``n`` (left as they are)."""
+        """Return the state before the first step, from float32 masters ``n`` (which are not changed)."""
         hi, lo = float_bits.split_master(master)
         return cls(hi=hi, lo=lo, exp_avg=zeros(hi, moments), exp_avg_sq=zeros(hi, moments))
 
@@ -142,7 +142,7 @@ class QuantizedState:
 
     @classmethod
     def of(cls, master: Tensor) -> QuantizedState:
-        """The state before the first step, from float32 masters ``n`` (left as they are)."""
+        """Return the state before the first step, from float32 masters ``n`` (which are not changed)."""
         hi, lo = float_bits.split_master(master)
         blocks = -(-hi.numel() // BLOCK)
         return cls(
@@ -177,7 +177,7 @@ class QuantizedState:
         return torch.where(q > 127, -value, value) if code is _SIGNED else value
 
     def load_moment(self, name: str, value: Tensor) -> None:
-        """Take ``exp_avg`` or ``exp_avg_sq`` from float32 ``n``, rounded to nearest, in place."""
+        """Set ``exp_avg`` or ``exp_avg_sq`` from float32 ``n``, rounded to nearest, in place."""
         code = _SIGNED if name == "exp_avg" else _UNSIGNED
         blocks = functional.pad(value.abs(), (0, -value.numel() % BLOCK)).view(-1, BLOCK)
         scale, inverse = float_bits.scales(blocks.amax(1), code)
@@ -193,5 +193,5 @@ AdamState = WholeState | SplitState | QuantizedState
 
 
 def zeros(like: Tensor, dtype: torch.dtype, size: int | None = None) -> Tensor:
-    """Zeros on the device of ``like``, as many as it has unless told."""
+    """Return zeros on the device of ``like``, by default as many as it has."""
     return torch.zeros(like.numel() if size is None else size, dtype=dtype, device=like.device)

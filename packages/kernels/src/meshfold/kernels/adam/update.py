@@ -1,6 +1,6 @@
-"""Adam's step, in one call or two halves: hyperparameters, and the reference in plain torch to which all others are held.
+"""Adam's step, in one call or two halves: hyperparameters, and the reference in plain torch for all other implementations.
 
-Everything is flat and contiguous, checked before, and updated in place. ``grad_scale`` multiplies the gradient first: a float
+All tensors are flat and contiguous, checked before, and updated in place. ``grad_scale`` multiplies the gradient first: a float
 that float32 holds, or a float32 tensor of one element. ``noise`` is the state of the stream of random bits, ``start`` the global
 number of the first element, ``writes`` a sum of ``PARAMETERS`` and ``MOMENTS``. ``before`` is None, or what a whole step reads in
 place of ``state``, which it then only writes.
@@ -231,8 +231,8 @@ def adam_step(
         grad: ``n``, flat, float32, bfloat16 or float16; left as it is.
         settings: learning rate, betas, eps, weight decay.
         step: number of the step, from 1; with ``seed`` it also chooses the noise of stochastic rounding.
-        grad_scale: what the gradient is multiplied by first: clip factor over loss scale; a number, or a float32
-            tensor of one element on the gradient's device, which a GPU reads without waiting for it.
+        grad_scale: initial factor of the gradient: clip factor over loss scale; a number, or a float32
+            tensor of one element on the gradient's device, which is read without a host synchronisation.
         start: global number of the shard's first element. With it, shards of a flat parameter round stochastically as
             the whole would; for 8-bit moments it must be a multiple of 256, and so must the length of every shard but
             the last.
@@ -279,7 +279,7 @@ def adam_update_parameters(
     start: int = 0,
     seed: int = 0,
 ) -> None:
-    """The first half of :func:`adam_step`: writes the parameter and leaves the moments as they were.
+    """Run the first half of :func:`adam_step`: write the parameter and leave the moments unchanged.
 
     18 bytes a parameter for split masters with float32 moments and a gradient of 2 bytes.
     :func:`adam_update_moments` with the same arguments completes the step, at any later time, to the same bits.
@@ -302,7 +302,7 @@ def adam_update_moments(
     start: int = 0,
     seed: int = 0,
 ) -> None:
-    """The second half of :func:`adam_step`: writes the moments and leaves the parameter alone.
+    """Run the second half of :func:`adam_step`: write the moments and leave the parameter unchanged.
 
     18 bytes a parameter for float32 moments and a gradient of 2 bytes.
 

@@ -76,11 +76,11 @@ def _moved(p, m, v, c):
 
 
 def _cut(before, a, z):
-    """The same elements of each array of a tuple; None of None."""
+    """Return the same elements of each array of a tuple; None for None."""
 
 
 def _cut_codes(before, a, z):
-    """The same of what is kept of 8-bit moments, whose scales stay whole."""
+    """Return the same for 8-bit moments, whose scales stay whole."""
 
 
 @overload(_cut, jit_options={"nogil": True}, inline="always")
@@ -256,7 +256,7 @@ def _step_split16(hi, lo, m, v, before, g, c, l2, writes, state, start):
 
 @njit(nogil=True, error_model="numpy")
 def _largest(x):
-    """The largest magnitude, or a NaN: bits of magnitudes are in the order of the magnitudes, NaNs behind."""
+    """Return the largest magnitude, or a NaN: bits of magnitudes are ordered like magnitudes, with NaNs last."""
     top = _0
     for i in range(x.size):
         top = max(top, U(bits(x[i]) & _MAGNITUDE))
@@ -327,7 +327,7 @@ def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, g, c, l2, writes, st
 
 
 def _common(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) -> tuple[Any, ...]:
-    """The arguments that all steps have behind their state."""
+    """Return the arguments that follow the state in all steps."""
     scale = float(grad_scale)
     c = (s.beta1, s.rest1, s.beta2, s.rest2, s.keep, s.step_size, s.correction, s.eps, s.l2, scale)
     return floats(grad), tuple(map(np.float32, c)), s.l2 != 0.0, writes

@@ -214,7 +214,7 @@ def _flags(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) ->
 
 
 def _take(state: AdamState, before: AdamState | None) -> None:
-    """Copy ``before`` into ``state``, which is then stepped in place: a device has the memory rate for it."""
+    """Copy ``before`` into ``state``, which is then stepped in place; a device has enough bandwidth for it."""
     for field in fields(state) if before is not None else ():
         new, old = getattr(state, field.name), getattr(before, field.name)
         if new is not None:
