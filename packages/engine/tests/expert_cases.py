@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshfold.engine import Engine
 from meshfold.experts import MixtureOfExperts, SigmoidRouter, balance_loss
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig
+from meshfold.models.gpt import MLP
 from meshfold.models.loss import CausalLMOutput
 
 VOCABULARY, HIDDEN, EXPERTS = 29, 16, 8
@@ -50,11 +51,32 @@ class MoE(GPT):
         return replace(output, loss=output.loss + self.factor * balance_loss(self))
 
 
+class LastDense(MoE):
+    """Only the first two of four blocks have mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        for block in self.blocks[2:]:
+            block.mlp = MLP(HIDDEN, 20)
+
+
+class TwoInABlock(MoE):
+    """A block with two mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].mlp = nn.Sequential(self.blocks[0].mlp, MixtureOfExperts(HIDDEN, 10, EXPERTS, 2))
+
+
 MODELS: dict[str, Callable[[], MoE]] = {
     "plain": MoE,
     "starved": partial(MoE, starved=True),
     "unbalanced": partial(MoE, factor=0.0),
     "biased": partial(MoE, factor=0.0, sigmoid=True),
+    "deep": partial(MoE, layers=4, shared=None),
+    "deep starved": partial(MoE, layers=4, starved=True),
+    "last dense": LastDense,
+    "two in a block": TwoInABlock,
 }
 
 

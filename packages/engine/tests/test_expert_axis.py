@@ -193,15 +193,68 @@ def test_what_does_not_fit_is_refused_with_what_to_write() -> None:
             engine.train_step(engine.shard_batch(batch))
 
 
-def balanced_pipeline() -> str:
-    with engine_of(dict(data=1, expert=1, pipeline=2)) as engine:
-        try:
-            engine.train_step(engine.shard_batch(batches(1)[0]))
-        except SpecError as error:
-            return str(error)
-    return ""
+# -- pipelines ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_balance_loss_in_a_pipeline_is_refused() -> None:
-    with pytest.raises(Exception, match="has the routers of its own layers alone"):
-        run_on_ranks(2, balanced_pipeline)
+def counting_all(count: int) -> list[dict[str, torch.Tensor]]:
+    """Batches in which every label counts, so that micro-batches weigh alike."""
+    return [{"input_ids": batch["input_ids"], "labels": batch["input_ids"]} for batch in batches(count)]
+
+
+def through_stages(parallel: dict[str, Any], model: str, **settings: Any) -> Seen:
+    """What :func:`expert_cases.run` returns, of micro-batches that weigh alike."""
+    numbers: list[float] = []
+    state: dict[str, torch.Tensor] = {}
+    with engine_of(parallel, model, **settings) as engine:
+        for step, batch in enumerate(counting_all(2)):
+            numbers.append(engine.train_step(engine.shard_batch(batch)))
+            assert engine.last is not None and engine.last.grad_norm is not None
+            numbers.append(engine.last.grad_norm)
+            state.update({f"{step} {name}": value for name, value in engine.full_state_dict().items()})
+    return numbers, state
+
+
+def one_by_one(model: str, ranks: int, microbatches: int) -> Seen:
+    """The same in one process: the balance is that of each micro-batch on all data ranks."""
+    numbers: list[float] = []
+    state: dict[str, torch.Tensor] = {}
+    with engine_of({}, model, gradient_accumulation=microbatches) as engine:
+        for step, batch in enumerate(counting_all(2)):
+            rows = torch.arange(len(batch["labels"])).view(ranks, microbatches, -1)
+            losses = [
+                engine.train_step({name: value[rows[:, number].flatten()] for name, value in batch.items()})
+                for number in range(microbatches)
+            ]
+            assert engine.last is not None and engine.last.grad_norm is not None
+            numbers += [sum(losses) / len(losses), engine.last.grad_norm]
+            state.update({f"{step} {name}": value for name, value in engine.full_state_dict().items()})
+    return numbers, state
+
+
+def staged(size: int = 2, schedule: str = "1f1b", **more: Any) -> dict[str, Any]:
+    return dict(size=size, schedule=schedule, microbatches=2, **more)
+
+
+STAGED: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "deep", dict(pipeline=staged())),
+    (2, "deep", dict(pipeline=staged(schedule="zb-v"))),
+    (4, "deep", dict(data=2, expert=2, pipeline=staged(), zero=zero(1))),
+    (4, "deep starved", dict(tensor=2, expert=2, pipeline=staged(schedule="interleaved", chunks=2))),
+    (4, "last dense", dict(pipeline=staged(4))),
+]
+
+
+@pytest.mark.parametrize(("count", "model", "parallel"), STAGED, ids=str)
+def test_a_balance_loss_counts_on_the_routers_of_all_stages(count: int, model: str, parallel: dict[str, Any]) -> None:
+    found = run_on_ranks(count, through_stages, parallel, model)[0]
+    assert_same(found, one_by_one(model, parallel.get("data", 1), 2), parallel)
+
+
+def apart() -> None:
+    with engine_of(dict(pipeline=staged()), "two in a block") as engine:
+        engine.train_step(engine.shard_batch(batches(1)[0]))
+
+
+def test_routers_that_no_stage_can_send_are_refused() -> None:
+    with pytest.raises(Exception, match="sums of routers go from stage to stage where each block"):
+        run_on_ranks(2, apart)

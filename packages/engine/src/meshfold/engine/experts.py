@@ -63,8 +63,9 @@ def give_own_tokens(mixtures: Iterable[nn.Module], world: World) -> None:
 
 
 _IN_PIPELINES = (
-    "a balance loss or z-loss of experts under pipeline: the stage that computes the loss has the routers of its own layers alone. "
-    "Leave the loss out (SigmoidRouter balances by a bias), or use a spec without pipeline"
+    "a balance loss or z-loss of experts under pipeline: sums of routers go from stage to stage where each block of the model has "
+    "one router at most, and there are none beside the blocks. Write the model so, leave the loss out (SigmoidRouter balances by a "
+    "bias), or use a spec without pipeline"
 )
 
 
@@ -90,11 +91,23 @@ class RoutingSumsOverRanks:
 
 
 def share_routing_sums(model: nn.Module, world: World) -> None:
-    """Let balance losses of :mod:`meshfold.experts` be those of the global batch, under every spec, and refused in pipelines."""
+    """Let balance losses of :mod:`meshfold.experts` be those of the global batch, under every spec.
+
+    In pipelines they are refused until :mod:`meshfold.engine.model.carried_sums` finds that all sums come to the last stage.
+    """
     for keeper in _keepers(model):
         keeper.over_ranks = RoutingSumsOverRanks(world)
         if world.pipelined:
             keeper.refusal = _IN_PIPELINES
+
+
+def routers_by_name(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return who keeps the sums of each router of a model, with the name of the router's module."""
+    found = sys.modules.get("meshfold.experts")
+    if found is None:
+        return []
+    keepers = ((name, found.keeper_of(module)) for name, module in model.named_modules())
+    return [(name, keeper) for name, keeper in keepers if keeper is not None]
 
 
 def balances(model: nn.Module) -> bool:

@@ -15,7 +15,14 @@ from meshfold.experts.dispatch import dispatch
 from meshfold.experts.feed_forward import ExpertLayout, feed_forward
 from meshfold.experts.find import ExpertBlock, find_experts
 from meshfold.experts.grouped import grouped_matmul
-from meshfold.experts.keep import RoutingKeeper, keep_routing, routing_keepers, sum_over_ranks
+from meshfold.experts.keep import (
+    RoutingKeeper,
+    RoutingSumsElsewhere,
+    keep_routing,
+    keeper_of,
+    routing_keepers,
+    sum_over_ranks,
+)
 from meshfold.experts.layer import Experts, MixtureOfExperts, SharedExpert
 from meshfold.experts.losses import balance_loss, z_loss
 from meshfold.experts.routers import Router, SigmoidRouter, SoftmaxRouter, update_selection_bias
@@ -35,6 +42,7 @@ __all__ = [
     "Routing",
     "RoutingKeeper",
     "RoutingSums",
+    "RoutingSumsElsewhere",
     "ShardedExperts",
     "SharedExpert",
     "SigmoidRouter",
@@ -46,6 +54,7 @@ __all__ = [
     "find_experts",
     "grouped_matmul",
     "keep_routing",
+    "keeper_of",
     "moved_bias",
     "over_ranks",
     "routing_keepers",

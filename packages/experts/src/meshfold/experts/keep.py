@@ -26,20 +26,21 @@ class RoutingKeeper:
         sums: of the last forward; None before it, and after one in training mode without gradients.
         over_ranks: sums a vector over the ranks that share a batch, with gradients; None: nobody has split it.
         refusal: why a loss of the sums would be wrong; "" if it would not.
+        experts: that the router chooses of.
     """
 
     def __init__(self, router: nn.Module, experts: int, *, sigmoid: bool) -> None:
         self.sums: RoutingSums | None = None
         self.over_ranks: Reduce | None = None
         self.refusal = ""
-        self._router, self._experts, self._sigmoid = router, experts, sigmoid
+        self._router, self.experts, self._sigmoid = router, experts, sigmoid
         self._handle = router.register_forward_hook(self._keep)
         setattr(router, ATTRIBUTE, self)
 
     def _keep(self, module: nn.Module, arguments: Any, output: Any) -> None:
         self.sums = None
         if not module.training or torch.is_grad_enabled():
-            logits, _, index = outputs_of(output, self._experts)
+            logits, _, index = outputs_of(output, self.experts)
             self.sums = routing_sums(routing_of(logits, index, sigmoid=self._sigmoid))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,6 +52,25 @@ class RoutingKeeper:
         self._handle.remove()
         if getattr(self._router, ATTRIBUTE, None) is self:
             delattr(self._router, ATTRIBUTE)
+
+
+class RoutingSumsElsewhere(RoutingKeeper):
+    """A place for the sums of a router that is on another rank, such as one of an earlier stage of a pipeline.
+
+    They are set by who has them, and read with those of the routers here, in the order of the modules.
+    """
+
+    def __init__(self, stand_in: nn.Module) -> None:
+        """Args:
+        stand_in: the module in the place of the one with the router.
+        """
+        self.sums: RoutingSums | None = None
+        self.over_ranks: Reduce | None = None
+        self.refusal = ""
+        stand_in.__dict__[ATTRIBUTE] = self
+
+    def close(self) -> None:
+        """Do nothing: there is no hook."""
 
 
 def keep_routing(model: nn.Module) -> list[RoutingKeeper]:

@@ -31,12 +31,17 @@ class Router(nn.Module):
     def __init__(self, hidden: int, experts: int, top_k: int) -> None:
         super().__init__()
         check_top_k(top_k, experts)
-        self.top_k = top_k
+        self.top_k, self._experts = top_k, experts
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.sums: RoutingSums | None = None
         self.over_ranks: Reduce | None = None
         self.refusal = ""
         nn.init.uniform_(self.weight, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
+
+    @property
+    def experts(self) -> int:
+        """The number of experts that it chooses of."""
+        return self._experts
 
     def forward(self, x: Tensor) -> Routing:
         """Route n tokens ``[n, h]``. Products of fewer bits than float32 are taken in float32."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import Mesh, broadcast, with_old_names
 from meshfold.mesh.model_io import eval_mode
+from meshfold.pipeline.runtime.carried import Carried
 from meshfold.pipeline.runtime.executor import Channels, Executor, Peaks
 from meshfold.pipeline.runtime.gradients import CompleteGradients, TiedGradients, pairs
 from meshfold.pipeline.runtime.microbatch import NO_REPLICAS, Batches, Microbatch, Replicas
@@ -164,6 +165,11 @@ class Pipeline:
         """Compute the loss without whole logits in the last stage; ``logits``: of ``module``."""
         for stage in self._stages.values():
             stage.logits = logits
+
+    def carry(self, carried: Carried) -> None:
+        """Send numbers of the blocks from stage to stage beside the stream, to be read in the last. All ranks must call."""
+        for stage in self._stages.values():
+            stage.carried = carried
 
     # -- training ---------------------------------------------------------------------------------------------------
 

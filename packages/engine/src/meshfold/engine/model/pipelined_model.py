@@ -14,6 +14,7 @@ from meshfold.checkpoint.state import modules_with_extra_state
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, leave_out_targets
 from meshfold.engine.batches.shown import called, note_in_place
+from meshfold.engine.model.carried_sums import carry_routing_sums
 from meshfold.engine.precision import Precision
 from meshfold.engine.sequence import local_length
 from meshfold.engine.sequence.checks import check_mixing
@@ -138,6 +139,7 @@ class PipelinedModel:
         self._measures = spec.schedule == "auto"
         self._looks = True
         self.inventory = Inventory.of(model)
+        carry = carry_routing_sums(model, world, precision.dtype)
         example = settings.called(model, world.device, precision)
         free = callable(spec.schedule) or spec.schedule_name in ("interleaved", "auto")
         try:
@@ -153,6 +155,7 @@ class PipelinedModel:
                 reduce=self._complete,
                 replicas=self._replicas(precision),
             )
+            carry(self.pipeline)
         except ExampleError as error:
             raise SpecError(
                 f"pipeline={spec.to_dict()}: {error.what}. Give Engine(..., example=batch): a small batch such as train_step is "

@@ -33,6 +33,7 @@ from meshfold.mesh.initialization import find_value_source, shard_coordinates
 from meshfold.mesh.model_io import local_shard
 from meshfold.mesh.parameters import WeightGradQueue, gradient_scope
 from meshfold.mesh.random import DropoutStream, current_dropout_stream
+from meshfold.pipeline.runtime.carried import Carried, carried_slots
 from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 from meshfold.pipeline.runtime.forward_analysis import bypassed
 from meshfold.pipeline.runtime.microbatch import Microbatch, Replicas
@@ -61,6 +62,7 @@ class Stage:
         live: micro-batches between F and B.
         kept: micro-batches between F and W.
         logits: deferred logits of the last stage, which are never whole; None: all are computed.
+        carried: what travels beside the stream; None: nothing does.
     """
 
     def __init__(self, partition: Partition, number: int, queue: WeightGradQueue, loss_of: LossOf) -> None:
@@ -78,6 +80,7 @@ class Stage:
         self.kept: set[int] = set()
         self._looked_at = False
         self.logits: DeferredLogits | None = None
+        self.carried: Carried | None = None
 
     @property
     def live(self) -> tuple[int, ...]:
@@ -90,11 +93,11 @@ class Stage:
 
     def inputs(self, plan: TransferPlan) -> Slots:
         """Return the slots of the stage's input."""
-        return plan.into(self.first) if self.first else ()
+        return (*plan.into(self.first), *carried_slots(self.carried, self.first)) if self.first else ()
 
     def outputs(self, plan: TransferPlan) -> Slots:
         """Return the slots of the stage's output."""
-        return () if self.is_last else plan.into(self.stop)
+        return () if self.is_last else (*plan.into(self.stop), *carried_slots(self.carried, self.stop))
 
     def random_inputs(self, plan: TransferPlan, device: torch.device) -> list[Tensor]:
         """Return random tensors in the shape of the stage's input."""
@@ -107,10 +110,19 @@ class Stage:
     def run(self, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Run the forward; return the stage's output, or the model's; and the input leaves that backward fills."""
         model, partial_forward = self._partition.model, self._partition.partial_forward
+        beside: list[Tensor] = []
+        if self.first and carried_slots(self.carried, self.first):
+            *received, numbers = received
+            beside = [numbers.detach().requires_grad_(torch.is_grad_enabled())]
+        if self.carried is not None:
+            self.carried.arrive(beside[0] if beside else None, self.first)
         with dropout_of(work):
-            return partial_forward.forward(
+            output, inputs = partial_forward.forward(
                 lambda: model(*work.args, **work.kwargs), plan, self.first, self.stop, received
             )
+        if self.carried is not None and not self.is_last and carried_slots(self.carried, self.stop):
+            output = [*output, torch.cat([*beside, self.carried.leave(self.first, self.stop)])]
+        return output, [*inputs, *beside]
 
     def forward(
         self, key: int, work: Microbatch, plan: TransferPlan, received: Sequence[Tensor]
