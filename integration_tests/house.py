@@ -29,7 +29,7 @@ SIBLINGS: dict[str, set[str]] = {
     "zero_gemini": _GROUND,
     "pipeline": _GROUND,
     "checkpoint": {"mesh"},
-    "models": {*_GROUND, "tensor_parallel"},
+    "models": {*_GROUND, "experts", "tensor_parallel"},
     "engine": _PARALLEL,
     "planner": _INTEGRATION,
     "huggingface": {*_INTEGRATION, "models"},

@@ -130,9 +130,16 @@ def train_and_save(folder: str, parallel: dict[str, Any], model: str) -> None:
         engine.save_hugging_face(f"{folder}/exported")
 
 
-@pytest.mark.parametrize(("model", "axis"), [("gpt-tiny", "tensor"), ("llama-tiny", "pipeline")])
-def test_our_own_models_are_theirs(model: str, axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_on_ranks(2, train_and_save, str(tmp_path), {axis: 2}, model)
+OWN_MODELS: dict[str, dict[str, Any]] = {
+    "gpt-tiny": dict(tensor=2),
+    "llama-tiny": dict(pipeline=2),
+    "llama-moe-tiny": dict(data=2, expert=2),  # Mixtral
+}
+
+
+@pytest.mark.parametrize("model", OWN_MODELS)
+def test_our_own_models_are_theirs(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_on_ranks(2, train_and_save, str(tmp_path), OWN_MODELS[model], model)
     assert main(["convert", f"{tmp_path}/checkpoint", f"{tmp_path}/converted", "--shard-size", "100KB"]) == 0
     assert "a Hugging Face folder; " in capsys.readouterr().out
     assert same_bytes(tmp_path / "exported", tmp_path / "converted")

@@ -64,7 +64,10 @@ def routing_sums(routing: Routing, mask: Tensor | None = None) -> RoutingSums:
     )
     squares = routing.logits.to(probabilities.dtype).logsumexp(-1).square()
     return RoutingSums(
-        counts=counts, probabilities=each @ probabilities, squares=(squares * each).sum(), tokens=each.sum()
+        counts=counts,
+        probabilities=(probabilities if mask is None else probabilities * each.unsqueeze(1)).sum(0),
+        squares=(squares * each).sum(),
+        tokens=each.sum(),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.tensors import TensorInfo
 from meshfold.mesh import SpecError
-from meshfold.models import DecoderConfig, GPTConfig, LlamaConfig
+from meshfold.models import DecoderConfig, GPTConfig, LlamaConfig, MoELlamaConfig
 
-OWN: dict[str, type[DecoderConfig]] = {config.kind: config for config in (GPTConfig, LlamaConfig)}
+OWN: dict[str, type[DecoderConfig]] = {config.kind: config for config in (GPTConfig, LlamaConfig, MoELlamaConfig)}
 _HEAD = "head.weight"
 
 
@@ -78,13 +78,52 @@ class Row:
         return Step(sources=self.theirs, results={self.ours: described}, make=make)
 
 
-def rows_of(config: DecoderConfig) -> list[Row]:
+@dataclass(frozen=True, kw_only=True)
+class ExpertRow:
+    """A stacked tensor of ours, ``[e, ..]``, and those that its experts are over there, one or several each, in order."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    experts: int
+
+    def leave(self, given: Mapping[str, Tensor]) -> Step:
+        """Convert our tensor to Hugging Face's."""
+        whole = given[self.ours]
+        each = len(self.theirs) // self.experts
+        if whole.shape[0] != self.experts or whole.shape[1] % each:
+            raise CheckpointError(
+                f"{self.ours!r} has {whole.shape[0]} experts and the model's configuration says {self.experts}: it is of another "
+                "model"
+            )
+        described = TensorInfo(dtype=whole.dtype, shape=(whole.shape[1] // each, whole.shape[2]))
+
+        def make(read: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [part for matrix in read[0] for part in matrix.chunk(each)]
+
+        return Step(sources=(self.ours,), results=dict.fromkeys(self.theirs, described), make=make)
+
+    def enter(self, given: Mapping[str, Tensor]) -> Step:
+        """Convert Hugging Face's tensors to ours."""
+        rows, columns = given[self.theirs[0]].shape
+        each = len(self.theirs) // self.experts
+
+        def make(read: Sequence[Tensor]) -> Sequence[Tensor]:
+            return [torch.cat(list(read)).view(self.experts, each * rows, columns)]
+
+        described = TensorInfo(dtype=given[self.theirs[0]].dtype, shape=(self.experts, each * rows, columns))
+        return Step(sources=self.theirs, results={self.ours: described}, make=make)
+
+
+AnyRow: TypeAlias = Row | ExpertRow
+
+
+def rows_of(config: DecoderConfig) -> list[AnyRow]:
     """Return the table of a model, the head last."""
     body = _gpt(config) if isinstance(config, GPTConfig) else _llama(config)
     return [*body, Row(ours=_HEAD, theirs=("lm_head.weight",))]
 
 
-def _gpt(config: DecoderConfig) -> Iterable[Row]:
+def _gpt(config: DecoderConfig) -> Iterable[AnyRow]:
     yield Row(ours="embed.weight", theirs=("transformer.wte.weight",))
     yield Row(ours="positions.weight", theirs=("transformer.wpe.weight",))
     linear = {
@@ -105,7 +144,7 @@ def _gpt(config: DecoderConfig) -> Iterable[Row]:
         yield Row(ours=f"norm.{kind}", theirs=(f"transformer.ln_f.{kind}",))
 
 
-def _llama(config: DecoderConfig) -> Iterable[Row]:
+def _llama(config: DecoderConfig) -> Iterable[AnyRow]:
     yield Row(ours="embed.weight", theirs=("model.embed_tokens.weight",))
     for i in range(config.layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
@@ -115,9 +154,22 @@ def _llama(config: DecoderConfig) -> Iterable[Row]:
         yield Row(ours=f"{ours}.attn.qkv.weight", theirs=qkv, parts=config.qkv_parts)
         yield Row(ours=f"{ours}.attn.out.weight", theirs=(f"{theirs}.self_attn.o_proj.weight",))
         yield Row(ours=f"{ours}.norm2.weight", theirs=(f"{theirs}.post_attention_layernorm.weight",))
+        if isinstance(config, MoELlamaConfig):
+            yield from _mixture(config, f"{ours}.mlp", f"{theirs}.block_sparse_moe")
+            continue
         yield Row(ours=f"{ours}.mlp.gate_up.weight", theirs=both, parts=(config.inner, config.inner))
         yield Row(ours=f"{ours}.mlp.down.weight", theirs=(f"{theirs}.mlp.down_proj.weight",))
     yield Row(ours="norm.weight", theirs=("model.norm.weight",))
+
+
+def _mixture(config: MoELlamaConfig, ours: str, theirs: str) -> Iterable[AnyRow]:
+    """Yield the rows of a mixture: the names of Mixtral's files, which have experts one by one."""
+    experts = [f"{theirs}.experts.{number}" for number in range(config.experts)]
+    gate_up = tuple(f"{expert}.{part}.weight" for expert in experts for part in ("w1", "w3"))
+    down = tuple(f"{expert}.w2.weight" for expert in experts)
+    yield Row(ours=f"{ours}.router.weight", theirs=(f"{theirs}.gate.weight",))
+    yield ExpertRow(ours=f"{ours}.experts.gate_up", theirs=gate_up, experts=config.experts)
+    yield ExpertRow(ours=f"{ours}.experts.down", theirs=down, experts=config.experts)
 
 
 def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
@@ -133,7 +185,12 @@ def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
 
 
 def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
-    """Return the steps from a state of ours to one of Hugging Face's; a tied head is left out, as transformers does."""
+    """Return the steps from a state of ours to one of Hugging Face's; a tied head is left out, as transformers does.
+
+    Raises:
+        CheckpointError: where the state is of another model, or transformers has no such model.
+    """
+    theirs_of(config)
     rows = [row for row in rows_of(config) if row.ours != _HEAD]
     names = set(given)
     if config.tie:  # either name will do
@@ -234,8 +291,23 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"a {type(config).__name__} has no config.json of transformers: only {GPTConfig.__name__} and {LlamaConfig.__name__} do"
         )
-    # Mistral is Llama with a window, to the last operation; it has no biases to be spoken of.
-    if config.window is None:
+    # Mistral is Llama with a window, to the last operation; it has no biases to be spoken of. Mixtral is Mistral with experts.
+    if isinstance(config, MoELlamaConfig):
+        if config.router != "softmax" or config.shared is not None:
+            raise CheckpointError(
+                f"Mixtral of transformers has a softmax router and no shared expert, and this model has router={config.router!r}, "
+                f"shared={config.shared}: it has no config.json of transformers"
+            )
+        common |= {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "sliding_window": config.window,
+            "num_local_experts": config.experts,
+            "num_experts_per_tok": config.top_k,
+            "router_aux_loss_coef": config.balance,
+            "router_jitter_noise": 0.0,
+        }
+    elif config.window is None:
         common |= {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -293,7 +365,7 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
             tie=theirs.get("tie_word_embeddings", True),
             dropout=theirs.get("resid_pdrop", 0.1),
         )
-    if kind in ("llama", "mistral"):
+    if kind in ("llama", "mistral", "mixtral"):
         _same(theirs, hidden_act="silu", attention_bias=False, mlp_bias=False)
         rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
         scaled = rope.get("rope_type", rope.get("type", "default"))
@@ -302,8 +374,8 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
                 f"rotary positions scaled by {scaled!r} are not in our Llama: keep Hugging Face's names"
             )
         # What a file leaves out is what transformers takes: Mistral's are those of its 7B model.
-        mistral = kind == "mistral"
-        return LlamaConfig(
+        mistral = kind != "llama"
+        common: dict[str, Any] = dict(
             vocab_size=theirs["vocab_size"],
             hidden=theirs["hidden_size"],
             layers=theirs["num_hidden_layers"],
@@ -312,13 +384,22 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
             head_dim=theirs.get("head_dim"),
             ffn=theirs["intermediate_size"],
             max_positions=theirs.get("max_position_embeddings", 4096 * 32 if mistral else 2048),
-            window=theirs.get("sliding_window", 4096) if mistral else None,
+            window=theirs.get("sliding_window", 4096 if kind == "mistral" else None) if mistral else None,
             tie=theirs.get("tie_word_embeddings", False),
-            rope_theta=rope.get("rope_theta", theirs.get("rope_theta", 10000.0)),
-            norm_eps=theirs.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta", theirs.get("rope_theta", 1e6 if kind == "mixtral" else 10000.0)),
+            norm_eps=theirs.get("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
         )
+        if kind == "mixtral":
+            _same(theirs, router_jitter_noise=0.0)
+            return MoELlamaConfig(
+                **common,
+                experts=theirs.get("num_local_experts", 8),
+                top_k=theirs.get("num_experts_per_tok", 2),
+                balance=theirs.get("router_aux_loss_coef", 0.001),
+            )
+        return LlamaConfig(**common)
     raise CheckpointError(
-        f"there is no model of ours like {kind!r}, only gpt2, llama and mistral: keep Hugging Face's names"
+        f"there is no model of ours like {kind!r}, only gpt2, llama, mistral and mixtral: keep Hugging Face's names"
     )
 
 

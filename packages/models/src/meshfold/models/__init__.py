@@ -14,6 +14,7 @@ from meshfold.models.generate import generate
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
 from meshfold.models.loss import CausalLMLoss, CausalLMOutput
+from meshfold.models.moe import MoELlamaConfig
 from meshfold.models.presets import PRESETS, build, preset
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "GPTConfig",
     "Llama",
     "LlamaConfig",
+    "MoELlamaConfig",
     "build",
     "generate",
     "preset",

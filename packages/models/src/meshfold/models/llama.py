@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from meshfold.experts import balance_loss
 from meshfold.kernels import swiglu
 from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
 from meshfold.models.attention import Attention, CausalMask, Rotary, fused
 from meshfold.models.config import LlamaConfig
-from meshfold.models.gpt import initialize
+from meshfold.models.gpt import INIT_STD, initialize
 from meshfold.models.loss import CausalLMLoss, CausalLMOutput
+from meshfold.models.moe import MoELlamaConfig, initialize_mixtures, mixture
 
 
 class GatedMLP(nn.Module):
@@ -34,7 +38,7 @@ class Block(nn.Module):
         self.attn = Attention(config, bias=False)
         self.dropout1 = nn.Dropout(config.dropout)
         self.norm2 = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = GatedMLP(config.hidden, config.inner)
+        self.mlp: Any = mixture(config) if isinstance(config, MoELlamaConfig) else GatedMLP(config.hidden, config.inner)
         self.dropout2 = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
@@ -44,7 +48,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama-like decoder with its language model head and loss."""
+    """A Llama-like decoder with its language model head and loss; with experts if its configuration has them."""
 
     flat_tokens = True
     caches_keys = True
@@ -63,6 +67,7 @@ class Llama(nn.Module):
         if config.tie:
             self.head.weight = self.embed.weight
         initialize(self, ("out", "down"), config.layers)
+        initialize_mixtures(self, INIT_STD, config.layers)
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
@@ -86,5 +91,8 @@ class Llama(nn.Module):
         if labels is not None:
             if position_ids is not None and self.loss.shifts:
                 labels = ignore_document_starts(labels, position_ids)
-            return CausalLMOutput(loss=self.loss(logits, labels), logits=logits)
+            loss = self.loss(logits, labels)
+            if isinstance(self.config, MoELlamaConfig) and self.config.balance and self.training:
+                loss = loss + self.config.balance * balance_loss(self)
+            return CausalLMOutput(loss=loss, logits=logits)
         return CausalLMOutput(loss=None, logits=logits.view(-1, seq_len, logits.shape[-1]))

@@ -9,6 +9,7 @@ from meshfold.mesh import SpecError, did_you_mean
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
+from meshfold.models.moe import MoELlamaConfig
 
 PRESETS: dict[str, GPTConfig | LlamaConfig] = {
     "gpt-tiny": GPTConfig(vocab_size=256, hidden=64, layers=2, heads=4, max_positions=128),
@@ -51,6 +52,22 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
         ffn=28672,
         max_positions=8192,
         rope_theta=500000.0,
+    ),
+    "llama-moe-tiny": MoELlamaConfig(
+        vocab_size=256, hidden=64, layers=2, heads=4, kv_heads=2, ffn=96, experts=8, top_k=2, max_positions=128
+    ),
+    "mixtral-8x7b": MoELlamaConfig(
+        vocab_size=32000,
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        ffn=14336,
+        experts=8,
+        top_k=2,
+        max_positions=32768,
+        rope_theta=1000000.0,
+        balance=0.02,
     ),
 }
 """``*-tiny`` and ``*-small`` are for bytes on a laptop; the rest are the published shapes."""
