@@ -111,7 +111,9 @@ def test_heads_that_do_not_divide_are_refused_before_the_start() -> None:
 
 
 def test_a_plan_says_what_the_next_product_waits_for() -> None:
-    """By hand for four ranks: of two blocks, the exchanges, and the sums of attention's weights in float32."""
+    """By hand for four ranks: of two blocks, the exchanges, and one sum of attention's weights in float32, in a bucket that counts
+    their uses, however many micro-steps there are.
+    """
     sizes: Spec = dict(batch_size=4, seq_len=8, precision="fp32")
     parallel = ParallelSpec.parse(dict(tensor=dict(mode="1d", size=4, attention="tokens")), 4)
     found = estimate(MODELS["llama"], parallel, **sizes)
@@ -119,8 +121,10 @@ def test_a_plan_says_what_the_next_product_waits_for() -> None:
     (weights,) = (entry for entry in found.traffic if entry.phase == "weights")
     layers, hidden, kv, repeat, tokens = SIZES["layers"], SIZES["hidden"], 2 * 4, 2, 4 * 8
     qkv = hidden + 2 * kv
-    assert (weights.kind, weights.axes, weights.calls) == ("all_reduce", ("tensor",), 2 * layers)
-    assert weights.bytes == found.hideable == 2 * 3 / 4 * layers * (qkv + hidden) * hidden * 4
+    assert (weights.kind, weights.axes, weights.calls) == ("all_reduce", ("tensor",), 1)
+    assert weights.bytes == found.hideable == 2 * 3 / 4 * layers * ((qkv + hidden) * hidden + 2) * 4
+    twice = estimate(MODELS["llama"], parallel, accumulate=2, **sizes)
+    assert [entry for entry in twice.traffic if entry.phase == "weights"] == [weights]
     exchanged = sum(entry.bytes for entry in found.traffic if entry.kind == "all_to_all")
     assert exchanged == 2 * 3 / 4 * layers * tokens / 4 * (hidden + 2 * kv * repeat + hidden) * 4
     assert found.critical < other.critical and not [entry for entry in other.traffic if entry.phase == "weights"]

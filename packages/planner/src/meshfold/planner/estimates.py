@@ -194,7 +194,7 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     spent = {"tensor": 0.0, "data": 0.0}
     for entry in found.traffic:
         seconds = entry.calls * machine.latency + entry.bytes / machine.slowest(mesh, entry.axes)
-        spent["data" if entry.phase in ("gradients", "parameters") else "tensor"] += seconds
+        spent["data" if entry.phase in ("weights", "gradients", "parameters") else "tensor"] += seconds
     return Times(compute=found.flops / machine.flops[precision], **spent)
 
 

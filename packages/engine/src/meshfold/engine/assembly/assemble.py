@@ -39,7 +39,7 @@ from meshfold.mesh.initialization import (
     shard_coordinates,
 )
 from meshfold.mesh.parameters import copy_parameter_hooks, metadata_on
-from meshfold.tensor_parallel import Report, parallelize
+from meshfold.tensor_parallel import Linear, Report, parallelize
 from meshfold.tensor_parallel.convert import check_rules
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ def assemble(
         meta = metadata_on(parameter, world.mesh)
         if not meta.own_sum_axes:
             annotate(parameter, replace(meta, sum_axes=world.outer_axes))
+    _sum_by_tokens_apart(built, world)
     named = built.named_parameters() if pipelined is None else pipelined.pipeline.named_parameters()
     parameters = {name: p for name, p in named if p.requires_grad}
     cast_rest(built, precision, set(built.parameters()) if in_chunks else set(parameters.values()))
@@ -276,6 +277,19 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
         except LayoutError:
             return None
     return None
+
+
+def _sum_by_tokens_apart(model: nn.Module, world: World) -> None:
+    """Sum gradients of weights that each rank multiplies with its own tokens together with those over the data axes: in buckets
+    or chunks, beside the backward, once a step.
+    """
+    for module in model.modules():
+        tokens = module.sum_gradients_apart() if isinstance(module, Linear) else ()
+        if tokens:
+            axes = tuple(axis for axis in world.mesh.names if axis in (*world.outer_axes, *tokens))
+            for parameter in module.parameters(recurse=False):
+                meta = metadata_on(parameter, world.mesh)
+                annotate(parameter, replace(meta, sum_axes=axes, own_sum_axes=True))
 
 
 def _folder(model: object, built: nn.Module, world: World) -> SourceValues | None:

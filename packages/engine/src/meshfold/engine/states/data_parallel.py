@@ -25,6 +25,7 @@ from meshfold.engine.errors import TrainingError
 from meshfold.engine.precision import Masters
 from meshfold.mesh import Group, Mesh, Pending, all_reduce, metadata
 from meshfold.mesh.parameters import GradientProxy
+from meshfold.mesh.recording import weight_gradients
 
 BUCKET_BYTES = 25 * 2**20
 _ALIGN = 16  # elements: gradients begin where vector instructions like it
@@ -102,7 +103,8 @@ class Bucket:
         if missing:
             uses[missing] = 0
         self._filled = set()
-        self._flat, self._pending = None, all_reduce(flat, self.group, async_op=True)
+        with weight_gradients():
+            self._flat, self._pending = None, all_reduce(flat, self.group, async_op=True)
 
     def deliver(self, factor: float) -> None:
         """Set every target's summed gradient times the factor, and drop it here."""

@@ -158,6 +158,7 @@ class Linear(ShardedLayer):
         self._batch: BatchShape | None = None
         self._site: WeightGradSite | None = None
         self._fp8: Fp8Gather | None = None
+        self._apart = False
         self.head_dim = 0
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = getattr(module, "bias", None)
@@ -269,22 +270,47 @@ class Linear(ShardedLayer):
             self._bind()
         return self._site
 
+    def sum_gradients_apart(self) -> tuple[str, ...]:
+        """Leave the gradients of weight and bias to who sums them beside the backward, if the product sends nothing else.
+
+        Returns:
+            the axes that they are to be summed over from now on; none if the layer goes on as before.
+        """
+        if self.exchange is None:
+            return ()
+        self._apart = True
+        self._enter_bias = identity
+        self._bind()
+        return self.plan.y[self.plan.m]
+
+    @property
+    def _multiplies(self) -> MatmulPlan:
+        """The plan of the product: without axes where gradients are summed apart."""
+        return (
+            self.mesh.once("local matmul", lambda: plan(*map(Layout.parse, ("m k", "k n", "m n"))))
+            if self._apart
+            else self.plan
+        )
+
     def _bind(self) -> None:
         """Bind the products of the plan, the lowering and the precision that the layer has now."""
-        if self._fp8 is None:
-            self._multiply = bind_matmul(self.plan, self.mesh, lowering=self.lowering)
+        plan, mesh = self._multiplies, self.mesh
+        self._alone = self._fp8 is None and (self._apart or on_one_rank(plan, mesh))
+        if self._fp8 is not None:
+            self._multiply = bind_product(plan, mesh, self._fp8)
         else:
-            self._multiply = bind_product(self.plan, self.mesh, self._fp8)
-        self._alone = self._fp8 is None and on_one_rank(self.plan, self.mesh)
+            self._multiply = functional.linear if self._apart else bind_matmul(plan, mesh, lowering=self.lowering)
         if self._site is not None:
-            self._multiply_deferred = bind_deferred_matmul(self.plan, self.mesh, lowering=self._fp8 or self.lowering)
+            self._multiply_deferred = bind_deferred_matmul(plan, mesh, lowering=self._fp8 or self.lowering)
 
     def _add_weight_gradients(self, pairs: Sequence[MatmulOperands]) -> None:
         for x, dy in pairs:
             with torch.enable_grad():
                 weight = self._sum_weight(self.weight)
                 operand = weight if self.stored == "nk" else weight.t()
-            dw = weight_gradient(self.plan, self.mesh, x, operand.detach(), dy, lowering=self._fp8 or self.lowering)
+            dw = weight_gradient(
+                self._multiplies, self.mesh, x, operand.detach(), dy, lowering=self._fp8 or self.lowering
+            )
             if operand is self.weight:
                 accumulate_grad(self.weight, dw)
             else:
