@@ -73,6 +73,26 @@ def test_the_whole_product_is_serial(count: int, model: str, parallel: dict[str,
     assert_same(on_ranks(count, parallel, model), serial(model), parallel)
 
 
+def norms_and_matrices(parallel: dict[str, Any], names: tuple[str, ...]) -> list[Seen]:
+    """A run of each optimizer, which look at more than an element."""
+    return [run(parallel, "plain", 1, optimizer=dict(name=name, lr=1e-2)) for name in names]
+
+
+@pytest.mark.slow  # compiles kernels of LAMB on every rank
+def test_optimizers_that_look_at_whole_tensors_see_whole_experts() -> None:
+    names = ("lamb", "muon", "adafactor")
+    wanted = norms_and_matrices({}, names)
+    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        (dict(data=4, expert=2), names),
+        (dict(data=2, expert=4, tensor=2, zero=zero(2)), names[:1]),
+    ]
+    for parallel, some in cases:
+        for name, found, other in zip(
+            some, run_on_ranks(4, norms_and_matrices, parallel, some)[0], wanted, strict=False
+        ):
+            assert_same(found, other, (parallel, name))
+
+
 # -- what ranks have --------------------------------------------------------------------------------------------------
 
 
