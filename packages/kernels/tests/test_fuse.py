@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -294,6 +295,22 @@ def test_no_sum_waits_beyond_a_checkpoint(reentrant: bool) -> None:
     model[1].reentrant = reentrant  # type: ignore[assignment]
     for got, expected in zip(gradients(model, x), want, strict=True):
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_keeps_its_signature_and_copies_use_their_own_weights() -> None:
+    model = TupleStream()
+    signature = inspect.signature(model.forward)
+    assert fuse(model, **ALWAYS).modules["residual"] == ("norm2",)
+    assert inspect.signature(model.forward) == signature and "mask" in signature.parameters
+    x, other = torch.randn(2, 3, WIDTH), copy.deepcopy(model)
+    with torch.no_grad():
+        other.norm2.weight.mul_(2)  # type: ignore[union-attr, operator]
+        other.mixer.layer.bias.add_(1)  # type: ignore[union-attr, operator]
+    got = other(x)
+    assert not torch.allclose(got, model(x))
+    own = TupleStream()
+    own.load_state_dict(other.state_dict())
+    assert torch.allclose(got, own(x), atol=1e-5)
 
 
 def test_a_norm_with_hooks_is_called_and_a_sum_that_changed_is_not_made() -> None:

@@ -142,7 +142,11 @@ def fuse_residuals(
             tried[kind] = _trial(module, forward, mine)
         chosen = tried[kind]
         if chosen is not None:
-            found.append(ReplacedForward(name, module, partial(_forward, module, forward, *chosen, always)))
+            replaced: Any = partial(
+                _forward, module, forward, *chosen, always
+            )  # a deep copy of it is of the copied module
+            replaced.__signature__ = inspect.signature(types.MethodType(forward, module))
+            found.append(ReplacedForward(name, module, replaced))
             names += [f"{name}.{leaf}" if name else leaf for leaf in chosen[1]]
     return found, tuple(names)
 
