@@ -132,8 +132,8 @@ def test_bytes_are_one_copy_of_a_token_to_each_remote_rank_and_one_back() -> Non
         row = HIDDEN * x.element_size()
         assert away * row < int((owner != group.index).sum()) * row  # fewer than by pairs
         sent = [entry.bytes for entry in log.entries if entry.kind == "exchange_rows"]
-        # tokens; weights (4 bytes) and expert numbers (4) of their rows; sums back; the same in backward, without numbers
-        assert sent == [away * row, away * k * 8, arrived * row, away * row, arrived * k * 4, arrived * row]
+        # tokens; weights (4 bytes) and expert numbers (4) of their rows; sums back; then gradients of sums, tokens and weights
+        assert sent == [away * row, away * k * 8, arrived * row, away * row, arrived * row, arrived * k * 4]
         [sizes] = [entry for entry in log.entries if entry.kind != "exchange_rows"]
         assert (sizes.kind, sizes.phase, sizes.block_bytes) == ("all_to_all", "forward", 8 * 4 * (1 + EXPERTS // 4))
 
@@ -154,7 +154,14 @@ def test_a_layer_with_its_losses_on_4_equals_one_process() -> None:
     loss.backward()
     [block] = find_experts(layer)
     shard_experts(block, group)
-    y = layer(x[group.index])
+    seen: list[int] = []
+    assert layer.shared is not None
+    layer.shared.register_forward_hook(lambda *_: seen.append(len(log.entries)))
+    with record() as log:
+        y = layer(x[group.index])
+    assert (
+        seen == [3] and len(log.entries) == 4
+    )  # the shared expert ran while sizes, tokens and weights were on their way
     extra = sum(0.1 * f(layer, group) for f in losses)
     mine = (y.square().sum() / batch.numel() / shares[group.index] if len(y) else y.sum()) + extra
     (mine * shares[group.index]).backward()
@@ -218,7 +225,7 @@ def test_simulated_ranks_and_the_meta_device_have_the_shapes_and_bytes_of_real_o
             if device == "meta":  # of 8 experts in 4 pairs, 3 miss a pair with 20 / 56
                 away = round(tokens * (1 - 20 / 56)) * (size - 1)
             row = HIDDEN * x.element_size()
-            assert sent == [away * row, away * k * 8, away * row, away * row, away * k * 4, away * row]
+            assert sent == [away * row, away * k * 8, away * row, away * row, away * row, away * k * 4]
             del block
     alone = Experts(HIDDEN, FFN, EXPERTS).to("meta")
     y = alone(x.detach(), index.to("meta"), weights.detach().float())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshfold.experts.counting import by_expert, expert_places, pairs_of, rank_places
+from meshfold.experts.exchange import Exchange
 from meshfold.kernels import sum_rows, take_rows
 from meshfold.mesh import Group, SpecError, all_gather, all_to_all, exchange_rows
 from meshfold.mesh.collectives import adjoint_pair
@@ -37,6 +38,7 @@ def dispatch(
     experts: int,
     group: Group | None = None,
     capacity: float | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts: ``[n, h] -> [n, h]``, n of each rank its own.
 
@@ -49,6 +51,7 @@ def dispatch(
         group: None, or a group of one rank: all experts are here, and nothing is sent.
         capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
             ranks; the outputs of further ones are left out. None: none are.
+        meanwhile: is called once, while tokens travel; so does what autograd records of it, backward. Such as a shared expert.
 
     Raises:
         SpecError: if the ranks do not divide the experts.
@@ -64,15 +67,21 @@ def dispatch(
     if capacity is not None:
         index = within_capacity(index, experts, capacity, group)
     if group is None or ranks == 1:
+        if meanwhile is not None:
+            meanwhile()
         return _here(tokens, index, weights, run, experts, index.numel(), None)
     places, outgoing = rank_places(index, experts_each, ranks)
     sends, receives, counts = _sizes(index, outgoing, experts_each, group)
     pairs = pairs_of(places, sum(sends))
-    rows = _exchange(take_rows(tokens, pairs, places), group, sends, receives)
+    travelling = Exchange(group, sends, receives)
+    started = travelling.start(take_rows(tokens, pairs, places))
     carried = take_rows(weights, pairs, places)
     # Numbered from the first expert of the rank that they go to.
     numbers = index.index_select(0, pairs // ranks) - (pairs % ranks * experts_each).unsqueeze(1)
     arrived, mine = _Routing.apply(carried, numbers.to(torch.int32), group, sends, receives)
+    if meanwhile is not None:
+        meanwhile()
+    rows = travelling.finish(started)
     partial = _here(rows, mine, arrived, run, experts_each, sum(counts), counts)
     return sum_rows(_exchange(partial, group, receives, sends), pairs, places)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -37,8 +38,13 @@ class Experts(nn.Module):
         nn.init.uniform_(self.gate_up, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
         nn.init.uniform_(self.down, -1 / math.sqrt(ffn), 1 / math.sqrt(ffn))
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts: ``[n, h], [n, k], [n, k] -> [n, h]``."""
+    def forward(
+        self, x: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object] | None = None
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts: ``[n, h], [n, k], [n, k] -> [n, h]``.
+
+        ``meanwhile`` is called once; while tokens travel, where they do.
+        """
         return dispatch(
             x,
             index,
@@ -46,6 +52,7 @@ class Experts(nn.Module):
             lambda rows, ends, counts: feed_forward(self.layout, self, rows, ends, counts),
             experts=self.num_experts,
             capacity=self.capacity,
+            meanwhile=meanwhile,
         )
 
     def extra_repr(self) -> str:
@@ -121,7 +128,10 @@ class MixtureOfExperts(nn.Module):
         """Return the weighted sum of each token's experts, plus the shared expert."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
-        y: Tensor = self.experts(tokens, routing.index, routing.weights)
-        if self.shared is not None:
-            y = y + self.shared(tokens)
-        return y.view(x.shape)
+        shared = self.shared
+        if shared is None:
+            y: Tensor = self.experts(tokens, routing.index, routing.weights)
+            return y.view(x.shape)
+        beside: list[Tensor] = []
+        y = self.experts(tokens, routing.index, routing.weights, meanwhile=lambda: beside.append(shared(tokens)))
+        return (y + beside[0]).view(x.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,10 +100,22 @@ class DispatchingForward:
         own = getattr(block.experts, "capacity", None)
         self.capacity = own if capacity is None and isinstance(own, int | float) else capacity
 
-    def __call__(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts: ``[n, h], [n, k], [n, k] -> [n, h]``."""
+    def __call__(
+        self, tokens: Tensor, index: Tensor, weights: Tensor, meanwhile: Callable[[], object] | None = None
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts: ``[n, h], [n, k], [n, k] -> [n, h]``.
+
+        ``meanwhile`` is called once, while tokens travel.
+        """
         return dispatch(
-            tokens, index, weights, self._run, experts=self.number, group=self.group, capacity=self.capacity
+            tokens,
+            index,
+            weights,
+            self._run,
+            experts=self.number,
+            group=self.group,
+            capacity=self.capacity,
+            meanwhile=meanwhile,
         )
 
     def _run(self, rows: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
