@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from meshfold.mesh import Mesh, Part, Placement, record
 from meshfold.mesh.parameters import ParameterMeta, blocks_of
 from meshfold.mesh.testing import ranks
-from meshfold.optimizers import Adafactor, AdafactorHF, Came, GaLoreAdafactor, GaLoreAdamW, Muon, muon
+from meshfold.optimizers import (
+    Adafactor,
+    AdafactorHF,
+    Came,
+    GaLoreAdafactor,
+    GaLoreAdamW,
+    Muon,
+    OptimizerSettingError,
+    muon,
+)
 
 STEPS, GAP = 10, 4
 # Split over both dims, with padding; the depth too; queries, keys and values in one, of which ranks share keys and values;
@@ -45,6 +54,15 @@ CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float, dict[str, 
         {"all_reduce": 3},
     ),
 }
+
+
+def test_a_block_of_one_row_is_refused_where_state_would_look_like_it() -> None:
+    Adafactor.check_block((4, 3), (8, 3))
+    Adafactor.check_block((8, 1), (8, 1))
+    with pytest.raises(
+        OptimizerSettingError, match=r"block of shape \(8, 1\) of a tensor of shape \(8, 4\).*adafactor_hf"
+    ):
+        Adafactor.check_block((8, 1), (8, 4))
 
 
 def numbers() -> list[list[Tensor]]:

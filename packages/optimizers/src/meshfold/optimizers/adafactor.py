@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +54,23 @@ class Adafactor(torch.optim.Adafactor):
             for bucket in in_buckets(chosen, self.blocks.bucket_elements):
                 self._step_on(group, bucket)
         return loss
+
+    @staticmethod
+    def check_block(shape: Sequence[int], whole: Sequence[int]) -> None:
+        """Check that means of a whole tensor, of torch's shapes, cannot be taken for a block.
+
+        Args:
+            shape: of the block.
+            whole: of the tensor.
+
+        Raises:
+            OptimizerSettingError: for a block of one row or column.
+        """
+        if len(shape) >= 2 and tuple(shape) != tuple(whole) and 1 in shape[-2:]:
+            raise OptimizerSettingError(
+                f"Adafactor: a block of shape {tuple(shape)} of a tensor of shape {tuple(whole)} has one row or column, the shape "
+                "of its means in a checkpoint; use adafactor_hf, or fewer ranks for tensor"
+            )
 
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
         """Step on some parameters as torch does, in two rounds of sums: of squares, and of updates."""

@@ -10,8 +10,9 @@ from torch import Tensor
 from meshfold.engine.optimizers import check_sight
 from meshfold.engine.world import World
 from meshfold.kernels import LAYERWISE
-from meshfold.mesh import metadata
+from meshfold.mesh import SpecError, metadata
 from meshfold.mesh.parameters import sharded_blocks, square_sums_of_blocks
+from meshfold.optimizers import OptimizerSettingError
 
 
 def give_sight(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor], world: World) -> None:
@@ -30,7 +31,12 @@ def give_sight(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor], 
         asked["square_sums"] = square_sums_of_blocks(tensors, world.mesh, world.device)
         asked["kernels"] = LAYERWISE
     elif hasattr(optimizer, "blocks"):
-        asked["blocks"] = sharded_blocks(tensors, world.mesh, world.stage_group, world.device)
+        blocks = asked["blocks"] = sharded_blocks(tensors, world.mesh, world.stage_group, world.device)
+        for name, target in targets.items():
+            try:
+                getattr(optimizer, "check_block", lambda *shapes: None)(target.shape, blocks.shape(target))
+            except OptimizerSettingError as error:
+                raise SpecError(f"{name!r}: {error}") from error
     split = [name for name, target in targets.items() if _is_split(target)]
     check_sight(optimizer, split=split, stages=world.pipelined)
 

@@ -56,6 +56,7 @@ class WholeStepper(StepsAtOnce):
         for name, meta in metas.items():
             if hasattr(optimizer, "blocks"):  # it asks for what it must see
                 _refuse_other_owners(type(optimizer).__name__, name, meta, metas.values())
+                _check_block(optimizer, name, shapes[name], meta)
                 continue
             _refuse_split(type(optimizer).__name__, name, meta, shapes[name])
         self.optimizer, self._dtype, self._made_with_state = optimizer, dtype, with_state
@@ -340,6 +341,14 @@ def _refuse_other_owners(optimizer: str, name: str, meta: ParameterMeta, metas: 
             f"{optimizer} looks at whole parameters, and {name!r} is split over {', '.join(split)}, whose ranks own different "
             "parameters under zero: leave zero out, or use an elementwise optimizer such as adamw, or lamb or lars"
         )
+
+
+def _check_block(optimizer: torch.optim.Optimizer, name: str, shape: torch.Size, meta: ParameterMeta) -> None:
+    """Ask an optimizer that has an opinion on them whether it can keep state of a block."""
+    try:
+        getattr(optimizer, "check_block", lambda *shapes: None)(shape, meta.placement.shape)
+    except ValueError as error:
+        raise MemoryPlanError(f"{name!r}: {error}") from error
 
 
 def _entry(value: Tensor, shape: torch.Size) -> Entry:
