@@ -207,6 +207,7 @@ class Experiment:
         page: results/table.md, from numbers and claims.
         draw: the plot, to a path; it may raise ImportError.
         measures: what ``--measure RANKS`` runs for real: the folder's measured.py. Empty where there is none.
+        numbers_file: the file of all numbers, in the folder of results.
     """
 
     name: str
@@ -217,6 +218,7 @@ class Experiment:
     page: Callable[[Mapping[str, Any], Sequence[Claim]], str]
     draw: Callable[[Mapping[str, Any], Path], None]
     measures: str = ""
+    numbers_file: str = "simulated.json"
 
     def arguments(self) -> argparse.ArgumentParser:
         """What it takes on the command line."""
@@ -260,7 +262,7 @@ class Experiment:
 
             program = [str(self.folder / "measured.py"), "--output", str(folder.resolve()), *options.sizes]
             return launch(program, options.measure)
-        numbers = folder / "simulated.json"
+        numbers = folder / self.numbers_file
         try:
             if not options.render:
                 folder.mkdir(parents=True, exist_ok=True)
