@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,22 @@ class Balanced(torch.nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         output = self.model(input_ids=input_ids, labels=labels, use_cache=False)
         return dict(loss=output.loss + 0.2 * balance_loss(self), logits=output.logits)
+
+
+def notes(taken: bool) -> list[str]:
+    """Return warnings about balance losses that an engine gives."""
+    made = model("mixtral")
+    made.config.output_router_logits = taken
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Engine(made, dict(data=2, expert=2)).close()
+    return [str(w.message) for w in caught if "balance loss" in str(w.message)]
+
+
+def test_a_balance_loss_of_a_ranks_own_tokens_is_warned_of_if_it_is_taken() -> None:
+    assert run_on_ranks(2, notes, False)[0] == []
+    [note] = run_on_ranks(2, notes, True)[0]
+    assert note.startswith("router_aux_loss_coef=")
 
 
 def balanced(parallel: dict[str, Any]) -> tuple[float, Tensor]:

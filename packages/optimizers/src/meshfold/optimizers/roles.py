@@ -31,7 +31,7 @@ def roles_of(
     rows: set[int] = set()
     linear: Tensor | None = None
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is None or weight.dim() != 2:
             continue
         if "Embedding" in type(module).__name__:

@@ -265,9 +265,10 @@ def _balance_losses(model: nn.Module, parts: str) -> str:
 
 def _coefficients(model: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield what scales a balance loss that the model computes, by name."""
-    config = getattr(model, "config", None)
-    silent = getattr(config, "output_router_logits", True) is False  # transformers' then compute none
-    for place in (*(() if silent else (config,)), *model.modules()):
+    for place in (getattr(model, "config", None), *model.modules()):
+        config = getattr(place, "config", place)
+        if getattr(config, "output_router_logits", True) is False:  # transformers' then compute none
+            continue
         for name, value in getattr(place, "__dict__", {}).items():
             if _BALANCE.fullmatch(name) and isinstance(value, float) and value > 0:
                 yield name, value
