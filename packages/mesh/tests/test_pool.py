@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def die_on(rank: int, code: int) -> None:
 
 def crash_on(rank: int) -> None:
     if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file in the user's folder
         ctypes.string_at(0)
     dist.barrier()
 

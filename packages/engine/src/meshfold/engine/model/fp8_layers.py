@@ -119,7 +119,7 @@ def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: se
     if "router" in settings.keep and leaf in _ROUTERS:
         return "keep='router'"
     for entry in settings.keep:
-        if _has(parts, entry):
+        if entry != "narrow" and _has(parts, entry):
             return f"keep={entry!r}"
     return "an expert, which not every rank calls" if _EXPERTS in parts else ""
 
