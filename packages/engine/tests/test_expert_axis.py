@@ -270,6 +270,24 @@ def test_a_balance_loss_counts_on_the_routers_of_all_stages(count: int, model: s
     assert_same(found, one_by_one(model, parallel.get("data", 1), 2), parallel)
 
 
+def staged_products() -> list[Case]:
+    """Every combination in two stages that fits on 8 ranks, every second one of them with starved experts."""
+    found: list[Case] = []
+    for size, tensor, stage in product((2, 4), (1, 2), (0, 1, 2, 3)):
+        data = size // tensor
+        parallel: dict[str, Any] = dict(data=data, tensor=tensor, expert=size, pipeline=staged())
+        parallel |= {} if stage == 0 else dict(zero=zero(stage))
+        found.append((2 * data * tensor, "deep starved" if stage % 2 else "deep", parallel))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "model", "parallel"), staged_products(), ids=str)
+def test_the_whole_product_in_stages_is_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
+    found = run_on_ranks(count, through_stages, parallel, model, recompute="blocks")[0]
+    assert_same(found, one_by_one(model, parallel["data"], 2), parallel)
+
+
 def apart() -> None:
     with engine_of(dict(pipeline=staged()), "two in a block") as engine:
         engine.train_step(engine.shard_batch(batches(1)[0]))
