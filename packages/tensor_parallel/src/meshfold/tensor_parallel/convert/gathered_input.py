@@ -21,7 +21,8 @@ from meshfold.mesh import LayoutError
 from meshfold.mesh.tracking import set_tracked_layout, tracker, untracked
 from meshfold.tensor_parallel.convert.boundary import Boundary
 from meshfold.tensor_parallel.layers.base import BatchShape, OnMesh, StreamAdapter, to_autocast_dtype
-from meshfold.tensor_parallel.layers.linear import Linear, flattened, fold, unfolded
+from meshfold.tensor_parallel.layers.input_adapters import flattened, fold, unfolded
+from meshfold.tensor_parallel.layers.linear import Linear
 from meshfold.tensor_parallel.matmul import bind_enter_operand, lead_shape
 
 

@@ -19,7 +19,7 @@ The bias is added once, after y has been reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from meshfold.kernels import Fp8Recipe
 from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
-from meshfold.mesh.collectives import Primitive, bind_collect, bind_enter, bind_take, identity
+from meshfold.mesh.collectives import bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.tensor_parallel.fp8_matmul import Fp8Gather, bind_fp8_lowering
 from meshfold.tensor_parallel.layers.base import (
@@ -40,6 +40,7 @@ from meshfold.tensor_parallel.layers.base import (
     to_autocast_dtype,
 )
 from meshfold.tensor_parallel.layers.head_exchange import HeadExchange
+from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened, rows_taken
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
@@ -55,8 +56,6 @@ from meshfold.tensor_parallel.modes import Mode, find_mode, split_evenly, vocabu
 from meshfold.tensor_parallel.plan import MatmulPlan, plan
 
 Role = Literal["column", "row", "head", "tied_head", "stem", "adapter"]
-InputAdapter = Callable[[Tensor], tuple[Tensor, torch.Size | None]]
-"""From a layer's input to its matmul's, with the dims before the last that the output gets; None: those of the matmul."""
 
 
 class Linear(ShardedLayer):
@@ -199,9 +198,9 @@ class Linear(ShardedLayer):
         self._sum_bias = bind_sum_repeated(mesh, 0, repeated)
         tokens, outputs = self.plan.y[self.plan.m], self.plan.y[self.plan.n]
         self._enter_bias = bind_enter(mesh, tokens)
-        self.input_adapter: InputAdapter = _as_given
+        self.input_adapter: InputAdapter = as_given
         if role == "stem":
-            self.input_adapter = partial(_rows_taken, bind_take(mesh, 0, self.plan.x[self.plan.m]))
+            self.input_adapter = partial(rows_taken, bind_take(mesh, 0, self.plan.x[self.plan.m]))
         self._collect_rows, self._collect_columns = (
             bind_collect(mesh, 0, tokens),
             bind_collect(mesh, 1, outputs),
@@ -355,7 +354,7 @@ class Linear(ShardedLayer):
             self.makes_logits
             and self.stored == "nk"
             and not self.gather_output
-            and self.input_adapter in (_as_given, flattened)
+            and self.input_adapter in (as_given, flattened)
             and not self.plan.extras("y")
             and not self.plan.sums("y")
         )
@@ -363,7 +362,7 @@ class Linear(ShardedLayer):
     def logits_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the output for an input, ``.. k`` to ``.. v``, local."""
         plan, tokens = self.plan, x.shape[:-1].numel()
-        lead = x.shape[:-1] if self.input_adapter is _as_given else torch.Size([tokens])
+        lead = x.shape[:-1] if self.input_adapter is as_given else torch.Size([tokens])
         rows = tokens * self.mesh.size(*plan.x[plan.m]) // self.mesh.size(*plan.y[plan.m])
         return (*lead_shape(lead, rows), self.weight.shape[0])
 
@@ -395,41 +394,6 @@ def stem_plan(mode: Mode) -> MatmulPlan:
         Layout({"k": (), "n": residual["h"]}),
         Layout({"m": residual["m"], "n": residual["h"]}),
     )
-
-
-def fold(x: Tensor, times: int) -> Tensor:
-    """Give a gathered input the shape of the output it leads to: ``(f b) s k -> b s (f k)``."""
-    b, inner, k = x.shape[0] // times, x.shape[1:-1], x.shape[-1]
-    return x.view(times, b, *inner, k).movedim(0, -2).reshape(b, *inner, times * k)
-
-
-def unfold(x: Tensor, times: int) -> Tensor:
-    """Invert :func:`fold`: ``b s (f k) -> (f b) s k``."""
-    b, inner, k = x.shape[0], x.shape[1:-1], x.shape[-1] // times
-    return x.view(b, *inner, times, k).movedim(-2, 0).reshape(times * b, *inner, k)
-
-
-def _as_given(x: Tensor) -> tuple[Tensor, None]:
-    return to_autocast_dtype(x), None
-
-
-def _rows_taken(take_rows: Primitive, x: Tensor) -> tuple[Tensor, None]:
-    return to_autocast_dtype(take_rows(x)), None
-
-
-def flattened(x: Tensor) -> tuple[Tensor, None]:
-    """Adapt the input of a layer whose output is flat, ``m n``: this rank's tokens need not be whole sequences."""
-    x = to_autocast_dtype(x)
-    return x.reshape(-1, x.shape[-1]), None
-
-
-def unfolded(times: int) -> InputAdapter:
-    """Return the adapter of a layer whose input was gathered and folded before it."""
-    return _as_given if times == 1 else partial(_unfolded, times)
-
-
-def _unfolded(times: int, x: Tensor) -> tuple[Tensor, None]:
-    return unfold(to_autocast_dtype(x), times), None
 
 
 def _check_sizes(layer: Linear, mesh: Mesh) -> None:
