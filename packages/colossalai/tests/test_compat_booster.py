@@ -236,7 +236,7 @@ def test_a_criterion_that_comes_with_the_batch() -> None:
     found = booster.execute_pipeline(iter([(x, y)]), boosted, nn.functional.mse_loss, return_outputs=True)
     torch.testing.assert_close(found["outputs"], wanted)
     boosted.train()
-    with pytest.raises(SpecError, match="outputs of micro-batches are let go of"):
+    with pytest.raises(SpecError, match="outputs of micro-batches are released"):
         booster.execute_pipeline(iter([(x, y)]), boosted, nn.functional.mse_loss, optimizer, return_outputs=True)
 
 

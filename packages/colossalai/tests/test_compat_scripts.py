@@ -311,7 +311,7 @@ def test_mistakes_show_before_anything_starts(name: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(("text", "word"), [("[1, 2]", "it holds a list"), ("{'a': 1}", "it is no JSON")])
+@pytest.mark.parametrize(("text", "word"), [("[1, 2]", "it holds a list"), ("{'a': 1}", "it is not JSON")])
 def test_files_that_are_no_config_of_deepspeed(text: str, word: str, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(text)

@@ -148,7 +148,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "leave one of them out",
     ),
     "zero": (dict(zero=3), "zero=3: a dict"),
-    "two-zeros": (dict(parallel=dict(zero=dict(stage=1)), zero=dict(stage=2)), "zero stands in parallel and beside it"),
+    "two-zeros": (
+        dict(parallel=dict(zero=dict(stage=1)), zero=dict(stage=2)),
+        "zero is given both in parallel and next to it",
+    ),
     "mixed-zero": (dict(zero=dict(model_config={}, stage=2)), "'stage' beside model_config"),
     "model-config": (dict(zero=dict(model_config=dict(shard_stratgy=1))), "Did you mean 'shard_strategy'?"),
     "fp16": (dict(fp16=True), "fp16=True: a dict"),

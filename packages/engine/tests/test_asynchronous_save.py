@@ -371,7 +371,7 @@ def test_what_cannot_begin_is_said_at_once(tmp_path: Path, monkeypatch: pytest.M
             engine.save(tmp_path / "ckpt")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="no checkpoint: remove it"):
+    with pytest.raises(CheckpointError, match="not a checkpoint: remove it"):
         engine.save(tmp_path / "mine", asynchronous=True)
     engine.save(tmp_path / "ckpt", asynchronous=True)
     engine.close()

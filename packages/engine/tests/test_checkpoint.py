@@ -338,7 +338,7 @@ def test_what_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:
     engine.save(tmp_path / "ckpt")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="no checkpoint: remove it"):
+    with pytest.raises(CheckpointError, match="not a checkpoint: remove it"):
         engine.save(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
     with pytest.raises(CheckpointError, match="does not exist"):

@@ -185,7 +185,7 @@ class Mixture(nn.Module):
     ("model", "message"),
     [
         (nn.Linear(2, 2), "expert spreads the experts of a mixture over ranks, and Linear has none.* Leave expert out"),
-        (Mixture(dropout=0.1), r"expert=1\): mlp.drop is dropout among experts.* Put it behind the mixture"),
+        (Mixture(dropout=0.1), r"expert=1\): mlp.drop is dropout among experts.* Put it after the mixture"),
     ],
     ids=["no experts", "dropout"],
 )

@@ -66,9 +66,12 @@ def step(engine: Engine) -> Callable[[torch.optim.Optimizer], Any]:
         ),
         (dict(loss_fn=nn.CrossEntropyLoss), "loss_fn=CrossEntropyLoss is a class: make one, and write"),
         (dict(loss_fn="mse"), "loss_fn='mse': a function of"),
-        (dict(optimizer=dict(name="adamw", lr="1e-3")), "lr='1e-3' is no number; its default is 0.001"),
-        (dict(optimizer=dict(name="adamw", lr=None)), "lr=None is no number"),
-        (dict(optimizer=dict(name="sgd", momentum=True)), "momentum=True is no number"),
+        (
+            dict(optimizer=dict(name="adamw", lr="1e-3")),
+            "lr='1e-3' is not a number; leave it out for the default, 0.001",
+        ),
+        (dict(optimizer=dict(name="adamw", lr=None)), "lr=None is not a number"),
+        (dict(optimizer=dict(name="sgd", momentum=True)), "momentum=True is not a number"),
         (
             dict(optimizer=dict(name="adamw", lr=1e-3, betas=0.9)),
             r"betas=0.9: 2 values, as in betas=\(0.9, 0.999\)",
@@ -233,7 +236,7 @@ def test_one_engine_may_evaluate_what_another_trains(evaluates_first: bool) -> N
             "does not depend on any parameter that is trained",
         ),
         (nn.CrossEntropyLoss(), r"criterion\(output, batch\[1\]\)"),
-        (F.cross_entropy, "loss_fn=cross_entropy wants the targets"),
+        (F.cross_entropy, "loss_fn=cross_entropy needs the targets"),
     ],
     ids=["a float", "nothing", "a row each", "detached", "a criterion", "a function of torch"],
 )

@@ -21,11 +21,11 @@ from odd_blocks import MODELS, RATE, batch_of, check, loss_of, made
 SGD: dict[str, Any] = dict(name="sgd", lr=RATE)
 TWO = dict(pipeline=dict(size=2, microbatches=2))
 REFUSED = {
-    "twice": "block 0 is called behind block 3",
-    "backwards": "block 2 is called behind block 3",
+    "twice": "block 0 is called after block 3",
+    "backwards": "block 2 is called after block 3",
     "skipping half": "stage 1 has blocks 2 to 3 of blocks, and the model's forward calls none of them",
-    "skips": "at block 2 among others, and a stage hands on",
-    "summing": "at block 2 among others, and a stage hands on",
+    "skips": "at block 2 among others, and a stage passes on",
+    "summing": "at block 2 among others, and a stage passes on",
     "answers": "a Answering returns a Answer, and what is in it cannot be seen",
     "running shared": "the forward changes the buffer 'blocks.2.mean'",
 }

@@ -86,7 +86,7 @@ def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> Non
     (tmp_path / "project" / "state.json").write_text(text)
     (tmp_path / "project" / "thesis.txt").write_text("ten years of work")
     for asynchronous in (False, True):
-        with pytest.raises(CheckpointError, match=r"state.json is no checkpoint's, or damaged"):
+        with pytest.raises(CheckpointError, match=r"state.json belongs to no checkpoint, or is damaged"):
             engine.save(tmp_path / "project", asynchronous=asynchronous)
     assert names(tmp_path / "project") == ["src", "state.json", "thesis.txt"]
     assert names(tmp_path) == ["project"]
@@ -123,7 +123,7 @@ def test_a_file_that_appears_while_it_is_written_is_not_replaced(
         return real(state)
 
     monkeypatch.setattr(writing, "with_checksum", late)
-    with pytest.raises(CheckpointError, match=r"is there and is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"exists and is not a checkpoint"):
         engine.save(tmp_path / "ckpt")
     assert (names(tmp_path / "ckpt"), names(tmp_path)) == (["model.safetensors"], ["ckpt"])
     engine.close()

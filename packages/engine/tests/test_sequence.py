@@ -771,7 +771,7 @@ FORWARDS: list[tuple[Any, Any, dict[str, Any], str]] = [
         hf_llama,
         None,
         dict(input_ids=IDS[:1], cu_seq_lens_q=torch.tensor([0, 2, 6])),
-        r"cu_seq_lens_q=\[0, 2, 6\] with 1 × 6 tokens, whose position_ids begin anew at \[\[0\]\]",
+        r"cu_seq_lens_q=\[0, 2, 6\] with 1 × 6 tokens, whose position_ids restart at \[\[0\]\]",
     ),
     (hf_llama, None, dict(input_ids=IDS, use_cache=True), "use_cache"),
     (hf_llama, None, dict(input_ids=IDS, logits_to_keep=1), "logits_to_keep=1"),

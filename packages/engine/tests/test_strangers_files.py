@@ -186,7 +186,7 @@ def test_a_folder_that_lightning_removes_keeps_what_is_not_the_checkpoints(tmp_p
 def test_an_index_names_files_of_its_folder(name: str, file: Any, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / f"{name}.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(CheckpointError, match=r"says that 'w' is in .*, which is no file of its folder"):
+    with pytest.raises(CheckpointError, match=r"says that 'w' is in .*, which is not a file of its folder"):
         open_weights(tmp_path / "model")
 
 

@@ -184,7 +184,7 @@ def test_wrong_arguments_are_refused() -> None:
         K.adam_step(made, grad, chosen, step=1, grad_scale=torch.ones(2))
     with pytest.raises(TypeError, match="grad_scale is float64"):
         K.adam_step(made, grad, chosen, step=1, grad_scale=torch.ones((), dtype=torch.float64))
-    with pytest.raises(ValueError, match="start is 300, 44 elements behind the start of a block of 256"):
+    with pytest.raises(ValueError, match="start is 300, 44 elements past the start of a block of 256"):
         K.adam_step(state("C", torch.zeros(8)), grad, chosen, step=1, start=300)
     with pytest.raises(ValueError, match=r"beta2 is 1\.0; it must be at least 0 and below 1"):
         K.AdamSettings(beta2=1.0)

@@ -427,7 +427,10 @@ def test_chunks_fit_and_are_even(rows: int, words: int, item_bytes: int) -> None
         (dict(labels=torch.zeros(ROWS - 1, dtype=torch.int64)), r"one number a row, shape \[13\]; got \[12\]"),
         (dict(bias=torch.zeros(3)), r"bias must be \[37\], one number a word; got \[3\]"),
         (dict(x=torch.zeros(ROWS, WIDTH)), "x is torch.float32 and weight torch.float64"),
-        (dict(labels=torch.full((ROWS,), 37)), "label 37 is no word of 37: labels are 0 to 36, or ignore_index=-100"),
+        (
+            dict(labels=torch.full((ROWS,), 37)),
+            "label 37 is not a word of 37: labels are 0 to 36, or ignore_index=-100",
+        ),
         (dict(labels=torch.zeros(ROWS, dtype=torch.int32)), "labels must be int64; got torch.int32: use labels.long"),
         (dict(bias=torch.zeros(37)), "x is torch.float64 and bias torch.float32"),
         (dict(row_weights=torch.ones(3)), r"row_weights must have one number a row, shape \[13\]; got \[3\]"),

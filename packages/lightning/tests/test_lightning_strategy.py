@@ -250,7 +250,7 @@ def test_a_module_stays_as_the_first_trainer_has_set_it_up() -> None:
     data = DataLoader(Rows(), batch_size=4)
     strategy, module = strategy_of({"tensor": 2}), Boring()
     trainer_of(strategy).validate(module, data, verbose=False)
-    with pytest.raises(SpecError, match="since an earlier trainer, and this one wants"):
+    with pytest.raises(SpecError, match="by an earlier trainer, and this one needs"):
         trainer_of(strategy_of({})).validate(module, data, verbose=False)
     with pytest.raises(SpecError, match=r"computes in torch\.float32 since"):
         trainer_of(strategy_of({"tensor": 2}), precision="bf16-mixed").validate(module, data, verbose=False)

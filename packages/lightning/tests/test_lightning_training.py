@@ -436,7 +436,7 @@ def test_what_would_go_wrong_in_silence_is_an_error() -> None:
         (Behind(), TrainingError, "behind the strategy's back"),
         (Twice(), TrainingError, "after clip_gradients"),
         (Shared(), SpecError, "'layer.weight' is in optimizer 0 and in optimizer 1"),
-        (Foreign(), SpecError, "no parameter of the module"),
+        (Foreign(), SpecError, "is not a parameter of the module"),
         (Closure(), SpecError, "LBFGS"),
     ):
         strategy = strategy_of({})

@@ -193,7 +193,7 @@ def test_a_single_process_starts_a_world_of_one_without_a_port(monkeypatch: pyte
 def test_a_process_that_cannot_start_says_why() -> None:
     with pytest.raises(LaunchError, match="'nccl' needs a GPU"):
         process_group.start(Environment(), backend="nccl", device="cpu")
-    with pytest.raises(LaunchError, match="wants GPU 99, but torch sees"):
+    with pytest.raises(LaunchError, match="needs GPU 99, but torch sees"):
         process_group.start(Environment(), device="cuda:99")
     nowhere = Environment(
         rank=1, world_size=2, local_rank=1, local_world_size=2, master_addr="127.0.0.1", master_port=1

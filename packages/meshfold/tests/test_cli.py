@@ -186,7 +186,7 @@ def _not_installed(name: str) -> str:
         ([*TRAIN, "--tokenizer", "empty"], "tokenizer 'empty': the folder has no tokenizer files (tokenizer.json, "),
         ([*TRAIN, "--accumulate", "3"], "accumulate=3 does not divide batch_size=8"),
         ([*TRAIN, "--batch-size", "800"], "for a batch of 800 windows of 128: it takes 102527 at least"),
-        ([*TRAIN, "--device", "cuda", "--parallel", "data=99"], "wants a GPU for each of 99 ranks, and torch sees"),
+        ([*TRAIN, "--device", "cuda", "--parallel", "data=99"], "needs a GPU for each of 99 ranks, and torch sees"),
         (
             ["train", "--data", "ids.bin", "--out", "x"],
             "the token id 700, and model 'gpt-tiny' has a vocabulary of 256",
@@ -477,7 +477,7 @@ def test_a_run_with_another_optimizer_is_planned_and_goes_on(name: str, text: Pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seed", "7"], "--seed 7: the run in 'run' has --seed 0, and goes on in the order of its data"),
+        (["--seed", "7"], "--seed 7: the run in 'run' has --seed 0, and continues in the order of its data"),
         (["--batch-size", "2"], "--batch-size 2: the run in 'run' has --batch-size 4,"),
         (["--seq-len", "8"], "--seq-len 8: the run in 'run' has --seq-len 16,"),
         (["--optimizer", "sgd"], "--optimizer sgd: run/checkpoint holds the state of adamw; type --optimizer adamw"),

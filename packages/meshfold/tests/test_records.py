@@ -114,7 +114,7 @@ def test_what_is_no_record_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"line 2: holds a list, not \{\.\.\.\}"):
         tokens_of(path)
     path.write_text('{"text": "x"\n')
-    with pytest.raises(SpecError, match="line 1: is no JSON"):
+    with pytest.raises(SpecError, match="line 1: is not JSON"):
         tokens_of(path)
     path.write_text("\n")
     with pytest.raises(SpecError, match=r"no text in 1 file of records: .*data\.jsonl"):

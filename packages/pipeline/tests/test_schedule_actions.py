@@ -32,7 +32,7 @@ def test_text_of_an_action() -> None:
     assert str(Action(Op.F, 2, 0)) == "2F0"
     assert Action.parse("12BW34") == Action(Op.BW, 12, 34)
     for text in ("F0", "2F", "2X0", "2f0", "2BWW0", "-1F0", "2F0 ", ""):
-        with pytest.raises(ScheduleError, match="no action"):
+        with pytest.raises(ScheduleError, match="not an action"):
             Action.parse(text)
 
 
@@ -76,11 +76,11 @@ def test_named_schedules_round_trip(name: str, options: dict[str, int]) -> None:
 
 
 def test_text_that_is_no_schedule() -> None:
-    with pytest.raises(ScheduleError, match=r"'0F' is no action.*as in '2F0'"):
+    with pytest.raises(ScheduleError, match=r"'0F' is not an action.*as in '2F0'"):
         Schedule.parse("0F 0BW0")
     with pytest.raises(ScheduleError, match="says 2 ranks, and 1 lines follow"):
         Schedule.parse("x: 2 ranks, 1 micro-batch, stages on 0\nrank 0: 0F0 0BW0")
-    with pytest.raises(ScheduleError, match="stands where rank 0 should"):
+    with pytest.raises(ScheduleError, match="is where rank 0 should be"):
         Schedule.parse("rank 1: 0F0 0BW0")
     with pytest.raises(ScheduleError, match="stage 1 is on no rank, stage 2 is"):
         Schedule.of(["0F0 0BW0", "2F0 2BW0"])

@@ -29,9 +29,9 @@ def test_chunks_and_waves() -> None:
     [
         ("1f1p", {}, r"schedule '1f1p' is not known. Did you mean '1f1b'\?"),
         ("1F1B", {}, r"Did you mean '1f1b'\? Known are gpipe, 1f1b, .*, auto; or give a function"),
-        ("1f1b", dict(ranks=0), "ranks=0 is no count. Give a whole number from 1"),
-        ("1f1b", dict(microbatches=True), "microbatches=True is no count"),
-        ("1f1b", dict(microbatches=2.0), r"microbatches=2\.0 is no count"),
+        ("1f1b", dict(ranks=0), "ranks=0 is not a count. Give a whole number from 1"),
+        ("1f1b", dict(microbatches=True), "microbatches=True is not a count"),
+        ("1f1b", dict(microbatches=2.0), r"microbatches=2\.0 is not a count"),
         (
             "1f1b",
             dict(chunks=2),

@@ -98,7 +98,7 @@ def test_what_the_messages_say() -> None:
     for text, said in (
         (
             "0F0 0B0",
-            "schedule 'custom': 0W0 is missing on rank 0. Add it behind 0B0, or write 0BW0 in place of 0B0.",
+            "schedule 'custom': 0W0 is missing on rank 0. Add it after 0B0, or write 0BW0 in place of 0B0.",
         ),
         ("0F0", "schedule 'custom': 0B0 is missing on rank 0. Add 0B0 and 0W0, or 0BW0, behind 0F0."),
         ("0F0 0W0", "schedule 'custom': 0B0 is missing on rank 0. Add it before 0W0."),
@@ -118,7 +118,7 @@ def test_what_the_messages_say() -> None:
         ),
         (
             "0F0 0BW0 0F1 0BW1\n1F1 1BW1 1F0 1BW0",
-            "schedule 'custom': ranks wait for each other for ever: rank 0 at place 1 has 0BW0, which needs 1BW0 of rank 1; "
+            "schedule 'custom': ranks wait for each other forever: rank 0 at place 1 has 0BW0, which needs 1BW0 of rank 1; "
             "rank 1 at place 0 has 1F1, which needs 0F1 of rank 0. Move 1BW0 before 1F1 on rank 1, or 0F1 before "
             "0BW0 on rank 0.",
         ),
@@ -145,7 +145,7 @@ def test_the_memory_bound_is_the_peak(name: str, options: dict[str, int]) -> Non
     for rank in range(4):
         less = list(peaks)
         less[rank] *= 0.99
-        with pytest.raises(ScheduleError, match=rf"rank {rank} holds activations of .*Move it behind gradients"):
+        with pytest.raises(ScheduleError, match=rf"rank {rank} holds activations of .*Move it after gradients"):
             check(made, memory=less, costs=costs)
 
 

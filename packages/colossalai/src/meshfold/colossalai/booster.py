@@ -144,8 +144,8 @@ class Booster:
         forward_only = not (engine.training and torch.is_grad_enabled())
         if return_outputs and not forward_only:
             raise SpecError(
-                "execute_pipeline(return_outputs=True) in training: outputs of micro-batches are let go of as soon as their loss "
-                "is there: leave it out, or call model.eval() before"
+                "execute_pipeline(return_outputs=True) in training: outputs of micro-batches are released as soon as their loss "
+                "is computed: leave it out, or call model.eval() before"
             )
         if engine.pipeline is None:
             raise SpecError(

@@ -135,7 +135,7 @@ def _read(file: object) -> Mapping[str, Any]:
     except OSError as error:
         raise SpecError(f"from_deepspeed({str(file)!r}): cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise SpecError(f"from_deepspeed({str(file)!r}): it is no JSON: {error}") from error
+        raise SpecError(f"from_deepspeed({str(file)!r}): it is not JSON: {error}") from error
     if not isinstance(entries, dict):
         raise SpecError(
             f"from_deepspeed({str(file)!r}): it holds a {type(entries).__name__}, and not an object {{...}}"

@@ -149,7 +149,7 @@ def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> Non
         if drops:
             raise SpecError(
                 f"{written}: {'.'.join(filter(None, (block.name, drops[0])))} is dropout among experts, where tokens lie in the "
-                "order of their experts: it could not drop the same elements on any number of ranks. Put it behind the mixture"
+                "order of their experts: it could not drop the same elements on any number of ranks. Put it after the mixture"
             )
         if spec.tensor is not None and not block.name:
             raise SpecError(

@@ -113,7 +113,7 @@ class Pretrained(WeightSource):
                 for key, (there, here) in found.mismatched.items()
             )
             raise SpecError(
-                f"model {str(self.folder)!r}: {listed}. Change the configuration back, or have them made anew with "
+                f"model {str(self.folder)!r}: {listed}. Change the configuration back, or have them initialized with "
                 "pretrained(folder, ignore_mismatched_sizes=True)"
             )
         if twins and found.missing:

@@ -293,7 +293,7 @@ def _shares(labels: Tensor, row_weights: Tensor | None, ignore_index: int, words
     readable = labels.device.type == "cpu" and type(labels) is Tensor and not torch.compiler.is_compiling()
     if readable and wrong.any():
         raise ValueError(
-            f"label {int(labels[wrong][0])} is no word of {words}: labels are 0 to {words - 1}, or "
+            f"label {int(labels[wrong][0])} is not a word of {words}: labels are 0 to {words - 1}, or "
             f"ignore_index={ignore_index} for a row that does not count"
         )
     share = counts.to(dtype)

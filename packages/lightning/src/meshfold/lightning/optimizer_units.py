@@ -240,8 +240,8 @@ def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) 
         for tensor in group["params"]:
             if tensor not in names:
                 raise SpecError(
-                    f"configure_optimizers() gave {type(optimizer).__name__} a tensor of shape {tuple(tensor.shape)} that is no "
-                    "parameter of the module: give it what self.parameters() or a submodule's parameters() return then"
+                    f"configure_optimizers() gave {type(optimizer).__name__} a tensor of shape {tuple(tensor.shape)} that is not "
+                    "a parameter of the module: give it what self.parameters() or a submodule's parameters() return then"
                 )
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 

@@ -117,13 +117,13 @@ class Session:
         """
         if dict(world.spec.axes) != dict(self.world.spec.axes) or world.spec.zero != self.world.spec.zero:
             raise SpecError(
-                f"{type(self.module).__name__} lies on {self.world.spec} since an earlier trainer, and this one wants "
-                f"{world.spec}: make the module anew and give it the state, trainer.fit(module, ckpt_path=...)"
+                f"{type(self.module).__name__} was set up for {self.world.spec} by an earlier trainer, and this one needs "
+                f"{world.spec}: build the module again and load the state, trainer.fit(module, ckpt_path=...)"
             )
         if (precision.dtype, precision.master_dtype) != (self.precision.dtype, self.precision.master_dtype):
             raise SpecError(
-                f"{type(self.module).__name__} computes in {self.precision.dtype} since an earlier trainer, and this one wants "
-                f"{precision.dtype}: make the module anew and give it the state, trainer.fit(module, ckpt_path=...)"
+                f"{type(self.module).__name__} was set up for {self.precision.dtype} by an earlier trainer, and this one needs "
+                f"{precision.dtype}: build the module again and load the state, trainer.fit(module, ckpt_path=...)"
             )
         new = [name for name, p in self.module.named_parameters() if metadata(p) is None]
         if new:

@@ -204,7 +204,7 @@ def _check_device(settings: TrainSettings, ranks: int) -> None:
         gpus = torch.cuda.device_count()
         if gpus < ranks:
             raise Failure(
-                f"--device cuda wants a GPU for each of {ranks} ranks, and torch sees {gpus}: use --device cpu"
+                f"--device cuda needs a GPU for each of {ranks} ranks, and torch sees {gpus}: use --device cpu"
             )
 
 
@@ -311,7 +311,7 @@ def check_folder(settings: TrainSettings, progress: Progress) -> None:
         if trained_with in OPTIMIZERS and trained_with != settings.optimizer:
             raise Failure(
                 f"--optimizer {settings.optimizer}: {path} holds the state of {trained_with}; type "
-                f"--optimizer {trained_with}, or start anew in another --out"
+                f"--optimizer {trained_with}, or start over in another --out"
             )
         for sentence in describe_changes(settings, read_settings(settings.out)):
             progress.say(sentence)

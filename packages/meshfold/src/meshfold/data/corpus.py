@@ -119,7 +119,7 @@ def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
         except Exception as error:  # cut off, of Python objects, or something else altogether
             raise SpecError(
-                f"{str(path)!r} is no .npy file of token ids: write one with numpy.save(path, ids), ids an array of "
+                f"{str(path)!r} is not an .npy file of token ids: write one with numpy.save(path, ids), ids an array of "
                 "integers"
             ) from error
         if not isinstance(found, np.ndarray):
@@ -135,7 +135,7 @@ def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
             raise SpecError(f"token dtype {dtype!r}: a .bin file holds uint16 or uint32")
         size, each = path.stat().st_size, np.dtype(dtype).itemsize
         if size % each:
-            raise SpecError(f"{str(path)!r} has {size} bytes, which is no whole number of {dtype} token ids")
+            raise SpecError(f"{str(path)!r} has {size} bytes, which is not a whole number of {dtype} token ids")
         tokens = np.memmap(path, dtype=dtype, mode="r") if size else np.zeros(0, dtype)
     if not len(tokens):
         raise SpecError(f"{str(path)!r} holds no token ids")

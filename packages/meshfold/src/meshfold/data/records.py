@@ -117,7 +117,7 @@ def _of_lines(path: Path, column: str | None) -> Iterator[str]:
             try:
                 record = parse_json(line)
             except ValueError as error:
-                raise SpecError(f"{str(path)!r}, line {number}: is no JSON ({error})") from error
+                raise SpecError(f"{str(path)!r}, line {number}: is not JSON ({error})") from error
             if not isinstance(record, dict):
                 raise SpecError(f"{str(path)!r}, line {number}: holds a {type(record).__name__}, not {{...}}")
             if name is None:

@@ -248,8 +248,8 @@ def read_settings(out: str) -> dict[str, Any]:
     for name, field in _FIELDS.items():
         if name in found and not _is_a(found[name], str(field.type)):
             raise SpecError(
-                f"{path} has {name}={found[name]!r}, and {option_of(name)} is no such value: mend the file, or remove it and "
-                "type the options of the run again"
+                f"{path} has {name}={found[name]!r}, and {option_of(name)} does not accept that: correct the file, or remove it "
+                "and type the options of the run again"
             )
     return {name: _tuples(found[name]) for name in _FIELDS if name in found}
 
@@ -268,8 +268,8 @@ def describe_changes(settings: TrainSettings, before: Mapping[str, Any]) -> list
         option = option_of(name)
         if name in _FIXED:
             raise SpecError(
-                f"{option} {now[name]}: the run in {settings.out!r} has {option} {was}, and goes on in the order of its data: "
-                f"leave {option} out, or start anew in another --out"
+                f"{option} {now[name]}: the run in {settings.out!r} has {option} {was}, and continues in the order of its data: "
+                f"leave {option} out, or start over in another --out"
             )
         said.append(f"{option} is {_shown(now[name])} from here on; it was {_shown(was)}")
     return said

@@ -101,4 +101,4 @@ def build(config: DecoderConfig | str, **changes: Any) -> GPT | Llama:
         return GPT(found)
     if isinstance(found, LlamaConfig):
         return Llama(found)
-    raise SpecError(f"{type(found).__name__} is no GPTConfig or LlamaConfig: there is no model for it")
+    raise SpecError(f"{type(found).__name__} is neither a GPTConfig nor a LlamaConfig: there is no model for it")

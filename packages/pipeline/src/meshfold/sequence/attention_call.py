@@ -170,7 +170,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> Tensor:
         if query.dim() != 4:
             raise LayoutError(
-                f"attention over a split sequence wants queries [b, heads, s, d], and the model's are {list(query.shape)}: give "
+                f"attention over a split sequence needs queries [b, heads, s, d], and the model's are {list(query.shape)}: give "
                 "scaled_dot_product_attention four dims, for one head query.unsqueeze(1), key.unsqueeze(1) and value.unsqueeze(1), "
                 "and take .squeeze(1) of what it returns"
             )

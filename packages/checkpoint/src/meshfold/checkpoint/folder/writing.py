@@ -74,7 +74,7 @@ def begin_checkpoint(
     put_back(target)
     inside = target.exists()
     if inside and not target.is_dir():
-        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+        raise OSError(f"{target} exists and is not a checkpoint: remove it or choose another path")
     if not inside:
         make_durable_folder(target.parent)
     mine.enter_context(hold_lock(lock_path(target, inside=inside), doing=doing, folder=target))
@@ -114,16 +114,16 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
     there = [path.name for path in target.iterdir() if not _is_ours(path.name)]
     if (target / STATE_FILE).exists() and listed is None:
         raise OSError(
-            f"{target / STATE_FILE} is no checkpoint's, or damaged, so what else is there cannot be told from a checkpoint's "
-            "files: save elsewhere, or move it away"
+            f"{target / STATE_FILE} belongs to no checkpoint, or is damaged, so it is unknown which of the files here are "
+            "a checkpoint's: save elsewhere, or move it away"
         )
     if listed is None and there:
-        raise OSError(f"{target} is there and is no checkpoint: remove it or choose another path")
+        raise OSError(f"{target} exists and is not a checkpoint: remove it or choose another path")
     for name in files:
         path = target / name
         if (name not in (listed or {}) and os.path.lexists(path)) or (path.is_dir() and not path.is_symlink()):
             raise OSError(
-                f"{path} is in the way: the checkpoint there does not list it, so it is somebody else's. Move it away, or save "
+                f"{path} is in the way: the checkpoint there does not list it, so something else wrote it. Move it away, or save "
                 "elsewhere"
             )
 
@@ -177,7 +177,7 @@ def commit_checkpoint(writing: Path, target: Path, state: Mapping[str, Any], sma
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             raise OSError(
-                f"{target} was made by somebody else while it was written: give each run a path of its own"
+                f"{target} was created by another process while it was being written: give each run a path of its own"
             ) from error
         fsync_path(target.parent)
     clear_beside(target)

@@ -53,7 +53,7 @@ def parse_state(text: bytes, path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"cannot read {path}: {error}. {_ELSEWHERE}") from error
     if "format" not in state:
-        raise CheckpointError(f"{path} is no checkpoint's: it has no format. Another program has written it")
+        raise CheckpointError(f"{path} belongs to no checkpoint: it has no format. Another program has written it")
     if not _is_count(state["format"]) or state["format"] not in _READ:
         raise CheckpointError(
             f"{path.parent} has format {state['format']!r}, this version of Meshfold reads up to format "
@@ -68,7 +68,9 @@ def parse_state(text: bytes, path: Path) -> dict[str, Any]:
         if key in state and not is_right(state[key]):
             raise CheckpointError(f"{path} is damaged: its {key} is not {what}. {_ELSEWHERE}")
     if not any(name.startswith("model") for name in state.get(FILES, ())):
-        raise CheckpointError(f"{path} is no checkpoint's: it lists no file of a model. Another program has written it")
+        raise CheckpointError(
+            f"{path} belongs to no checkpoint: it lists no file of a model. Another program has written it"
+        )
     return state
 
 

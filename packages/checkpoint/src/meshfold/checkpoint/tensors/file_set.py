@@ -164,10 +164,10 @@ def weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {index}: {error}") from error
     if not isinstance(where, dict):
-        raise CheckpointError(f"cannot read {index}: its weight_map is no table of tensors and files")
+        raise CheckpointError(f"cannot read {index}: its weight_map is not a table of tensors and files")
     for name, file in where.items():
         if not is_file_name(file):
-            raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is no file of its folder")
+            raise CheckpointError(f"{index} says that {name!r} is in {file!r}, which is not a file of its folder")
     return where
 
 

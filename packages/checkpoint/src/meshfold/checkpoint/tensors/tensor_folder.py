@@ -85,6 +85,6 @@ def check_inside_folder(path: Path, folder: Path) -> None:
         roots.append(root.parent.parent / "blobs")
     if not any(real.is_relative_to(one) for one in roots):
         raise CheckpointError(
-            f"{path} is a link to {real}, which is not in the folder: a folder of somebody else's could take your files that way. "
+            f"{path} is a link to {real}, which is not in the folder: someone else's folder could take your files that way. "
             f"If it is yours, put the file in its place: cp --remove-destination '{real}' '{path}'"
         )

@@ -91,7 +91,7 @@ def call_loss_fn(loss_fn: Callable[[Any, Any], Tensor], output: Any, batch: Any)
         targets = "batch['labels']" if isinstance(batch, Mapping) else "batch[1]"
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         raise SpecError(
-            f"loss_fn={name} wants the targets, and is called with the whole batch: write loss_fn=lambda output, batch: "
+            f"loss_fn={name} needs the targets, but is called with the whole batch: write loss_fn=lambda output, batch: "
             f"criterion(output, {targets})"
         )
     try:

@@ -46,8 +46,8 @@ def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents
     told = by_positions or ((0, length),)
     if len(said) > 1 or found != told or rows > 1:
         raise SpecError(
-            f"{_BOUNDS[0]}={list(found[0])} with {rows} × {length} tokens, whose position_ids begin anew at "
-            f"{[list(row[:-1]) for row in told]}: give position_ids that begin anew at each document and leave {_BOUNDS[0]} out, "
+            f"{_BOUNDS[0]}={list(found[0])} with {rows} × {length} tokens, whose position_ids restart at "
+            f"{[list(row[:-1]) for row in told]}: give position_ids that restart at each document and leave {_BOUNDS[0]} out, "
             "or let both say the same of one row"
         )
     return by_positions
@@ -99,7 +99,7 @@ class OwnDocuments:
             for start, stop in pairwise(documents[row if len(documents) > 1 else 0]):
                 if int(positions[row, start]) != 0:
                     raise SpecError(
-                        f"position_ids of row {row} go on with {int(positions[row, start])} at token {start}: they count the "
+                        f"position_ids of row {row} continue with {int(positions[row, start])} at token {start}: they count the "
                         "tokens of each document from 0"
                     )
                 if self._longest is not None and stop - start > self._longest:

@@ -68,7 +68,7 @@ def _refuse_table(name: str, table: nn.Embedding | nn.EmbeddingBag, world: World
         )
     if table.scale_grad_by_freq and (world.data_size > 1 or world.pipelined):
         raise SpecError(
-            f"{name}: nn.{kind}(scale_grad_by_freq=True) divides gradients by how often a word stands in the batch, and under "
+            f"{name}: nn.{kind}(scale_grad_by_freq=True) divides gradients by how often a word occurs in the batch, and under "
             f"{written} a rank counts the words of its own part of the batch alone: leave scale_grad_by_freq out"
         )
 
@@ -196,7 +196,7 @@ def check_model(model: object) -> None:
         if partial is not None:
             raise SpecError(
                 f"model={type(model).__name__}(...): an engine that had it before has left this rank a part of it; {partial!r} is "
-                "not whole. Make the model anew, with the weights of engine.full_state_dict() before close(), or of a checkpoint"
+                "not whole. Build the model again, with the weights of engine.full_state_dict() before close(), or of a checkpoint"
             )
         return
     if not callable(model):

@@ -269,8 +269,8 @@ def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:
     """
     if pipelined is not None:
         raise SpecError(
-            f"{what} under pipeline: forward and backward of micro-batches take turns there, so a loop of one's own "
-            "cannot call them apart. Call engine.train_step(batch), and engine.eval_step(batch) to evaluate"
+            f"{what} under pipeline: forward and backward of micro-batches take turns there, so a training loop "
+            "of your own cannot call them separately. Call engine.train_step(batch), and engine.eval_step(batch) to evaluate"
         )
 
 

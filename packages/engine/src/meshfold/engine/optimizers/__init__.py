@@ -175,7 +175,7 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
         raise SpecError(f"lr_scheduler, called with the optimizer: {error}. Give {_SCHEDULER}") from error
     if not isinstance(made, Scheduler):
         raise SpecError(
-            f"lr_scheduler made {made!r} of the optimizer, which is no torch.optim.lr_scheduler.LRScheduler"
+            f"lr_scheduler made {made!r} of the optimizer, which is not a torch.optim.lr_scheduler.LRScheduler"
         )
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise SpecError(
@@ -236,7 +236,7 @@ def _check_setting(value: object, key: str, setting: object, default: object) ->
             raise SpecError(f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}")
     elif _is_number(default) and not _is_number(setting):
         raise SpecError(
-            f"optimizer={value!r}: {key}={setting!r} is no number; its default is {default!r}, which it has if you leave it out"
+            f"optimizer={value!r}: {key}={setting!r} is not a number; leave it out for the default, {default!r}"
         )
 
 
@@ -274,7 +274,7 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
     except (TypeError, ValueError) as error:
         raise SpecError(f"optimizer={value!r}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise SpecError(f"optimizer={value!r} made {made!r} of the parameters, which is no torch.optim.Optimizer")
+        raise SpecError(f"optimizer={value!r} made {made!r} of the parameters, which is not a torch.optim.Optimizer")
     check_optimizer_class(type(made), value, whole)
     stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     if not stepped <= {id(parameter) for parameter in tried}:

@@ -348,7 +348,7 @@ def _run(
         else:
             if start % BLOCK:
                 raise ValueError(
-                    f"start is {start}, {start % BLOCK} elements behind the start of a block of {BLOCK} that share a "
+                    f"start is {start}, {start % BLOCK} elements past the start of a block of {BLOCK} that share a "
                     f"scale: cut shards of 8-bit moments at multiples of {BLOCK}"
                 )
             dispatch.twin(step_quantized, grad)(state, grad, scalars, scale, writes, noise, start, before)

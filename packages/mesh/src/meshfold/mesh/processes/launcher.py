@@ -287,7 +287,7 @@ def _check_nodes(nodes: tuple[int, int], rendezvous: str, restarts: int) -> str:
     if not 1 <= nodes[0] <= nodes[1]:
         raise LaunchError(f"nodes={nodes}: the least and the largest number of nodes, such as (2, 4)")
     if restarts < 0:
-        raise LaunchError(f"restarts={restarts}: how often a failed job is started anew, 0 for never")
+        raise LaunchError(f"restarts={restarts}: how often a failed job is restarted, 0 for never")
     host, colon, port = rendezvous.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise LaunchError(f"rendezvous={rendezvous!r}: write host:port, such as node1:29500")

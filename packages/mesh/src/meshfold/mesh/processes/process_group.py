@@ -392,7 +392,7 @@ def _settle(device: torch.device | None, backend: str, environment: Environment)
     if index >= count:
         remedy = f"start at most {count} ranks on it, or use" if count else "use"
         raise LaunchError(
-            f"rank {environment.rank} (local rank {environment.local_rank}) wants GPU {index}, but torch sees {count} "
+            f"rank {environment.rank} (local rank {environment.local_rank}) needs GPU {index}, but torch sees {count} "
             f"GPUs on this machine: {remedy} backend='gloo'"
         )
     torch.cuda.set_device(index)

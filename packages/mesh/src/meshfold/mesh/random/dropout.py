@@ -155,7 +155,7 @@ class DropoutStream:
         if self._calls_elsewhere:
             if name in self._named:
                 raise MeshfoldError(
-                    f"dropout of {name!r} is called more than once in a block that stands in the model several times, and stages "
+                    f"dropout of {name!r} is called more than once in a block that is in the model several times, and stages "
                     "of a pipeline cannot count its calls: give every call a dropout of its own, or every place a block of its own"
                 )
             self._named.add(name)

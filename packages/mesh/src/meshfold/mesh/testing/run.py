@@ -80,7 +80,7 @@ def _describe(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     name = function.__qualname__
     if "<" in name:
         raise LaunchError(
-            f"{name} stands inside another function; the ranks import it by name: move it to module level"
+            f"{name} is defined inside another function; the ranks import it by name: move it to module level"
         )
     file = inspect.getsourcefile(function)
     if file is None:

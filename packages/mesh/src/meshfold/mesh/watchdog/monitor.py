@@ -139,7 +139,7 @@ class Watchdog:
         if found:
             return CollectiveError(found[0])
         return CollectiveError(
-            f"{self._diagnosis.what(call, error)}\nNothing can be said of the other ranks: the store in which they met does not "
+            f"{self._diagnosis.what(call, error)}\nNothing is known about the other ranks: the store in which they met does not "
             "answer. The process that serves it is stopped or gone: rank 0, or the launcher's"
         )
 

@@ -298,8 +298,8 @@ class PartialForward:
         assert run is not None  # the gate has looked
         if index < run.at:
             raise ChainError(
-                f"block {index} is called behind block {run.at}: a model is cut into stages along its list of blocks, so each is "
-                "called in the order they stand in. Call them so; a block that is to run again behind others may stand in the "
+                f"block {index} is called after block {run.at}: a model is cut into stages along its list of blocks, so each is "
+                "called in the order of that list. Call them in that order; a block that runs again after others can be in the "
                 "list a second time"
             )
         before, run.at = run.at, index

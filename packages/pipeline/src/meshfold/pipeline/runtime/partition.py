@@ -248,8 +248,8 @@ def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[s
             ranks.setdefault(buffer, set()).update(ranks_of(name))
             if len(ranks[buffer]) > 1:
                 raise LayoutError(
-                    f"the forward changes the buffer {name!r}, and its module stands in stages on several ranks, of which each "
-                    "would change its own: give every place a module of its own, or use fewer stages"
+                    f"the forward changes the buffer {name!r}, and its module is in stages on several ranks, each of which "
+                    "would change its own copy: give every place a module of its own, or use fewer stages"
                 )
 
 
@@ -315,7 +315,7 @@ def _bounds(
         times = estimate(model, blocks, before) if costs is None else list(costs)
         if len(times) != len(blocks) + 2:
             raise LayoutError(
-                f"{len(times)} costs for {len(blocks)} blocks: give (before, one for each block, behind), "
+                f"{len(times)} costs for {len(blocks)} blocks: give (before, one for each block, after), "
                 f"{len(blocks) + 2} in all"
             )
         counts = balance_blocks(times[1:-1], stages, before=times[0], after=times[-1])

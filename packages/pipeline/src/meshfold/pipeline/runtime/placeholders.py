@@ -122,7 +122,7 @@ class AbsentParameter(Tensor):
 def _plain(absent: AbsentParameter) -> Tensor:
     if absent.used():
         raise LayoutError(
-            f"{absent.label!r} belongs to a stage on another rank, but is used by function behind the blocks: give it a "
+            f"{absent.label!r} belongs to a stage on another rank, but is used by function after the blocks: give it a "
             f"module of its own there (an nn.Linear whose weight is the same parameter), so that both stages keep it"
         )
     return absent.as_subclass(Tensor)

@@ -215,8 +215,8 @@ class Stage:
         for tensor, slot in zip(output, self.outputs(plan), strict=True):
             if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
                 raise MeshfoldError(
-                    f"stage {self.number} hands on {tuple(tensor.shape)} of {tensor.dtype} where {slot.shape} of "
-                    f"{slot.dtype} was foreseen: blocks must keep the shape and dtype of what they are given"
+                    f"stage {self.number} passes on {tuple(tensor.shape)} of {tensor.dtype} where {slot.shape} of "
+                    f"{slot.dtype} was expected: blocks must keep the shape and dtype of what they are given"
                 )
 
 

@@ -58,7 +58,7 @@ class Action:
         found = _ACTION.fullmatch(text)
         if found is None:
             raise ScheduleError(
-                f"{text!r} is no action. Write stage, operation (F, B, W or BW) and micro-batch, as in '2F0'."
+                f"{text!r} is not an action. Write stage, operation (F, B, W or BW) and micro-batch, as in '2F0'."
             )
         return cls(Op(found["op"]), int(found["stage"]), int(found["microbatch"]))
 
@@ -174,7 +174,7 @@ def _actions(given: str | Iterable[Action | str], rank: int) -> list[Action]:
         line = _LINE.fullmatch(given.strip())
         if line is not None and int(line["rank"]) != rank:
             raise ScheduleError(
-                f"{given.strip()[:60]!r} stands where rank {rank} should. Write the ranks in order from 0."
+                f"{given.strip()[:60]!r} is where rank {rank} should be. Write the ranks in order from 0."
             )
         given = (line["rest"] if line else given).split()
     return [Action.parse(one) if isinstance(one, str) else one for one in given]

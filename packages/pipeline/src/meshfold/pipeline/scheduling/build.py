@@ -55,7 +55,7 @@ def schedule(
         ("waves", waves),
     ):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ScheduleError(f"{what}={value!r} is no count. Give a whole number from 1.")
+            raise ScheduleError(f"{what}={value!r} is not a count. Give a whole number from 1.")
     if name == "auto":
         if waves is not None:
             raise ScheduleError(f"waves={waves} belongs to schedule 'hanayo'. Leave waves out, or name 'hanayo'.")

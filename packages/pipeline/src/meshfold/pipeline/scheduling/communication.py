@@ -235,7 +235,7 @@ def _inputs(program: Program) -> None:
                 maker = Action(Op.F if needed[0] else Op.B, *needed[1:])
                 raise ScheduleError(
                     f"program {schedule.name!r}: rank {rank} has {step} before it has what {maker} makes. "
-                    f"Put {step} behind it, or behind its receive."
+                    f"Put {step} after it, or after its receive."
                 )
 
 
@@ -273,7 +273,7 @@ def _ends(program: Program, ranks: list[list[tuple[Step, ...]]], how: str) -> No
     if stuck:
         where = ", ".join(f"rank {rank} at {' '.join(map(str, ranks[rank][at[rank]]))}" for rank in stuck)
         raise ScheduleError(
-            f"program {program.schedule.name!r}: with messages {how} these ranks wait for each other for ever: {where}. "
+            f"program {program.schedule.name!r}: with messages {how} these ranks wait for each other forever: {where}. "
             f"Put sends and receives into the order of communicate(schedule)."
         )
 

@@ -118,7 +118,7 @@ class _Judge:
                 if w not in at:
                     self._fail(
                         f"{w} is missing on rank {rank}",
-                        f"Add it behind {b}, or write {both} in place of {b}",
+                        f"Add it after {b}, or write {both} in place of {b}",
                     )
 
     def _local_order(self, at: dict[Action, int]) -> None:
@@ -175,7 +175,7 @@ class _Judge:
         for _, _, awaited in circle:
             owner = schedule.stage_ranks[awaited.stage]
             moves.append(f"{awaited} before {blocker[owner]} on rank {owner}")
-        self._fail(f"ranks wait for each other for ever: {'; '.join(stories)}", f"Move {', or '.join(moves)}")
+        self._fail(f"ranks wait for each other forever: {'; '.join(stories)}", f"Move {', or '.join(moves)}")
 
 
 def _memory(schedule: Schedule, memory: float | Sequence[float], costs: Costs) -> None:
@@ -196,5 +196,5 @@ def _memory(schedule: Schedule, memory: float | Sequence[float], costs: Costs) -
         held = peak_activations(actions[: place + 1], read.activation, read.kept)
         raise ScheduleError(
             f"schedule {schedule.name!r}: with {actions[place]} at place {place} rank {rank} holds activations of {held:.6g}, and "
-            f"the bound is {bound:.6g}. Move it behind gradients (B, W or BW) that free some, or choose a leaner schedule."
+            f"the bound is {bound:.6g}. Move it after gradients (B, W or BW) that free some, or choose a leaner schedule."
         )

@@ -101,7 +101,7 @@ class EarlySteps:
         if self.is_half:
             raise ChunkError(
                 "the last backward was broken off when some chunks had made the optimizer's step and others had not (without "
-                "clipping they make it while backward runs), so training cannot continue from here: make the engine anew and "
+                "clipping they make it while backward runs), so training cannot continue from here: build the engine again and "
                 "resume from the last checkpoint"
             )
 
