@@ -103,7 +103,8 @@ def limits_of(spec: ZeroSpec) -> Limits:
 
 
 STATE_SHARE = 0.6
-"""How much of the device's memory placement ``auto`` gives to parameters, gradients and optimizer state at first."""
+"""How much of the device's memory placement ``auto`` gives to parameters, gradients and optimizer state at first, unless
+``gpu_memory_limit`` says how much there is: then as little as the host allows, until a plan knows what activations take."""
 MOST = 0.97
 """The same where the host has no room for more."""
 BOUNDARY_BYTES = 2**30
@@ -236,7 +237,9 @@ def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares
     own, streams = sizes.own, spec.stage == 3
     kept = own if streams else sizes.elements  # elements whose parameters are on the device if they may be
     rest = sizes.state + sizes.gradient
-    free = STATE_SHARE * budget - kept * sizes.parameter
+    # Under a limit of the user's nothing is known of activations yet, and a step that runs out cannot be undone.
+    share = STATE_SHARE if spec.gpu_memory_limit is None else 0.0
+    free = share * budget - kept * sizes.parameter
     if free >= own * rest:
         return Shares()
     optimizer = min(1.0, 1.0 - max(free, 0.0) / (own * rest))
