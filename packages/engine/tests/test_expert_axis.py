@@ -46,6 +46,7 @@ DIAGONAL: list[Case] = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("count", "model", "parallel"), DIAGONAL, ids=str)
 def test_losses_norms_and_gradients_are_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
     """SGD without momentum: weights after a step are the gradients, clipped by the norm of all of them."""
@@ -152,6 +153,7 @@ def resume(parallel: dict[str, Any], path: str) -> list[float]:
         return [engine.train_step(engine.shard_batch(batch)) for batch in batches(4)[2:]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_run_goes_on_under_any_expert_size_and_none(tmp_path: Path, stage: int) -> None:
     path, shared = str(tmp_path / "run"), {} if stage == 0 else dict(zero=zero(stage))
@@ -264,6 +266,7 @@ STAGED: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("count", "model", "parallel"), STAGED, ids=str)
 def test_a_balance_loss_counts_on_the_routers_of_all_stages(count: int, model: str, parallel: dict[str, Any]) -> None:
     found = run_on_ranks(count, through_stages, parallel, model)[0]
