@@ -105,6 +105,8 @@ def limits_of(spec: ZeroSpec) -> Limits:
 STATE_SHARE = 0.6
 """How much of the device's memory placement ``auto`` gives to parameters, gradients and optimizer state at first, unless
 ``gpu_memory_limit`` says how much there is: then as little as the host allows, until a plan knows what activations take."""
+LITTLE = 0.2
+"""How much of ``gpu_memory_limit`` may be taken by all of it for it to stay there."""
 MOST = 0.97
 """The same where the host has no room for more."""
 BOUNDARY_BYTES = 2**30
@@ -238,7 +240,9 @@ def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares
     kept = own if streams else sizes.elements  # elements whose parameters are on the device if they may be
     rest = sizes.state + sizes.gradient
     # Under a limit of the user's nothing is known of activations yet, and a step that runs out cannot be undone.
-    share = STATE_SHARE if spec.gpu_memory_limit is None else 0.0
+    share = STATE_SHARE
+    if spec.gpu_memory_limit is not None:
+        share = LITTLE if own * rest + kept * sizes.parameter <= LITTLE * budget else 0.0
     free = share * budget - kept * sizes.parameter
     if free >= own * rest:
         return Shares()
