@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshfold.mesh import LayoutError, Mesh, collectives
-from meshfold.mesh.collectives import Primitive, adjoint_pair, identity, non_view_result
+from meshfold.mesh import LayoutError, Mesh
+from meshfold.mesh.collectives import Primitive, adjoint_pair, non_view_result
 from meshfold.mesh.parameters import defer_weight_grad
 from meshfold.tensor_parallel.lowerings import Lowering, find_lowering
 from meshfold.tensor_parallel.lowerings.gather import start_gather, start_leave
@@ -205,27 +205,3 @@ def bind_leave_operand(plan: MatmulPlan, mesh: Mesh) -> Primitive:
             lambda grad: start_gather(plan, mesh, "y", grad).wait(),
         ),
     )
-
-
-def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, tuple[str, ...]], ...]) -> Primitive:
-    """Bind the identity on a parameter with spans that several ranks hold and use differently (key/value heads
-    when there are fewer than ranks); backward sums the gradient of those spans.
-
-    Args:
-        mesh: where it lies.
-        dim: the dim that has the spans.
-        spans: (start, length, axes) of each span, in local elements; an axis may be a factor such as ``"tensor%2"``.
-    """
-    if all(mesh.size(*axes) == 1 for _, _, axes in spans):
-        return identity
-    for _, _, axes in spans:
-        mesh.prepare(*axes)
-
-    def sum_spans(grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        for start, length, axes in spans:
-            span = grad.narrow(dim, start, length)
-            span.copy_(collectives.all_reduce(span, mesh.group(*axes)))
-        return grad
-
-    return mesh.once(("sum repeated", dim, spans), lambda: adjoint_pair(identity, sum_spans))

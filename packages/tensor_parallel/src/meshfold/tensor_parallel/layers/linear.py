@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshfold.kernels import Fp8Recipe
-from meshfold.mesh import Layout, LayoutError, Mesh, ParameterMeta, Part, Placement, metadata
+from meshfold.mesh import Layout, LayoutError, Mesh, Part, Placement, metadata
 from meshfold.mesh.collectives import bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
 from meshfold.tensor_parallel.fp8_matmul import Fp8Gather, bind_fp8_lowering
@@ -41,13 +41,13 @@ from meshfold.tensor_parallel.layers.base import (
 )
 from meshfold.tensor_parallel.layers.head_exchange import HeadExchange
 from meshfold.tensor_parallel.layers.input_adapters import InputAdapter, as_given, flattened, rows_taken
+from meshfold.tensor_parallel.layers.repeated_spans import bind_sum_repeated, repeated_spans
 from meshfold.tensor_parallel.lowerings.gather import turns_weight
 from meshfold.tensor_parallel.matmul import (
     bind_deferred_matmul,
     bind_enter_operand,
     bind_matmul,
     bind_product,
-    bind_sum_repeated,
     lead_shape,
     on_one_rank,
     weight_gradient,
@@ -193,7 +193,7 @@ class Linear(ShardedLayer):
             y = self.plan.y[self.plan.n]
             bias_at = Placement(shape=(self.out_features,), axes=(y,), parts=fused, multiple=multiple)
             self.bias = shard_parameter(bias, bias_at, mesh)
-        repeated = _repeated_spans(metadata(self.weight), out_dim, mesh)
+        repeated = repeated_spans(metadata(self.weight), out_dim, mesh)
         self._sum_weight = bind_sum_repeated(mesh, out_dim, repeated)
         self._sum_bias = bind_sum_repeated(mesh, 0, repeated)
         tokens, outputs = self.plan.y[self.plan.m], self.plan.y[self.plan.n]
@@ -418,37 +418,3 @@ def _check_sizes(layer: Linear, mesh: Mesh) -> None:
             mesh,
             f"a part of {part.size} of a {layer.role} layer",
         )
-
-
-def _repeated_spans(meta: ParameterMeta | None, dim: int, mesh: Mesh) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-    """Return the spans of the local block that neighbouring ranks hold as well."""
-    if meta is None or dim not in meta.placement.parts:
-        return ()
-    spans, start = [], 0
-    parts, axes = meta.placement.parts[dim], meta.placement.axes[dim]
-    for part, (_, length) in zip(parts, meta.placement.segments(mesh, dim), strict=True):
-        if part.repeat > 1:
-            spans.append((start, length, _neighbours(axes, part.repeat, mesh)))
-        start += length
-    return tuple(spans)
-
-
-def _neighbours(axes: tuple[str, ...], count: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes along which ``count`` neighbouring blocks lie: the minor ones, and a minor factor of the next."""
-    found: list[str] = []
-    for axis in reversed(axes):
-        size = mesh.size(axis)
-        if count % size == 0:
-            found.insert(0, axis)
-            count //= size
-        else:
-            if size % count:
-                raise LayoutError(
-                    f"{count} neighbouring ranks cannot share a key/value head over axes {', '.join(axes)}, the last of "
-                    f"size {size}: use a number of key/value heads that is a multiple of {size}"
-                )
-            found.insert(0, f"{axis}%{count}")
-            count = 1
-        if count == 1:
-            break
-    return tuple(found)
