@@ -125,6 +125,7 @@ EIGHT: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow  # optimizers on 8 ranks: the package's own tests have every mode
 def test_cubes_and_sequences() -> None:
     compare(8, [*cases("lamb", "llama", EIGHT[:1]), *cases("came", "llama", EIGHT[1:2])], batches(3))
     specs: list[dict[str, Any]] = [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=zero)) for zero in (1, 3)]
@@ -133,7 +134,7 @@ def test_cubes_and_sequences() -> None:
 
 def test_elements() -> None:
     specs = [TENSOR[2], *TENSOR_ZERO, ZERO[2], *HOST, PIPELINE[1]]
-    compare(4, cases("lion", "llama", specs), batches(STEPS))
+    compare(4, cases("lion", "llama", specs), batches(3))
 
 
 def test_muon_by_roles() -> None:
@@ -172,6 +173,7 @@ DIAGONAL: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_matrices(name: str) -> None:
     """Rows and columns of whole tensors, also of those that some ranks share."""

@@ -41,6 +41,7 @@ def test_twenty_steps_agree_with_torch(
     torch.testing.assert_close(made.exp_avg_sq, optimizer.state[p]["exp_avg_sq"], rtol=1e-5, atol=0)
 
 
+@pytest.mark.few(3)
 @every_state
 @settings(max_examples=12, deadline=None)
 @given(
@@ -227,6 +228,7 @@ def test_threads_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numba.get_num_threads() == before
 
 
+@pytest.mark.few(16)
 @every_state
 @pytest.mark.parametrize("implementation", ["reference", "numba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

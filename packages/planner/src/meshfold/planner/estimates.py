@@ -204,7 +204,11 @@ def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[
     for entry in entries:
         # Buckets are sent in the middle of backward; they alone are summed over the data axes there, or a factor of these.
         bucket = entry.kind == "all_reduce" and any(axis.split("/")[0].split("%")[0] in outer for axis in entry.axes)
-        phase = "gradients" if entry.phase == "backward" and bucket else "weights" if entry.of_weights else entry.phase
+        phase = entry.phase
+        if bucket and (phase == "backward" or entry.of_weights):
+            phase = "gradients"
+        elif entry.of_weights:
+            phase = "weights"
         found.setdefault((phase, entry.kind, entry.axes, entry.group_size), []).append(entry.bytes)
     for (phase, kind, axes, ranks), sent in found.items():
         yield Traffic(phase=phase, kind=kind, axes=axes, ranks=ranks, calls=len(sent), bytes=round(sum(sent)))
