@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import os
-import re
 import sys
-import tempfile
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+from operator import attrgetter, itemgetter
 from types import FrameType
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+_MOST = 100  # frames that are read
 
 #: A file, a line in it and the function there.
 Location = tuple[str, int | str, str]
@@ -30,12 +29,7 @@ def main_line() -> str:
     main = threading.main_thread()
     if threading.current_thread() is main:
         return own_line()
-    try:
-        found = _stack(main.ident or 0)
-    except OSError:  # no file can be written
-        found = None
-    if found is None:
-        return "an unknown line"
+    found = _stack(main.ident or 0)
     return _described(found) if found else "its end"
 
 
@@ -45,26 +39,50 @@ def raised_at(error: BaseException) -> str:
     return _described(found) if found else main_line()
 
 
-def _stack(thread: int) -> list[Location] | None:
-    """Return a thread's innermost 100 locations, innermost first; None for one that is not among the newest 100 threads.
+def _stack(thread: int) -> list[Location]:
+    """Return a thread's innermost 100 locations, innermost first; none for a thread without Python frames."""
+    collects = gc.isenabled()
+    gc.disable()  # finalizers are Python code, in which threads may take turns
+    try:
+        low, high = 0, _MOST + 1  # most frames that could be read, least that could not
+        read: tuple[object, ...] = ()
+        depth = _MOST
+        while low + 1 < high:
+            try:
+                read = _innermost(thread, depth)
+                low = depth
+            except AttributeError:  # fewer frames
+                high = depth
+            except KeyError:
+                return []
+            depth = (low + high) // 2
+    finally:
+        if collects:
+            gc.enable()
+    return [
+        (code.co_filename, "?" if line is None else line, code.co_name)  # type: ignore[attr-defined, misc]
+        for code, line in zip(read[::2], read[1::2], strict=True)
+    ]
 
-    Python writes them in one call. Frames of a running thread are not safe to walk from here: they may be freed
-    between two steps.
+
+def _innermost(thread: int, depth: int) -> tuple[object, ...]:
+    """Return code and line of a thread's innermost frames, one after the other, read in a single call of C.
+
+    A running thread gets no turn within it, so its stack is whole. Between two steps of a walk in Python it runs on: a generator
+    that yields then leaves a frame whose caller is gone, and reading that crashes. ``faulthandler`` reads the stacks of all
+    threads, and crashes on a native one that enters Python at that moment, as workers of gloo do to free a tensor.
+
+    Raises:
+        AttributeError: if the thread has fewer frames.
+        KeyError: if it has none.
     """
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    found: list[Location] | None = None
-    for line in text.splitlines():
-        if header := _THREAD.match(line):
-            if found is not None:
-                break
-            if int(header[1], 16) == thread:
-                found = []
-        elif found is not None and (frame := _FRAME.fullmatch(line)):
-            found.append((frame[1], frame[2], frame[3]))
-    return found
+    frames = map(itemgetter(thread), iter(sys._current_frames, None))
+    return next(map(_reader(depth), frames))
+
+
+@cache
+def _reader(depth: int) -> Callable[[FrameType], tuple[object, ...]]:
+    return attrgetter(*(f"{'f_back.' * number}{name}" for number in range(depth) for name in ("f_code", "f_lineno")))
 
 
 def _locations(frames: Iterable[tuple[FrameType, int]]) -> list[Location]:
