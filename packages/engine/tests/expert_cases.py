@@ -1,4 +1,4 @@
-"""What tests of the expert axis share: a small mixture of experts with a balance loss, and the same run in one process."""
+"""Shared by tests of the expert axis: a small mixture of experts with a balance loss, and the same run in one process."""
 
 from __future__ import annotations
 
@@ -130,6 +130,6 @@ def assert_same(found: Seen, wanted: Seen, what: object, tolerance: float = 1e-9
 
 
 def on_ranks(count: int, parallel: dict[str, Any], model: str = "plain", **settings: Any) -> Seen:
-    """What rank 0 saw."""
+    """Return what rank 0 saw."""
     found: Seen = run_on_ranks(count, run, parallel, model, **settings)[0]
     return found

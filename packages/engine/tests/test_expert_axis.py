@@ -224,7 +224,7 @@ def counting_all(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def through_stages(parallel: dict[str, Any], model: str, **settings: Any) -> Seen:
-    """What :func:`expert_cases.run` returns, of micro-batches that weigh alike."""
+    """Return what :func:`expert_cases.run` does, of micro-batches that weigh alike."""
     numbers: list[float] = []
     state: dict[str, torch.Tensor] = {}
     with engine_of(parallel, model, **settings) as engine:

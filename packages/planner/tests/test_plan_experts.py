@@ -28,7 +28,7 @@ def planned(parallel: dict[str, Any], **model: Any) -> Estimate:
 
 
 def run(parallel: dict[str, Any]) -> tuple[int, dict[tuple[str, tuple[str, ...]], float]]:
-    """What rank 0 holds of the parameters, and sends in a step."""
+    """Return what rank 0 holds of the parameters, and sends in a step."""
     with engine_of(parallel, precision="fp32") as engine:
         batch = engine.shard_batch(batches(1)[0])
         engine.train_step(batch)  # the first looks more closely

@@ -120,6 +120,23 @@ class Adafactor(torch.optim.Adafactor):
         return state
 
 
+def check_factors(name: str, eps: object, clip_threshold: object, decay_rate: object) -> None:
+    """Check the settings that Adafactor in transformers' form and GaLore's have alike.
+
+    Raises:
+        OptimizerSettingError: for a value that is out of range.
+    """
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise OptimizerSettingError(f"{name}: eps={eps!r}; give 2 numbers above 0, such as eps=(1e-30, 1e-3)")
+    for one in eps:
+        positive(name, "eps", one, example="(1e-30, 1e-3)")
+    positive(name, "clip_threshold", clip_threshold, example="1.0")
+    if not isinstance(decay_rate, float) or not -1 <= decay_rate < 0:
+        raise OptimizerSettingError(
+            f"{name}: decay_rate={decay_rate!r}; give a number in [-1, 0), such as decay_rate=-0.8"
+        )
+
+
 class AdafactorHF(MatrixOptimizer):
     """Adafactor as in ``transformers.optimization.Adafactor``, which follows fairseq's.
 
@@ -170,15 +187,7 @@ class AdafactorHF(MatrixOptimizer):
             )
         if lr is not None:
             learning_rate(name, lr)
-        if not isinstance(eps, tuple | list) or len(eps) != 2:
-            raise OptimizerSettingError(f"{name}: eps={eps!r}; give 2 numbers above 0, such as eps=(1e-30, 1e-3)")
-        for one in eps:
-            positive(name, "eps", one, example="(1e-30, 1e-3)")
-        positive(name, "clip_threshold", clip_threshold, example="1.0")
-        if not isinstance(decay_rate, float) or not -1 <= decay_rate < 0:
-            raise OptimizerSettingError(
-                f"{name}: decay_rate={decay_rate!r}; give a number in [-1, 0), such as decay_rate=-0.8"
-            )
+        check_factors(name, eps, clip_threshold, decay_rate)
         if beta1 is not None and (not isinstance(beta1, float) or not 0 <= beta1 < 1):
             raise OptimizerSettingError(
                 f"{name}: beta1={beta1!r}; give a number in [0, 1), such as beta1=0.9, or None for no first moment"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.adafactor import adafactor_updates
+from meshfold.optimizers.adafactor import adafactor_updates, check_factors
 from meshfold.optimizers.base import MatrixOptimizer, gradient_of
 from meshfold.optimizers.blocks import Product, in_buckets
 from meshfold.optimizers.roles import MATRICES, ROLES
@@ -237,15 +237,7 @@ class GaLoreAdafactor(GaLoreOptimizer):
         """
         name = "GaLoreAdafactor"
         learning_rate(name, lr)
-        if not isinstance(eps, tuple | list) or len(eps) != 2:
-            raise OptimizerSettingError(f"{name}: eps={eps!r}; give 2 numbers above 0, such as eps=(1e-30, 1e-3)")
-        for one in eps:
-            positive(name, "eps", one, example="(1e-30, 1e-3)")
-        positive(name, "clip_threshold", clip_threshold, example="1.0")
-        if not isinstance(decay_rate, float) or not -1 <= decay_rate < 0:
-            raise OptimizerSettingError(
-                f"{name}: decay_rate={decay_rate!r}; give a number in [-1, 0), such as decay_rate=-0.8"
-            )
+        check_factors(name, eps, clip_threshold, decay_rate)
         if beta1 is not None:
             decay_rates(name, "beta1", (beta1,), example=(0.9,))
         at_least(name, "weight_decay", weight_decay, 0.0, example="0.01")
