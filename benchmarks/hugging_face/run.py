@@ -1,4 +1,4 @@
-"""An unmodified Llama-shaped model of transformers, trained by Meshfold, plain torch and Liger; on several GPUs beside FSDP2.
+"""An unmodified model of transformers, trained by Meshfold, plain torch and Liger; on several GPUs beside FSDP2.
 
 `meshfold bench hugging-face` starts each contestant in a process of its own, in rounds, and warms it up until clocks have
 settled. It writes JSON with the seconds of every step, peak memory, mean power and clock; `--report FILE.json` makes the
@@ -33,6 +33,7 @@ from benchmarks.reports import table
 
 SHAPES: dict[str, dict[str, Any]] = {
     "3B": dict(
+        model_type="llama",
         vocab_size=128_256,
         hidden_size=3072,
         intermediate_size=8192,
@@ -43,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "1B": dict(
+        model_type="llama",
         vocab_size=128_256,
         hidden_size=2048,
         intermediate_size=8192,
@@ -52,7 +54,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_theta=500_000.0,
         tie_word_embeddings=True,
     ),
+    "qwen3-8b": dict(
+        model_type="qwen3",
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=False,
+    ),
+    "gpt2": dict(
+        model_type="gpt2",
+        vocab_size=50_257,
+        n_embd=768,
+        n_layer=12,
+        n_head=12,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        tie_word_embeddings=True,
+    ),
     "tiny": dict(
+        model_type="llama",
         vocab_size=512,
         hidden_size=64,
         intermediate_size=96,
@@ -62,7 +88,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
 }
-"""Llama 3.2's shapes by name, and one to try the command."""
+"""Shapes by name: Llama 3.2's, Qwen3-8B's, GPT-2's of 124M, and one to try the command."""
+
+_NAMES = {"qwen3-8b": "Qwen3 8B", "gpt2": "GPT-2 124M"}
 
 TINY = dict(
     shape="tiny",
@@ -138,7 +166,7 @@ def case_name(work: dict[str, Any]) -> str:
     limit = f", {work['gpu_memory']}" if work["gpu_memory"] else ""
     recompute = dict(blocks="every layer recomputed", auto="recomputed by plan", none="nothing recomputed")
     ranks = f", {work['ranks']} GPUs" if work["ranks"] > 1 else ""
-    model = f"Llama {work['shape']}{' with a head of its own' if work['untied'] else ''}{ranks}"
+    model = f"{_NAMES.get(work['shape'], 'Llama ' + work['shape'])}{' with a head of its own' if work['untied'] else ''}{ranks}"
     return f"{model}, {work['rows']} × {work['length']} tokens, {recompute[work['recompute']]}{limit}"
 
 
@@ -199,6 +227,7 @@ def report(path: Path) -> None:
                 continue
             watts = [run["watts"] for run in good if "watts" in run]
             clocks = [run["mhz"] for run in good if "mhz" in run]
+            plans = [run["plan"] for run in good if run.get("plan")]
             rows.append(
                 (
                     contestant,
@@ -207,7 +236,7 @@ def report(path: Path) -> None:
                     f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
                     f"{sum(watts) / len(watts) * seconds / tokens * 1e3:.2f}" if watts else "–",
                     f"{sum(clocks) / len(clocks):.0f}" if clocks else "–",
-                    "",
+                    _expected(plans[-1]) if plans else "",
                 )
             )
         head = (
@@ -222,6 +251,13 @@ def report(path: Path) -> None:
         lines += ["", f"**{name}**", "", *table(head, rows)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
+
+
+def _expected(plan: dict[str, Any]) -> str:
+    """Say what a memory plan expected, and whether a step ran out of memory."""
+    short = plan.get("out_of_memory", 0)
+    ran_out = f"ran out of memory {short} times" if short else "never ran out of memory"
+    return f"planned {plan['seconds']:.4f} s, {plan['gpu_bytes'] / 2**30:.1f} GiB; {ran_out}"
 
 
 def _seconds(runs: Sequence[dict[str, Any]]) -> float | None:

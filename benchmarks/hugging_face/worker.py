@@ -1,4 +1,4 @@
-"""One contestant trains a Llama-shaped model of transformers for a while, in processes of its own; rank 0 writes JSON."""
+"""One contestant trains a model of transformers for a while, in processes of its own; rank 0 writes JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Step = Callable[[], Tensor]
 
 def model_of(job: dict[str, Any]) -> nn.Module:
     """Return the model, with the same weights for every contestant."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**job["model"], max_position_embeddings=job["length"], use_cache=False)
+    config = AutoConfig.for_model(**job["model"], max_position_embeddings=job["length"], use_cache=False)
     config._attn_implementation = "sdpa"
     dtype, device = getattr(torch, job["dtype"]), "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -66,6 +66,51 @@ def peer(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
     return step
 
 
+def graphed(job: dict[str, Any]) -> Step:
+    """Return the step of plain torch with the whole step, forward to weights, captured in one CUDA graph.
+
+    The model is compiled as a whole first. On a CPU nothing is captured.
+    """
+    model = model_of(job).train()
+    inner = torch.compile(model)
+    parameters: list[Tensor] = [*model.parameters()]
+    masters: list[Tensor] = [p.detach().float().requires_grad_() for p in parameters]
+    on_gpu = torch.cuda.is_available()
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=on_gpu, capturable=on_gpu)
+    ids = batch(job)
+
+    def step() -> Tensor:
+        loss: Tensor = inner(input_ids=ids, labels=ids).loss
+        loss.backward()
+        for parameter, master in zip(parameters, masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+        return loss.detach()
+
+    if not on_gpu:
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss.clone()
+
+    return replay
+
+
 def fsdp2(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
     """Return the step of torch's FSDP2: each layer a group, sums in float32, weights gathered again in backward."""
     import torch.distributed as dist
@@ -99,8 +144,8 @@ def fsdp2(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
     return step
 
 
-def ours(job: dict[str, Any], **settings: Any) -> Step:
-    """Return the step of Meshfold."""
+def ours(job: dict[str, Any], *, split: bool = True, **settings: Any) -> Step:
+    """Return the step of Meshfold; without ``split`` each rank holds the whole state, as a small model's does."""
     from meshfold.engine import Engine
 
     recompute = None if job["recompute"] == "none" else job["recompute"]
@@ -110,7 +155,7 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
         zero = dict(placement="auto", **(dict(gpu_memory_limit=job["gpu_memory"]) if job["gpu_memory"] else {}))
     engine = Engine(
         model_of(job),
-        dict(data=ranks, zero=zero),
+        dict(data=ranks, zero=zero) if split else dict(data=ranks),
         precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
         clip_grad_norm=1.0,
         optimizer=dict(name="adamw", lr=1e-4, weight_decay=0.01),
@@ -120,13 +165,25 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
     if engine.fused_kernels is not None:
         print(engine.fused_kernels, file=sys.stderr)
     ids = batch(job)
-    job["said"] = lambda: "" if engine.residency is None else str(engine.residency)
+    job["said"] = lambda: _plan_of(engine)
 
     def step() -> Tensor:
         engine.run_step(dict(input_ids=ids, labels=ids))
         return engine.runner.loss
 
     return step
+
+
+def _plan_of(engine: Any) -> dict[str, Any]:
+    """Return what an engine's memory plan expects, and how often the allocator had to give memory back; empty without one."""
+    plan = None if engine.residency is None else engine.residency.plan
+    if plan is None:
+        return {}
+    found: dict[str, Any] = dict(seconds=plan.seconds, gpu_bytes=plan.peak_gpu_bytes, moves=engine.residency.moves)
+    if torch.cuda.is_available():
+        statistics = torch.cuda.memory_stats()
+        found.update(retries=statistics.get("num_alloc_retries", 0), out_of_memory=statistics.get("num_ooms", 0))
+    return found | dict(table=str(plan))
 
 
 def batch(job: dict[str, Any]) -> Tensor:
@@ -141,6 +198,7 @@ def batch(job: dict[str, Any]) -> Tensor:
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "torch": lambda job: peer(job, liger=False, compiled=False),
     "torch, compiled": lambda job: peer(job, liger=False, compiled=True),
+    "torch, compiled, one CUDA graph": lambda job: graphed(job),
     "Liger": lambda job: peer(job, liger=True, compiled=False),
     "Liger, compiled": lambda job: peer(job, liger=True, compiled=True),
     "FSDP2": lambda job: fsdp2(job, liger=False, compiled=False),
@@ -150,6 +208,8 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "ours": lambda job: ours(job),
     "ours, kernels off": lambda job: ours(job, kernels="off"),
     "ours, compiled": lambda job: ours(job, compile=True),
+    "ours, whole": lambda job: ours(job, split=False),
+    "ours, whole, compiled": lambda job: ours(job, split=False, compile=True),
 }
 
 
@@ -193,7 +253,7 @@ def main(job: dict[str, Any]) -> None:
         losses=[float(each) for each in losses[:8]],
         first=first,
         last=time.time(),
-        said=job.pop("said", str)(),
+        plan=job.pop("said", dict)(),
     )
     if job["profile"]:
         from torch.profiler import ProfilerActivity, profile
