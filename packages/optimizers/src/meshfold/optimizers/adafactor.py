@@ -120,8 +120,10 @@ class Adafactor(torch.optim.Adafactor):
         return state
 
 
-def check_factors(name: str, eps: object, clip_threshold: object, decay_rate: object) -> None:
-    """Check the settings that Adafactor in transformers' form and GaLore's have alike.
+def check_factors(
+    name: str, eps: object, clip_threshold: object, decay_rate: object, beta1: object, weight_decay: object
+) -> None:
+    """Check the settings that :class:`AdafactorHF` and GaLore's Adafactor share.
 
     Raises:
         OptimizerSettingError: for a value that is out of range.
@@ -135,6 +137,11 @@ def check_factors(name: str, eps: object, clip_threshold: object, decay_rate: ob
         raise OptimizerSettingError(
             f"{name}: decay_rate={decay_rate!r}; give a number in [-1, 0), such as decay_rate=-0.8"
         )
+    if beta1 is not None and (not isinstance(beta1, float) or not 0 <= beta1 < 1):
+        raise OptimizerSettingError(
+            f"{name}: beta1={beta1!r}; give a number in [0, 1), such as beta1=0.9, or None for no first moment"
+        )
+    at_least(name, "weight_decay", weight_decay, 0.0, example="0.01")
 
 
 class AdafactorHF(MatrixOptimizer):
@@ -187,12 +194,7 @@ class AdafactorHF(MatrixOptimizer):
             )
         if lr is not None:
             learning_rate(name, lr)
-        check_factors(name, eps, clip_threshold, decay_rate)
-        if beta1 is not None and (not isinstance(beta1, float) or not 0 <= beta1 < 1):
-            raise OptimizerSettingError(
-                f"{name}: beta1={beta1!r}; give a number in [0, 1), such as beta1=0.9, or None for no first moment"
-            )
-        at_least(name, "weight_decay", weight_decay, 0.0, example="0.01")
+        check_factors(name, eps, clip_threshold, decay_rate, beta1, weight_decay)
         super().__init__(
             params,
             dict(

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from meshfold.optimizers.blocks import Blocks, WholeTensors
+from meshfold.optimizers.roles import MATRICES, ROLES
 from meshfold.optimizers.settings import OptimizerSettingError
 
-__all__ = ["MatrixOptimizer", "NormOptimizer", "Sight", "SquareSums", "TensorOptimizer", "gradient_of", "square_sums"]
+__all__ = [
+    "MatrixOptimizer",
+    "NormOptimizer",
+    "RoleOptimizer",
+    "Sight",
+    "SquareSums",
+    "TensorOptimizer",
+    "gradient_of",
+    "square_sums",
+]
 
 Sight = Literal["elements", "norms", "matrices"]
 """An optimizer must see: each element alone; two norms of each tensor besides; or whole tensors."""
@@ -150,3 +160,26 @@ class MatrixOptimizer(TensorOptimizer):
     """
 
     blocks: Blocks = WholeTensors()
+
+
+class RoleOptimizer(MatrixOptimizer):
+    """An optimizer whose groups may have a ``role``, see :func:`meshfold.optimizers.role_groups`."""
+
+    needs_roles: ClassVar[bool] = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see torch.
+
+        Raises:
+            OptimizerSettingError: for an unknown role, or a group of matrices that has a parameter of other than two dims.
+        """
+        role, name = param_group.get("role"), type(self).__name__
+        if role is not None and role not in ROLES:
+            raise OptimizerSettingError(f"{name}: role={role!r}; give one of {', '.join(map(repr, ROLES))}")
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if role == MATRICES and parameter.dim() != 2:
+                raise OptimizerSettingError(
+                    f"{name}: a parameter of shape {tuple(parameter.shape)} in a group of matrices; give it the role "
+                    "norms_and_biases"
+                )

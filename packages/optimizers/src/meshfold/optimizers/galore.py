@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshfold.optimizers.adafactor import adafactor_updates, check_factors
-from meshfold.optimizers.base import MatrixOptimizer, gradient_of
+from meshfold.optimizers.base import RoleOptimizer, gradient_of
 from meshfold.optimizers.blocks import Product, in_buckets
-from meshfold.optimizers.roles import MATRICES, ROLES
-from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
+from meshfold.optimizers.roles import MATRICES
+from meshfold.optimizers.settings import OptimizerSettingError, adam_settings, learning_rate, positive
 
 __all__ = ["GaLoreAdafactor", "GaLoreAdamW"]
 
 
-class GaLoreOptimizer(MatrixOptimizer):
+class GaLoreOptimizer(RoleOptimizer):
     """Base of optimizers that keep moments of projected gradients.
 
     A matrix m × n with m ≥ n keeps the first ``rank`` right singular vectors of a gradient, else left ones; they are
@@ -26,25 +26,6 @@ class GaLoreOptimizer(MatrixOptimizer):
     the new vectors, so a sign that chance gives would change steps. Projection and moments are kept flat, whole on every
     rank that has a block. A group's ``role`` says what is projected: ``"matrices"``; without a role, parameters of two dims.
     """
-
-    needs_roles: ClassVar[bool] = True
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see torch.
-
-        Raises:
-            OptimizerSettingError: for an unknown role, or matrices of other than two dims.
-        """
-        role, name = param_group.get("role"), type(self).__name__
-        if role is not None and role not in ROLES:
-            raise OptimizerSettingError(f"{name}: role={role!r}; give one of {', '.join(map(repr, ROLES))}")
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if role == MATRICES and parameter.dim() != 2:
-                raise OptimizerSettingError(
-                    f"{name}: a parameter of shape {tuple(parameter.shape)} in a group of matrices; give it the role "
-                    "norms_and_biases"
-                )
 
     def _step(self) -> None:
         for group in self.param_groups:
@@ -159,10 +140,7 @@ class GaLoreAdamW(GaLoreOptimizer):
         Raises:
             OptimizerSettingError: for a value that is out of range, an unknown role, or matrices that are none.
         """
-        learning_rate("GaLoreAdamW", lr)
-        decay_rates("GaLoreAdamW", "betas", betas, example=(0.9, 0.999))
-        at_least("GaLoreAdamW", "eps", eps, 0.0, example="1e-6")
-        at_least("GaLoreAdamW", "weight_decay", weight_decay, 0.0, example="0.01")
+        adam_settings("GaLoreAdamW", lr, betas, eps, weight_decay)
         _check("GaLoreAdamW", rank, update_proj_gap, scale)
         super().__init__(
             params,
@@ -237,10 +215,7 @@ class GaLoreAdafactor(GaLoreOptimizer):
         """
         name = "GaLoreAdafactor"
         learning_rate(name, lr)
-        check_factors(name, eps, clip_threshold, decay_rate)
-        if beta1 is not None:
-            decay_rates(name, "beta1", (beta1,), example=(0.9,))
-        at_least(name, "weight_decay", weight_decay, 0.0, example="0.01")
+        check_factors(name, eps, clip_threshold, decay_rate, beta1, weight_decay)
         _check(name, rank, update_proj_gap, scale)
         super().__init__(
             params,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshfold.optimizers.base import NormOptimizer, gradient_of
-from meshfold.optimizers.settings import at_least, decay_rates, learning_rate
+from meshfold.optimizers.settings import adam_settings
 
 __all__ = ["Lamb"]
 
@@ -48,10 +48,7 @@ class Lamb(NormOptimizer):
         Raises:
             OptimizerSettingError: for a value that is out of range.
         """
-        learning_rate("Lamb", lr)
-        decay_rates("Lamb", "betas", betas, example=(0.9, 0.999))
-        at_least("Lamb", "eps", eps, 0.0, example="1e-6")
-        at_least("Lamb", "weight_decay", weight_decay, 0.0, example="0.01")
+        adam_settings("Lamb", lr, betas, eps, weight_decay)
         super().__init__(
             params,
             dict(

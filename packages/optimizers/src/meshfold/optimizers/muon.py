@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import MatrixOptimizer, gradient_of
+from meshfold.optimizers.base import RoleOptimizer, gradient_of
 from meshfold.optimizers.blocks import in_buckets
 from meshfold.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
-from meshfold.optimizers.roles import MATRICES, ROLES
+from meshfold.optimizers.roles import MATRICES
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
 
 __all__ = ["Muon"]
@@ -24,7 +24,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torc
 _ADJUST = ("original", "match_rms_adamw")
 
 
-class Muon(MatrixOptimizer):
+class Muon(RoleOptimizer):
     """Muon on matrices and AdamW on embeddings, head, norms and biases.
 
     A group's ``role`` says which: ``"matrices"`` are orthogonalised, the other roles of
@@ -32,8 +32,6 @@ class Muon(MatrixOptimizer):
     groups for a model with embeddings. On matrices it is ``torch.optim.Muon``, with Nesterov momentum and rates that grow
     with the shape. Matrices of one shape are orthogonalised in one batch; of blocks, each matrix by one rank.
     """
-
-    needs_roles: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -116,22 +114,6 @@ class Muon(MatrixOptimizer):
                 continue
             group["lr"] = lr if adamw_lr is None else adamw_lr
             group["weight_decay"] = weight_decay if adamw_weight_decay is None else adamw_weight_decay
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see torch.
-
-        Raises:
-            OptimizerSettingError: for an unknown role, or matrices of other than two dims.
-        """
-        role = param_group.get("role")
-        if role is not None and role not in ROLES:
-            raise OptimizerSettingError(f"Muon: role={role!r}; give one of {', '.join(map(repr, ROLES))}")
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if role == MATRICES and parameter.dim() != 2:
-                raise OptimizerSettingError(
-                    f"Muon: a parameter of shape {tuple(parameter.shape)} in a group of matrices; give it the role norms_and_biases"
-                )
 
     def _step(self) -> None:
         for group in self.param_groups:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["OptimizerSettingError", "at_least", "decay_rates", "learning_rate", "positive"]
+__all__ = ["OptimizerSettingError", "adam_settings", "at_least", "decay_rates", "learning_rate", "positive"]
 
 
 class OptimizerSettingError(ValueError):
@@ -62,6 +62,18 @@ def decay_rates(optimizer: str, name: str, value: object, *, example: Sequence[f
         raise OptimizerSettingError(
             f"{optimizer}: {name}={value!r}; give {len(example)} numbers in [0, 1), such as {name}={tuple(example)}"
         )
+
+
+def adam_settings(optimizer: str, lr: object, betas: object, eps: object, weight_decay: object) -> None:
+    """Check the settings that optimizers share with AdamW.
+
+    Raises:
+        OptimizerSettingError: for one that is out of range.
+    """
+    learning_rate(optimizer, lr)
+    decay_rates(optimizer, "betas", betas, example=(0.9, 0.999))
+    at_least(optimizer, "eps", eps, 0.0, example="1e-6")
+    at_least(optimizer, "weight_decay", weight_decay, 0.0, example="0.01")
 
 
 def _is_number(value: object) -> bool:

@@ -122,7 +122,6 @@ _CORE_SECONDS = {"A": 0.86e-9, "B": 0.95e-9, "C": 3.0e-9}
 def _gpu(
     name: str,
     *,
-    devices: int = 8,
     memory_gib: float,
     memory_tb: float,
     peak: dict[str, float],
@@ -132,10 +131,10 @@ def _gpu(
     host: Host,
     source: str,
 ) -> Machine:
-    """Return a node of GPUs: peaks in TFLOP/s and the share of them that matmuls reach, memory in TB/s, links in GB/s."""
+    """Return a node of eight GPUs: peaks in TFLOP/s and the share of them that matmuls reach, memory in TB/s, links in GB/s."""
     return Machine(
         name=name,
-        devices=devices,
+        devices=8,
         memory=memory_gib * 2**30,
         memory_rate=memory_tb * 1e12,
         host=host,
@@ -192,122 +191,78 @@ _HOSTS = {
 }
 
 
-def _slice(name: str) -> Host:
-    """Return an eighth of a node of eight, as one of its GPUs is rented."""
-    host = _HOSTS[name]
-    eighth = {key: getattr(host, key) / 8 for key in ("memory", "bandwidth", "disk", "disk_read", "disk_write")}
-    return replace(host, cores=host.cores // 8, **eighth)
+_NODES = (
+    _gpu(
+        "h200x8",
+        memory_gib=139,
+        memory_tb=4.24,
+        peak=_H200,
+        share=1.0,
+        inside=320,
+        between=40,
+        host=_HOSTS["h200x8"],
+        source="measured: bf16 matmul, memory, NCCL on NVLink; the rest from the data sheet, host and disk rough",
+    ),
+    _gpu(
+        "h100x8",
+        memory_gib=79,
+        memory_tb=2.9,
+        peak=_H100,
+        share=0.7,
+        inside=337,
+        between=37,
+        host=_HOSTS["h200x8"],
+        source=_SHEET,
+    ),
+    _gpu(
+        "a100x8",
+        memory_gib=79,
+        memory_tb=1.7,
+        peak=_A100,
+        share=0.7,
+        inside=225,
+        between=19,
+        host=_HOSTS["a100x8"],
+        source=_SHEET,
+    ),
+    _gpu(
+        "v100x8",
+        memory_gib=31,
+        memory_tb=0.8,
+        peak=_V100,
+        share=0.7,
+        inside=112,
+        between=9,
+        host=_HOSTS["v100x8"],
+        source=_SHEET,
+    ),
+)
+_LAPTOP = Machine(
+    name="laptop",
+    devices=8,
+    memory=16 * 2**30,
+    memory_rate=2e10,
+    host=_HOSTS["laptop"],
+    flops={"fp32": 1e11, "fp64": 5e10, "bf16": 5e10, "fp16": 5e10},
+    inside=1e9,
+    between=1e8,
+    latency=3e-4,
+    source="rough: eight processes that share a CPU, gloo",
+)
 
 
-MACHINES: dict[str, Machine] = {
-    one.name: one
-    for one in (
-        _gpu(
-            "h200x8",
-            memory_gib=139,
-            memory_tb=4.24,
-            peak=_H200,
-            share=1.0,
-            inside=320,
-            between=40,
-            host=_HOSTS["h200x8"],
-            source="measured: bf16 matmul, memory, NCCL on NVLink; the rest from the data sheet, host and disk rough",
-        ),
-        _gpu(
-            "h100x8",
-            memory_gib=79,
-            memory_tb=2.9,
-            peak=_H100,
-            share=0.7,
-            inside=337,
-            between=37,
-            host=_HOSTS["h200x8"],
-            source=_SHEET,
-        ),
-        _gpu(
-            "a100x8",
-            memory_gib=79,
-            memory_tb=1.7,
-            peak=_A100,
-            share=0.7,
-            inside=225,
-            between=19,
-            host=_HOSTS["a100x8"],
-            source=_SHEET,
-        ),
-        _gpu(
-            "v100x8",
-            memory_gib=31,
-            memory_tb=0.8,
-            peak=_V100,
-            share=0.7,
-            inside=112,
-            between=9,
-            host=_HOSTS["v100x8"],
-            source=_SHEET,
-        ),
-        _gpu(
-            "h200",
-            devices=1,
-            memory_gib=139,
-            memory_tb=4.24,
-            peak=_H200,
-            share=1.0,
-            inside=320,
-            between=40,
-            host=_HOSTS["h200"],
-            source="measured, with 16 cores of its host",
-        ),
-        _gpu(
-            "h100",
-            devices=1,
-            memory_gib=79,
-            memory_tb=2.9,
-            peak=_H100,
-            share=0.7,
-            inside=337,
-            between=37,
-            host=_slice("h200x8"),
-            source=_SHEET,
-        ),
-        _gpu(
-            "a100",
-            devices=1,
-            memory_gib=79,
-            memory_tb=1.7,
-            peak=_A100,
-            share=0.7,
-            inside=225,
-            between=19,
-            host=_slice("a100x8"),
-            source=_SHEET,
-        ),
-        _gpu(
-            "v100",
-            devices=1,
-            memory_gib=31,
-            memory_tb=0.8,
-            peak=_V100,
-            share=0.7,
-            inside=112,
-            between=9,
-            host=_slice("v100x8"),
-            source=_SHEET,
-        ),
-        Machine(
-            name="laptop",
-            devices=8,
-            memory=16 * 2**30,
-            memory_rate=2e10,
-            host=_HOSTS["laptop"],
-            flops={"fp32": 1e11, "fp64": 5e10, "bf16": 5e10, "fp16": 5e10},
-            inside=1e9,
-            between=1e8,
-            latency=3e-4,
-            source="rough: eight processes that share a CPU, gloo",
-        ),
-    )
-}
+def _one_gpu(node: Machine) -> Machine:
+    """Return one GPU of a node of eight, as it is rented: with an eighth of the host. The H200's was measured."""
+    if node.name == "h200x8":
+        host, source = _HOSTS["h200"], "measured, with 16 cores of its host"
+    else:
+        whole = node.host
+        eighth = {key: getattr(whole, key) / 8 for key in ("memory", "bandwidth", "disk", "disk_read", "disk_write")}
+        host, source = replace(whole, cores=whole.cores // 8, **eighth), node.source
+    return replace(node, name=node.name.removesuffix("x8"), devices=1, host=host, source=source)
+
+
+MACHINES: dict[str, Machine] = {one.name: one for one in (*_NODES, *map(_one_gpu, _NODES), _LAPTOP)}
 
 
 def find_machine(name: str) -> Machine:

@@ -37,9 +37,10 @@ from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes, DiskSettings
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
-from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, StepTimer, settings_of
+from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, StepTimer
 from meshfold.zero_gemini.optimizer.master_weights import planes_of
 from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
+from meshfold.zero_gemini.optimizers.adam import settings_of
 
 REGIMES = ("A", "B", "C")
 _PLAIN = ("amsgrad", "maximize", "capturable", "differentiable")

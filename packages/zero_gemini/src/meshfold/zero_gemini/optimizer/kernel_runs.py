@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -204,21 +204,6 @@ class ChunkStep:
                 moments=not first,
                 into=self.held.in_memory(self.gradient, second=True) if speculative else None,
             )
-
-
-def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:
-    """Return the settings of one of an optimizer's groups."""
-    beta1, beta2 = group["betas"]
-    return AdamSettings(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        adamw_mode=bool(
-            group.get("adamw_mode", group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-        ),
-    )
 
 
 StepKind = Literal["whole", "parameters", "moments", "GPU streaming", "second copy", "disk"]

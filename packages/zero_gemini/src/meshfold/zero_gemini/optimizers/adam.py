@@ -105,7 +105,7 @@ class FlatAdam(torch.optim.Optimizer):
         try:
             group = self.param_groups[-1]
             _refuse(**{key: group.get(key) for key in ("amsgrad", "maximize")})
-            settings_of(group)
+            settings_of(self, group)
             if group["regime"] not in slots.REGIMES:
                 raise ValueError(f"regime is {group['regime']!r}; it is 'A', 'B' or 'C'")
             for parameter in group["params"]:
@@ -146,7 +146,7 @@ class FlatAdam(torch.optim.Optimizer):
         start = 0
         with torch.no_grad():
             for group in self.param_groups:
-                settings = settings_of(group)
+                settings = settings_of(self, group)
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self._step(parameter, group, settings, scale.on(parameter.device), start)
@@ -309,20 +309,22 @@ def _product(a: float | Tensor | None, b: float | Tensor | None) -> float | Tens
     return a * b
 
 
-def settings_of(group: Mapping[str, Any]) -> AdamSettings:
-    """Return a group's settings for the kernels.
+def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AdamSettings:
+    """Return the settings of a group of one of our optimizers, or of torch's Adam and AdamW.
 
     Raises:
-        ValueError: for an invalid one.
+        ValueError: for an invalid setting.
     """
     beta1, beta2 = group["betas"]
+    # ours, torch's since 2.7, and before that the class
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return AdamSettings(
         lr=float(group["lr"]),
         beta1=float(beta1),
         beta2=float(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        adamw_mode=bool(group["adamw_mode"]),
+        adamw_mode=bool(group.get("adamw_mode", decoupled)),
     )
 
 
