@@ -47,7 +47,7 @@ TINY = dict(
 BF16, OURS, TORCHAO = "ours, bf16", "ours, fp8", "torchao"
 RECIPES = ("rowwise_hp_dw", "rowwise", "tensorwise")
 THEIR_RECIPES = dict(zip(RECIPES, ("rowwise_with_gw_hp", "rowwise", "tensorwise"), strict=True))
-BARS = read_bars("fp8", ("bf16", "torchao"))
+BARS = read_bars("fp8", ("bf16", "torchao", "final", "means"))  # the last two are of fp8_curve.py
 JUDGED = dict(hidden=4096, heads=32, kv_heads=8, ffn=14336, blocks=8)
 """The blocks that the bars are for; at 16,384 tokens."""
 WORDS = 1024

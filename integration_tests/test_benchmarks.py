@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks import reports
+from benchmarks.fp8_curve import distances
 from benchmarks.power import PowerLog, parse
 from benchmarks.zero_offload import verdict
 from benchmarks.zero_offload.cases import CASES, read_bars
@@ -119,6 +121,31 @@ def test_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| ours, fp8 rowwise_hp_dw |" in out.with_suffix(".md").read_text()
 
 
+def test_a_loss_curve_in_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ["--backend", "none", "--steps", "30", "--warmup", "5", "--settled", "10"]
+    assert main(["bench", "fp8-curve", "--tiny", *words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    bf16, fp8 = (found["runs"][name] for name in ("bf16", "fp8 rowwise"))
+    assert len(bf16["losses"]) == len(fp8["losses"]) == 30
+    assert bf16["layers"] == "None" and fp8["layers"].startswith("fp8 (rowwise): blocks.0.attn.qkv and 3 more")
+    assert bf16["final"] < 0.8 * bf16["losses"][0]  # it learns
+    final, worst, step = distances(fp8, bf16, found["settings"])
+    assert 0 < final < 0.01 and 0 < worst < 0.005 and step in (10, 20)
+    table = out.with_suffix(".md").read_text()
+    assert "| fp8 rowwise |" in table and "bar" not in table  # which is for the large model
+    assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_the_distance_of_two_loss_curves() -> None:
+    settings = dict(window=2, settled=2)
+    bf16 = dict(losses=[9.0, 9.0, 4.0, 4.0, 2.0, 2.0], final=2.0)
+    near = dict(losses=[5.0, 5.0, 4.0, 4.08, 2.0, 1.92], final=2.01)
+    assert distances(near, bf16, settings) == pytest.approx((0.005, 0.02, 4))
+    assert distances(near | dict(losses=[5.0, 5.0, 4.0, float("nan"), 2.0, 2.0]), bf16, settings)[1:] == (math.inf, 2)
+    assert distances(near | dict(final=float("nan")), bf16, settings)[0] == math.inf
+
+
 @pytest.mark.parametrize("area", ["tensor-parallel", "attention", "pipeline"])
 def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
     area: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -134,7 +161,17 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
 
 
 @pytest.mark.parametrize(
-    "area", ["tensor-parallel", "tensor-parallel-checks", "attention", "pipeline", "cpu-adam", "linear-loss", "fp8"]
+    "area",
+    [
+        "tensor-parallel",
+        "tensor-parallel-checks",
+        "attention",
+        "pipeline",
+        "cpu-adam",
+        "linear-loss",
+        "fp8",
+        "fp8-curve",
+    ],
 )
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(
     area: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
