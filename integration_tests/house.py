@@ -33,9 +33,10 @@ SIBLINGS: dict[str, set[str]] = {
     "engine": _PARALLEL,
     "planner": _INTEGRATION,
     "huggingface": {*_INTEGRATION, "models"},
+    "align": {*_INTEGRATION, "models"},
     "lightning": _INTEGRATION,
     "colossalai": _INTEGRATION,
-    "meshfold": {*_INTEGRATION, "models", "planner", "huggingface"},
+    "meshfold": {*_INTEGRATION, "models", "planner", "huggingface", "align"},
 }
 # Words that no docstring opens with.
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")

@@ -26,6 +26,7 @@ CONTENTS = {
     "engine": "the train step, batches, precision\ncheckpoints of a run, long runs",
     "planner": "bytes and seconds\nbefore anything runs",
     "huggingface": "models, folders\nTrainer, LoRA",
+    "align": "losses of preferences\nand of own samples",
     "lightning": "a strategy",
     "colossalai": "names of\nColossal-AI",
     "meshfold": "the command meshfold: train, plan, run,\nbench, reproduce, convert, doctor",

@@ -31,6 +31,7 @@ REFERENCE = (
     "checkpoint",
     "optimizers",
     "experts",
+    "align",
     "models",
     "engine",
     "planner",

@@ -39,6 +39,7 @@ DISTRIBUTIONS = {
     "meshfold-engine": "meshfold.engine",
     "meshfold-planner": "meshfold.planner",
     "meshfold-huggingface": "meshfold.huggingface",
+    "meshfold-align": "meshfold.align",
     "meshfold-lightning": "meshfold.lightning",
     "meshfold-colossalai": "meshfold.colossalai",
 }
