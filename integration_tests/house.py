@@ -30,13 +30,14 @@ SIBLINGS: dict[str, set[str]] = {
     "pipeline": _GROUND,
     "checkpoint": {"mesh"},
     "models": {*_GROUND, "experts", "tensor_parallel"},
+    "inference": {*_GROUND, "models", "tensor_parallel"},
     "engine": _PARALLEL,
     "planner": _INTEGRATION,
     "huggingface": {*_INTEGRATION, "models"},
     "align": {*_INTEGRATION, "models"},
     "lightning": _INTEGRATION,
     "colossalai": _INTEGRATION,
-    "meshfold": {*_INTEGRATION, "models", "planner", "huggingface", "align"},
+    "meshfold": {*_INTEGRATION, "models", "planner", "huggingface", "inference", "align"},
 }
 # Words that no docstring opens with.
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")

@@ -33,6 +33,7 @@ REFERENCE = (
     "experts",
     "align",
     "models",
+    "inference",
     "engine",
     "planner",
     "huggingface",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from meshfold.mesh import redirect_imports
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
-from meshfold.models.generate import generate
+from meshfold.models.generate import attention_layers, attention_window, generate
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
 from meshfold.models.loss import CausalLMLoss, CausalLMOutput
@@ -27,6 +27,8 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "MoELlamaConfig",
+    "attention_layers",
+    "attention_window",
     "build",
     "generate",
     "preset",

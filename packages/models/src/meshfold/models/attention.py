@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,12 +51,14 @@ class Attention(nn.Module):
     """``m h -> m h``: each sequence attends to its own past, or to what a mask leaves of it.
 
     ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; code that shards it sets them to the
-    local numbers. While text is generated ``kv_cache`` has the keys and values of earlier tokens.
+    local numbers. While text is generated ``kv_cache`` has the keys and values of earlier tokens, or ``attend`` is called in place
+    of attention: q ``b s heads d``, k and v ``b s kv_heads d`` -> ``b s heads d``.
     """
 
     def __init__(self, config: DecoderConfig, *, bias: bool) -> None:
         super().__init__()
         self.kv_cache: KeyValueCache | None = None
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.n_heads, self.n_kv_heads, self.head_dim = config.heads, config.n_kv_heads, config.d
         parts = config.qkv_parts
         self.qkv = fused(nn.Linear(config.hidden, sum(parts), bias=bias), parts)
@@ -74,6 +76,9 @@ class Attention(nn.Module):
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
         if rotary is not None:
             q, k = apply_rotary(q, k, *rotary)
+        if self.attend is not None:
+            attended: Tensor = self.out(self.attend(q, k, v).reshape(-1, heads * d))
+            return attended
         causal = mask is None
         if self.kv_cache is not None:
             k, v = self.kv_cache.add(k, v)

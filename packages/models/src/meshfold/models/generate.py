@@ -220,7 +220,7 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
     if not _agreed(model, can_keep(whole)):
         yield model
         return
-    window = min((m.window for m in whole.modules() if isinstance(m, CausalMask) and m.window), default=tokens)
+    window = attention_window(whole) or tokens
     caches, known = [], 0
     for layer in _layers(whole):
         layer.kv_cache = KeyValueCache(min(window, tokens))
@@ -259,6 +259,20 @@ def can_keep(model: nn.Module) -> bool:
     shared = any(not getattr(module, "makes_masks", True) for module in model.modules())
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     return takes_positions and not shared and len(_layers(model)) == len(here)
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
+    """Return the attention layers of one of our models that this rank has, if they alone mix tokens; none of another model.
+
+    Code that attends in a way of its own, over keys that it keeps, sets their ``attend``. See :func:`can_keep`.
+    """
+    model = getattr(model, "_orig_mod", model)
+    return _layers(model) if can_keep(model) else []
+
+
+def attention_window(model: nn.Module) -> int | None:
+    """Return how many tokens a token of one of our models sees, itself included; None for all before it."""
+    return min((m.window for m in model.modules() if isinstance(m, CausalMask) and m.window), default=None)
 
 
 def _layers(model: nn.Module) -> list[Attention]:

@@ -1,0 +1,175 @@
+"""Pool of keys and values of a rank, and attention that reads them page by page.
+
+The pool has a tensor ``2 (pages + 1) kv_heads size d`` for each attention layer of this rank, with its heads; the last page takes
+the rows that fill up a batch. In bytes that is ``2 · (pages + 1) · size · Σ layers (kv_heads · d) · itemsize``.
+
+In a forward every token is a row of its own, ``t 1``: rows of sequences that go on come first, then chunks of prompts. Attention
+first writes the keys and values of all rows, then each row reads those of its sequence, up to its own position. This file has
+the reference in torch; on a GPU the rows of sequences that go on take the Triton kernel beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Keys of one attention layer on this rank.
+
+    Attributes:
+        kv_heads: local heads of keys.
+        d: elements of a head.
+        dtype: of the keys.
+    """
+
+    kv_heads: int
+    d: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Rows of a batch that are a chunk of a prompt.
+
+    Attributes:
+        row: the first of them.
+        count: how many.
+        start: the position of the first.
+        pages: int64, those that hold the tokens up to the last row.
+    """
+
+    row: int
+    count: int
+    start: int
+    pages: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a forward, as attention sees them; tensors on the device.
+
+    Attributes:
+        page, offset: int64 ``t``, where the keys of each row go.
+        positions: int64 ``t``.
+        tables: int64 ``b w``: the pages of the first b rows, each of another sequence.
+        chunks: the other rows.
+    """
+
+    page: Tensor
+    offset: Tensor
+    positions: Tensor
+    tables: Tensor
+    chunks: Sequence[Chunk] = ()
+
+
+class Pool:
+    """Keys and values of all layers of a rank."""
+
+    def __init__(self, layers: Sequence[LayerShape], pages: int, size: int, device: torch.device) -> None:
+        """Args:
+        layers: in the order in which the model calls them.
+        pages: that sequences may use; there is one more for rows that count for nothing.
+        size: tokens of a page.
+        """
+        self.pages, self.size, self.device = pages, size, device
+        self.layers = [
+            torch.zeros(2, pages + 1, layer.kv_heads, size, layer.d, dtype=layer.dtype, device=device)
+            for layer in layers
+        ]
+
+    @property
+    def spare(self) -> int:
+        """The page that no sequence has."""
+        return self.pages
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Rows, *, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Keep the keys and values of all rows, and attend.
+
+        Args:
+            layer: which.
+            q: ``t heads d``.
+            k, v: ``t kv_heads d``.
+            rows: of this forward.
+            scale: of the scores; 1/√d by default.
+            window: a token sees itself and ``window - 1`` before; None: all before.
+
+        Returns:
+            ``t heads d``.
+        """
+        kept = self.layers[layer]
+        singles = rows.tables.shape[0]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        kept[0][rows.page, :, rows.offset] = k
+        kept[1][rows.page, :, rows.offset] = v
+        out = (
+            [attend_singles(q[:singles], kept, rows.tables, rows.positions[:singles], scale, window)] if singles else []
+        )
+        for chunk in rows.chunks:
+            these = slice(chunk.row, chunk.row + chunk.count)
+            out.append(_attend_chunk(q[these], k[these], v[these], kept, chunk, scale, window))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def attend_singles(
+    q: Tensor, kept: Tensor, tables: Tensor, positions: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attend with one token of each of many sequences, whose keys are in the pool: ``b heads d`` -> ``b heads d``.
+
+    Args:
+        q: queries.
+        kept: ``2 pages kv_heads size d``.
+        tables: ``b w``, the pages of each sequence; behind its last one any page.
+        positions: ``b``, of the queries: each sees keys up to its own.
+        scale, window: as in :meth:`Pool.attend`.
+    """
+    b, width = tables.shape
+    _, _, kv_heads, size, d = kept.shape
+    k, v = (part[tables].transpose(1, 2).reshape(b, kv_heads, width * size, d) for part in kept)
+    place = torch.arange(width * size, device=q.device)
+    seen = place <= positions.unsqueeze(1)
+    if window is not None:
+        seen = seen & (place > positions.unsqueeze(1) - window)
+    return _attend(q.unsqueeze(2), k, v, seen[:, None, None], scale).squeeze(2)
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, kept: Tensor, chunk: Chunk, scale: float, window: int | None
+) -> Tensor:
+    """Attend with a chunk of one sequence: ``n heads d`` -> ``n heads d``."""
+    stop = chunk.start + chunk.count
+    _, _, kv_heads, _, d = kept.shape
+    if chunk.start:
+        k, v = (part[chunk.pages].transpose(0, 1).reshape(kv_heads, -1, d)[:, :stop] for part in kept)
+    else:
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    seen = None
+    if chunk.start or (window is not None and window < stop):
+        back = torch.arange(chunk.start, stop, device=q.device)[:, None] - torch.arange(stop, device=q.device)
+        seen = back >= 0
+        if window is not None:
+            seen = seen & (back < window)
+    return _attend(q.transpose(0, 1)[None], k[None], v[None], seen, scale)[0].transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    if seen is not None and groups > 1 and q.is_cuda:
+        # There the kernel that takes a mask wants as many heads of keys; without it all scores would be kept.
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        groups = 1
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=groups > 1
+    )

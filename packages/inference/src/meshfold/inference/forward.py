@@ -1,0 +1,265 @@
+"""Forwards of a model for the steps of a scheduler: over pages, or of whole sequences where a model's attention has none.
+
+All ranks that run the model make the same calls and get the same tokens, since logits come out whole on each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.inference.cache import Chunk, LayerShape, Pool, Rows
+from meshfold.inference.routing import head_of, routed
+from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
+from meshfold.inference.schedule import Request, Span, Step
+from meshfold.mesh import SpecError
+from meshfold.mesh.model_io import eval_mode
+from meshfold.mesh.tracking import without_tracking
+from meshfold.tensor_parallel.convert import padding_for_decoding, row_multiple
+
+Sampled = tuple[list[int], list[float]]
+"""tokens and log-probs"""
+_CHECK = Sampling(max_new_tokens=1)
+
+
+class Runner(Protocol):
+    """Runs steps."""
+
+    def run(self, step: Step) -> Sampled:
+        """Run a step; return what is sampled, of the spans that sample, in their order."""
+
+
+@contextmanager
+def ready(model: nn.Module) -> Iterator[None]:
+    """Context manager: a model in eval mode, uncompiled, whose rows have one token each."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(eval_mode(model))
+        stack.enter_context(padding_for_decoding(model))
+        stack.enter_context(_uncompiled())
+        yield
+
+
+def _uncompiled() -> Any:
+    """Return a context in which compiled modules run uncompiled, as each new length would be compiled anew."""
+    # Without dynamo nothing was compiled, and its import takes long.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+class PagedForward:
+    """Forward of a model whose attention reads a pool of pages.
+
+    Attributes:
+        pool: keys and values of this rank.
+    """
+
+    def __init__(self, model: nn.Module, pages: int, size: int, device: torch.device) -> None:
+        """Args:
+        model: a module whose attention can be routed.
+        pages, size: of the pool.
+        device: of the model.
+
+        Raises:
+            SpecError: if its logits by pages are not those that it computes by itself.
+        """
+        self.model, self.device = model, device
+        self._rows: Rows | None = None
+        self._chosen: Tensor | None = None
+        self._number: dict[nn.Module, int] = {}
+        self._multiple = row_multiple(model, 1)
+        shapes = self._shapes()
+        self.pool = Pool(shapes, pages, size, device)
+        self._check()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context manager: the model is ready, and its attention routed to the pool."""
+        with ExitStack() as stack:
+            stack.enter_context(ready(self.model))
+            stack.enter_context(routed(self.model, self._attend))
+            stack.enter_context(without_tracking())
+            head = head_of(self.model)
+            if head is not None and self._multiple == 1:
+                hook = head.register_forward_pre_hook(self._choose, prepend=True)
+                stack.callback(hook.remove)
+            yield
+
+    def logits(self, ids: Tensor, rows: Rows, chosen: Tensor | None = None) -> Tensor:
+        """Return logits ``t v``; inside of :meth:`entered`.
+
+        Args:
+            ids: ``t``, of the rows.
+            rows: what attention needs.
+            chosen: int64, the rows whose logits are wanted; None for all.
+        """
+        count = ids.shape[0]
+        self._rows, self._chosen = rows, chosen
+        options = {} if getattr(self.model, "caches_keys", False) else {"use_cache": False}
+        output = self.model(ids.unsqueeze(1), position_ids=rows.positions.unsqueeze(1), **options)
+        logits: Tensor = getattr(output, "logits", output)
+        logits = logits.reshape(-1, logits.shape[-1])
+        return logits if chosen is None or logits.shape[0] != count else logits[chosen]
+
+    def batch(self, step: Step) -> tuple[Tensor, Rows, Tensor]:
+        """Return the ids of a step's rows, what attention needs of them, and the rows that sample; tensors on the device."""
+        size, spans = self.pool.size, step.spans
+        count = sum(span.count for span in spans)
+        filled = -(-count // self._multiple) * self._multiple
+        ids: list[int] = []
+        positions: list[int] = []
+        pages, offsets, last = [], [], []
+        for span in spans:
+            places = range(span.start, span.stop)
+            ids += span.request.slice(span.start, span.stop)
+            positions += places
+            pages += [span.request.pages[place // size] for place in places]
+            offsets += [place % size for place in places]
+            if span.samples:
+                last.append(len(ids) - 1)
+        more = filled - count
+        numbers = torch.tensor(
+            [ids + [0] * more, positions + [0] * more, pages + [self.pool.spare] * more, offsets + [0] * more]
+        ).to(self.device)
+        singles = len(step.decode)
+        width = max((len(span.request.pages) for span in step.decode), default=1)
+        listed = [span.request.pages + [self.pool.spare] * (width - len(span.request.pages)) for span in step.decode]
+        tables = torch.tensor(listed, dtype=torch.int64).view(singles, width).to(self.device)
+        chunks, row = [], singles
+        for span in step.prefill:
+            mine = span.request.pages[: -(-span.stop // size)]
+            chunks.append(Chunk(row, span.count, span.start, torch.tensor(mine).to(self.device)))
+            row += span.count
+        if more:
+            spare = torch.tensor([self.pool.spare]).to(self.device)
+            chunks += [Chunk(row + i, 1, 0, spare) for i in range(more)]
+        rows = Rows(numbers[2], numbers[3], numbers[1], tables, tuple(chunks))
+        return numbers[0], rows, torch.tensor(last, dtype=torch.int64).to(self.device)
+
+    def run(self, step: Step) -> Sampled:
+        """Run a step."""
+        with self.entered():
+            ids, rows, last = self.batch(step)
+            logits = self.logits(ids, rows, last)
+        return draw(logits, [span for span in step.spans if span.samples])
+
+    # -- attention --------------------------------------------------------------------------------------------------
+
+    def _attend(
+        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+    ) -> Tensor:
+        if self._rows is None or q.shape[0] != self._rows.page.shape[0]:
+            raise SpecError(f"attention has {q.shape[0]} rows on this rank, not those of the batch")
+        return self.pool.attend(self._number[layer], q, k, v, self._rows, scale=scale, window=window)
+
+    def _choose(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Let the head compute logits of the chosen rows alone."""
+        if self._chosen is None or not args:
+            return None
+        return args[0].index_select(0, self._chosen), *args[1:]
+
+    def _shapes(self) -> list[LayerShape]:
+        """Call the model once to see its attention layers in their order, and their keys."""
+        shapes: list[LayerShape] = []
+        count = self._multiple
+
+        def attend(
+            layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
+        ) -> Tensor:
+            if q.shape[0] != count:
+                raise SpecError("a tensor mode that splits the rows of a batch: paged attention needs all on each rank")
+            if layer in self._number:
+                raise SpecError(f"{type(layer).__name__} attends twice in one forward")
+            self._number[layer] = len(shapes)
+            shapes.append(LayerShape(k.shape[1], k.shape[2], k.dtype))
+            return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+        with ready(self.model), routed(self.model, attend), without_tracking():
+            zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
+            self.logits(zeros, Rows(zeros, zeros, zeros, zeros.view(-1, 1)))
+        if not shapes:
+            raise SpecError(f"{type(self.model).__name__} calls no attention that can be routed to pages")
+        return shapes
+
+    def _check(self) -> None:
+        """Compare logits by pages with the model's own, on a few tokens: another mixer of tokens would show."""
+        size, tokens = self.pool.size, 4
+        words = getattr(getattr(self.model, "config", None), "vocab_size", 8)
+        request = Request(0, tuple(word % words for word in range(1, tokens + 1)), _CHECK)
+        request.pages = list(range(-(-tokens // size)))
+        if len(request.pages) > self.pool.pages:
+            return
+        steps = [Step((), (Span(request, 0, 2),)), Step((), (Span(request, 2, 1),)), Step((Span(request, 3, 1),), ())]
+        found = []
+        with self.entered():
+            for step in steps:
+                ids, rows, _ = self.batch(step)
+                found.append(self.logits(ids, rows)[: step.spans[0].count])
+        with ready(self.model), without_tracking():
+            ids = torch.tensor([request.prompt], device=self.device).expand(self._multiple, -1)
+            options = {} if getattr(self.model, "caches_keys", False) else {"use_cache": False}
+            output = self.model(ids, **options)
+            expected = getattr(output, "logits", output)[0].float()
+        for layer in self.pool.layers:
+            layer.zero_()
+        error = float((torch.cat(found).float() - expected).norm() / expected.norm().clamp(min=1e-30))
+        if not error < (1e-2 if self.pool.layers[0].dtype in (torch.float32, torch.float64) else 0.3):
+            raise SpecError(
+                f"{type(self.model).__name__}: logits by pages differ from the model's own by {error:.1%}: "
+                "something besides causal attention mixes its tokens"
+            )
+
+
+@dataclass
+class WholeForward:
+    """Forward that computes all tokens of every sequence anew, for any causal model under any spec.
+
+    Attributes:
+        model: a module, or a pipeline of its stages.
+        device: of the ids.
+    """
+
+    model: Any
+    device: torch.device
+    module: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.module = self.model if isinstance(self.model, nn.Module) else self.model.module
+
+    def run(self, step: Step) -> Sampled:
+        """Run a step: a batch of the sequences that sample, filled up on the right."""
+        spans = [span for span in step.spans if span.samples]
+        if not spans:
+            return [], []
+        longest = max(span.stop for span in spans)
+        listed = [[*span.request.slice(0, span.stop), *[0] * (longest - span.stop)] for span in spans]
+        with torch.no_grad(), eval_mode(self.module), _uncompiled():
+            output = self.model(torch.tensor(listed, device=self.device))
+        logits = getattr(output, "logits", output)
+        last = torch.tensor([span.stop - 1 for span in spans], device=logits.device)
+        return draw(logits[torch.arange(len(spans), device=logits.device), last], spans)
+
+
+def draw(logits: Tensor, spans: Sequence[Span]) -> Sampled:
+    """Sample the next token of every span from logits ``b v``."""
+    if not spans:
+        return [], []
+    rows = sampling_rows([span.request.sampling for span in spans], logits.device)
+    positions = torch.tensor([span.stop for span in spans], device=logits.device)
+    tokens, logprobs = sample(logits, positions, rows, seen_words(spans, rows, logits.shape[-1]))
+    return tokens.tolist(), logprobs.tolist()
+
+
+def seen_words(spans: Sequence[Span], rows: SamplingRows, words: int) -> Tensor | None:
+    """Return ``b v`` bool, the words that each sequence has; None if no row has a penalty on them."""
+    if not rows.penalizes:
+        return None
+    seen = torch.zeros(len(spans), words, dtype=torch.bool, device=rows.seed.device)
+    for row, span in enumerate(spans):
+        seen[row, torch.tensor(span.request.slice(0, span.stop), device=seen.device)] = True
+    return seen

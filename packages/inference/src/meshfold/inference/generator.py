@@ -1,0 +1,250 @@
+"""Generation for users: one object that takes requests at any time, runs them together, and hands out tokens as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshfold.inference.forward import PagedForward, Runner, WholeForward
+from meshfold.inference.pages import Pages
+from meshfold.inference.routing import unrouted_reason
+from meshfold.inference.sampling import Sampling, request_seed
+from meshfold.inference.schedule import Request, Scheduler, ids_of
+from meshfold.mesh import SpecError
+from meshfold.mesh.spec import argument_checks as settings
+
+MOST_TOKENS = 4096
+"""tokens of a sequence for which there is room by default"""
+
+
+class Rollouts(NamedTuple):
+    """Generated tokens of many requests: ``n`` for each prompt, one prompt behind the other.
+
+    Attributes:
+        tokens: of each request, without the prompt.
+        logprobs: of these tokens, by the model at the request's temperature (1 where it is 0), nothing truncated.
+        version: of the weights: how often :meth:`Generator.new_weights` was called before.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    version: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New tokens of a request.
+
+    Attributes:
+        request: whose; ``request.finish`` says why it has ended.
+        tokens: new ones.
+        logprobs: of them.
+    """
+
+    request: Request
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Generator:
+    """Runs requests over one model, on all ranks that have a part of it; they make the same calls and get the same tokens.
+
+    Attributes:
+        paged: keys and values are kept in pages; otherwise every token costs a forward of its whole sequence.
+        reason: why they are not; empty if they are.
+        scheduler: queue and pages.
+        version: of the weights.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokens: int | None = None,
+        page_size: int = 16,
+        most_rows: int = 32,
+        chunk: int = 512,
+        share_prefixes: bool = True,
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        """Args:
+        model: a causal language model: one of ours or of transformers', or ``engine.generator``.
+        tokens: room in the pool for so many tokens; by default ``most_rows`` sequences of the longest length, 4,096 at most.
+        page_size: tokens of a page.
+        most_rows: sequences that run at once.
+        chunk: tokens of prompts and sequences that one forward computes at most.
+        share_prefixes: requests in flight that begin with the same tokens share their pages.
+        decode: makes text of token ids, as a tokenizer's method does; needed for stop strings and text.
+
+        Raises:
+            SpecError: for settings out of range.
+        """
+        self._module: nn.Module = model if isinstance(model, nn.Module) else model.module
+        parameter = next(self._module.parameters(), None)
+        device = getattr(model, "device", None) or (torch.device("cpu") if parameter is None else parameter.device)
+        config: Any = getattr(self._module, "config", None)
+        found = getattr(config, "max_positions", getattr(config, "max_position_embeddings", None))
+        self.longest: int | None = found if isinstance(found, int) else None
+        settings.count("most_rows", most_rows)
+        settings.count("page_size", page_size)
+        per_row = -(-min(self.longest or MOST_TOKENS, MOST_TOKENS) // page_size)
+        pages = per_row * most_rows if tokens is None else settings.count("tokens", tokens) // page_size
+        if not pages:
+            raise SpecError(
+                f"tokens={tokens}: less than a page of page_size={page_size}; write tokens={page_size} or more"
+            )
+        chunk = max(settings.count("chunk", chunk), most_rows)
+        self._decode = decode
+        self.version, self._requests = 0, 0
+        self.runner: Runner
+        self.reason = unrouted_reason(self._module) if isinstance(model, nn.Module) else "it is a pipeline"
+        if not self.reason:
+            try:
+                self.runner = PagedForward(model, pages, page_size, device)
+            except SpecError as error:
+                self.reason = str(error)
+        if self.reason:
+            self.runner = WholeForward(model, device)
+        self.paged = not self.reason
+        self.scheduler = Scheduler(
+            Pages(pages, page_size), most_rows=most_rows, chunk=chunk, share=share_prefixes and self.paged
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of this rank's keys and values; they are allocated once."""
+        return self.runner.pool.bytes if isinstance(self.runner, PagedForward) else 0
+
+    @property
+    def busy(self) -> bool:
+        """True while some request has not ended."""
+        return self.scheduler.busy
+
+    def submit(self, prompt: Iterable[int], sampling: Sampling | None = None) -> Request:
+        """Put a request into the queue. It runs in :meth:`step`, together with the others.
+
+        Args:
+            prompt: token ids, at least one.
+            sampling: settings; the defaults of :class:`Sampling` by default.
+
+        Raises:
+            SpecError: for a prompt that is too long, for the model or for the pool.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        ids = ids_of(prompt)
+        if self.longest is not None and len(ids) + sampling.max_new_tokens - 1 > self.longest:
+            raise SpecError(
+                f"a prompt of {len(ids)} tokens with max_new_tokens={sampling.max_new_tokens}: the model has {self.longest} "
+                f"positions; write max_new_tokens={max(self.longest + 1 - len(ids), 1)} or a shorter prompt"
+            )
+        if sampling.stop and self._decode is None:
+            raise SpecError(f"stop={sampling.stop!r} needs text: give Generator(..., decode=tokenizer.decode)")
+        request = Request(self._requests, ids, sampling)
+        self.scheduler.submit(request)
+        self._requests += 1
+        return request
+
+    def step(self) -> list[Piece]:
+        """Run one forward; return the new tokens, of each request that got one."""
+        try:
+            return self._step()
+        except BaseException:
+            self.scheduler.clear()  # half a step has been done
+            raise
+
+    def stream(self, prompt: Iterable[int], sampling: Sampling | None = None) -> Iterator[Piece]:
+        """Yield the tokens of one request as they come; others in the queue run along.
+
+        A consumer that stops early cancels the request.
+        """
+        request = self.submit(prompt, sampling)
+        try:
+            while not request.finish:
+                yield from (piece for piece in self.step() if piece.request is request)
+        finally:
+            if not request.finish:
+                self.cancel(request)
+
+    def generate(self, prompts: Sequence[Iterable[int]], n: int = 1, sampling: Sampling | None = None) -> Rollouts:
+        """Continue prompts and wait for all: ``n`` requests for each prompt, whose prompt is computed once.
+
+        Each request has a seed of its own, a function of ``sampling.seed`` and its number in the result.
+        """
+        requests = self.complete(prompts, n, sampling)
+        return Rollouts([r.tokens for r in requests], [r.logprobs for r in requests], self.version)
+
+    def complete(self, prompts: Sequence[Iterable[int]], n: int = 1, sampling: Sampling | None = None) -> list[Request]:
+        """Continue prompts as :meth:`generate` does; return the requests, with text and the reason of their end."""
+        settings.count("n", n)
+        sampling = Sampling() if sampling is None else sampling
+        requests = []
+        try:
+            for i, prompt in enumerate(prompts):
+                ids = ids_of(prompt)
+                for j in range(n):
+                    requests.append(self.submit(ids, _reseeded(sampling, i * n + j)))
+        except SpecError:
+            for request in requests:
+                self.cancel(request)
+            raise
+        while not all(request.finish for request in requests):
+            self.step()
+        return requests
+
+    def cancel(self, request: Request) -> None:
+        """End a request and release its pages; no effect if it has ended."""
+        if not request.finish:
+            self.scheduler.finish(request, "cancelled")
+        self._rest()
+
+    def new_weights(self) -> None:
+        """Count a new version of the weights. Call it after they have changed.
+
+        Raises:
+            SpecError: while requests run, whose keys are of the old ones.
+        """
+        if self.busy:
+            raise SpecError(
+                "new weights while requests run: their keys and values are of the old ones; wait or cancel them"
+            )
+        self.version += 1
+        self.scheduler.pages.forget()
+
+    def _step(self) -> list[Piece]:
+        step = self.scheduler.plan()
+        if not step.spans:
+            return []
+        requests = [span.request for span in step.spans if span.samples]
+        tokens, logprobs = self.runner.run(step)
+        self.scheduler.commit(step, tokens, logprobs)
+        pieces = [Piece(r, (token,), (logprob,)) for r, token, logprob in zip(requests, tokens, logprobs, strict=True)]
+        self._texts(piece.request for piece in pieces)
+        self._rest()
+        return pieces
+
+    def _rest(self) -> None:
+        """Forget what pages hold once nothing runs: the weights may change before the next request."""
+        if not self.busy:
+            self.scheduler.pages.forget()
+
+    def _texts(self, requests: Iterable[Request]) -> None:
+        """End requests at stop strings, and give those that have ended their text."""
+        for request in requests:
+            stops = request.sampling.stop
+            if self._decode is None or not (stops or request.finish):
+                continue
+            text = self._decode(list(request.tokens))
+            ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+            if ends and not request.finish:
+                self.scheduler.finish(request, "stop")
+            elif ends:
+                request.finish = "stop"
+            request.text = text[: min(ends, default=len(text))]
+
+
+def _reseeded(sampling: Sampling, number: int) -> Sampling:
+    return Sampling(**{**vars(sampling), "seed": request_seed(sampling.seed, number)})

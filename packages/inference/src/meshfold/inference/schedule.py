@@ -1,0 +1,301 @@
+"""Continuous batching: which tokens of which sequences the next forward computes.
+
+Sequences that run get a token each in every step; prompts are computed in chunks in the room that is left, so a long prompt
+stops nobody. A waiting sequence is admitted when the pages for its tokens are there. When pages run out, the sequence that
+came last gives its own back and waits again, in front; its tokens are computed anew later (Kwon et al., arXiv 2309.06180, section
+4.5), which changes none of them.
+
+Plain Python and deterministic: ranks that make the same calls make the same plans.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshfold.inference.pages import Pages
+from meshfold.inference.sampling import Sampling
+from meshfold.mesh import SpecError
+from meshfold.mesh.spec import argument_checks as settings
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and what has been generated after it.
+
+    Attributes:
+        number: of the request, counted from 0 in the order of submission.
+        prompt: token ids.
+        sampling: settings.
+        tokens: the new ones.
+        logprobs: of the new tokens.
+        finish: why it ended: "length", "stop" or "cancelled"; empty while it runs.
+        text: of the new tokens, up to a stop string; only where text was asked for.
+        evictions: how often its pages were taken away.
+        shared: tokens at its start whose pages were there already when it was admitted last.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = ""
+    text: str = ""
+    evictions: int = 0
+    shared: int = 0
+    pages: list[int] = field(default_factory=list, repr=False)
+    computed: int = field(default=0, repr=False)  # tokens whose keys and values are in pages
+    named: int = field(default=0, repr=False)  # full pages whose contents are known
+    chain: int = field(default=0, repr=False)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and text."""
+        return len(self.prompt) + len(self.tokens)
+
+    def slice(self, start: int, stop: int) -> Sequence[int]:
+        """Return tokens of prompt and text."""
+        n = len(self.prompt)
+        if stop <= n:
+            return self.prompt[start:stop]
+        return (*self.prompt[start:], *self.tokens[max(start - n, 0) : stop - n])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one sequence that a step computes: ``count`` of them from ``start`` on."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last token; the number of tokens that it sees."""
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """True if the next token is new: its logits are wanted."""
+        return self.stop == self.request.length
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward: sequences with one token each first, then chunks of prompts."""
+
+    decode: tuple[Span, ...]
+    prefill: tuple[Span, ...]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """All of them, in the order of the rows."""
+        return (*self.decode, *self.prefill)
+
+
+class Scheduler:
+    """Queue of requests over the pages of one pool."""
+
+    def __init__(self, pages: Pages, *, most_rows: int, chunk: int, share: bool = True) -> None:
+        """Args:
+        pages: of the pool.
+        most_rows: sequences that run at once.
+        chunk: tokens that one step computes at most.
+        share: sequences that begin alike use the same pages.
+        """
+        self.pages, self.share = pages, share
+        self.most_rows, self.chunk = settings.count("most_rows", most_rows), settings.count("chunk", chunk)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in the order in which they came
+        if chunk < most_rows:
+            raise SpecError(
+                f"chunk={chunk}, most_rows={most_rows}: a step has a token for each row; write chunk={most_rows}"
+            )
+
+    @property
+    def busy(self) -> bool:
+        """True while some request has not ended."""
+        return bool(self.waiting or self.running)
+
+    def submit(self, request: Request) -> None:
+        """Put a request at the end of the queue.
+
+        Raises:
+            SpecError: if it would not fit into the pool even alone.
+        """
+        most = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never looked at
+        if self.pages.needed(most) > self.pages.count:
+            room = self.pages.count * self.pages.size
+            raise SpecError(
+                f"a request of {len(request.prompt)} tokens with max_new_tokens={request.sampling.max_new_tokens} takes "
+                f"{self.pages.needed(most)} pages, and there are {self.pages.count}: together they may have {room + 1} tokens; "
+                f"give more pages, or max_new_tokens={max(room + 1 - len(request.prompt), 1)}"
+            )
+        self.waiting.append(request)
+
+    def plan(self) -> Step:
+        """Return what the next forward computes; pages for it are taken. Empty if there is nothing to do."""
+        decode: list[Span] = []
+        prefill: list[Span] = []
+        left, evicted = self.chunk, False
+        for request in [r for r in self.running if r.length - r.computed == 1]:
+            if request not in self.running:
+                continue  # evicted for one that came earlier
+            if self._grow(request, request.length):
+                decode.append(Span(request, request.computed, 1))
+                left -= 1
+            else:
+                evicted = True
+        for request in [r for r in self.running if r.length - r.computed > 1]:
+            if left:
+                prefill.append(self._chunk(request, left))
+                left -= prefill[-1].count
+        while left and not evicted and self.waiting and len(self.running) < self.most_rows:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
+            self.running.append(self.waiting.popleft())
+            prefill.append(self._chunk(request, left))
+            left -= prefill[-1].count
+        return Step(tuple(decode), tuple(prefill))
+
+    def _chunk(self, request: Request, most: int) -> Span:
+        span = Span(request, request.computed, min(request.length - request.computed, most))
+        # Others may share pages that this step fills: in each layer it writes keys before it reads any.
+        self._name(request, span.stop)
+        return span
+
+    def ahead(self, step: Step, most: int) -> int:
+        """Return for how many steps in a row, up to ``most``, the sequences of a step can go on without a new plan.
+
+        Pages for their tokens are taken. 1 where a prompt is being computed, or someone waits who could come in soon.
+        """
+        if step.prefill or (self.waiting and len(self.running) < self.most_rows):
+            return 1
+        longest = max(span.request.sampling.max_new_tokens - len(span.request.tokens) for span in step.decode)
+        steps = min(most, longest)
+        while steps > 1 and sum(self._wanted(span, steps) for span in step.decode) > self.pages.available:
+            steps -= 1
+        if steps > 1:
+            for span in step.decode:
+                span.request.pages += self.pages.take(self._wanted(span, steps))
+        return steps
+
+    def commit(self, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
+        """Record what a step has computed.
+
+        Args:
+            tokens, logprobs: new ones, of the spans that sample, in their order.
+
+        Returns:
+            Requests that have ended by it; their pages are released.
+        """
+        new, ended = iter(zip(tokens, logprobs, strict=True)), []
+        for span in step.spans:
+            request, samples = span.request, span.samples
+            request.computed = span.stop
+            self._name(request, span.stop)
+            if samples:
+                token, logprob = next(new)
+                request.tokens.append(token)
+                request.logprobs.append(logprob)
+                if token in request.sampling.stop_tokens:
+                    request.finish = "stop"
+                elif len(request.tokens) == request.sampling.max_new_tokens:
+                    request.finish = "length"
+                if request.finish:
+                    ended.append(request)
+        for request in ended:
+            self.remove(request)
+        return ended
+
+    def next_step(self, step: Step) -> Step:
+        """Return the step that follows one of single tokens without a new plan: those that have not ended, a token further."""
+        spans = (span for span in step.decode if not span.request.finish)
+        return Step(tuple(Span(s.request, s.request.computed, 1) for s in spans), ())
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request that runs or waits."""
+        request.finish = reason
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request that has ended out of the running ones, and release its pages."""
+        self.running.remove(request)
+        self._drop_pages(request)
+
+    def clear(self) -> None:
+        """Drop all requests, and what pages hold."""
+        for request in (*self.running, *self.waiting):
+            request.finish = "cancelled"
+        for request in self.running:
+            self._drop_pages(request)
+        self.running, self.waiting = [], deque()
+        self.pages.forget()
+
+    # -- pages ----------------------------------------------------------------------------------------------------
+
+    def _wanted(self, span: Span, steps: int) -> int:
+        """Return how many more pages a sequence needs for so many tokens; it never has more than its request allows."""
+        most = len(span.request.prompt) + span.request.sampling.max_new_tokens - 1
+        return max(self.pages.needed(min(span.start + steps, most)) - len(span.request.pages), 0)
+
+    def _admit(self, request: Request) -> bool:
+        """Take pages for all tokens of a request; False if there are not enough."""
+        shared, chain = self.pages.share(request.slice(0, request.length)) if self.share else ([], 0)
+        more = self.pages.needed(request.length) - len(shared)
+        if more > self.pages.available:
+            self.pages.release(shared)
+            return False
+        request.pages = [*shared, *self.pages.take(more)]
+        request.computed = request.shared = len(shared) * self.pages.size
+        request.named, request.chain = len(shared), chain
+        return True
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Take pages for so many tokens, from those that came later if there is no other way; False if it had to go itself."""
+        more = self.pages.needed(tokens) - len(request.pages)
+        while more > self.pages.available:
+            last = self.running[-1]
+            self._evict(last)
+            if last is request:
+                return False
+        if more > 0:
+            request.pages += self.pages.take(more)
+        return True
+
+    def _evict(self, request: Request) -> None:
+        self.running.remove(request)
+        self._drop_pages(request)
+        request.evictions += 1
+        self.waiting.appendleft(request)
+
+    def _drop_pages(self, request: Request) -> None:
+        self.pages.release(request.pages)
+        request.pages, request.computed, request.named, request.chain = [], 0, 0, 0
+
+    def _name(self, request: Request, computed: int) -> None:
+        if not self.share:
+            return
+        size = self.pages.size
+        for page in range(request.named, min(computed, request.length) // size):
+            tokens = request.slice(page * size, (page + 1) * size)
+            request.chain = self.pages.remember(request.chain, tokens, request.pages[page])
+            request.named = page + 1
+
+
+def ids_of(prompt: Iterable[int]) -> tuple[int, ...]:
+    """Return a prompt's ids as a tuple.
+
+    Raises:
+        SpecError: for an empty one, or one that is not of whole numbers from 0 up.
+    """
+    ids = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+    if not ids or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise SpecError(f"a prompt {list(ids[:8])!r}: give at least one token id, whole numbers from 0 up")
+    return ids
