@@ -171,6 +171,7 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
         "linear-loss",
         "fp8",
         "fp8-curve",
+        "experts",
     ],
 )
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
 Step = Callable[[], Tensor]
 
@@ -213,64 +214,8 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
 }
 
 
-def main(job: dict[str, Any]) -> None:
-    """Warm up until clocks have settled, then time each step; write seconds, losses, peak memory and the interval."""
-
-    def synchronize() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    step = CONTESTANTS[job["contestant"]](job)
-    losses = [step() for _ in range(max(job["warm_up"], 2))]
-    synchronize()
-    begun = time.perf_counter()
-    losses.append(step())
-    synchronize()
-    # As many steps on every rank, whatever its clock says.
-    one = torch.tensor(time.perf_counter() - begun)
-    if torch.distributed.is_initialized():
-        one = one.to(losses[0].device)
-        torch.distributed.broadcast(one, 0)
-    for _ in range(int(job["settle_s"] / float(one))):
-        losses.append(step())
-        synchronize()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    seconds, first = [], time.time()
-    for _ in range(job["steps"]):
-        start = time.perf_counter()
-        losses.append(step())
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    if int(os.environ.get("RANK", "0")):
-        return
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    found = dict(
-        seconds=seconds,
-        peak_bytes=peak,
-        losses=[float(each) for each in losses[:8]],
-        first=first,
-        last=time.time(),
-        plan=job.pop("said", dict)(),
-    )
-    if job["profile"]:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            step()
-            synchronize()
-        events = [each for each in profiled.key_averages() if each.self_device_time_total > 0]
-        events.sort(key=lambda each: -each.self_device_time_total)
-        found["profile"] = [
-            (each.key, each.count, each.self_device_time_total / 1e3)
-            for each in events
-            if str(each.device_type).endswith("CUDA")
-        ]
-    Path(job["out"]).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    main(json.loads(sys.argv[1]))
+    from benchmarks.timed_training import train
+
+    job = json.loads(sys.argv[1])
+    train(job, CONTESTANTS[job["contestant"]])

@@ -1,0 +1,1 @@
+"""Mixtures of experts beside a dense layer, transformers' expert parallel and torchtitan's."""

@@ -1,0 +1,193 @@
+"""Eight layers of Qwen3-30B-A3B's shape, experts over ranks: ours beside transformers' own expert parallel and torchtitan's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    add_output,
+    check_out,
+    how_it_ended,
+    machine,
+    median,
+    new_call,
+    parse_with_tiny,
+    start_ranks,
+    write,
+)
+from benchmarks.experts.planned import planned_bytes
+from benchmarks.experts.report import report
+from benchmarks.experts.run import add_wheels
+from benchmarks.experts.worker import CONTESTANTS, DEFAULT
+from benchmarks.power import PowerLog
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "30B-A3B": dict(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+}
+"""Qwen3-MoE's settings by name, and one to try the command."""
+TINY = dict(
+    shape="tiny",
+    rows=4,
+    length=16,
+    dtype="float32",
+    steps=2,
+    settle_s=0.0,
+    warm_up=1,
+    backend="aot_eager",
+    timeout=120.0,
+)
+WORK = ("shape", "ranks", "rows", "length", "dtype", "recompute", "backend")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train a model."""
+    parser = argparse.ArgumentParser(prog="meshfold bench experts --case model", description=__doc__.split("\n")[0])
+    add_wheels(parser)
+    parser.add_argument("--shape", choices=SHAPES, default="30B-A3B")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs; as many ranks share the experts and the rows")
+    parser.add_argument(
+        "--rows", type=int, default=0, help="sequences a step; by default 8 if a GPU has 100 GiB, else 4"
+    )
+    parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--recompute", choices=("blocks", "none"), default="none", help="what backward recomputes")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*DEFAULT], metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of a start")
+    parser.add_argument("--warm-up", type=int, default=4, help="least number of steps before them")
+    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one start")
+    parser.add_argument("--profile", action="store_true", help="print a step of each by kernels")
+    parser.add_argument("--list", action="store_true", help="the contestants")
+    add_output(parser, "experts_model")
+    options = parse_with_tiny(parser, argv, TINY)
+    if options.list:
+        print("\n".join(CONTESTANTS))
+        return 0
+    if options.report is not None:
+        report(options.report)
+        return 0
+    check_out(options.out)
+    options.rows = options.rows or default_rows()
+    if options.rows % options.ranks or SHAPES[options.shape]["num_experts"] % options.ranks:
+        parser.error(f"--ranks {options.ranks} must divide --rows {options.rows} and the experts")
+    work = {name: getattr(options, name) for name in WORK}
+    found = opened(options.out)
+    name = f"{options.shape}, {options.ranks} ranks, {options.rows} × {options.length}, {options.dtype}, {options.recompute}"
+    case = found["cases"].setdefault(name, dict(work=work, model=SHAPES[options.shape], planned={}, runs={}))
+    call = new_call()
+    for turn in range(options.rounds):
+        for name in options.only if turn % 2 == 0 else options.only[::-1]:
+            if name.startswith("ours") and name not in case["planned"]:
+                case["planned"][name] = planned_bytes(work, SHAPES[options.shape], name)
+            run = start(name, work, options)
+            case["runs"].setdefault(name, []).append({**run, "call": call})
+            write(options.out, found)
+            print(f"{name}: {run['error'] if 'error' in run else format(median(run['seconds']), '.4f')}", flush=True)
+    report(options.out)
+    return 0
+
+
+def default_rows() -> int:
+    """Return the sequences that fit the smallest GPU: peers hold float32 weights and whole logits."""
+    import torch
+
+    memories = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return 8 if min(memories, default=0) >= 100 * 2**30 else 4
+
+
+def opened(path: Path) -> dict[str, Any]:
+    """Return the result to add to: what is there if it is of this machine, else a new one.
+
+    Raises:
+        SystemExit: if it is of another machine.
+    """
+    fresh: dict[str, Any] = dict(area="experts", machine={**machine(), **versions()}, cases={})
+    if not path.exists():
+        return fresh
+    known: dict[str, Any] = json.loads(path.read_text())
+    if known["machine"] != fresh["machine"]:
+        raise SystemExit(f"{path} is of another machine: give another --out")
+    return known
+
+
+def versions() -> dict[str, Any]:
+    """Return the versions of the peers that processes of contestants would import."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {}
+    for name in ("transformers", "torchtitan"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def start(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Run one start of a contestant; its result, or the error."""
+    with tempfile.TemporaryDirectory(prefix="experts-") as folder, PowerLog() as power:
+        out = Path(folder) / "found.json"
+        job = dict(
+            **work,
+            contestant=name,
+            model=SHAPES[work["shape"]],
+            steps=options.steps,
+            warm_up=options.warm_up,
+            settle_s=options.settle_s,
+            profile=options.profile,
+            out=str(out),
+        )
+        worker = Path(__file__).with_name("worker.py")
+        ended, said = start_ranks(worker, [json.dumps(job)], work["ranks"], options.timeout)
+        if ended or not out.exists():
+            print(said[-3000:], file=sys.stderr)
+            return {"error": _why(said) or how_it_ended(ended, said, options.timeout)}
+        run: dict[str, Any] = json.loads(out.read_text())
+    if "error" in run:
+        return run
+    run.update(power.mean(run.pop("first"), run.pop("last"), work["ranks"]))
+    for kernel, calls, ms in (run.pop("profile", None) or [])[:60]:
+        print(f"{ms:9.2f} ms {calls:6d} x {kernel[:90]}")
+    return run
+
+
+def _why(said: str) -> str:
+    """Return the last line that names an error, so that a launcher's own last words do not hide it."""
+    lines = [line.strip() for line in said.splitlines() if "Error: " in line and not line.startswith(" ")]
+    return lines[-1][:200] if lines else ""

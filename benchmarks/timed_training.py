@@ -1,0 +1,83 @@
+"""Steps of training that are timed in processes of their own, on each rank: warm-up, times, the rank's largest memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import synchronize
+
+Step = Callable[[], Tensor]
+"""Trains once: the loss, on the device; of this rank's rows or of all."""
+
+
+def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> None:
+    """Warm up until clocks have settled, then time each step; rank 0 writes what it found.
+
+    Args:
+        job: ``steps``, ``warm_up``, ``settle_s``, ``profile`` and ``out``, beside what the contestant reads. It may add ``said``, a
+            function that returns what is known of the plan.
+        contestant: makes the step of a job.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    step = contestant(job)
+    losses = [step() for _ in range(max(job["warm_up"], 2))]
+    synchronize()
+    begun = time.perf_counter()
+    losses.append(step())
+    synchronize()
+    # As many steps on every rank, whatever its clock says.
+    one = torch.tensor(time.perf_counter() - begun)
+    if torch.distributed.is_initialized():
+        one = one.to(losses[0].device)
+        torch.distributed.broadcast(one, 0)
+    for _ in range(int(job["settle_s"] / float(one))):
+        losses.append(step())
+        synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds, first = [], time.time()
+    for _ in range(job["steps"]):
+        start = time.perf_counter()
+        losses.append(step())
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    if torch.distributed.is_initialized():
+        most = torch.tensor(peak, device=losses[0].device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        peak = int(most)
+        for each in losses[:8]:  # those of a rank's own rows become those of all rows
+            torch.distributed.all_reduce(each)
+            each /= torch.distributed.get_world_size()
+    found = dict(
+        seconds=seconds,
+        peak_bytes=peak,
+        losses=[float(each) for each in losses[:8]],
+        first=first,
+        last=time.time(),
+        plan=job.pop("said", dict)(),
+    )
+    if job["profile"]:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            step()
+            synchronize()
+        events = [each for each in profiled.key_averages() if each.self_device_time_total > 0]
+        events.sort(key=lambda each: -each.self_device_time_total)
+        found["profile"] = [
+            (each.key, each.count, each.self_device_time_total / 1e3)
+            for each in events
+            if str(each.device_type).endswith("CUDA")
+        ]
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(job["out"]).write_text(json.dumps(found))
