@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from meshfold.checkpoint.tensors import TensorWriter
@@ -165,3 +166,27 @@ def test_linear_layers_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "step 2/2" in said
     assert main([*words, "--out", str(tmp_path / "other")]) == 1
     assert "matmuls in fp8 are of a model in bf16" in capsys.readouterr().err
+
+
+def test_biases_of_routers_move_each_step_and_a_resumed_run_goes_on_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_draw", lambda *given: None)
+    small: dict[str, Any] = dict(
+        hidden=16, layers=1, heads=2, kv_heads=1, ffn=16, experts=4, router="sigmoid", balance=0.0
+    )
+
+    def biases(name: str, *runs: dict[str, Any]) -> torch.Tensor:
+        (tmp_path / name).mkdir()
+        short: dict[str, Any] = dict(steps=4, bias_rate=0.01, precision="fp64", eval_batches=1)
+        for run in runs:
+            settings = settings_in(tmp_path / name, model="llama-moe-tiny", changes=small, **short, **run)
+            loop.train(settings, loop.open_inputs(settings, Progress()), Progress())
+        found = Checkpoint(tmp_path / name / "out" / "checkpoint").model
+        [bias] = [value for key, value in found.items() if key.endswith("selection_bias")]
+        return bias
+
+    whole = biases("whole", {})
+    moves = (whole / 0.01).round()  # a step moves each by one rate, up or down
+    assert torch.allclose(whole, moves * 0.01) and 2 <= moves.abs().max() <= 4
+    assert torch.equal(whole, biases("halves", dict(stop_after=2), dict(resume=True)))

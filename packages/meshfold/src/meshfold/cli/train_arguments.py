@@ -100,6 +100,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--warmup", type=natural, metavar="N", help="steps on the way up to it (0)")
     steps.add_argument("--schedule", choices=("cosine", "linear", "constant"), help="(cosine)")
     steps.add_argument("--weight-decay", type=rate, metavar="X", help="of matrices (0.1)")
+    steps.add_argument(
+        "--bias-rate", type=rate, metavar="X", help="of the biases that balance sigmoid routers, 0 for none (0.001)"
+    )
     steps.add_argument("--clip", type=rate, metavar="NORM", help="largest gradient norm, 0 for none (1.0)")
     steps.add_argument("--seed", type=natural, help="of weights, dropout and the order of data (0)")
     out = parser.add_argument_group("output")

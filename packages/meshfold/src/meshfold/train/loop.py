@@ -28,6 +28,7 @@ from meshfold.data.rows import Batches
 from meshfold.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_of_model
 from meshfold.engine import Engine
 from meshfold.engine.long_runs import GracefulStop
+from meshfold.experts import update_selection_bias
 from meshfold.mesh import SpecError
 from meshfold.mesh.spec import format_value
 from meshfold.mesh.watchdog import report_errors
@@ -172,6 +173,8 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
                 begin = time.perf_counter()
                 micro_steps = inputs.batches.batch(step - 1).chunk(settings.accumulate)
                 losses = [engine.train_step(engine.shard_batch(rows)) for rows in micro_steps]
+                if settings.bias_rate:
+                    update_selection_bias(engine.model, settings.bias_rate)
                 numbers = measured(engine, sum(losses) / len(losses), settings, time.perf_counter() - begin)
                 if peak and work:
                     numbers["mfu"] = work * numbers["tokens_per_s"] / (peak * engine.mesh.world_size)

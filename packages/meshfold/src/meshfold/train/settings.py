@@ -39,6 +39,7 @@ class TrainSettings:
         warmup: steps on the way up to it.
         schedule: ``"cosine"``, ``"linear"`` or ``"constant"``, after that.
         weight_decay: of matrices.
+        bias_rate: how far a step moves the biases that balance sigmoid routers; 0 leaves them where they are.
         clip: largest norm of the gradient; 0 for no clipping.
         precision: fp32, bf16, fp16 or fp64.
         fp8: recipe of linear layers in fp8, in a model in bf16; None for none.
@@ -84,6 +85,7 @@ class TrainSettings:
     warmup: int = 0
     schedule: str = "cosine"
     weight_decay: float = 0.1
+    bias_rate: float = 0.001
     clip: float = 1.0
     precision: str = "fp32"
     fp8: str | None = None
