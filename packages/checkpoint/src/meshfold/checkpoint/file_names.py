@@ -80,12 +80,12 @@ def remove_unfinished(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if _UNDER_WAY.fullmatch(path.name) and _is_file(path):
             path.unlink()
-    with suppress(OSError):  # something of somebody's is in it
+    with suppress(OSError):  # not empty: someone else's file is in it
         folder.rmdir()
 
 
 def _is_file(path: Path) -> bool:
-    """Return True for a file or a link, which can be unlinked without a loss elsewhere."""
+    """Return True for a file or a link; unlinking a link loses nothing elsewhere."""
     try:
         mode = path.lstat().st_mode
     except OSError:

@@ -126,7 +126,7 @@ def one_of(known: Mapping[Any, Any]) -> Callable[[Any], Any]:
     """Setting from a table of values."""
 
     def by(value: Any) -> Any:
-        name = getattr(value, "name", value)  # of an enum of theirs
+        name = getattr(value, "name", value)  # Colossal-AI passes enums
         if name not in known:
             words = [str(key) for key in known]
             if str(name) in words:
@@ -143,7 +143,7 @@ def unless_zero(value: Any) -> Any:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Return True if a value is the default; True is not 1 here, and 1 is 1.0."""
+    """Return True if a value is the default; True differs from 1 here, and 1 equals 1.0."""
     if value is default:
         return True
     kinds = {type(value), type(default)}

@@ -153,7 +153,7 @@ class Booster:
             )
         if isinstance(engine.given_criterion, _Late):
             engine.given_criterion.now = criterion or engine.given_criterion.first
-            # Here, on all ranks: inside only that of the last stage would find out.
+            # Checked here, on all ranks: later only the last stage's rank would notice.
             if engine.given_criterion.now is None:
                 raise SpecError(
                     f"execute_pipeline: {type(engine.model).__name__} takes no labels to make a loss of: give boost(...) or "
@@ -231,11 +231,11 @@ def _has_loss(model: nn.Module) -> bool:
 
 
 class _Late(Criterion):
-    """A loss function that a call of ``execute_pipeline`` may replace.
+    """Loss function that a call of ``execute_pipeline`` may replace.
 
     Attributes:
-        first: that of ``boost``.
-        now: the one in use.
+        first: the function given to ``boost``.
+        now: the function in use.
     """
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
@@ -246,7 +246,7 @@ class _Late(Criterion):
         return None if self.now is None else self.now(output, target)
 
 
-__path__: list[str] = []  # there it has submodules
+__path__: list[str] = []  # Colossal-AI's module of this name has submodules
 
 
 def __getattr__(name: str) -> Any:

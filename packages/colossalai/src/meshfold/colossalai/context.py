@@ -272,7 +272,7 @@ class StageManager:
     is_first_device, is_last_device = is_first_stage, is_last_stage
 
 
-__path__: list[str] = []  # there it has submodules
+__path__: list[str] = []  # Colossal-AI's module of this name has submodules
 
 
 def __getattr__(name: str) -> Any:

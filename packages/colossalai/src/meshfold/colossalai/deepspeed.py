@@ -148,7 +148,7 @@ def _on(entry: object) -> bool:
 
 
 def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Yield every entry by its path, down to those in the table."""
+    """Yield every entry with its path, down to the entries of the table."""
     found: dict[str, Any] = {}
     for key, entry in value.items():
         path = f"{prefix}{key}"
@@ -186,7 +186,7 @@ def _optimizer(aside: Mapping[str, Any]) -> dict[str, Any]:
             f"optimizer.type={aside['type']!r}: Adam, AdamW and SGD are known by name; give Engine(..., optimizer=dict(name=cls)) "
             "any class that steps elementwise, and leave it out here"
         )
-    if name == "adam" and settings.pop("adam_w_mode", True):  # there Adam decays as AdamW does, unless it is told
+    if name == "adam" and settings.pop("adam_w_mode", True):  # DeepSpeed's Adam is AdamW by default
         name = "adamw"
     settings.pop("torch_adam", None)
     if "betas" in settings:

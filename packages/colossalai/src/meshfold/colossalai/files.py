@@ -58,7 +58,7 @@ def load_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) ->
     state: Mapping[str, Tensor] = {}
     try:
         state = open_weights(place)
-    except Exception as unread:  # on this rank alone, say
+    except Exception as unread:  # perhaps on this rank only
         error = unread
     fail_together(engine.world, error, f"load_model({str(path)!r})")
     engine.load_state_dict(state)
@@ -125,7 +125,7 @@ def _write(target: Path, whole: Mapping[str, Tensor], safe: bool, ties: Mapping[
 
 
 def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file on the first rank; all raise if that fails."""
+    """Write a file on the first rank; all ranks raise if that fails."""
     error: Exception | None = None
     if engine.mesh.rank == 0:
         try:
@@ -136,6 +136,6 @@ def _first_writes(engine: TrainingEngine, path: Path, write: Callable[[Path], No
 
 
 def _beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name until it is complete; make its folder if needed."""
+    """Write a file under a temporary name and rename it when complete; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, write)

@@ -17,7 +17,7 @@ LAZY: Table = {
     "default_device": Argument(word="the engine knows the device of this rank"),
 }
 
-ZERO: Table = {  # the first three are in every script and mean what happens anyway
+ZERO: Table = {  # the first three are in every script; they ask for what happens anyway
     "target_device": Argument(),
     "shard_strategy": Argument(),
     "shard_param": Argument(),

@@ -142,7 +142,7 @@ def example_of(loader: Any, model: nn.Module, criterion: Callable[..., Any] | No
     if isinstance(dataset, IterableDataset) or not len(dataset):
         return None
     before = random.getstate()
-    with torch.random.fork_rng(devices=[]):  # of transforms, say
+    with torch.random.fork_rng(devices=[]):  # transforms may draw random numbers
         example = collate([dataset[0]] * _ROWS)
     random.setstate(before)
     return example if _is_no_ids(example) and _fits(example, model, criterion) else None
@@ -158,7 +158,7 @@ def _is_no_ids(batch: Any) -> bool:
 
 
 def _fits(batch: Any, model: nn.Module, criterion: Callable[..., Any] | None) -> bool:
-    """Return True if the model accepts a batch of the loader as it is; a script may change batches before the call."""
+    """Return True if the model accepts the loader's batches unchanged; a script may change them before the call."""
     try:
         work = prepare_batch(batch, torch.device("cpu"), torch.float32, own_loss=criterion is not None)
     except SpecError:
@@ -173,7 +173,7 @@ class _Epochs:
         self._loader = loader
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the next order is that of the next epoch anyway."""
+        """Do nothing: the loader changes the order every epoch by itself."""
         if epoch != self._loader.epoch:
             self._loader.epoch, self._loader.served = epoch, 0
 

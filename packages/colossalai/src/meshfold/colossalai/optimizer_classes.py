@@ -19,7 +19,7 @@ __all__ = ["CAME", "Adafactor", "DistributedAdaFactor", "DistributedCAME", "Dist
 
 
 class _Named:
-    """Base of a class that represents one of :mod:`meshfold.optimizers`.
+    """Base of classes that stand for an optimizer of :mod:`meshfold.optimizers`.
 
     Attributes:
         stands_for: the class that the engine uses instead.

@@ -54,7 +54,7 @@ def take_over(optimizer: object, model: nn.Module) -> object:
 
 
 def _groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
-    """Return the number of the group of each parameter, under each of its names."""
+    """Return each parameter's group number, under all of its names."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(uncompiled_name(name))
@@ -83,10 +83,10 @@ def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[
     ]
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        # The engine sharded the model in place, and asks for an optimizer of what it then has to train, in that order.
+        # The engine has sharded the model in place and asks for an optimizer of the resulting parameters, in their order.
         names = [uncompiled_name(name) for name, p in model.named_parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [{"params": [], **own} for own in settings]
-        if len(names) != len(parameters):  # it tries the function on two small parameters first
+        if len(names) != len(parameters):  # the engine first tries the function on two small parameters
             names = [next(iter(group_of))] * len(parameters)
         for name, parameter in zip(names, parameters, strict=True):
             groups[group_of[name]]["params"].append(parameter)
@@ -98,21 +98,21 @@ def _factory(optimizer: torch.optim.Optimizer, model: nn.Module, group_of: dict[
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class that the engine uses: the optimizer's own, or the one that it represents."""
+    """Return the class that the engine uses: the optimizer's own, or the one it stands for."""
     found: type[torch.optim.Optimizer] = getattr(optimizer, "stands_for", type(optimizer))
     return found
 
 
 def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the arguments that an optimizer was made with, as far as known."""
+    """Return the arguments of an optimizer's constructor, as far as known."""
     takes = inspect.signature(_class_of(optimizer)).parameters
-    # Adafactor's relative rate is no argument: what its groups show as lr is the rate of a step.
+    # With a relative rate Adafactor takes no lr: its groups show the rate of the last step.
     shown = {"lr"} if optimizer.defaults.get("relative_step") else set()
     return {name: value for name, value in optimizer.defaults.items() if name in takes and name not in shown}
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer's class can make it again."""
+    """Check that the optimizer can be rebuilt from its class."""
     name = type(optimizer).__name__
     advice = f"give a function that makes it, optimizer=lambda parameters: {name}(parameters, ...)"
     try:
@@ -127,7 +127,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _has_moved(state: object) -> bool:
-    """Return True if an optimizer's state of a parameter is past step 0; some have state before the first step."""
+    """Return True if an optimizer has stepped; some have state before their first step."""
     return isinstance(state, dict) and bool(state) and float(state.get("step", 1)) > 0
 
 
@@ -153,7 +153,7 @@ def follow(old: object, engine: Engine, instead: str) -> None:
         return refused
 
     step = refuse("step", f"call {instead}")
-    step._wrapped_by_lr_sched = True  # torch's schedules look for it, and warn where it is not
+    step._wrapped_by_lr_sched = True  # torch's schedulers warn without it
     members = {
         "param_groups": property(lambda self: new.param_groups),
         "zero_grad": lambda self, set_to_none=True: engine.zero_grad(),
@@ -163,13 +163,13 @@ def follow(old: object, engine: Engine, instead: str) -> None:
         "_opt_called": True,
         "__module__": type(old).__module__,
     }
-    vars(old).pop("step", None)  # a schedule has put a wrapper there
-    # A script may hold it in many places, as in a schedule: it stays the same object.
+    vars(old).pop("step", None)  # a scheduler has put a wrapper there
+    # Scripts keep references to it, in a scheduler for example, so it must stay the same object.
     old.__class__ = type(name, (type(old),), members)
 
 
 class _Taking(FlatAdam):
-    """Optimizer with arguments in Colossal-AI's order, and others that were ignored there, such as ``initial_scale``."""
+    """Optimizer with arguments in Colossal-AI's order; also takes those that Colossal-AI ignored, such as ``initial_scale``."""
 
     def __init__(
         self,

@@ -46,8 +46,8 @@ class Plugin:
         self.translation = translate(name, named, self.table)
         self._given = named
         self._engine = dict(engine or {})
-        self._rows: int | None = None  # of a rank's batch
-        ParallelSpec.parse(self._parallel(self.translation))  # what is wrong shows here
+        self._rows: int | None = None  # rows of a rank's batch
+        ParallelSpec.parse(self._parallel(self.translation))  # raises for an invalid spec
 
     def __init_subclass__(cls) -> None:
         """Show the arguments of the table to ``help`` and editors."""
@@ -152,7 +152,7 @@ class Plugin:
         """Raise for missing required arguments."""
 
     def _require(self) -> None:
-        """Raise for settings that must be known by now."""
+        """Raise for missing settings."""
 
     def _parallel(self, found: Translation) -> dict[str, Any]:
         """Return the spec."""

@@ -47,7 +47,7 @@ def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
 
 
 def _all(scheduler: Any) -> Iterator[Any]:
-    """Return a scheduler and its parts (of SequentialLR, ChainedScheduler, a warm-up with a successor)."""
+    """Return a scheduler and the schedulers inside it (SequentialLR, ChainedScheduler, a warm-up with a successor)."""
     yield scheduler
     for value in vars(scheduler).values():
         for inner in value if isinstance(value, list | tuple) else [value]:
@@ -56,7 +56,7 @@ def _all(scheduler: Any) -> Iterator[Any]:
 
 
 def _mark(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer report its steps, as torch's schedulers expect; torch warns otherwise."""
+    """Let an optimizer report its steps, as torch's schedulers expect."""
     rates = [group["lr"] for group in optimizer.param_groups]
     LambdaLR(optimizer, lambda step: 1.0)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -70,9 +70,9 @@ class _WarmUp(LRScheduler):
         self, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
         """Args:
-            optimizer: its rates are set.
-            total_steps: calls of ``step`` in all, including the warm-up's.
-            warmup_steps: calls of the warm-up.
+            optimizer: the optimizer whose rates are set.
+            total_steps: all calls of ``step``, including the warm-up.
+            warmup_steps: calls of ``step`` in the warm-up.
             last_epoch: calls that were made before; -1 for none.
 
         Raises:
@@ -99,11 +99,11 @@ class _WarmUp(LRScheduler):
         return [self._after(base, share) for base in bases]
 
     def _before(self, base: float) -> float:
-        """Return the rate of a step of the warm-up."""
+        """Return the rate of a warm-up step."""
         raise NotImplementedError
 
     def _after(self, base: float, share: float) -> float:
-        """Return the rate when ``share`` of the steps after the warm-up are done."""
+        """Return the rate after a fraction ``share`` of the steps that follow the warm-up."""
         raise NotImplementedError
 
 

@@ -74,7 +74,7 @@ def _known(config: Config) -> dict[str, Any]:
         SpecError: for an unknown name.
     """
     for name, value in config.items():
-        # what the script makes by itself: optimizer = dict(type=HybridAdam, lr=1e-3)
+        # used by the script only: optimizer = dict(type=HybridAdam, lr=1e-3)
         component = isinstance(value, Mapping) and "type" in value
         if name not in tables.CONFIG and not name.isupper() and not component:
             raise SpecError(
@@ -94,12 +94,12 @@ def _parallel(value: Any) -> dict[str, Any]:
     if "moe" in parallel:
         raise SpecError(f"config: parallel: moe={parallel['moe']!r}: there is no expert parallelism: leave it out")
     tensor = parallel.get("tensor")
-    if tensor == 1 or (isinstance(tensor, Mapping) and tensor.get("size") == 1):  # every config there has the entry
+    if tensor == 1 or (isinstance(tensor, Mapping) and tensor.get("size") == 1):  # in every config
         del parallel["tensor"]
         return parallel
     if isinstance(tensor, Mapping) and tensor.get("mode", "") is None:
         parallel["tensor"] = {key: entry for key, entry in tensor.items() if key != "mode"}
-    elif isinstance(tensor, Mapping) and tensor.get("mode") == "sequence":  # a ring over tokens there
+    elif isinstance(tensor, Mapping) and tensor.get("mode") == "sequence":  # a ring over tokens in Colossal-AI
         if "sequence" in parallel:
             raise SpecError("config: parallel: tensor=dict(mode='sequence') beside sequence: leave one of them out")
         del parallel["tensor"]
@@ -108,7 +108,7 @@ def _parallel(value: Any) -> dict[str, Any]:
 
 
 def _zero(value: Any, found: Translation) -> dict[str, Any]:
-    """Return the entry ``zero``: ours unchanged; Colossal-AI's by its tables, where no precision means fp16."""
+    """Return the entry ``zero``: ours unchanged, Colossal-AI's translated by the tables; there fp16 is the default."""
     if not isinstance(value, Mapping):
         raise SpecError(f"config: zero={value!r}: a dict, such as dict(stage=3, placement='auto')")
     if not any(name in value for name in tables.ZERO_CONFIGS):
@@ -152,7 +152,7 @@ def _pipeline(parallel: dict[str, Any], given: Mapping[str, Any]) -> None:
     parallel["pipeline"] = entry
 
 
-_DROPPED = (ModuleType, FunctionType, type)  # what a file imports or defines on its way to the settings
+_DROPPED = (ModuleType, FunctionType, type)  # a config file may import and define these besides settings
 
 
 class Config(dict[str, Any]):

@@ -172,7 +172,7 @@ def find(name: str, module: str, defined_in: dict[str, str]) -> Any:
     if name in PARTS:
         return import_module(f"{module}.{name}")
     is_ours = module == HERE and (Path(__file__).parent / f"{name}.py").exists()
-    if is_ours:  # Python imports it when it hears this
+    if is_ours:  # Python then imports the submodule
         raise AttributeError(name)
     raise ImportError(f"{module} has no {name!r}.{did_you_mean(name, defined_in)} {_PAGE}", name=module)
 
@@ -203,7 +203,7 @@ class _Paths(MetaPathFinder, Loader):
         )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Let Python make the module."""
+        """Return None: Python makes the module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -219,7 +219,7 @@ def names_for(module: str, defined_in: dict[str, str]) -> Callable[[str], Any]:
 def install(defined_in: dict[str, str]) -> None:
     """Register the import hook for their paths, once."""
     if not any(isinstance(finder, _Paths) for finder in sys.meta_path):
-        sys.meta_path.append(_Paths(defined_in))  # after those that find files
+        sys.meta_path.append(_Paths(defined_in))  # last: files take precedence
 
 
 ELSEWHERE: Mapping[str, str] = {

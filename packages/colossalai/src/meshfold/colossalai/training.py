@@ -89,9 +89,9 @@ class TrainingEngine(Engine):
         if self.given_criterion is not None:
             settings["loss_fn"] = FallbackLoss(self.given_criterion.of_batch)
         super().__init__(model, **settings)
-        self.runner.steps_scheduler = False  # the script does
+        self.runner.steps_scheduler = False  # the script steps it
         self.training = True
-        self._calls = 0  # of ``step`` since the optimizer's last step
+        self._calls = 0  # calls of ``step`` since the last optimizer step
 
     @property
     def criterion(self) -> Criterion:
@@ -193,13 +193,13 @@ class TrainingEngine(Engine):
         return output, label, loss if return_loss else None
 
     def _through(self, batch: Any, *, forward_only: bool) -> Tensor:
-        """Run a batch through the stages; the optimizer does not step."""
+        """Run a batch through the stages without an optimizer step."""
         loss = self.eval_step(batch) if forward_only else self._run(batch)
         return torch.tensor(loss, dtype=torch.float64, device=self.device)
 
     @report_errors
     def _run(self, batch: Any) -> float:
-        """Run a micro-step without the optimizer's step, and return its loss."""
+        """Run a micro-step without an optimizer step, and return its loss."""
         self.runner.run(batch, steps=False)
         return math.nan if self.last is None else self.last.loss
 
@@ -217,7 +217,7 @@ class TrainingEngine(Engine):
         return output, label, loss.detach()
 
     def _waits(self) -> AbstractContextManager[object]:
-        """Return True if gradients are reduced only in the last backward of an accumulation, which needs memory for whole ones."""
+        """Return ``no_sync()`` for all but an accumulation's last backward, unless ZeRO shards the gradients."""
         zero = self.spec.zero
         more = self._calls + 1 < self.runner.accumulation
         return self.no_sync() if more and (zero is None or zero.stage == 1) else nullcontext()

@@ -51,7 +51,7 @@ def expert_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     )
     before, counts = _before(chosen[:experts])
     before = torch.cat([before, before.new_zeros(1, tokens)])
-    # A token that names an expert twice has two rows: the second behind the first.
+    # A token that names an expert twice gets two rows, one after the other.
     repeats = (bins.unsqueeze(2) == bins.unsqueeze(1)).tril(-1).sum(2)
     return torch.where(valid, before.gather(0, bins.t()).t() + repeats, -1), counts
 
@@ -86,6 +86,6 @@ def pairs_of(places: Tensor, rows: int) -> Tensor:
     """Return the pairs [rows] of places [n, j]: the inverse."""
     flat = places.flatten()
     numbers = torch.arange(flat.numel(), device=places.device)
-    # Pairs without a row go into one more that is cut off.
+    # Pairs without a row are written to an extra row, which is cut off.
     target = torch.where(flat < 0, rows, flat)
     return torch.zeros(rows + 1, dtype=torch.int64, device=places.device).scatter_(0, target, numbers)[:rows]

@@ -76,7 +76,7 @@ def dispatch(
     travelling = Exchange(group, sends, receives)
     started = travelling.start(take_rows(tokens, pairs, places))
     carried = take_rows(weights, pairs, places)
-    # Numbered from the first expert of the rank that they go to.
+    # Numbered from the first expert of the rank that receives them.
     numbers = index.index_select(0, pairs // ranks) - (pairs % ranks * experts_each).unsqueeze(1)
     arrived, mine = _Routing.apply(carried, numbers.to(torch.int32), group, sends, receives)
     if meanwhile is not None:
@@ -136,7 +136,7 @@ def _here(
 
 
 def _sizes(index: Tensor, outgoing: Tensor, experts_each: int, group: Group) -> tuple[list[int], list[int], list[int]]:
-    """Exchange sizes: rows to each rank, rows from each, pairs of each expert here. The host waits for the device, here only.
+    """Exchange sizes: rows to each rank, rows from each, pairs of each local expert. Only here does the host wait for the device.
 
     Tokens on the meta device go to experts as evenly as random choice would send them. In a simulated world others send what this
     rank sends to them.
@@ -163,7 +163,7 @@ def _evenly(total: int, parts: int) -> list[int]:
 
 
 def _exchange(rows: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    """Exchange rows, with gradients: they go the way back."""
+    """Exchange rows; backward sends the gradients back."""
     return adjoint_pair(
         lambda x: exchange_rows(x, group, sends, receives).wait(),
         lambda g: exchange_rows(g, group, receives, sends).wait(),

@@ -72,5 +72,5 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         exchange: Exchange = ctx.exchange
         exchange.backward = exchange_rows(dy, exchange.group, exchange.receives, exchange.sends)
-        # Start takes its gradient from the exchange; this one has the shape that autograd wants, and no values.
+        # The gradient of Start comes from the exchange; this one only has the shape that autograd checks.
         return dy.new_empty(ctx.shape[0], 1).expand(ctx.shape), None

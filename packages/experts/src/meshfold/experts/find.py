@@ -64,7 +64,7 @@ def find_experts(model: nn.Module) -> list[ExpertBlock]:
 
 
 def _modules(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, list[tuple[str, nn.Module]]]]:
-    """Yield modules with their names and those around them, each once."""
+    """Yield each module once, with its name and the modules that contain it."""
     seen: set[nn.Module] = set()
 
     def visit(

@@ -71,7 +71,7 @@ def _rows_times(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] |
 
 
 def _outer(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Return the gradient of the weights ``[e, a, b]``, laid out in memory as they are."""
+    """Return the gradient of the weights ``[e, a, b]``, in the weights' memory layout."""
     turned = weight.stride(1) < weight.stride(2)  # the parameter is [e, b, a]
     left, right = (dy, x.contiguous()) if turned else (x.contiguous(), dy)
     if _fits(x, weight) and x.shape[0]:
@@ -84,8 +84,8 @@ def _outer(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Return True if torch's grouped_mm takes these; without values a loop has matmuls that a counter of operations knows."""
-    if torch.compiler.is_compiling() and x.dtype is not torch.bfloat16:  # torch traces it in bfloat16 alone
+    """Return True if torch's grouped_mm takes these. Meta tensors take the loop, whose matmuls a FLOP counter knows."""
+    if torch.compiler.is_compiling() and x.dtype is not torch.bfloat16:  # torch traces it only in bfloat16
         return False
     each = x.element_size()
     return (

@@ -80,7 +80,7 @@ def _geglu_tanh(gate_up: Tensor) -> Tensor:
 
 
 class _Eager(nn.Module):
-    """Calls the code that was written for a module, without the decorators around it that may choose other code."""
+    """Calls a module's own code, without decorators that may choose another implementation."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Eager(nn.Module):
 
 @torch.no_grad()
 def _agrees(experts: nn.Module, layout: ExpertLayout) -> bool:
-    """Return True if a module computes what a layout says, with small parameters in the place of its own."""
+    """Return True if a module, given small parameters, computes what a layout says."""
     random = torch.Generator().manual_seed(0)
     number = experts.get_parameter(layout.down).shape[0]
     shapes: dict[str, tuple[int, ...]] = {layout.gate_up: (2 * _FFN, _HIDDEN), layout.down: (_HIDDEN, _FFN)}
@@ -121,6 +121,6 @@ def _agrees(experts: nn.Module, layout: ExpertLayout) -> bool:
             lambda rows, ends, counts: feed_forward(layout, stand_in, rows, ends, counts),
             experts=number,
         )
-    except Exception:  # it takes something else: no experts
+    except Exception:  # takes other arguments: not experts
         return False
     return isinstance(found, Tensor) and found.shape == x.shape and torch.allclose(found, mine, rtol=1e-4, atol=1e-4)

@@ -108,7 +108,7 @@ def _agrees(module: nn.Module, guess: _Dense) -> bool:
     x = torch.randn(_TOKENS, _HIDDEN, generator=random)
     try:
         y = functional_call(module, values, (x,))
-    except Exception:  # it takes something else: no feed-forward
+    except Exception:  # takes other arguments: not a feed-forward
         return False
     expected = F.linear(swiglu(F.linear(x, both)), down)
     return isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-4, atol=1e-4)

@@ -72,7 +72,7 @@ class Adapter:
             check_inside_folder(folder / "adapter_config.json", folder)
             config = PeftConfig.from_pretrained(str(folder))
             config.inference_mode = False
-        except Exception as error:  # of peft, or of what it reads
+        except Exception as error:  # from peft, or from the files that it reads
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise SpecError(f"adapter={str(asked)!r}: its adapter_config.json cannot be read: {reason}") from error
         return cls(config, folder)
@@ -83,7 +83,7 @@ class Adapter:
 
         try:
             made: nn.Module = get_peft_model(model, self.config)
-        except ValueError as error:  # target modules that there are not
+        except ValueError as error:  # target modules that do not exist
             raise SpecError(f"adapter: {str(error).partition(chr(10))[0]}") from error
         return made
 

@@ -79,7 +79,7 @@ def kind_of(folder: Path) -> str:
             folder / "checkpoint",
             latest(folder),
             latest(folder / "checkpoints"),
-        )  # of `meshfold train --out`
+        )  # written by `meshfold train --out`
         inside = next((path for path in places if path is not None and (path / STATE_FILE).is_file()), None)
         if inside is not None:
             what += f". Did you mean {inside}?"
@@ -240,7 +240,7 @@ def _value(value: Tensor) -> Tensor:
 
 
 def _state(state: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the state of a run with only its model: counters as they were, or of a new run."""
+    """Return the state of a run that has only a model: its counters if it had any, else a new run's."""
     fresh: dict[str, Any] = {
         "spec": "{}",
         "precision": None,

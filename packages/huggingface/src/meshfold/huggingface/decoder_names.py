@@ -193,7 +193,7 @@ def leave(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
     theirs_of(config)
     rows = [row for row in rows_of(config) if row.ours != _HEAD]
     names = set(given)
-    if config.tie:  # either name will do
+    if config.tie:  # tied: one name is enough
         rows[0] = Row(ours="embed.weight" if "embed.weight" in names else _HEAD, theirs=rows[0].theirs)
         names.discard(_HEAD)
     else:
@@ -291,7 +291,7 @@ def theirs_of(config: DecoderConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"a {type(config).__name__} has no config.json of transformers: only {GPTConfig.__name__} and {LlamaConfig.__name__} do"
         )
-    # Mistral is Llama with a window, to the last operation; it has no biases to be spoken of. Mixtral is Mistral with experts.
+    # Mistral is exactly Llama with a window and no biases. Mixtral is Mistral with experts.
     if isinstance(config, MoELlamaConfig):
         if config.router != "softmax" or config.shared is not None:
             raise CheckpointError(
@@ -373,7 +373,7 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
             raise CheckpointError(
                 f"rotary positions scaled by {scaled!r} are not in our Llama: keep Hugging Face's names"
             )
-        # What a file leaves out is what transformers takes: Mistral's are those of its 7B model.
+        # Defaults are those of transformers: for Mistral, those of its 7B model.
         mistral = kind != "llama"
         common: dict[str, Any] = dict(
             vocab_size=theirs["vocab_size"],

@@ -51,7 +51,7 @@ def save_hugging_face(
         if not engine.states.all_read and 0 not in world.members:
             break
         try:
-            read = [sources[name].read() for name in step.sources]  # also after an error: the others are in it
+            read = [sources[name].read() for name in step.sources]  # collective: take part even after an error
         except Exception as unread:
             error = error or unread
             continue

@@ -37,7 +37,7 @@ def read_config(folder: Path, what: str) -> Any:
         config = AutoConfig.from_pretrained(str(folder), **NO_REMOTE_CODE)
     except CheckpointError as error:
         raise SpecError(f"{what}: {error}") from error
-    except Exception as error:  # whatever transformers stumbles over, it means this
+    except Exception as error:  # transformers raises many kinds here
         reason = _first_sentence(str(error)) or type(error).__name__
         if "trust_remote_code" in str(error):
             raise SpecError(

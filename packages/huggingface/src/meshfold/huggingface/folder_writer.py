@@ -78,7 +78,7 @@ class FolderWriter:
             mine.enter_context(hold_lock(lock, doing="exporting into it", folder=self._target))
             self._check_empty()
             self.folder = writing_path(self._target, inside=inside)
-            _clear(self.folder)  # left by a process that died
+            _clear(self.folder)  # left by a process that was killed
             make_durable_folder(self.folder)
             self._mine = mine.pop_all()
         self._left = [*self._announced]
@@ -132,7 +132,7 @@ class FolderWriter:
             _clear(self.folder)
 
     def _check_empty(self) -> None:
-        """Raise a CheckpointError if there is something in the target already."""
+        """Raise a CheckpointError unless the target is missing or empty."""
         target = self._target
         if target.exists() and (
             not target.is_dir() or any(path.name not in (LOCK_FILE, SAVING_FOLDER) for path in target.iterdir())
@@ -140,7 +140,7 @@ class FolderWriter:
             raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
 
     def _next(self) -> None:
-        """End a file, and start the next one if there is one."""
+        """Close the file, and start the next one if there is one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -156,7 +156,7 @@ class FolderWriter:
         return f"{stem}-{number + 1:05}-of-{len(self._shards):05}.{ending}"
 
     def _described(self) -> dict[str, Any]:
-        """Return the configuration, with the dtype that most elements have."""
+        """Return the configuration, with the dtype of most elements."""
         found = dict(self._config or {})
         elements: dict[torch.dtype, int] = {}
         for described in self._announced.values():
@@ -170,7 +170,7 @@ class FolderWriter:
 
 
 def _carried(like: Path) -> list[Path]:
-    """Return the files of a folder to copy: all except its weights.
+    """Return the files of a folder to copy: all but the weights.
 
     Raises:
         CheckpointError: for a link to a file elsewhere, which would be copied into a folder that may be published.
@@ -186,10 +186,10 @@ def _carried(like: Path) -> list[Path]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a folder that an export has started; an export writes files and no folders.
+    """Remove the folder of an unfinished export, which has only files in it.
 
     Raises:
-        CheckpointError: if it contains something that no export has written.
+        CheckpointError: if it contains something that an export does not write.
     """
     if not os.path.lexists(folder):
         return

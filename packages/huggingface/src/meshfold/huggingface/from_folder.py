@@ -249,7 +249,7 @@ def pretrained(
             )
         setattr(config, key, value)
     if getattr(config, "is_encoder_decoder", False) or hasattr(config, "use_cache"):
-        config.use_cache = False  # of training; generation asks for it by itself
+        config.use_cache = False  # for training; generation asks for the cache itself
     if not has_weights(path):
         raise SpecError(
             f"pretrained({shown!r}): the folder has no weights (model.safetensors or pytorch_model.bin); to begin with fresh "

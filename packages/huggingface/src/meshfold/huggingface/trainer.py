@@ -28,7 +28,7 @@ from meshfold.mesh.model_io import IGNORE_INDEX
 
 _NEVER_CALLED = {"compute_loss_func": "the loss is the engine's, write Engine(..., loss_fn=...)"}
 
-_FOLDER = "meshfold"  # inside of the Trainer's checkpoint folder
+_FOLDER = "meshfold"  # a folder inside the Trainer's checkpoint
 
 
 class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -60,7 +60,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
                 "EngineTrainer needs an engine with an optimizer and without lr_scheduler: the Trainer has one"
             )
         self.engine = engine
-        self._weights: Iterator[float] = iter(())  # of the micro-steps to come
+        self._weights: Iterator[float] = iter(())  # weights of the coming micro-steps
         super().__init__(model=engine.model, optimizers=(_Stepped(engine.optimizer), None), **settings)
         runner = engine.runner
         for name, here, there, option in (
@@ -122,7 +122,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     # -- the loop's parts ------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: object = None) -> Tensor:
-        steps = self.current_gradient_accumulation_steps  # fewer in the last step of an epoch
+        steps = self.current_gradient_accumulation_steps  # the last step of an epoch may have fewer
         weight = next(self._weights, None)
         with self.engine.runner.accumulating(steps, weight):
             self.engine.run_step(dict(inputs))
@@ -144,9 +144,9 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         return batches, None
 
     def _counts_all_labels(self, batches: list[Any]) -> bool:
-        """Return True if the Trainer divides a loss by all labels, although the first of each row is never predicted.
+        """Return True if the Trainer divides a loss by all labels, including the first of each row, which is never predicted.
 
-        It checks ``loss_type``, which some causal language models do not have.
+        The Trainer checks ``loss_type``, which some causal language models lack.
         """
         counts = self.model_accepts_loss_kwargs and not self._loss_shifts_labels
         return (
@@ -301,7 +301,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     # -- what accelerate would do ----------------------------------------------------------------------------------
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Return another object than the model, so that the Trainer treats it as already wrapped."""
+        """Return an object that is not the model, so that the Trainer treats the model as already wrapped."""
         return model if isinstance(model, nn.ModuleList) else nn.ModuleList([model])
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
@@ -316,7 +316,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.engine.save(Path(output_dir or self.args.output_dir) / _FOLDER)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.should_save:  # the optimizer's state is in the engine's folder
+        if self.args.should_save:  # the optimizer state is in the engine's folder
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -328,13 +328,13 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.lr_scheduler.load_state_dict(read_torch_file(Path(checkpoint) / "scheduler.pt"))
-            # A scheduler counts on the optimizer's state to bring the rate; this one was made after that was loaded.
+            # A scheduler expects the rate in the loaded optimizer state, but this one was made after the load.
             for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
 
 class _Stepped(torch.optim.Optimizer):
-    """The engine's optimizer as seen by the Trainer and its scheduler: the same groups, and ``step()`` does nothing."""
+    """The engine's optimizer for the Trainer and its scheduler: the same groups, and a ``step()`` that does nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._of: torch.optim.Optimizer | None = None
@@ -344,7 +344,7 @@ class _Stepped(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the engine's current ones, since loading a checkpoint makes new ones."""
+        """Return the engine's current groups; loading a checkpoint makes new ones."""
         return self._own if self._of is None else self._of.param_groups
 
     @param_groups.setter
@@ -352,7 +352,7 @@ class _Stepped(torch.optim.Optimizer):
         self._own = groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing: ``train_step`` has stepped."""
+        """Do nothing: ``train_step`` has already stepped."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: accelerate loads what it has just read, which would replace the groups by copies."""
+        """Do nothing: accelerate reloads the state that it has just read, which would replace the groups by copies."""

@@ -64,7 +64,7 @@ class Predictions:
         return dict(denumpify_detensorize(compute(given)))
 
     def _output(self, fields: Mapping[str, Any]) -> Any:
-        """Return the predictions in the model's output, as the Trainer takes them out of it."""
+        """Return the predictions in the model's output, selected as the Trainer does."""
         output = self._engine.predict(dict(fields))
         if isinstance(output, Mapping):
             parts = tuple(value for name, value in output.items() if name not in self._left_out)
@@ -74,7 +74,7 @@ class Predictions:
         return parts[0] if len(parts) == 1 else parts
 
     def _of_all(self, values: Any) -> Any:
-        """Return a batch's tensors of all data coordinates, in the order of the rows."""
+        """Return the tensors of the global batch, gathered over the data ranks in the order of the rows."""
         world = self._engine.world
         whole = min(self._batch_rows, self._rows - self._number * self._batch_rows)
         counts = [len(row_range(whole, index, world.row_size)) for index in range(world.row_size)]
@@ -83,7 +83,7 @@ class Predictions:
             if not isinstance(value, Tensor):
                 return value
             parts = [
-                part[:count].cpu()  # one that has no rows was given one that does not count
+                part[:count].cpu()  # a rank without rows was given one that does not count
                 for part, count in zip(gather_list(value.detach(), world), counts, strict=True)
                 if count
             ]
@@ -93,7 +93,7 @@ class Predictions:
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same, of one size in every dim but the first."""
+    """Return the tensors padded to a common size in every dim but the first."""
     sizes = [max(part.shape[dim] for part in parts) for dim in range(1, parts[0].dim())]
     padded = []
     for part in parts:

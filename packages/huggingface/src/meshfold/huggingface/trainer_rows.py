@@ -83,7 +83,7 @@ class Collated:
 
     def __call__(self, rows: list[Any]) -> Any:
         if isinstance(rows[0], Uncounted):
-            # What the second of two gets of one row: one that does not count.
+            # If two ranks share one row, the second gets a row that does not count.
             return shard_batch(self._collate([rows[0].row]), 1, 2)
         return self._collate(rows)
 

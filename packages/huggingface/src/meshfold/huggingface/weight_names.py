@@ -137,7 +137,7 @@ def match(model: Any, files: Mapping[str, Tensor], wanted: Mapping[str, Tensor] 
 
 
 def _tied(wanted: Mapping[str, Tensor]) -> Iterable[list[str]]:
-    """Return the names of each tensor that has several."""
+    """Return the names of each tensor that has more than one."""
     names: dict[Tensor, list[str]] = {}
     for name, tensor in wanted.items():
         names.setdefault(tensor, []).append(name)
@@ -145,7 +145,7 @@ def _tied(wanted: Mapping[str, Tensor]) -> Iterable[list[str]]:
 
 
 def _check_alike(names: list[str], recipes: Mapping[str, Recipe], files: Mapping[str, Tensor]) -> None:
-    """Check that tensors that the model ties do not differ in the files."""
+    """Check that tensors which the model ties are equal in the files."""
     for name in names[1:]:
         one, other = recipes[names[0]], recipes[name]
         if one.converter is None and other.converter is None:
@@ -158,7 +158,7 @@ def _check_alike(names: list[str], recipes: Mapping[str, Recipe], files: Mapping
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have the same elements, reading some rows at a time."""
+    """Return True if two tensors are equal, reading some rows at a time."""
     rows = max(1, 2**22 // max(1, a[:1].numel())) if a.dim() else 1
     parts = range(0, a.shape[0], rows) if a.dim() else (None,)
     return all(torch.equal(a, b) if at is None else torch.equal(a[at : at + rows], b[at : at + rows]) for at in parts)
@@ -197,10 +197,10 @@ def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
         from transformers.core_model_loading import revert_weight_conversion
 
         whole = empty if model is None else revert_weight_conversion(model, empty)
-        if whole is empty:  # there is nothing to convert
+        if whole is empty:  # nothing to convert
             return unchanged(given)
         steps = [_step(model, name, value, revert_weight_conversion) for name, value in empty.items()]
-    except Exception:  # of a model that is none of transformers', or that its rules do not fit
+    except Exception:  # not a model of transformers, or its rules do not fit
         return unchanged(given)
     made = {name: one.shape for step in steps for name, one in step.results.items()}
     return steps if made == {name: tuple(value.shape) for name, value in whole.items()} else unchanged(given)
@@ -229,5 +229,5 @@ def model_of(config: Mapping[str, Any]) -> Any:
         settings = transformers.AutoConfig.for_model(**config)
         with torch.device("meta"):
             return kind(settings)
-    except Exception:  # no transformers, or one that does not know it: names stay as they are
+    except Exception:  # no transformers, or it does not know the model: keep the names
         return None

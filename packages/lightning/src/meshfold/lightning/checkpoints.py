@@ -87,7 +87,7 @@ def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Map
 
 def whole_optimizer_state(session: Session, unit: OptimizerUnit) -> dict[str, Any]:
     """Return an optimizer's state as torch has it on one device, on rank 0; elsewhere without tensors. All ranks must call."""
-    assert unit.optimizer is not None  # units of optimizers are asked
+    assert unit.optimizer is not None  # only units with an optimizer get here
     keep = session.world.mesh.rank == 0
     whole = read_whole(unit.states.optimizer_sources(), session.world, "cannot read the optimizer's state", keep=keep)
     values = unit.states.optimizer_description()["values"]
@@ -104,7 +104,7 @@ def whole_optimizer_state(session: Session, unit: OptimizerUnit) -> dict[str, An
 
 
 def _numbered(unit: OptimizerUnit) -> tuple[dict[str, int], list[list[int]]]:
-    """Return torch's numbers of an optimizer's parameters, by name and by group, as the optimizer was made."""
+    """Return torch's numbers of an optimizer's parameters, by name and by group, in the order of its construction."""
     numbers: dict[str, int] = {}
     groups = []
     for names in unit.given:
@@ -137,7 +137,7 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
             "with safetensors and give them to the module's load_state_dict"
         )
     rest = _rest(found, runs_code=weights_only is False)
-    model = found.model  # sees whether the folder is the same still
+    model = found.model  # raises if the folder was replaced
     whole = {name: model[name] for name in model}
     whole.update({name: whole[first] for name, first in found.state["ties"].items()})
     optimizers = [
@@ -149,7 +149,7 @@ def read_folder(path: str | os.PathLike[str], *, weights_only: bool | None = Non
 
 
 def _rest(found: Checkpoint, *, runs_code: bool) -> dict[str, Any]:
-    """Return what Lightning keeps besides tensors."""
+    """Return everything that Lightning keeps besides tensors."""
     if not runs_code:
         try:
             rest = found.small_file(REST)
@@ -162,7 +162,7 @@ def _rest(found: Checkpoint, *, runs_code: bool) -> dict[str, Any]:
     else:
         try:
             rest = torch.load(found.path_of(REST), map_location="cpu", weights_only=False)
-        except Exception as error:  # of the system, the archive or the pickle
+        except Exception as error:  # from the system, the archive or the pickle
             raise CheckpointError(f"cannot read {found.path / REST}: {error}") from error
     if not isinstance(rest, dict):
         raise CheckpointError(f"{found.path / REST} holds a {type(rest).__name__}, and Lightning keeps a dict there")
@@ -182,7 +182,7 @@ def load_module(session: Session, state: Mapping[str, Tensor], *, strict: bool) 
 
 
 def _those_that_fit(mine: ModelState, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a complete state: given values where the module has them, and the module's own where none are given."""
+    """Return a complete state: the given values that the module has, and the module's own for the rest."""
     names, ties = set(mine.names()), mine.ties()
     given = {ties.get(name, name): value for name, value in state.items() if name in names}
     missing = {name: source for name, source in mine.sources().items() if name not in given}
@@ -211,7 +211,7 @@ def load_optimizers(session: Session, states: Sequence[Any]) -> None:
 
 
 def _from_torch(unit: OptimizerUnit, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a torch optimizer's state dict as description and tensors by name."""
+    """Split a torch optimizer's state dict into its description and tensors by name."""
     numbers, groups = _numbered(unit)
     saved = state["param_groups"]
     sizes, own = [len(group["params"]) for group in saved], [len(places) for places in groups]

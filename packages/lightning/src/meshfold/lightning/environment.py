@@ -105,5 +105,5 @@ def is_set_by_launcher() -> bool:
     """
     try:
         return Environment.detect().source == "torchrun"
-    except LaunchError:  # some of them: those that Lightning's launcher sets
+    except LaunchError:  # only some are set: those of Lightning's launcher
         return False

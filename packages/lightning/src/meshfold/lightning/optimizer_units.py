@@ -103,7 +103,7 @@ class OptimizerUnit:
                 "the last backward, or call optimizer.zero_grad() before this one"
             )
         self.gradients.scaler = scaler
-        with self.gradients.taking(kind, made_by_all=False):  # it may be of another optimizer's loss
+        with self.gradients.taking(kind, made_by_all=False):  # the loss may be another optimizer's
             yield
 
     def clip(self, max_norm: float) -> None:
@@ -349,14 +349,14 @@ class ReplicatedUnits:
         return made
 
     def _unit(self, optimizer: torch.optim.Optimizer | None, given: list[list[str]]) -> OptimizerUnit:
-        """Return the unit of an optimizer's parameters; without an optimizer, of all that could be trained."""
+        """Return the unit of an optimizer's parameters; without an optimizer, of all parameters that could be trained."""
         by_name = dict(self._module.named_parameters())
         chosen = [by_name[name] for names in given for name in names] if optimizer else [*by_name.values()]
         mine = {name: p for name, p in by_name.items() if p.requires_grad and any(p is c for c in chosen)}
         masters = Masters(mine.values(), self._precision, other_dtypes(self._module, self._precision))
 
         def made(targets: Any) -> torch.optim.Optimizer:
-            assert optimizer is not None  # else nothing is to be made
+            assert optimizer is not None  # without an optimizer there is nothing to make
             groups = [[masters.of(mine[name]) for name in names if name in mine] for names in given]
             retarget(optimizer, groups, {p: masters.of(p) for p in mine.values()})
             return optimizer

@@ -141,7 +141,7 @@ class MeshfoldPrecision(LightningPrecision):
         if self.units is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        # A scaled loss has no room in 16 bits.
+        # A scaled loss does not fit in 16 bits.
         wide = tensor if tensor.dtype == torch.float64 else tensor.float()
         with self.units.backward(self.scaler):
             model.backward(wide * (self.scaler.scale / self.units.data_size), *args, **kwargs)
@@ -153,10 +153,10 @@ class MeshfoldPrecision(LightningPrecision):
         if self.units is None or self.units.of(optimizer) is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        unit = self.units.of(optimizer)  # only now: the training step may have made it anew
-        assert unit is not None  # since there was one before
+        unit = self.units.of(optimizer)  # asked here: the training step may have replaced it
+        assert unit is not None  # there was one before
         if result is None and model.automatic_optimization:
-            unit.forget()  # training_step returned None: nothing is to be learnt from this batch
+            unit.forget()  # training_step returned None: skip this batch
             return result
         unit.gradients.settle()
         self._after_closure(model, optimizer)

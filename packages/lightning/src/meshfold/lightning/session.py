@@ -92,7 +92,7 @@ class Session:
 
         def enter(
             part: nn.Module, args: Any
-        ) -> None:  # no method of this object: copies of the module keep their hooks
+        ) -> None:  # not a method: copies of the module keep their hooks, which must not hold this object
             if torch.is_grad_enabled() and part.training:
                 self.units.begin()
 
@@ -284,7 +284,7 @@ def recorded_init(seed: int) -> Iterator[None]:
 
 
 def _cast(found: Any, dtype: torch.dtype) -> Any:
-    """Return the same with floating-point tensors in a dtype."""
+    """Cast the floating-point tensors in a value."""
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

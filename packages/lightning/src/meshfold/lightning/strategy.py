@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.core.optimizer import _MockOptimizer  # what stands for no optimizer at all
+from lightning.pytorch.core.optimizer import _MockOptimizer  # Lightning's placeholder for no optimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from meshfold.engine.model import AsGiven
 from meshfold.engine.precision import ScaleSettings
@@ -122,7 +122,7 @@ class MeshfoldStrategy(CheckpointStrategy):
         if not self._sharded_init:
             yield
             return
-        assert self._seed is not None  # since the processes are connected
+        assert self._seed is not None  # set when the processes connected
         with recorded_init(self._seed):
             yield
 
@@ -177,7 +177,7 @@ class MeshfoldStrategy(CheckpointStrategy):
     def _take_over_calls(self) -> None:
         """Redirect ``zero_grad`` and ``toggle_optimizer``, whose tensors are elsewhere than Lightning expects."""
         module, session = self.lightning_module, self._on_mesh
-        assert module is not None  # as above
+        assert module is not None  # the trainer has connected it
         for wrapped in self._lightning_optimizers:
             for optimizer in (wrapped, wrapped._optimizer):
                 object.__setattr__(optimizer, "zero_grad", _forgetting(session, wrapped._optimizer))
@@ -230,7 +230,7 @@ class MeshfoldStrategy(CheckpointStrategy):
         if self.cluster_environment is not None:
             size = os.environ.get("WORLD_SIZE") if is_set_by_launcher() else None
             self.cluster_environment.teardown()
-            if size is not None:  # Lightning's own has deleted it
+            if size is not None:  # Lightning's method has deleted it
                 os.environ["WORLD_SIZE"] = size
         self.precision_plugin.teardown()
         if self.accelerator is not None:
@@ -256,7 +256,7 @@ def _refuse_what_no_training_step_can(spec: ParallelSpec) -> None:
 
 
 def _most_micro_steps(trainer: Any) -> int:
-    """Return the most micro-steps of any step, now or in a later epoch."""
+    """Return the largest number of micro-steps of any step, in this or a later epoch."""
     found = [int(trainer.accumulate_grad_batches)]
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):

@@ -45,7 +45,7 @@ class ZeroUnits:
         """
         self._module, self._world, self._precision = module, world, precision
         self._seed, self._values = seed, values
-        self._held_back: set[str] = set()  # parameters that no optimizer has, which are frozen for the time being
+        self._held_back: set[str] = set()  # parameters without an optimizer, frozen for now
 
     def release(self, units: OptimizerUnits) -> OptimizerUnits:
         """Return the units unchanged: they are kept until :meth:`make` has taken over their weights."""
@@ -75,7 +75,7 @@ class ZeroUnits:
             yield
         finally:
             for module, name, own in places:
-                own.requires_grad = made[own].requires_grad  # the user's code may have frozen it
+                own.requires_grad = made[own].requires_grad  # user code may have frozen it
                 module._parameters[name] = own
 
     def make(
@@ -126,7 +126,7 @@ class ZeroUnits:
         return units
 
     def _keeper(self) -> Factory | None:
-        """Return an optimizer for evaluation that never steps; without one the master weights would be rounded permanently."""
+        """Return an optimizer that never steps, for evaluation; without one the master weights would stay rounded."""
         if self._precision.dtype == self._precision.master_dtype:
             return None
         return lambda parameters: torch.optim.SGD(parameters, lr=0.0)
@@ -192,7 +192,7 @@ class ZeroUnits:
 
 
 def _states(unit: OptimizerUnit) -> ZeroStates:
-    assert isinstance(unit.states, ZeroStates)  # all units before were made here
+    assert isinstance(unit.states, ZeroStates)  # every earlier unit was made here
     return unit.states
 
 

@@ -65,7 +65,7 @@ def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
         return torch.load(path, map_location="cpu", mmap=mapped or None, weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # of the system, the archive or the pickle
+    except Exception as error:  # from the system, the archive or the pickle
         raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
 
 
@@ -77,7 +77,7 @@ def is_whole(value: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first sentence of an error; torch's own about code is a page long."""
+    """Return the first sentence of an error; torch's error about pickled code is a page long."""
     named = re.search(r"(?:GLOBAL|global) ([\w.]+)", str(error))
     if isinstance(error, pickle.UnpicklingError) and named is not None:
         return (
@@ -93,11 +93,11 @@ def verify_archive(path: Path, part: int = 0, parts: int = 1) -> None:
         CheckpointError: for one that differs from what was written.
     """
     if not zipfile.is_zipfile(path):
-        return  # of torch before 1.6: it has none
+        return  # written by torch before 1.6: not an archive
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist()[part::parts]:
-                if entry.CRC:  # torch can be told to compute none
+                if entry.CRC:  # 0: torch was told not to compute checksums
                     with archive.open(entry) as file:
                         while file.read(1 << 24):
                             pass
@@ -106,9 +106,9 @@ def verify_archive(path: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise a CheckpointError for a compressed archive: torch compresses none, and one may expand to any size."""
+    """Raise a CheckpointError for a compressed archive: torch never compresses, and a compressed file may expand to any size."""
     if not zipfile.is_zipfile(path):
-        return  # of torch before 1.6, or damaged
+        return  # written by torch before 1.6, or damaged
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()

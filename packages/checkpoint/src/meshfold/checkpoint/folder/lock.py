@@ -47,7 +47,7 @@ def hold_lock(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator
         _sign(descriptor, doing)
         yield
     finally:
-        if descriptor in _held:  # not in a child that was forked meanwhile
+        if descriptor in _held:  # a child forked in the meantime has closed it
             _held.discard(descriptor)
             if _is_at(descriptor, lock):
                 with suppress(OSError):
@@ -77,15 +77,15 @@ def _take(lock: Path, folder: Path) -> int:
             raise InUseError(f"{folder} is in use: {said}. Wait until it ends, or give another folder")
         if _is_at(descriptor, lock):
             return descriptor
-        os.close(descriptor)  # its holder has ended and removed it since
+        os.close(descriptor)  # its holder has exited and removed it since
 
 
 def _open(lock: Path) -> int:
-    flags = os.O_CREAT | os.O_NOFOLLOW  # nothing is written through somebody's link
+    flags = os.O_CREAT | os.O_NOFOLLOW  # never write through someone else's link
     try:
         return os.open(lock, os.O_RDWR | flags, 0o666)
     except PermissionError:
-        return os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)  # another user's, who was killed
+        return os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)  # the file of another user, whose process was killed
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -93,7 +93,7 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # such as some network file systems
+    except OSError:  # some network file systems have no locks
         pass
     return True
 
@@ -109,7 +109,7 @@ def _sign(descriptor: int, doing: str) -> None:
     """Write down who holds the lock."""
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since, "doing": doing})
-    with suppress(OSError):  # another user's file, or a full disk: the lock holds all the same
+    with suppress(OSError):  # another user's file, or a full disk: the lock works without the note
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
 
@@ -119,7 +119,7 @@ def _holder(descriptor: int) -> str:
     try:
         said = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {said['pid']} on {said['host']} has been {said['doing']} since {said['since']}"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # it is about to sign
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not written yet
         return "another process is writing there"
 
 

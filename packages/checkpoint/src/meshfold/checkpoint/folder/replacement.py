@@ -54,7 +54,7 @@ def replace_checkpoint(writing: Path, target: Path) -> None:
     listed = listed_files(target / STATE_FILE) or {}
     write_text_synced(writing / REPLACED_FILE, json.dumps([*listed]))
     saved = saved_folder(target, state)
-    assert saved is not None  # what is written now has a checksum
+    assert saved is not None  # files written now have a checksum
     remove_unfinished(saved)
     writing.rename(saved)
     fsync_path(target)
@@ -88,7 +88,7 @@ def _replaced(path: Path) -> set[str]:
     """Return the files that the old checkpoint listed."""
     try:
         found = parse_json(path.read_bytes())
-    except (OSError, ValueError):  # they have gone already
+    except (OSError, ValueError):  # already removed
         return set()
     return {name for name in found if isinstance(name, str)} if isinstance(found, list) else set()
 
@@ -113,7 +113,7 @@ def remove_listed(folder: Path) -> None:
             (folder / STATE_FILE).replace(folder / STATE_FILE_REMOVED)
             fsync_path(folder)
         finish_removal(folder)
-    with suppress(OSError):  # something else is in it
+    with suppress(OSError):  # not empty
         folder.rmdir()
 
 

@@ -77,7 +77,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
             named = _HIDDEN.fullmatch(path.name)
             if named is not None and int(named[1]) <= step_of(found[0]):
                 whole = folder / f"step-{named[1]}"
-                # It may be all there is of one that stays: the process of an earlier version died between two renames.
+                # This may be the only copy of a checkpoint: an earlier version of the library can die between two renames.
                 if is_complete(whole) or not is_complete(set_aside_path(whole)):
                     _clear(whole)
     return gone
@@ -106,7 +106,7 @@ def _clear(path: Path) -> None:
     """Remove remains of dead processes next to a checkpoint."""
     clear_beside(path)
     with suppress(OSError, CheckpointError):
-        removed = path.with_name(f".{path.name}.removing")  # of an earlier version
+        removed = path.with_name(f".{path.name}.removing")  # left by an earlier version
         if removed.is_dir():
             remove_listed(removed)
             remove_unfinished(removed)
@@ -133,7 +133,7 @@ def all_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     names = {entry.name for entry in folder.iterdir()}
-    # Between the two renames of a replacement only the old one is there, under its other name.
+    # Between the two renames of a replacement only the old checkpoint exists, under its other name.
     names |= {f"step-{named[1]}" for name in names if (named := _HIDDEN.fullmatch(name)) and named[2] == "old"}
     found = (folder / name for name in names if _NAME.fullmatch(name))
     return sorted((path for path in found if not is_being_removed(path)), key=step_of)[::-1]

@@ -83,7 +83,7 @@ def begin_checkpoint(
         finish_removal(target)
         check_free(target, files)
     writing = writing_path(target, inside=inside)
-    remove_unfinished(writing)  # left by a run that died
+    remove_unfinished(writing)  # left by a run that was killed
     try:
         writing.mkdir()
     except FileExistsError:
@@ -98,7 +98,7 @@ def begin_checkpoint(
 def put_back(target: Path) -> None:
     """Restore the name of a checkpoint that an earlier version moved aside before it died, if the name is free."""
     old = set_aside_path(target)
-    with suppress(OSError):  # somebody's folder with something in it has the name: then that one is looked at
+    with suppress(OSError):  # the name is taken by a folder that is not empty: callers check that one
         if listed_files(old / STATE_FILE) is not None and (not target.exists() or not any(target.iterdir())):
             old.rename(target)
 
@@ -161,7 +161,7 @@ def commit_checkpoint(writing: Path, target: Path, state: Mapping[str, Any], sma
         torch.save(content, writing / name)
     paths = sorted(writing.iterdir())
     for path in paths:
-        if path.suffix != ".safetensors":  # their writers have done it
+        if path.suffix != ".safetensors":  # the writers of safetensors have synced theirs
             fsync_path(path)
     files = {path.name: path.stat().st_size for path in paths}
     whole = with_checksum({**state, FILES: files, CHECKSUMS: {path.name: file_checksum(path) for path in paths}})

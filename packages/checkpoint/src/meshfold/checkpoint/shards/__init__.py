@@ -163,7 +163,7 @@ def _pieces(
     over: tuple[str, ...],
     width: int,
 ) -> Iterator[Shard]:
-    """Yield the shards that this rank writes of what it keeps; ``boxes``: rectangles in the local part, with their views."""
+    """Yield the shards that this rank writes; ``boxes``: rectangles of its local part, with their views."""
     keepers = _keepers(meta, over)
     for rectangle in meta.placement.rectangles(meta.mesh):
         ranks = keepers[rectangle.offsets, rectangle.sizes]
@@ -189,7 +189,7 @@ def _pieces(
 
 
 def _mine(name: str, window: Window, ranks: Sequence[int], rank: int, width: int) -> Window | None:
-    """Return the part of a rectangle that one of the ranks that keep it writes."""
+    """Return the part of a rectangle that this rank writes; the ranks that hold the rectangle divide it."""
     offsets, sizes = window
     if len(ranks) == 1:
         return window
@@ -201,18 +201,18 @@ def _mine(name: str, window: Window, ranks: Sequence[int], rank: int, width: int
 
 
 def _drawn(name: str, ranks: Sequence[int]) -> int:
-    """Choose one of some ranks by a name: all ranks choose the same."""
+    """Choose a rank by a name; all ranks choose the same one."""
     return ranks[zlib.crc32(name.encode()) % len(ranks)]
 
 
-# Of meshes that are in use, and no longer.
+# Weak keys: an entry goes away with its mesh.
 _known: WeakKeyDictionary[Mesh, dict[object, dict[Window, list[int]]]] = WeakKeyDictionary()
 
 
 def _keepers(meta: ParameterMeta, over: tuple[str, ...]) -> dict[Window, list[int]]:
-    """Return the ranks that keep each rectangle of a tensor, of those with this rank's index on the axes ``over``.
+    """Return the ranks that hold each rectangle of a tensor, among those with this rank's index on the axes ``over``.
 
-    If a pipeline's stages share a tensor, those of this rank's own stage count.
+    If stages of a pipeline share a tensor, only ranks of this rank's stage count.
     """
     alike = (*over, *meta.only_at)
     known, key = _known.setdefault(meta.mesh, {}), (_key(meta.placement), alike)

@@ -100,7 +100,7 @@ class StreamCopyQueue:
             if self._last is None and self._before is not None:
                 self._stream.wait_event(self._before)
             to, of = zip(*pairs, strict=True)
-            torch._foreach_copy_(to, of, non_blocking=True)  # one by one, without Python
+            torch._foreach_copy_(to, of, non_blocking=True)  # one copy per pair, without a loop in Python
             self._last = torch.cuda.Event(blocking=True)
             self._last.record(self._stream)
         return self._last.synchronize
@@ -125,7 +125,7 @@ class BackgroundCopies:
     def __init__(self, lane: CopyQueue) -> None:
         """Called by training: what it has queued so far is in the copies."""
         self._lane = lane
-        self._queued = threading.Event()  # all that is, and what the host copies itself is copied
+        self._queued = threading.Event()  # set when every copy is queued and the host's own copies are done
         self._is_held = False
         lane.begin()
 
@@ -140,7 +140,7 @@ class BackgroundCopies:
                     queued.popleft()()
                 queued.append(self._lane.queue(some))
             if mine:
-                self._lane.settle()  # the host's memory may be what a GPU was to write
+                self._lane.settle()  # a GPU may still be writing into this host memory
             for to, of in mine:
                 to.copy_(of)
         finally:
@@ -149,7 +149,7 @@ class BackgroundCopies:
             wait()
 
     def _taken(self, pairs: Iterable[CopyPair], rest: list[CopyPair]) -> Iterator[CopyPair]:
-        """Yield the pairs for the queue, lazily: the first copies do not wait for the last ones' views."""
+        """Yield the pairs for the queue lazily, so that the first copies start before the last views exist."""
         for pair in pairs:
             if self._lane.takes(pair[1]):
                 yield pair

@@ -105,7 +105,7 @@ def _described(name: str, module: nn.Module) -> dict[str, Any]:
     try:
         torch.save(value, written)
         _read(written.getvalue())
-    except Exception as error:  # of pickle's many kinds
+    except Exception as error:  # pickle raises many kinds
         raise CheckpointError(
             f"{name!r} cannot be saved: {type(module).__name__}.get_extra_state() returns {_kind(value)}, which cannot be "
             "loaded without running code. Return numbers, texts, tensors, and dicts, lists and tuples of these"

@@ -111,7 +111,7 @@ def file_checksum(path: Path) -> str:
 
 
 def _checksum(plain: Mapping[str, Any]) -> str:
-    """Return the checksum of values, not of text: reformatted JSON has the same one."""
+    """Return a checksum of the values, not of the text, so that reformatting the JSON does not change it."""
     try:
         text = json.dumps(plain, sort_keys=True)
     except RecursionError:
@@ -163,7 +163,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _is_scaler(value: Any) -> bool:
-    if value == {}:  # of a folder that was converted
+    if value == {}:  # the folder was converted
         return True
     return _is_map(value, _is_number) and {"scale", "good_steps", "overflows"} <= value.keys()
 

@@ -49,7 +49,7 @@ class FileAssignment:
         """Assign tensors to as many ranks as worthwhile, evenly by bytes and in order; with ``by_first``, to rank 0."""
         total = sum(described.bytes for described in announced.values())
         count = max(1, min(ranks, -(-total // LEAST_BYTES)))
-        writers = [number * ranks // count for number in range(count)]  # over all nodes
+        writers = [number * ranks // count for number in range(count)]  # spread over all nodes
         load = dict.fromkeys(writers, 0)
         writer_of = {}
         for tensor in sorted(announced, key=lambda tensor: tensor not in by_first):
@@ -262,8 +262,8 @@ class TorchArchive:
 
 
 def _torch_file(path: Path) -> tuple[Mapping[str, Tensor], bool]:
-    """Return the tensors of a torch file, and whether they are mapped into memory."""
-    mapped = zipfile.is_zipfile(path)  # others are of torch before 1.6
+    """Return the tensors of a torch file, and True if they are mapped into memory."""
+    mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not zip archives
     found = read_torch_file(path, mapped=mapped)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not tensors by name (a state dict)")

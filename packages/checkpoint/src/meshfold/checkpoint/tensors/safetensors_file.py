@@ -49,8 +49,8 @@ _SUMS, _OWN_SUM, _DIGITS = "crc32", "header_crc32", 8
 _BEGIN = f'{{"__metadata__": {{"{_OWN_SUM}": "'.encode()
 """How a header begins that has a checksum of itself."""
 
-_TOGETHER_BYTES = 32 * 2**20  # of what ``TensorWriter.add`` keeps before it is written
-_TOGETHER = 512  # tensors, likewise; a call of the system takes 1024 (IOV_MAX of Linux)
+_TOGETHER_BYTES = 32 * 2**20  # bytes that ``TensorWriter.add`` collects before it writes
+_TOGETHER = 512  # and tensors; a system call takes 1024 (IOV_MAX of Linux)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class SafetensorsHeader:
         """See :class:`TensorWriter`."""
         self.order = writing_order(announced) if order is None else list(order)
         self.announced = dict(announced)
-        unknown_sums = "0" * (_DIGITS * len(self.order))  # to be written over when they are known
+        unknown_sums = "0" * (_DIGITS * len(self.order))  # overwritten once they are known
         metadata = {_OWN_SUM: "0" * _DIGITS, _SUMS: unknown_sums, **(notes or {"format": "pt"})}
         header: dict[str, object] = {"__metadata__": metadata}
         offset = 0
@@ -150,7 +150,7 @@ class TensorWriter:
         with _naming(path):
             self._file = open(path, "wb", opener=opener)  # noqa: SIM115 - close() and abandon() close it
             self._file.write(header.text)
-            self._file.flush()  # what follows goes past its buffer
+            self._file.flush()  # the writes below bypass its buffer
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append a tensor: the next in ``order``."""
@@ -182,10 +182,10 @@ class TensorWriter:
             self._write_together()
 
     def _write_together(self) -> None:
-        """Write what was added."""
+        """Write the collected tensors."""
         with _naming(self._path):
             while self._together:
-                done = os.writev(self._file.fileno(), self._together)  # all of it, or less
+                done = os.writev(self._file.fileno(), self._together)  # may write only a part
                 while self._together and done >= len(self._together[0]):
                     done -= len(self._together.popleft())
                 if done:
@@ -210,7 +210,7 @@ class TensorWriter:
 
     def abandon(self) -> None:
         """Close the file as it is; does nothing after ``close``."""
-        with suppress(OSError):  # what was not written yet may not find room
+        with suppress(OSError):  # the disk may be full
             self._file.close()
 
     def __enter__(self) -> TensorWriter:
@@ -226,18 +226,18 @@ class TensorWriter:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, in order. A contiguous host tensor takes no torch operation: after each one a thread has to wait
-    for the interpreter again."""
+    """Return a tensor's bytes, in order. A contiguous host tensor needs no torch operation, after which this thread would have to
+    wait for the interpreter again."""
     if tensor.device.type != "cpu" or tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().to("cpu").contiguous()
-    if tensor.dtype == torch.bfloat16:  # which numpy does not know
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         tensor = tensor.view(torch.int16)
     return tensor.numpy().reshape(-1).view(np.uint8).data
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file's name to a system error, which those of ``write`` lack."""
+    """Add the file's name to a system error; errors of ``write`` have none."""
     try:
         yield
     except OSError as error:
@@ -307,12 +307,12 @@ class TensorFile(Mapping[str, Tensor]):
         self._bytes = torch.from_numpy(mapped)
 
     def _read_header(self, header: dict[str, Any], text: bytes, there: int) -> None:
-        """Check the header: every tensor is within the file, has its size, and overlaps no other.
+        """Check that every tensor lies within the file, has the right size, and overlaps no other.
 
         Args:
-            header: name to the entry of a tensor; and notes.
-            text: what it was read from.
-            there: bytes of the file after it.
+            header: the entry of each tensor by name; and notes.
+            text: the header as read.
+            there: bytes of the file after the header.
         """
         notes = header.pop("__metadata__", None) or {}
         if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
@@ -343,7 +343,7 @@ class TensorFile(Mapping[str, Tensor]):
         if at < there:
             raise self._odd(f"{there - at} bytes at its end are of no tensor")
         sums = notes.get(_SUMS, "")
-        known = len(sums) == _DIGITS * len(header)  # else they are of another file, from which its notes were taken
+        known = len(sums) == _DIGITS * len(header)  # else they belong to another file, whose notes were copied
         self._sums = [sums[at : at + _DIGITS] for at in range(0, len(sums), _DIGITS)] if known else []
 
     def _odd(self, what: str) -> CheckpointError:

@@ -145,7 +145,7 @@ class ShardFiles(Mapping[str, Tensor]):
             window = tuple(entry["offsets"]), tuple(entry["sizes"])
             file = self._files[entry["file"]]
             blocks.append(StoredShard(window=window, load=partial(file.__getitem__, shard_key(name, *window))))
-        if len(blocks) == 1:  # it is the whole
+        if len(blocks) == 1:  # the block is the whole tensor
             return blocks[0].load()
         return cast(Tensor, StoredTensor(described.shape, described.dtype, blocks))
 
@@ -197,7 +197,7 @@ def is_tiled(shape: Sequence[int], blocks: Sequence[tuple[Sequence[int], Sequenc
     ends = begins + np.array([sizes for _, sizes in blocks], dtype=np.int64).reshape(begins.shape)
     if (ends > np.array(shape, dtype=np.int64)).any():
         return False
-    whole = (ends > begins).all(axis=1)  # empty ones are nowhere
+    whole = (ends > begins).all(axis=1)  # empty ranges meet nothing
     begins, ends = begins[whole], ends[whole]
     return not any(
         ((begins[place] < ends[place + 1 :]) & (begins[place + 1 :] < ends[place])).all(axis=1).any()

@@ -62,7 +62,7 @@ class TensorFolder:
             moved = self.path(name)
             if moved == path:
                 raise
-            return TensorFile(moved)  # a save has put it in its place meanwhile
+            return TensorFile(moved)  # a save has moved it to its place since
 
 
 def is_file_name(name: object) -> bool:
