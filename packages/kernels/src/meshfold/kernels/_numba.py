@@ -37,7 +37,7 @@ def one_process_compiles(kernel: Any) -> Any:
     compile_now = kernel.compile
 
     def compile_in_turn(signature: Any) -> Any:
-        # Numba's lock first, as its other threads have it when they come to a kernel that a kernel calls.
+        # Take Numba's lock first: other threads hold it when they reach a kernel that is called by a kernel.
         with global_compiler_lock, _compiling(kernel):
             return compile_now(signature)
 
@@ -47,7 +47,7 @@ def one_process_compiles(kernel: Any) -> Any:
 
 @contextmanager
 def _compiling(kernel: Any) -> Iterator[None]:
-    """Hold the kernel's lock among the processes of the machine. It is released when a process ends."""
+    """Hold the kernel's lock, which all processes of the machine share. The system releases it when a process ends."""
     descriptor = _lock(os.path.join(kernel.stats.cache_path, f"{kernel.__module__}.{kernel.__qualname__}.lock"))
     try:
         yield
@@ -57,7 +57,7 @@ def _compiling(kernel: Any) -> Iterator[None]:
 
 
 def _lock(path: str) -> int | None:
-    """Return the open file that holds a lock; None if locks are unavailable: another system, or a foreign folder."""
+    """Return the open file that holds a lock; None if the system has no locks or the folder belongs to another user."""
     try:
         import fcntl
 
@@ -65,7 +65,7 @@ def _lock(path: str) -> int | None:
     except (ImportError, OSError):
         return None
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX)  # and not flock(): a forked process would hold that too
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)  # not flock(), which a forked process would hold too
     except OSError:
         os.close(descriptor)
         return None
@@ -83,7 +83,7 @@ def torch_threads() -> Iterator[None]:
     """
     wanted = torch.get_num_threads()
     before = numba.get_num_threads()
-    if torch.get_num_threads() != wanted:  # numba has just started its threads, and told OpenMP how many
+    if torch.get_num_threads() != wanted:  # numba has just started its threads and changed OpenMP's number
         torch.set_num_threads(wanted)
     numba.set_num_threads(min(wanted, numba.config.NUMBA_NUM_THREADS))
     try:
@@ -94,7 +94,7 @@ def torch_threads() -> Iterator[None]:
 
 
 def _queue() -> AbstractContextManager[Any]:
-    """Return True for numba's own work queue, used without OpenMP and TBB, which crashes on concurrent use."""
+    """Return True for numba's own work queue (without OpenMP and TBB), which crashes on concurrent use."""
     return _one_at_a_time if numba.threading_layer() == "workqueue" else nullcontext()
 
 
@@ -154,7 +154,7 @@ def stream(target: Any, at: int, source: Any, count: int) -> None:
     long as copying hundreds of elements.
     """
     each = LINE // target.itemsize
-    ahead = (-(_address(target) + at * target.itemsize) % LINE) // target.itemsize  # up to the first whole line
+    ahead = (-(_address(target) + at * target.itemsize) % LINE) // target.itemsize  # before the first whole line
     begin = min(ahead, count)
     for i in range(begin):
         target[at + i] = source[i]

@@ -152,7 +152,7 @@ class _BiasGelu(torch.autograd.Function):
         return dx.reshape(x.shape), None if bias is None else dbias.to(bias.dtype), None
 
 
-# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
+# The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:

@@ -75,7 +75,7 @@ def _gated_gradients(
 @triton.jit
 def _gelu_value(v, TANH: tl.constexpr):
     if TANH:
-        # 0.5 (1 + tanh(z)) = sigmoid(2 z): no cancellation for large negative z.
+        # 0.5 (1 + tanh(z)) = sigmoid(2 z), without cancellation for large negative z.
         return v * tl.sigmoid(1.5957691216057308 * v * (1.0 + 0.044715 * v * v))
     return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
 

@@ -257,7 +257,7 @@ def _write_gradient(
 ) -> Tensor:
     """Return :func:`cross_entropy_backward`, computed by the given function."""
     rows = as_rows(logits)
-    # Inductor sees for itself that it may reuse the memory, and a compiled graph must not change what it saved.
+    # Inductor reuses the memory by itself, and a compiled graph must not change what it saved.
     inplace = inplace and not torch.compiler.is_compiling()
     out = rows if inplace else contiguous_like(rows)
     row_max, sum_exp, labels, grad = (t.reshape(-1) for t in (row_max, sum_exp, labels, grad))
@@ -266,7 +266,7 @@ def _write_gradient(
         return out.reshape(logits.shape)
     if rows.data_ptr() != logits.data_ptr():
         logits.copy_(rows.view(logits.shape))
-    # Autograd does not see what a kernel writes: a second backward through these logits must be refused.
+    # Autograd does not see the kernel's writes; a second backward through these logits must fail.
     torch.autograd.graph.increment_version(logits)
     return logits
 
@@ -280,8 +280,8 @@ def _valid(logits: Tensor, vocab_valid: int | None) -> int:
     return vocab_valid
 
 
-# The reference, in plain torch: defines every result, and what Triton is given in its place. Logits are ``m v`` with
-# columns side by side.
+# The reference in plain torch: it defines every result and the signatures of the Triton version. Logits are ``m v`` with
+# contiguous rows.
 
 
 def _plain_cross_entropy(
@@ -324,7 +324,7 @@ def sum_rows(
     wide = _values(logits, terms)
     if row_max is None:
         row_max = max_of_rows(wide, terms.valid)
-    # A row of nothing but -inf has no finite maximum to subtract; its sum of exponentials is zero all the same.
+    # A row of only -inf has no finite maximum to subtract, but its sum of exponentials is still zero.
     finite = row_max.masked_fill(row_max == float("-inf"), 0.0)
     exponentials = (wide - finite.unsqueeze(1)).exp_()
     place, here = _place(labels, terms)
@@ -360,7 +360,7 @@ def gradient(
     grad = grad.to(row_max.dtype)
     wide, words = _values(logits, terms), out[:, : terms.valid]
     slope = 1.0 - (wide / terms.softcap).square() if terms.softcap else None
-    # Where nothing has to be rounded the value is found in its place; torch.compile sees to that by itself.
+    # Without rounding the value is computed in place; torch.compile does that by itself.
     direct = out.dtype is row_max.dtype and not torch.compiler.is_compiling()
     value = torch.sub(wide, row_max.unsqueeze(1), out=words if direct else None).exp_()
     factor = grad * (1.0 + 2.0 * terms.z_loss * (row_max + sum_exp.log()))
@@ -401,7 +401,7 @@ def multiply_(x: Tensor, factor: Tensor) -> None:
 
 
 def _values(logits: Tensor, terms: Terms) -> Tensor:
-    """Return z of the words ``m valid``, scaled and capped, in the dtype to compute in; it may be a view of ``logits``."""
+    """Return z ``m valid``: the logits, scaled and capped, in the dtype of the computation; may be a view of ``logits``."""
     wide = logits[:, : terms.valid].to(compute_dtype(logits))
     if terms.softcap:
         return (wide * (terms.scale / terms.softcap)).tanh_().mul_(terms.softcap)
@@ -409,7 +409,7 @@ def _values(logits: Tensor, terms: Terms) -> Tensor:
 
 
 def _place(labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return each label's column on this rank (0 where it has none), and a mask of those that have one."""
+    """Return each label's column on this rank (0 if it is elsewhere), and a mask of the labels that are here."""
     place = labels - terms.start
     here = (place >= 0) & (place < terms.valid)
     return place.masked_fill(~here, 0), here

@@ -16,7 +16,7 @@ from meshfold.kernels._triton import launch, programs
 from meshfold.kernels.cross_entropy import Terms
 
 _WIDEST_BLOCK = 4096
-_LONG_ROW = 96 << 10  # bytes; two rows of each of 132 multiprocessors then fill half of 50 MB
+_LONG_ROW = 96 << 10  # bytes; two such rows on each of 132 SMs fill half of a 50 MB L2 cache
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _sums(
     CAPPED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One row: its maximum, the sums of exponentials about it (rescaled whenever it grows), target, sum of logits."""
+    """One row: its maximum, the sum of exponentials relative to it (rescaled whenever it grows), the target, the sum of logits."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     column = tl.arange(0, COLUMNS)
@@ -59,14 +59,14 @@ def _sums(
         largest = tl.full((), float("-inf"), tl.float32)
     sum_exp = tl.zeros((), dtype=tl.float32)
     total = tl.zeros((), dtype=tl.float32)
-    below = tl.zeros((), dtype=tl.float32)  # of exp(z - largest) * (z - largest)
+    below = tl.zeros((), dtype=tl.float32)  # sum of exp(z - largest) * (z - largest)
     for first in range(0, valid, COLUMNS):
         mask = first + column < valid
         value = tl.load(base + first + column, mask=mask, other=float("-inf")).to(tl.float32)
         value = tl.where(mask, _z(value, scale, softcap, CAPPED), float("-inf"))
         if not MAX_GIVEN:
             grown = tl.maximum(largest, tl.max(value, axis=0))
-            # While the row holds nothing but -inf the sum is zero, and -inf - -inf must not reach it.
+            # As long as the row has only been -inf the sum is zero; keep -inf - -inf (NaN) out of it.
             step = tl.where(largest == float("-inf"), 0.0, largest - grown)
             if ENTROPY:
                 below = (below + step * sum_exp) * tl.exp(step)
@@ -163,16 +163,16 @@ def _losses_and_gradient(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Rows of a whole vocabulary: the loss, then the gradient in the place of the logits.
+    """Rows of a whole vocabulary: the loss, then the gradient, which overwrites the logits.
 
-    Each lane, a vector of 16 bytes, has its own maximum and sum, so that there is no dependency along the row. Memory is
-    read and written up to the stride, whose padding makes all accesses whole vectors.
+    Each lane (a vector of 16 bytes) has its own maximum and sum, so there is no dependency along the row. Reads and writes go
+    up to the stride: its padding makes every access a whole vector.
     """
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     base = logits + tl.program_id(0).to(tl.int64) * stride
     step = tl.num_programs(0).to(tl.int64) * stride
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        # Before anything of this row is overwritten; the reductions below wait for all threads.
+        # Must be read before this row is overwritten; the reductions below synchronise all threads.
         place = tl.load(labels + row).to(tl.int64)
         target = tl.load(base + place, mask=(place >= 0) & (place < columns), other=0.0).to(tl.float32)
         target = _z(target, scale, softcap, CAPPED)
@@ -358,7 +358,7 @@ def write_losses_and_gradient(logits: Tensor, labels: Tensor, share: Tensor, ter
 
 
 def _spread(terms: Terms) -> float:
-    """Return the share of the target that each word has by label smoothing."""
+    """Return the probability that label smoothing gives to each word."""
     return terms.label_smoothing / terms.vocab_size if terms.label_smoothing else 0.0
 
 

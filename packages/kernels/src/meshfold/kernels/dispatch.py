@@ -29,7 +29,7 @@ from torch import Tensor
 ENVIRONMENT = "MESHFOLD_KERNELS"
 CHOICES = ("auto", "reference", "triton", "numba")
 
-# Each family: the public functions it serves and the implementations it has beside the reference.
+# Each family: its public functions, and its implementations besides the reference.
 FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "norms": ("rms_norm, layer_norm, add_rms_norm, add_layer_norm and their pieces", ("triton",)),
     "activations": ("swiglu, swiglu2, geglu2, bias_gelu", ("triton",)),
@@ -79,7 +79,7 @@ class Availability:
 
 
 class _Restore(AbstractContextManager[None]):
-    """Handle that restores the earlier choice when its block ends."""
+    """Context manager that restores the earlier choice on exit."""
 
     def __init__(self, before: str) -> None:
         self._before = before
@@ -91,7 +91,7 @@ class _Restore(AbstractContextManager[None]):
         _choice = self._before
 
 
-# A plain global and not a context variable: autograd runs backward in threads of its own, which must see it too.
+# A global, not a context variable: autograd's backward threads must see it too.
 _choice: str | None = None
 
 
@@ -139,7 +139,7 @@ def _triton_interprets() -> bool:
 
 
 def _obstacle(implementation: str, device: str, dtype: torch.dtype) -> str:
-    """Return why an implementation cannot take such a tensor; "" if it can."""
+    """Return why an implementation cannot take a tensor; "" if it can."""
     if implementation == "triton":
         if not _installed("triton"):
             return "triton is not installed"
@@ -181,7 +181,7 @@ def twin(reference: F, x: Tensor) -> F:
 
     Modules beside ``norms.py`` are ``norms_triton.py`` and ``norms_numba.py``; their functions have the reference's signature.
     """
-    # A subclass (a fake tensor, a DTensor, a functional one) has no memory of its own that a kernel could be given.
+    # A subclass (fake, functional, DTensor) has no memory of its own to pass to a kernel.
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return reference
     name = implementation(_family(reference), x.device.type, x.dtype)

@@ -65,7 +65,7 @@ def dropout(
             )
     if not training or p == 0.0:
         return x
-    # uniform >= p  <=>  top 24 bits >= p * 2**24  <=>  top 24 bits >= its ceiling: integers, exact everywhere.
+    # uniform >= p  <=>  top 24 bits >= p * 2**24  <=>  top 24 bits >= its ceiling. Integers are exact on every device.
     threshold = math.ceil(p * (1 << 24))
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     state = stream(seed, key, x.device)
@@ -81,7 +81,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
         """Apply :func:`drop` with these arguments after ``x``."""
         ctx.drop = dispatch.twin(drop, x)
-        # A plain attribute: neither the state nor the row numbers are inputs or outputs that autograd could lose.
+        # A plain attribute suffices: state and row numbers are neither inputs nor outputs.
         ctx.arguments = arguments
         y: Tensor = ctx.drop(as_rows(x), *arguments)
         return y.reshape(x.shape)
@@ -93,7 +93,7 @@ class _Dropout(torch.autograd.Function):
         return dx.reshape(dy.shape), *(None for _ in ctx.arguments)
 
 
-# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
+# The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.
 
 
 def drop(

@@ -57,7 +57,7 @@ class Minifloat:
 
 BASE = (127 - 15) << 23  # the bits of w(0)
 FLOOR = 2.0**-15  # w(0)
-SIGNED_CODE = Minifloat(mantissa=3)  # and a bit for the sign
+SIGNED_CODE = Minifloat(mantissa=3)  # plus a sign bit
 UNSIGNED_CODE = Minifloat(mantissa=4)
 
 
@@ -165,7 +165,7 @@ def noise(state: int, start: int, count: int, device: torch.device) -> Tensor:
 
 def noise_key(step: int) -> int:
     """The key of :func:`~meshfold.kernels.random_bits.stream` for one optimizer step."""
-    return signed(splitmix64(step ^ 0x6164616D_6E6F6973))  # far from the small numbers that seeds are
+    return signed(splitmix64(step ^ 0x6164616D_6E6F6973))  # seeds are small numbers: keep away from them
 
 
 def stochastic(x: Tensor, noise16: Tensor) -> Tensor:

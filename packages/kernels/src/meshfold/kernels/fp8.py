@@ -45,8 +45,8 @@ Fp8Maximum = Callable[[Tensor, tuple[Fp8Dim, ...]], Tensor]
 
 FP8_MULTIPLE = 16
 """Elements: k and n of an fp8 matmul are multiples of it (cuBLAS); m may be any."""
-_LEAST_AMAX = 1e-30  # its scale, and the scale's reciprocal, are normal numbers of float32
-_POWER_BITS = 0x7F800000  # of a float32: the exponent
+_LEAST_AMAX = 1e-30  # its scale and the reciprocal are normal float32 numbers
+_POWER_BITS = 0x7F800000  # exponent of a float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +128,9 @@ def to_fp8(
         amax = torch.zeros((x.shape[0], 1) if rows else (), dtype=torch.float32, device=x.device)
     else:
         amax = (x.abs().amax(dim=1, keepdim=True) if rows else x.abs().amax()).float()
-    if maximum is not None:  # infinity for nan, which not every reduction hands on
+    if maximum is not None:  # replace NaN by infinity: not every reduction propagates NaN
         amax = maximum(torch.where(amax.isfinite(), amax, torch.inf))
-    # In float64: compilers divide in float32 with an error, and the eager and the compiled cast must be equal.
+    # In float64: compiled float32 division is inexact, and the eager and the compiled cast must agree.
     scale = (largest / amax.double().clamp(min=_LEAST_AMAX)).float()
     if rows:
         scale = (scale.view(torch.int32) & _POWER_BITS).view(torch.float32)
@@ -184,7 +184,7 @@ def fp8_weight_gradient(dy: Tensor, x: Tensor, recipe: Fp8Recipe, maximum: Fp8Ma
     if not recipe.weight_gradient:
         return dy.t() @ x
     missing = -dy.shape[0] % recipe.multiple
-    if missing:  # rows of zeros change neither scales nor sums
+    if missing:  # rows of zeros change no scale and no sum
         dy, x = functional.pad(dy, (0, 0, 0, missing)), functional.pad(x, (0, 0, 0, missing))
     a = _cast(dy.t(), recipe, _over(maximum, recipe, "n", "m"), recipe.gradient)
     b = _cast(x.t(), recipe, _over(maximum, recipe, "k", "m"))
@@ -245,7 +245,7 @@ def _scaled_product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
     kinds = {1: functional.ScalingType.BlockWise1x128, 128: functional.ScalingType.BlockWise128x128}
     (high, _), (b_high, _) = a.tile or (1, 128), b.tile or (1, 128)
     inverse = b.inverse
-    if b_high > 1:  # cuBLAS reads the tiles of a row of four
+    if b_high > 1:  # cuBLAS reads scales in groups of four
         inverse = functional.pad(inverse, (0, -inverse.shape[1] % 4)).contiguous().t()
     else:
         inverse = inverse.t().contiguous().t()
@@ -263,12 +263,12 @@ def _scaled_product(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _tried(device: int) -> bool:
-    """Try small products in tiles on a GPU: torch and cuBLAS have them on some, in layouts that changed between versions."""
+    """Try small tiled products on a GPU: not every GPU, torch and cuBLAS has them, and their layouts changed between versions."""
     place = torch.device("cuda", device)
     random = torch.Generator().manual_seed(0)
     for high in (1, 128):
         x, w = (torch.randn(rows, 640, generator=random).to(place, torch.bfloat16) for rows in (256, 384))
-        x[:, 200:] *= 64  # so that scales differ
+        x[:, 200:] *= 64  # make the scales differ
         w[100:] *= 16
         a, b = to_fp8(x, rows=True, tile=(1, 128)), to_fp8(w, rows=True, tile=(high, 128))
         want = a.dequantize() @ b.dequantize().t()
@@ -286,15 +286,15 @@ def multiplies_tiles(device: int) -> bool:
     return _tried(device)
 
 
-# torch.compile takes the result for a constant instead of tracing how it was found.
+# torch.compile treats the result as a constant instead of tracing the trial.
 multiplies_tiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _over(
     maximum: Fp8Maximum | None, recipe: Fp8Recipe, row: Fp8Dim, summed: Fp8Dim
 ) -> Callable[[Tensor], Tensor] | None:
-    """Bind the dims that an amax is taken over: the summed one, or both."""
-    if maximum is None or recipe.block:  # tiles are whole on a rank
+    """Bind the dims over which an amax is reduced: the summed one, or both."""
+    if maximum is None or recipe.block:  # each tile is on one rank
         return None
     dims = (summed,) if recipe.rows else (row, summed)
     return lambda amax: maximum(amax, dims)

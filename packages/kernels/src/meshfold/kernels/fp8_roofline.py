@@ -33,7 +33,7 @@ class Fp8Speeds:
 
 
 H200 = Fp8Speeds()
-_ONE_PASS, _TWO_PASSES = 3, 5  # bytes an element: read once or twice in bf16, written in fp8
+_ONE_PASS, _TWO_PASSES = 3, 5  # bytes per element: read once or twice in bf16, written in fp8
 
 
 def fp8_gain(n: int, k: int, recipe: Fp8Recipe, tokens: int | None = None, *, speeds: Fp8Speeds = H200) -> float:
@@ -46,7 +46,7 @@ def fp8_gain(n: int, k: int, recipe: Fp8Recipe, tokens: int | None = None, *, sp
         speeds: of the GPU.
     """
     saved = (6 if recipe.weight_gradient else 4) * n * k * (1 / speeds.bf16 - 1 / speeds.fp8)
-    along = _ONE_PASS if recipe.rows else _TWO_PASSES  # x, w and dy of y and dx
+    along = _ONE_PASS if recipe.rows else _TWO_PASSES  # of x, w and dy, for y and dx
     cast = along * (n + k) + (_TWO_PASSES * (n + k) if recipe.weight_gradient else 0)
     weights = 0.0 if tokens is None else (along + _TWO_PASSES) * n * k / tokens
     return saved - (cast + weights) / speeds.bandwidth

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import GRADIENTS, check_flat, check_start
 
-SQUARES, MAGNITUDES, LARGEST = 2, 1, 0  # which partial norm
+SQUARES, MAGNITUDES, LARGEST = 2, 1, 0  # kinds of partial norms
 LANES = 1024  # elements that are accumulated side by side
 _WRITTEN = (*GRADIENTS, torch.float64)
 
@@ -67,7 +67,7 @@ def write_gradient(source: Tensor, out: Tensor, *, add: bool = False) -> None:
     """
     check_flat("source", source, _WRITTEN)
     check_flat("out", out, _WRITTEN, source)
-    same = source.dtype is out.dtype and not add  # a copy of bytes
+    same = source.dtype is out.dtype and not add  # plain copy
     wider = out if out.dtype is torch.float64 else source
     run = write if same else dispatch.twin(write, wider)
     run(source.detach(), out.detach(), add)
@@ -86,7 +86,7 @@ def _check_blocks(block: int, start: int) -> None:
         raise ValueError(f"block is {block}; it must be a multiple of {LANES} elements, that many are added at once")
 
 
-# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
+# The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.
 
 
 def touched(n: int, block: int, start: int) -> int:

@@ -18,7 +18,7 @@ _MAGNITUDE = U(0x7FFFFFFF)
 
 @njit(nogil=True, error_model="numpy")
 def _add(lanes, x, norm):
-    """Add elements to lanes, the first to the first."""
+    """Add elements to lanes, one each."""
     if norm == SQUARES:
         for i in range(x.size):
             value = np.float64(wide(x[i]))
@@ -30,7 +30,7 @@ def _add(lanes, x, norm):
 
 @njit(nogil=True, error_model="numpy")
 def _combined(lanes):
-    """Return the sum of the lanes, added in halves."""
+    """Return the pairwise sum of the lanes."""
     half = LANES // 2
     while half > 0:
         for i in range(half):
@@ -42,7 +42,7 @@ def _combined(lanes):
 @one_process_compiles
 @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
 def _sums(found, x, norm, block, start):
-    """Write one partial for each block to ``found``."""
+    """Write one partial sum per block to ``found``."""
     first = start // block
     for number in prange(found.size):
         begin = (first + number) * block - start
@@ -58,7 +58,7 @@ def _sums(found, x, norm, block, start):
 
 @njit(nogil=True, error_model="numpy")
 def _largest(x):
-    """Return the largest magnitude; bits of magnitudes are in the order of the magnitudes, NaNs behind."""
+    """Return the largest magnitude, or NaN. Bit patterns sort as the magnitudes do, NaN last."""
     top = U(0)
     for i in range(x.size):
         top = max(top, U(bits(wide(x[i])) & _MAGNITUDE))
@@ -86,4 +86,4 @@ def partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
 
 
 def write(source: Tensor, out: Tensor, add: bool) -> None:
-    plain.write(source, out, add)  # torch's own is as fast as the memory here
+    plain.write(source, out, add)  # torch's copy already runs at memory bandwidth

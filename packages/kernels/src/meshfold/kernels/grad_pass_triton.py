@@ -13,7 +13,7 @@ from meshfold.kernels.grad_pass import LANES, LARGEST, SQUARES, touched
 
 _OUT = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _TILE = 1024  # elements that a program writes
-_ROWS = 4  # that a program loads at a time: with one it waits for the memory at every row (0.9 TB/s on an H200, 3.2 with four)
+_ROWS = 4  # rows loaded at a time: with one, every row waits for memory (H200: 0.9 TB/s, 3.2 with four)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _pass(
             x = tl.load(source + place, mask=mask, other=0)
             x = from_bfloat16(x) if BF16 else x.to(tl.float32)
             magnitude = bits(x) & 0x7FFFFFFF
-            if LARGEST:  # bits of magnitudes are in the order of the magnitudes, NaNs behind
+            if LARGEST:  # bit patterns sort as the magnitudes do, NaN last
                 top = tl.maximum(top, magnitude.to(tl.int32, bitcast=True))
             else:
                 wide = magnitude.to(tl.float32, bitcast=True).to(tl.float64)
@@ -49,7 +49,7 @@ def _pass(
     if LARGEST:
         tl.store(found + tl.program_id(0), tl.max(top, axis=0).to(tl.float32, bitcast=True).to(tl.float64))
     else:
-        # The sum of two numbers has one order only: so the order of the tree is fixed.
+        # Two numbers have one order of summation, so this tree is deterministic.
         for k in tl.static_range(HALVINGS):
             total = tl.sum(tl.reshape(total, (2, LANES >> (k + 1))), axis=0)
         tl.store(found + tl.program_id(0) + tl.arange(0, 1), total)

@@ -143,7 +143,7 @@ LAYERWISE: Mapping[str, Callable[..., Any]] = {"lamb_direction": lamb_direction,
 """The functions by name, as LAMB and LARS of ``meshfold.optimizers`` take them."""
 
 
-# The reference, in plain torch: defines every result, and what numba is given in its place.
+# The reference in plain torch: it defines every result and the signatures of the numba version.
 
 
 def direction(

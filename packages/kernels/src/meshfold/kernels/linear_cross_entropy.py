@@ -51,7 +51,7 @@ from meshfold.kernels.logit_chunks import (
 
 __all__ = ["Reduction", "VocabularyShard", "gradients_in_backward", "linear_cross_entropy", "linear_log_probs"]
 
-_later = 0  # contexts that are open
+_later = 0  # open contexts
 
 
 @contextmanager
@@ -204,7 +204,7 @@ _Operands = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Operands:
-    """Return the operands as they are, or cast as autocast does for ``F.linear``: all but those in float64."""
+    """Return the operands, cast as autocast casts them for ``F.linear``: all except float64."""
     if not is_autocast(x):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -217,7 +217,7 @@ def _operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Operands:
 
 
 def _next(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the label after each, along the last dim; ``ignore_index`` after the last."""
+    """Return the next label of each, along the last dim; ``ignore_index`` for the last one."""
     if labels.ndim == 0:
         raise ValueError("shift=True takes labels of sequences, shape [..., s]; got a single number")
     return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
@@ -282,14 +282,14 @@ def _terms(
 
 
 def _shares(labels: Tensor, row_weights: Tensor | None, ignore_index: int, words: int, dtype: torch.dtype) -> Tensor:
-    """Return each row's factor in the sum of losses: 0 for a row that does not count, NaN for a label that is no word.
+    """Return each row's factor in the loss: 0 for an ignored row, NaN for a label outside the vocabulary.
 
     Raises:
-        ValueError: on the CPU, for a label that is no word.
+        ValueError: on the CPU, for a label outside the vocabulary.
     """
     counts = labels != ignore_index
     wrong = counts & ((labels < 0) | (labels >= words))
-    # A look at the values would make the host wait for a GPU, and cannot be traced.
+    # Reading the values would synchronise with the GPU, and cannot be traced.
     readable = labels.device.type == "cpu" and type(labels) is Tensor and not torch.compiler.is_compiling()
     if readable and wrong.any():
         raise ValueError(
@@ -316,13 +316,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         settings: ChunkSettings,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.settings = settings
-        needed = ctx.needs_input_grad[:3]  # also under no_grad, where nothing is wanted
+        needed = ctx.needs_input_grad[:3]  # True even under no_grad
         wanted = any(needed) and settings.grad_enabled
         now = wanted and not settings.recompute
         gradients = HeadGradients(rows, weight, bias, needed, settings) if now else None
         chunks = LogitChunks(rows, weight, bias, labels, settings)
         losses = torch.empty_like(share)
-        # Of each row: its maximum, its sum of exponentials, its entropy.
+        # Per row: maximum, sum of exponentials, entropy.
         statistics = share.new_empty((2 + settings.entropy, *share.shape))
         for at in chunks:
             if gradients is not None and settings.shard is None:
@@ -337,7 +337,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(*gradients.found())
         elif wanted:
             ctx.save_for_backward(rows, weight, bias, labels, statistics, share)
-        # A row that does not count may have any loss, and 0 times infinity would be none.
+        # An ignored row may have an infinite loss, and 0 times infinity is NaN.
         losses = (losses * share).masked_fill_(share == 0.0, 0.0)
         entropies = statistics[2] * share if settings.entropy else None
         return losses if settings.reduction == "none" else losses.sum(), entropies
@@ -356,7 +356,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found = ctx.saved_tensors
             for each in found:
                 if each is not None:
-                    ctx.settings.kernels.multiply_(each, grad)  # in its own memory: nobody else holds it
+                    ctx.settings.kernels.multiply_(each, grad)  # in place: nobody else holds this tensor
             return *found, None, None, None
         rows, weight, bias, labels, statistics, share = ctx.saved_tensors
         gradients = HeadGradients(rows, weight, bias, ctx.needs_input_grad[:3], ctx.settings)

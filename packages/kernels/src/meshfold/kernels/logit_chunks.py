@@ -73,7 +73,7 @@ class ChunkSettings:
 def chunk_rows(rows: int, words: int, item_bytes: int) -> int:
     """Return the number of rows in a chunk: so few that their logits fit, in whole tiles of a GPU, and chunks alike."""
     row_bytes = max(words * item_bytes, 1)
-    # Each chunk reads and writes the gradient of the weight once: with many, larger ones cost less than they hold.
+    # Each chunk reads and writes the weight's gradient once, so if there would be many, larger chunks are worth their memory.
     limit = CHUNK_BYTES if rows * row_bytes <= 8 * CHUNK_BYTES else LARGE_CHUNK_BYTES
     fit = max(limit // row_bytes, 128)
     unit = _ROWS if fit >= 4 * _ROWS else 128
@@ -94,7 +94,7 @@ class LogitChunks:
         self._kernels = settings.kernels
         self._at = slice(0, 0)
         words, aligned = weight.shape[0], 16
-        # Rows begin at multiples of 16 elements: the fast matmuls want 16 bytes, Triton knows strides by 16 elements.
+        # Align rows to 16 elements: fast matmuls need 16 bytes, and Triton specialises on strides divisible by 16.
         padded = words if torch.compiler.is_compiling() else -(-words // aligned) * aligned
         largest = min(settings.chunk, rows.shape[0])
         self._buffer = torch.empty(largest, padded, dtype=rows.dtype, device=rows.device)[:, :words]
@@ -121,7 +121,7 @@ class LogitChunks:
         )
         if shard is not None:
             largest = shard.all_reduce_max(row_max.clone())
-            # A rank without a word has a maximum of -inf, and sums of 0.
+            # A rank without words has a maximum of -inf and sums of 0.
             step = (row_max - largest).masked_fill_(row_max == float("-inf"), 0.0)
             if entropy:
                 sums[-1] += step * sums[0]
@@ -197,7 +197,7 @@ class HeadGradients:
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Write ``left @ right`` into ``out`` or, unless it is the first, add it; ``out`` may be of a wider dtype."""
+    """Write ``left @ right`` to ``out`` if it is the first product, else add it; ``out`` may have a wider dtype."""
     if out.dtype == left.dtype and first:
         torch.mm(left, right, out=out)
     elif out.dtype == left.dtype:

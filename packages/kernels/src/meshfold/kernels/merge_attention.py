@@ -42,7 +42,7 @@ def merge_attention_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -
     dispatch.piece(merge, out, lse, part, part_lse)(out, lse, part, part_lse)
 
 
-# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
+# The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -52,7 +52,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """
     part_lse = part_lse.to(lse.dtype)
     highest = torch.maximum(lse, part_lse)
-    # Where neither side has seen a key, the difference of two infinities would be no number; such a row stays zero.
+    # If neither side has seen a key, inf - inf would be NaN; such a row stays zero.
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
     kept, added = (lse - shift).exp_(), (part_lse - shift).exp_()
     both = kept + added

@@ -47,7 +47,7 @@ def _merge(
     a = tl.load(here, mask=real, other=0.0)
     b = tl.load(part_lse + batch * plse_b + head * plse_h + token * plse_s, mask=real, other=0.0).to(tl.float32)
     highest = tl.maximum(a, b)
-    # Where neither side has seen a key, the difference of two infinities would be no number; such a row stays zero.
+    # If neither side has seen a key, inf - inf would be NaN; such a row stays zero.
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     kept = tl.exp(a - shift)
     added = tl.exp(b - shift)

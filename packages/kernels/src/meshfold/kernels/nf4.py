@@ -39,7 +39,7 @@ LEVELS = (
 )
 """The sixteen values that a code stands for (appendix E of the paper)."""
 _SCALE = 4  # bytes
-_AT_ONCE = 2**22  # elements that are looked at together: rounding takes some twenty bytes an element
+_AT_ONCE = 2**22  # elements per pass: rounding needs about 20 bytes each
 
 
 def packed_bytes(k: int) -> int:
@@ -88,7 +88,7 @@ def unpack_nf4(packed: Tensor, k: int, dtype: torch.dtype = torch.float32) -> Te
 
 
 class _Multiply(torch.autograd.Function):
-    """``.. k, n k -> .. n``; the weight is unpacked again for backward, so that it is whole for one matmul at a time."""
+    """``.. k, n k -> .. n``; backward unpacks the weight again, so it is in full precision only during a matmul."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor) -> Tensor:

@@ -300,9 +300,9 @@ def layer_norm_backward_apply(
     return dx.reshape(x.shape), dweight, dbias
 
 
-# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
-# One set of functions serves both norms: RMSNorm is LayerNorm with a mean of zero (``mean=None``). ``m`` rows of ``h`` columns
-# side by side; statistics, sums and weight gradients are float32 (float64 for float64 rows).
+# The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.
+# One set of functions serves both norms: RMSNorm is LayerNorm with a mean of zero (``mean=None``). ``m`` contiguous rows of
+# ``h`` columns; statistics, sums and weight gradients are float32 (float64 for float64 rows).
 
 
 def _plain_rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -340,7 +340,7 @@ def row_sums(x: Tensor, mean: Tensor | None, square: bool) -> Tensor:
 
 
 def _add(x: Tensor, residual: Tensor) -> Tensor:
-    """x + residual, rounded once to the dtype of the residual."""
+    """Return x + residual, rounded once to the dtype of the residual."""
     dtype = compute_dtype(residual)
     return (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
 
@@ -373,7 +373,7 @@ def gradients(
 
     The dtype of dx is that of x; dweight is None without a weight, dbias without ``with_bias``.
     """
-    # torch finds no gradient for a bias that stands alone.
+    # torch computes no gradient for a bias without a weight.
     as_torch = mean is not None and sums is None and (weight is not None or not with_bias)
     if as_torch and mean is not None and _native(x, dy, weight, mean):
         dx, dweight, dbias = _native_gradients(dy, x, weight, mean, rstd, with_bias)
@@ -411,7 +411,7 @@ def whole(
 
 
 def _native(x: Tensor, *others: Tensor | None) -> bool:
-    """Return True if torch's own LayerNorm computes the same: one precision, nothing to round on the way."""
+    """Return True if torch's LayerNorm computes the same: all in one precision, with no rounding in between."""
     return x.dtype in (torch.float32, torch.float64) and all(t is None or t.dtype is x.dtype for t in others)
 
 
@@ -420,7 +420,7 @@ def _native_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     shape = (*x.shape[:-1], 1)
     wanted = [True, weight is not None, with_bias]
-    # torch only asks if a bias exists, so the weight can stand for it.
+    # torch only checks if there is a bias, so pass the weight.
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy, x, (x.shape[-1],), mean.view(shape), rstd.view(shape), weight, weight, wanted
     )

@@ -11,7 +11,7 @@ from meshfold.kernels import norms as plain
 from meshfold.kernels._triton import launch, programs, tile
 from meshfold.kernels.inputs import contiguous_like
 
-# Wider rows than this do not fit a block; no model has them, and the reference takes them.
+# Wider rows do not fit a block and go to the reference; no model has them.
 _WIDEST = 65536
 
 
@@ -53,7 +53,7 @@ def _normalise(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """y = (v - mean) * rstd * weight + bias with v = x + residual; finds mean and rstd unless they are given."""
+    """y = (v - mean) * rstd * weight + bias with v = x + residual; computes mean and rstd unless they are given."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < rows
@@ -62,7 +62,7 @@ def _normalise(
     value = _load_rows(x, row, x_stride, column, mask)
     if HAS_RESIDUAL:
         value += _load_rows(residual, row, residual_stride, column, mask)
-        # Normalise what the residual stream will hold, so that fused and unfused agree.
+        # Normalise the rounded sum, which the residual stream will hold, so that fused and unfused agree.
         value = value.to(summed.dtype.element_ty)
         _store_rows(summed, row, summed_stride, column, mask, value)
         value = value.to(tl.float32)
@@ -171,9 +171,9 @@ def _gradients(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dx row by row; every program adds up dweight and dbias over its own rows and stores one partial sum of each.
+    """Compute dx row by row. Each program sums dweight and dbias over its rows and stores one partial sum of each.
 
-    ``hidden`` is the number of local columns, ``width`` of the columns that the statistics run over.
+    ``hidden``: number of local columns; ``width``: number of columns in the statistics.
     """
     column = tl.arange(0, COLUMNS)
     in_columns = column < hidden
@@ -283,7 +283,7 @@ def _run_normalise(
     rows, hidden = x.shape
     other = x if residual is None else residual
     high, wide, warps = tile(hidden)
-    # An argument that a kernel does not use still has to be some pointer.
+    # Unused arguments must still be valid pointers.
     launch(
         _normalise,
         (triton.cdiv(rows, high),),

@@ -57,7 +57,7 @@ def apply_rotary_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool 
 
 
 def _tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as ``b s r``, checked against q and k."""
+    """Return cos and sin as ``b s r``, checked against q and k."""
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q and k must be [b, s, heads, d] and [b, s, kv_heads, d], got {list(q.shape)} and {list(k.shape)}"
@@ -97,7 +97,7 @@ def _rotated(
     return q_out, k_out
 
 
-# The reference, in plain torch: defines every result, and what Triton and numba are given in its place.
+# The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_out: Tensor, k_out:
     """
     half = cos.shape[-1] // 2
     if inverse:
-        # The transpose of [[cos_a, -sin_a], [sin_b, cos_b]]: the sines change places and signs.
+        # The transpose of [[cos_a, -sin_a], [sin_b, cos_b]]: swap the sines and negate them.
         sin = -torch.cat((sin[..., half:], sin[..., :half]), -1)
     for x, out in ((q, q_out), (k, k_out)):
         dtype = compute_dtype(x)

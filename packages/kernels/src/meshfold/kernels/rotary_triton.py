@@ -91,7 +91,7 @@ def _rotate(
     sin_first = tl.load(sin + feature * sin_d, mask=mask, other=0.0).to(tl.float32)[None, :]
     sin_second = tl.load(sin + (feature + half) * sin_d, mask=mask, other=0.0).to(tl.float32)[None, :]
     if INVERSE:
-        # The transpose of [[cos_a, -sin_a], [sin_b, cos_b]]: the sines change places and signs.
+        # The transpose of [[cos_a, -sin_a], [sin_b, cos_b]]: swap the sines and negate them.
         kept = sin_first
         sin_first = -sin_second
         sin_second = -kept

@@ -91,7 +91,7 @@ class _Sum(torch.autograd.Function):
         return drows, None, None, dweights
 
 
-# The reference, in plain torch: defines every result, and what Triton is given in its place.
+# The reference in plain torch: it defines every result and the signatures of the Triton version.
 
 
 def taken(x: Tensor, pairs: Tensor, places_each: int) -> Tensor:
@@ -117,13 +117,13 @@ def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weigh
     per_row = taken(dy, pairs, places.shape[1]).to(dtype)
     weight = weights.to(dtype).flatten().index_select(0, pairs)
     dots = (per_row * rows.to(dtype)).sum(1).masked_fill(unnamed, 0.0)
-    # Rows that no place names share any pair, so what they have is added: zero.
+    # Rows that no place names may share a pair with other rows; they add zero.
     dweights = torch.zeros(weights.numel(), dtype=dtype, device=rows.device).index_add_(0, pairs, dots)
     drows = (per_row * weight.unsqueeze(1)).masked_fill(unnamed.unsqueeze(1), 0.0)
     return drows.to(rows.dtype), dweights.view(weights.shape).to(weights.dtype)
 
 
 def _unnamed(pairs: Tensor, places: Tensor) -> Tensor:
-    """Return where rows are that no place names: ``m``."""
+    """Return a mask ``m`` of the rows that no place names."""
     rows = torch.arange(pairs.shape[0], device=pairs.device)
     return places.flatten().index_select(0, pairs) != rows if pairs.shape[0] else rows.bool()

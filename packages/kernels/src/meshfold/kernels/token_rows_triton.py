@@ -11,7 +11,7 @@ from meshfold.kernels import token_rows as plain
 from meshfold.kernels._triton import launch, tile
 from meshfold.kernels.inputs import as_rows
 
-_WIDEST = 65536  # columns that a program takes
+_WIDEST = 65536  # columns per program
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -80,7 +80,7 @@ def _sum_gradients(
     g = tl.load(dy + (pair // each)[:, None] * dy_row + column, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(rows + row[:, None] * rows_row + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weights + pair, mask=named, other=0.0).to(tl.float32)
-    # A row has one pair and a pair one row, so nobody else writes here.
+    # Rows and pairs correspond one to one, so no other program writes here.
     tl.store(dweights + pair, tl.sum(g * x, 1).to(dweights.dtype.element_ty), mask=named)
     there = drows + row[:, None] * drows_row + column
     tl.store(there, (g * weight[:, None]).to(drows.dtype.element_ty), mask=real[:, None] & (column < columns))

@@ -82,9 +82,9 @@ class Attention(nn.Module):
         causal = mask is None
         if self.kv_cache is not None:
             k, v = self.kv_cache.add(k, v)
-            causal = causal and seq_len > 1  # a token that comes alone sees all that is kept
+            causal = causal and seq_len > 1  # a single new token sees everything in the cache
         if mask is not None and heads != kv_heads:
-            # On GPUs the kernel that takes a mask wants as many heads of keys; without it all scores would be kept.
+            # On GPUs the kernel that takes a mask needs as many key heads as query heads; the fallback would store all scores.
             k, v = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k, v))
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),

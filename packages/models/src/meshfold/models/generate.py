@@ -81,7 +81,7 @@ def generate(
         generator = torch.Generator().manual_seed(generator or 0)
     config: Any = getattr(model, "config", None)
     longest: int | None = getattr(config, "max_positions", getattr(config, "max_position_embeddings", None))
-    last = ids.shape[1] + max_new_tokens - 1  # the longest row of which a next token is wanted
+    last = ids.shape[1] + max_new_tokens - 1  # longest row that still gets a next token
     last = last if longest is None else min(last, longest)
     ended = torch.zeros(ids.shape[0], 1, dtype=torch.bool)
     with eval_mode(model if isinstance(model, nn.Module) else model.module), ExitStack() as keeping:
@@ -159,10 +159,10 @@ class KeyValueCache:
 
 
 class _Rows:
-    """The part of a cache that belongs to some rows of the batch.
+    """Part of a cache that belongs to some rows of the batch.
 
-    Token t lies at ``t % most``: under a window a new token takes the place of the one that has just left it. One query sees all
-    that is kept, and rotary positions are in the keys, so their order says nothing.
+    Token t is stored at ``t % most``: with a window, a new token overwrites the one that has just left it. A query sees the whole
+    cache, and rotary positions are already in the keys, so the order does not matter.
     """
 
     def __init__(self, most: int) -> None:
@@ -234,7 +234,7 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
         if not before:
             return model(ids)
         positions = torch.arange(before, known, device=ids.device).expand(ids.shape[0], -1)
-        with without_tracking():  # a row's one token runs the prompt's code, and sizes of 1 tell nothing
+        with without_tracking():  # sizes of 1 are ambiguous, and the prompt has run through the same code
             return model(ids[:, before:], position_ids=positions)
 
     try:
@@ -251,11 +251,11 @@ def can_keep(model: nn.Module) -> bool:
     The model says so (``caches_keys = True``: only attention mixes tokens, and it is :class:`Attention`), takes positions, has that
     attention in each block, and gets whole sequences, not token shards.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     if not getattr(model, "caches_keys", False):
         return False
     blocks: Any = model.blocks
-    here = [block for block in blocks if next(block.children(), None) is not None]  # not those of other stages
+    here = [block for block in blocks if next(block.children(), None) is not None]  # skip blocks of other stages
     shared = any(not getattr(module, "makes_masks", True) for module in model.modules())
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     return takes_positions and not shared and len(_layers(model)) == len(here)
@@ -276,12 +276,12 @@ def attention_window(model: nn.Module) -> int | None:
 
 
 def _layers(model: nn.Module) -> list[Attention]:
-    """Return the attention layers that can cache; a subclass with its own forward cannot."""
+    """Return the attention layers that can use a cache; a subclass with its own forward cannot."""
     return [m for m in model.modules() if isinstance(m, Attention) and type(m).forward is Attention.forward]
 
 
 def _agreed(model: Any, here: bool) -> bool:
-    """Return True if all stages can keep keys."""
+    """Return True if all stages can cache keys."""
     if isinstance(model, nn.Module):
         return here
     mine = torch.tensor(int(here), device=model.device)
@@ -290,8 +290,8 @@ def _agreed(model: Any, here: bool) -> bool:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Context manager: compiled modules run uncompiled, as each new length would be compiled anew."""
-    # Without dynamo nothing was compiled, and its import takes long.
+    """Context manager: run compiled modules uncompiled, since every new length would be compiled again."""
+    # If dynamo was not imported nothing is compiled, and importing it is slow.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with eager:
         yield

@@ -65,7 +65,7 @@ class CausalLMLoss(nn.Module):
         targets = shifted.reshape(-1)
         counts = targets != self.ignore_index
         settings: dict[str, Any] = dict(ignore_index=self.ignore_index, label_smoothing=self.label_smoothing)
-        if self.z_loss and isinstance(wide, LazyLogits):  # torch has no function for it, which would not read them
+        if self.z_loss and isinstance(wide, LazyLogits):  # F.cross_entropy has no z-loss
             total = wide.cross_entropy(targets, **settings, z_loss=self.z_loss, reduction="sum")
             return total / counts.sum().clamp(min=1)
         total = F.cross_entropy(wide, targets, **settings, reduction="sum")

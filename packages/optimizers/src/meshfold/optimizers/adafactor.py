@@ -43,7 +43,7 @@ class Adafactor(torch.optim.Adafactor):
     def step(self, closure: Any = None) -> Any:
         """Step once on all parameters that have a gradient; see torch."""
         if isinstance(self.blocks, WholeTensors):
-            by_torch: Any = super().step  # torch does not say its types
+            by_torch: Any = super().step  # torch's step has no type annotations
             return by_torch(closure)
         loss = None
         if closure is not None:
@@ -73,7 +73,7 @@ class Adafactor(torch.optim.Adafactor):
             )
 
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
-        """Step on some parameters as torch does, in two rounds of sums: of squares, and of updates."""
+        """Step some parameters as torch does, with two rounds of sums: of squares, then of updates."""
         blocks, sign = self.blocks, -1 if group["maximize"] else 1
         gradients = {p: gradient_of(p) * sign for p in bucket}
 
@@ -107,7 +107,7 @@ class Adafactor(torch.optim.Adafactor):
             p.sub_(update.mul_(rate))
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return a parameter's state, of torch's names and shapes, with one step more."""
+        """Return a parameter's state, with torch's names and shapes, and count the step."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -216,7 +216,7 @@ class AdafactorHF(MatrixOptimizer):
                 self._step_on(group, bucket)
 
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
-        """Step on some parameters, in two rounds of sums: of squares, and of updates."""
+        """Step some parameters, with two rounds of sums: of squares, then of updates."""
         counts = {p: self._count(p) for p in bucket}
         rates: dict[Tensor, float | Tensor] = dict.fromkeys(bucket, group["lr"])
         if group["relative_step"]:

@@ -51,7 +51,7 @@ def square_sums(parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) 
 
 def gradient_of(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter that has one."""
-    assert parameter.grad is not None  # only those are stepped
+    assert parameter.grad is not None  # only parameters with a gradient are stepped
     return parameter.grad
 
 
@@ -93,7 +93,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        """Step once; without gradients of gradients."""
+        """Step once, under no_grad."""
         raise NotImplementedError
 
     def _trained(self, group: dict[str, Any]) -> list[Tensor]:
@@ -108,7 +108,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         return found
 
     def _count(self, parameter: Tensor) -> float:
-        """Count a step of a parameter and return the count, which is on the CPU: reading it waits for no device."""
+        """Count a step of a parameter and return the count. It is kept on the CPU, so reading it waits for no device."""
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -116,7 +116,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         return float(state["step"])
 
     def _moments(self, parameters: Iterable[Tensor], key: str) -> list[Tensor]:
-        """Return a tensor of each parameter's shape from its state, zeros at first."""
+        """Return each parameter's state tensor of this name, created as zeros in the parameter's shape."""
         found = []
         for parameter in parameters:
             state = self.state[parameter]
@@ -139,14 +139,14 @@ class NormOptimizer(TensorOptimizer):
     kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     def _kernel(self, name: str, *tensors: Tensor) -> Callable[..., Any] | None:
-        """Return a kernel if it can take these tensors, which it is given flat."""
+        """Return a kernel if it can take these tensors, flattened."""
         kernel, first = self.kernels.get(name), tensors[0]
         fits = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
         alike = all(one.is_contiguous() and one.dtype == first.dtype and one.device == first.device for one in tensors)
         return kernel if fits and alike else None
 
     def _norms(self, parameters: Sequence[Tensor], *rows: Sequence[Tensor]) -> list[dict[torch.device, Tensor]]:
-        """Return the norms of each row's tensors, on every device that has parameters."""
+        """Return the norms of each row's tensors, copied to every device that has parameters."""
         norms = self.square_sums(parameters, rows).sqrt()
         devices = {parameter.device for parameter in parameters}
         return [{device: row.to(device) for device in devices} for row in norms]

@@ -68,7 +68,7 @@ class Came(MatrixOptimizer):
                 self._step_on(group, bucket)
 
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
-        """Step on some parameters, in three rounds of sums: of squares, of updates, of distances."""
+        """Step some parameters, with three rounds of sums: of squares, of updates, of distances."""
         blocks, (beta1, beta2, beta3) = self.blocks, group["betas"]
         factored = [p for p in bucket if p.dim() >= 2]
         squares = self._means(
@@ -100,7 +100,7 @@ class Came(MatrixOptimizer):
     def _means(
         self, factored: list[Tensor], key: str, values: Iterable[Tensor], rate: float
     ) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """Return row and column means of each matrix, which have taken its values in."""
+        """Return each matrix's running row and column means, updated with its values."""
         found = {}
         for p in factored:
             state = self.state[p]

@@ -67,6 +67,6 @@ def limit_rms(blocks: Blocks, parameter: Tensor, update: Tensor, squares: Tensor
 
 
 def _dims(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dims that row means have, and those that column means have."""
+    """Return the dims of the row means and of the column means."""
     dims = tuple(range(parameter.dim()))
     return dims[:-1], (*dims[:-2], dims[-1])

@@ -38,13 +38,13 @@ class GaLoreOptimizer(RoleOptimizer):
     def _step_on(
         self, group: dict[str, Any], bucket: list[Tensor], counts: dict[Tensor, float], low: dict[Tensor, Tensor]
     ) -> None:
-        """Step on some parameters, whose steps are counted; ``low``: projected gradients of those that are projected."""
+        """Step some parameters. ``counts``: their step counts; ``low``: projected gradients, where there is a projection."""
         raise NotImplementedError
 
     def _project(
         self, group: dict[str, Any], projected: list[Tensor], counts: dict[Tensor, float]
     ) -> dict[Tensor, Tensor]:
-        """Return projected gradients, ``(size of the dim that stays, rank)``; projections are renewed where it is time."""
+        """Return projected gradients, ``(size of the remaining dim, rank)``; recompute projections that are due."""
         stale = [
             p for p in projected if (counts[p] - 1) % group["update_proj_gap"] == 0 or "projection" not in self.state[p]
         ]
@@ -72,7 +72,7 @@ class GaLoreOptimizer(RoleOptimizer):
         return kept.view(self._projection_shape(group, parameter))
 
     def _back(self, group: dict[str, Any], parameter: Tensor, low: Tensor) -> Tensor:
-        """Return this block of an update from its projected form."""
+        """Project an update back and return this rank's block."""
         dim = _dim(self.blocks.shape(parameter))
         stays = self.blocks.cut(low, parameter, (1 - dim,))
         summed = self.blocks.cut(self._projection(group, parameter), parameter, (dim,))
@@ -80,7 +80,7 @@ class GaLoreOptimizer(RoleOptimizer):
         return update.mul_(group["scale"])
 
     def _low_rank(self, parameter: Tensor, key: str, like: Tensor) -> Tensor:
-        """Return a moment of a projected gradient, of its shape: zeros at first."""
+        """Return a moment of a projected gradient, created as zeros in its shape."""
         state = self.state[parameter]
         if key not in state:
             state[key] = like.new_zeros(like.numel())
@@ -99,7 +99,7 @@ def singular_vectors(matrix: Tensor, rank: int) -> Tensor:
 
 
 def _dim(shape: tuple[int, ...]) -> int:
-    """Return the dim that a projection sums over: the smaller one."""
+    """Return the dim that a projection sums over, the smaller one."""
     return 1 if shape[0] >= shape[1] else 0
 
 

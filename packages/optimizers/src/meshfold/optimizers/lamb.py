@@ -78,7 +78,7 @@ class Lamb(NormOptimizer):
                 ratio: Tensor | float = ratios[p.device][place[p]] if p in place else 1.0
                 if group["trust_clip"] and isinstance(ratio, Tensor):
                     ratio = ratio.clamp(max=1.0)
-                if p.device.type == "cpu":  # where a number can be read, a step is one operation
+                if p.device.type == "cpu":  # reading a number costs nothing, and makes the step one operation
                     p.sub_(updates[p], alpha=float(ratio * group["lr"]))
                     continue
                 updates[p].mul_(ratio)
@@ -88,7 +88,7 @@ class Lamb(NormOptimizer):
                 torch._foreach_sub_(elsewhere, [updates[p] for p in elsewhere])
 
     def _updates(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
-        """Return the direction u of each parameter; the moments take its gradient in."""
+        """Update the moments and return each parameter's direction u."""
         if not chosen:
             return []
         beta1, beta2 = group["betas"]

@@ -90,7 +90,7 @@ class Lars(NormOptimizer):
                 p.sub_(self._with_momentum(group, p, direction) * group["lr"])
 
     def _step_by_kernel(self, group: dict[str, Any], parameter: Tensor, ratio: Tensor | float) -> bool:
-        """Step on one parameter if there is a kernel for it, and return whether there is."""
+        """Step one parameter by a kernel; return False if there is none for it."""
         kept: Tensor | None = self.state.get(parameter, {}).get("momentum_buffer") if group["momentum"] else None
         tensors = [one for one in (parameter, gradient_of(parameter), kept) if one is not None]
         kernel = self._kernel("lars_step", *tensors)
@@ -112,7 +112,7 @@ class Lars(NormOptimizer):
         return True
 
     def _with_momentum(self, group: dict[str, Any], parameter: Tensor, direction: Tensor) -> Tensor:
-        """Return the direction with that of earlier steps."""
+        """Return the direction with momentum."""
         if not group["momentum"]:
             return direction
         state = self.state[parameter]
@@ -125,6 +125,6 @@ class Lars(NormOptimizer):
 
 
 def _ratio(group: dict[str, Any], weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return what a direction counts times, of the norms of its tensor and gradient."""
+    """Return the trust ratio of a tensor, from its norm and its gradient's."""
     ratio = group["trust_coeff"] * weight / (gradient + weight * group["weight_decay"] + group["eps"])
     return torch.where((weight > 0) & (gradient > 0), ratio, 1.0)

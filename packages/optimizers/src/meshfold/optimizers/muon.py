@@ -108,7 +108,7 @@ class Muon(RoleOptimizer):
                 role=None,
             ),
         )
-        # A group of AdamW has its own rate and decay under torch's names, so that schedulers see them.
+        # AdamW groups have their own rate and decay, under torch's names so that schedulers see them.
         for group in self.param_groups:
             if group["role"] in (None, MATRICES):
                 continue
@@ -121,7 +121,7 @@ class Muon(RoleOptimizer):
             others = []
             for parameter in self._trained(group):
                 if group["role"] == MATRICES or (group["role"] is None and parameter.dim() == 2):
-                    # Whole ones are orthogonalised by shape; blocks travel together, whatever their shapes.
+                    # Whole matrices are batched by shape; blocks of any shape are exchanged together.
                     shape = None if self.blocks.bucket_elements else parameter.shape
                     matrices.setdefault((shape, parameter.device, parameter.dtype), []).append(parameter)
                 else:
@@ -135,7 +135,7 @@ class Muon(RoleOptimizer):
                 self._step_by_adamw(group, others)
 
     def _step_on_matrices(self, group: dict[str, Any], alike: list[Tensor]) -> None:
-        """Step on matrices of one dtype."""
+        """Step matrices of one dtype."""
         gradients, means = [gradient_of(p) for p in alike], self._moments(alike, "momentum_buffer")
         torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
         ahead = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
@@ -169,7 +169,7 @@ class Muon(RoleOptimizer):
 
 
 def _factor(group: dict[str, Any], shape: tuple[int, ...]) -> float:
-    """Return what the rate of a matrix counts times."""
+    """Return the factor on the learning rate of a matrix."""
     rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -34,7 +34,7 @@ def orthogonalize(
     a, b, c = coefficients
     x = matrices if dtype is None else matrices.to(dtype)
     tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x  # the Gram matrix is the smaller one
+    x = x.mT if tall else x  # the smaller Gram matrix
     single = x.dim() == 2
     x = x.unsqueeze(0) if single else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)

@@ -47,7 +47,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 class _Package(ModuleType):
-    """Keeps ``meshfold.planner.estimate`` the function when the old module of that name is imported."""
+    """Keeps ``meshfold.planner.estimate`` a function even if the old module of that name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name == "estimate" and isinstance(value, ModuleType)):

@@ -202,7 +202,7 @@ def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[
     """Yield equal collectives as one, in order of their first calls; ``outer`` are the data axes."""
     found: dict[tuple[str, str, tuple[str, ...], int], list[Fraction]] = {}
     for entry in entries:
-        # Buckets are sent in the middle of backward; they alone are summed over the data axes there, or a factor of these.
+        # Buckets are sent during backward; only they are summed there over the data axes, or over a factor of these.
         bucket = entry.kind == "all_reduce" and any(axis.split("/")[0].split("%")[0] in outer for axis in entry.axes)
         phase = entry.phase
         if bucket and (phase == "backward" or entry.of_weights):

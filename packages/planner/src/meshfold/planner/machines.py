@@ -115,7 +115,7 @@ class Machine:
 
 # A fused optimizer step reaches this share of the rate of a plain copy (H200: 3.47 of 4.24 TB/s).
 _STEP = 0.82
-# Seconds that a core takes for an element of the optimizer's step in its cache, by regime.
+# Seconds per element and core of an optimizer step in cache, by regime.
 _CORE_SECONDS = {"A": 0.86e-9, "B": 0.95e-9, "C": 3.0e-9}
 
 

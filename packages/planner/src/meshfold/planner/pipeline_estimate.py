@@ -87,7 +87,7 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """Measurements of one rank: its stages, and its other collectives of a micro-step and of an optimizer step."""
+    """Measurements of one rank: its stages, and its other collectives per micro-step and per optimizer step."""
 
     pipeline: Pipeline
     stages: list[StageCosts]
@@ -183,7 +183,7 @@ def estimate_pipeline(
 
 
 def _seen(asked: _Asked, rank: int) -> _Rank:
-    """Set up a rank of the world, run its stages once and return the measurements."""
+    """Set up a simulated rank, run its stages once, and return the measurements."""
     with (
         start_fake(asked.spec.world_size, rank),
         DryRun() as stand_in,
@@ -220,7 +220,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                 )
                 problem = replace(problem, recomputed=asked.recompute == "blocks")
             step: list[Entry] = []
-            memory = Memory(parameters=0, masters=0, gradients=0, optimizer=0, activations=0)  # the plan says it
+            memory = Memory(parameters=0, masters=0, gradients=0, optimizer=0, activations=0)  # filled in by the plan
         else:
             states = PlainStates(
                 built.parameters,
@@ -258,7 +258,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
 def _run(
     asked: _Asked, world: World, model: nn.Module, stages: PipelinedModel, stand_in: DryRun
 ) -> tuple[list[StageCosts], list[Entry], list[Microbatch]]:
-    """Return the costs of the stages, the other collectives of a micro-step, and the micro-batches."""
+    """Return the costs of the stages, the other collectives of a micro-step, and the number of micro-batches."""
     rows = asked.batch_size // asked.accumulate
     ids = torch.empty(rows, asked.seq_len, dtype=torch.int64, device=world.device)
     given = prepare_batch(
@@ -271,11 +271,11 @@ def _run(
     pipe, cut_here = world.mesh.size(PIPE), stages.pipeline.partition
     log.entries.append(Entry("broadcast", (PIPE,), pipe, 8, "loss"))
     zero = asked.spec.zero
-    if zero is not None and zero.stage == 3:  # how many micro-batches all have
+    if zero is not None and zero.stage == 3:  # all ranks must agree on the number of micro-batches
         log.entries.append(Entry("all_reduce", world.data_group.axes, world.data_size, 8, "forward"))
     for tie in cut_here.ties:
         parameter = cut_here.parameter(tie.name)
-        width = max(parameter.element_size(), 4)  # summed in float32 at least
+        width = max(parameter.element_size(), 4)  # sums are in float32 or wider
         sent = Entry("send", (PIPE,), pipe, parameter.numel() * width, "backward")
         log.entries += [sent] * (len(tie.ranks) - 1) * parameter.requires_grad
     works = stages.microbatches(given)
@@ -321,7 +321,7 @@ def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Me
 
 
 def _cast(built: Assembled, precision: Precision) -> None:
-    """Cast the parameters as chunks would."""
+    """Cast the parameters as chunks do."""
     for parameter in built.model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(precision.dtype)

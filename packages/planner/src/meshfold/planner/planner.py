@@ -91,7 +91,7 @@ def estimate(
             name=name,
         )
         alone = replace(spec, pipeline=None, zero=None)
-        # The logits of a pipeline do not wait for their loss.
+        # Pipelines do not defer logits to their loss.
         without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off", "fp8": fp8}
         return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
     begin = time.perf_counter()
@@ -100,7 +100,7 @@ def estimate(
         DryRun() as stand_in,
         counted_attention(spec, stand_in.add_attention),
     ):
-        plain = replace(spec, zero=None)  # chunks are laid out from the shapes of what they would hold
+        plain = replace(spec, zero=None)  # chunks are laid out from shapes alone
         engine = Engine(
             build,
             parallel=plain,
@@ -118,7 +118,7 @@ def estimate(
         else:
             from meshfold.planner.zero_estimate import estimate_zero
 
-            engine.states.close()  # chunks take gradients up as they come
+            engine.states.close()  # else chunks would consume the gradients
             zero = estimate_zero(
                 engine,
                 spec.zero,
@@ -187,7 +187,7 @@ def _plain_steps(
 ) -> tuple[list[Entry], int, Memory]:
     """Return the collectives and operations of an optimizer step without ``zero``, and the memory."""
     states = engine.states
-    assert isinstance(states, PlainStates)  # without zero
+    assert isinstance(states, PlainStates)  # there is no zero entry
     parameters = list(engine.model.parameters())
     targets = list(states.targets.values())
     earlier, last = Log(), Log()
@@ -209,7 +209,7 @@ def _plain_steps(
 
 
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
-    """Issue the collectives of ``train_step`` without reading values, which meta tensors do not have."""
+    """Issue the collectives of ``train_step`` without reading values: meta tensors have none."""
     engine.states.begin(first=True)
     _forward_backward(engine, rows, log, engine.states.backward("last" if last else "more"))
     if last:
@@ -220,7 +220,7 @@ def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
 
 
 def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractContextManager[None]) -> None:
-    """Run a micro-step and record its collectives in the log; ``around`` is the context of its backward."""
+    """Run a micro-step and record its collectives in the log; ``around``: the context of its backward."""
     work, shares = engine.runner.prepare(rows)
 
     def backward(part: Tensor) -> None:
@@ -234,7 +234,7 @@ def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractConte
 
 
 def _in_a_line(report: Report) -> str:
-    """Return a report as one line: ``mode 2d places 1 embedding, 4 column, ...``."""
+    """Format a report as one line: ``mode 2d places 1 embedding, 4 column, ...``."""
     roles = Counter(placed.role for placed in report.placed)
     counts = ", ".join(f"{count} {role.replace('_', ' ')}" for role, count in roles.items())
     return f"mode {report.mode} places {counts}"
@@ -243,7 +243,7 @@ def _in_a_line(report: Report) -> str:
 Again = Callable[[ParallelSpec, str | None], Estimate]
 """Estimates the same model under another spec and another ``recompute``."""
 
-_MOST = 6  # changes that are tried: each takes as long as the plan itself
+_MOST = 6  # changes to try; each takes as long as the plan itself
 
 
 def fits(found: Estimate, machine: Machine) -> bool:
@@ -288,7 +288,7 @@ def suggest_change(found: Estimate, machine: Machine, recompute: str | None, row
 
 
 def _changes(found: Estimate, recompute: str | None, rows: int) -> Iterator[tuple[str, ParallelSpec, str | None]]:
-    """Yield possible changes, the cheapest first."""
+    """Yield possible changes, cheapest first."""
     spec = found.spec
     finer: list[tuple[str, ParallelSpec]] = []
     if found.pipeline is not None and spec.pipeline is not None:

@@ -95,7 +95,7 @@ def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stan
     batch = [leaf for leaf in tree_leaves((work.args, work.kwargs)) if isinstance(leaf, Tensor)]
     with saved_for_backward([*pipeline.parameters(), *batch]) as saved:
         counted("forward", lambda: stage.forward(_KEY, work, plan, given))
-    for tensor in given:  # waits for its gradient, whatever autograd keeps
+    for tensor in given:  # kept until its gradient arrives, even if autograd frees it
         saved.add(tensor)
     counted("backward", lambda: stage.backward_input(_KEY, stage.random_gradients(plan, pipeline.device)))
     waiting = stage.queue.held_bytes

@@ -123,7 +123,7 @@ def estimate_zero(
         ranks_per_host=local,
         host_base_bytes=PROCESS_BYTES,
         reshards=spec.reshard_after_forward,
-        # Adam alone steps chunk by chunk in the backward.
+        # Only Adam steps chunk by chunk during backward.
         clipping=engine.runner.needs_all_gradients or moments != 2 or precision.name == "fp64",
     )
     workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))
@@ -131,7 +131,7 @@ def estimate_zero(
     found, refusal, memory = fit(spec, workload, rates)
     if found is not None and blocks is not None:
         blocks.keep([layer.name for layer in found.layers if layer.kept])
-        _, flops, log = traced()  # what is kept is not computed, and its collectives are not made, once more
+        _, flops, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
     return ZeroEstimate(
         entries=[*log.entries * accumulation, *chunk_entries(workload, world)],
         flops=flops * accumulation,
@@ -213,7 +213,7 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
         for i in half:
             share = moments[i].seconds / whole if whole else 1 / len(half)
             moments[i] = replace(moments[i], seconds=moments[i].seconds + spent * share)
-        if phase == "backward" and whole:  # recomputing sends what its forward sent
+        if phase == "backward" and whole:  # recomputation repeats the forward's messages
             layers = [replace(layer, seconds=layer.seconds * (1.0 + spent / whole)) for layer in layers]
     return Trace(moments=tuple(moments), layers=tuple(layers))
 
@@ -223,7 +223,7 @@ def chunk_entries(workload: Workload, world: World) -> list[Entry]:
     mesh, entries = world.mesh, list[Entry]()
     if workload.data_ranks == 1 and world.spec.expert is None:
         return []
-    # Who shares a chunk: the data ranks; those that have the same experts; of a mixture's router those along tensor axes too.
+    # Ranks that share a chunk: data ranks; ranks with the same experts; for a router, also those along tensor axes.
     sharing = {mesh.size(*axes): axes for axes in (world.token_axes, world.spec.expert_data_axes, world.outer_axes)}
     for chunk in workload.chunks:
         ranks = chunk.gathered_elems // chunk.elems
@@ -232,7 +232,7 @@ def chunk_entries(workload: Workload, world: World) -> list[Entry]:
         axes = mesh.spanned(*sharing.get(ranks, world.outer_axes))
         gathered = int(workload.regime.parameter * chunk.gathered_elems)
         reduced = int(workload.regime.gradient * chunk.gathered_elems)
-        # Under stages 1 and 2 parameters are gathered once, when they have been stepped.
+        # Stages 1 and 2 gather parameters once, after the optimizer step.
         uses = len(gather_windows(chunk, workload)) * workload.accumulation if workload.stage == 3 else chunk.trainable
         entries += [Entry("all_gather", axes, ranks, gathered, "parameters")] * uses
         once = workload.stage == 1 or workload.whole_gradients

@@ -22,7 +22,7 @@ from meshfold.kernels.float_bits import noise_key, rounded
 from meshfold.kernels.inputs import GRADIENTS, check_flat, check_start
 from meshfold.kernels.random_bits import stream
 
-PARAMETERS, MOMENTS = 1, 2  # what a step writes: one, the other, or their sum
+PARAMETERS, MOMENTS = 1, 2  # what a step writes; their sum: both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def moments(m: Tensor, v: Tensor, g: Tensor, s: Scalars) -> tuple[Tensor, Tensor
 
 def moved(p: Tensor, m: Tensor, v: Tensor, s: Scalars) -> Tensor:
     """The parameter after the step, from the moments after it, in float32."""
-    root = v.double().sqrt().float()  # torch's float32 root is not the nearest float on every CPU; this one is
+    root = v.double().sqrt().float()  # on some CPUs torch's float32 root is not correctly rounded
     return p * s.keep - (m / (root * s.correction + s.eps)) * s.step_size
 
 
@@ -331,7 +331,7 @@ def _run(
     start: int,
     seed: int,
     writes: int,
-    before: Any = None,  # of the state's type
+    before: Any = None,  # same type as the state
 ) -> None:
     weights = state.weights
     check_flat("grad", grad, GRADIENTS, weights)
@@ -352,7 +352,7 @@ def _run(
                     f"scale: cut shards of 8-bit moments at multiples of {BLOCK}"
                 )
             dispatch.twin(step_quantized, grad)(state, grad, scalars, scale, writes, noise, start, before)
-    if writes & PARAMETERS:  # a backward that saved the old weights must notice, as with torch's own optimizers
+    if writes & PARAMETERS:  # as in torch's optimizers: a backward that saved the old weights must fail
         changed = {id(t): t for t in (weights, state.parameter if isinstance(state, WholeState) else weights)}
         torch.autograd.graph.increment_version([t for t in changed.values() if not t.is_inference()])
 

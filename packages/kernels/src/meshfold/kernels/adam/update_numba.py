@@ -38,7 +38,7 @@ from meshfold.kernels.float_bits_numba import (
 if TYPE_CHECKING:
     from meshfold.kernels.adam.state import QuantizedState, SplitState, WholeState
 
-_TILE = 8192  # elements whose new state is made in the cache, and written past it
+_TILE = 8192  # elements: new state is computed in the cache, then written past it
 _BLOCK, _SHARED = plain.NOISE_BLOCK, plain.QUANTIZED_BLOCK
 _BOTH = PARAMETERS + MOMENTS
 U = np.uint32
@@ -80,7 +80,7 @@ def _cut(before, a, z):
 
 
 def _cut_codes(before, a, z):
-    """Return the same for 8-bit moments, whose scales stay whole."""
+    """Cut 8-bit moments like :func:`_cut`, but leave their scales whole."""
 
 
 @overload(_cut, jit_options={"nogil": True}, inline="always")
@@ -256,7 +256,7 @@ def _step_split16(hi, lo, m, v, before, g, c, l2, writes, state, start):
 
 @njit(nogil=True, error_model="numpy")
 def _largest(x):
-    """Return the largest magnitude, or a NaN: bits of magnitudes are ordered like magnitudes, with NaNs last."""
+    """Return the largest magnitude, or NaN. Bit patterns sort as the magnitudes do, NaN last."""
     top = _0
     for i in range(x.size):
         top = max(top, U(bits(x[i]) & _MAGNITUDE))
@@ -327,7 +327,7 @@ def _step_quantized(hi, lo, m, m_scale, v, v_scale, before, g, c, l2, writes, st
 
 
 def _common(grad: Tensor, s: Scalars, grad_scale: float | Tensor, writes: int) -> tuple[Any, ...]:
-    """Return the arguments that follow the state in all steps."""
+    """Return the arguments that all kernels take after the state."""
     scale = float(grad_scale)
     c = (s.beta1, s.rest1, s.beta2, s.rest2, s.keep, s.step_size, s.correction, s.eps, s.l2, scale)
     return floats(grad), tuple(map(np.float32, c)), s.l2 != 0.0, writes

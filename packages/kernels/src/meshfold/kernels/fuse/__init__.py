@@ -98,7 +98,7 @@ def fuse(
         if replaced:
             found.modules[rule] = tuple(each.name for each in replaced)
             found._replaced += replaced
-    if norms:  # last of those in blocks: around what others have put there
+    if norms:  # last, to wrap what the other fusions have put into blocks
         blocks, names = fuse_residuals(model, norms, always=residual is True)
         if names:
             found.modules["residual"] = names

@@ -29,7 +29,7 @@ from meshfold.kernels.fuse.replaced import (
 )
 
 Activation = Callable[[Tensor], Tensor]
-Product = Callable[[Tensor, Tensor], Tensor]  # of gate and up
+Product = Callable[[Tensor, Tensor], Tensor]  # gate, up -> product
 
 _FUNCTIONS: tuple[tuple[Activation, Product], ...] = ((F.silu, swiglu2), (F.gelu, geglu2))
 """Each activation that a forward may call, with the kernel of its product."""
@@ -69,7 +69,7 @@ def fuse_gated(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
 
 @torch.no_grad()
 def _kind(module: nn.Module) -> tuple[Activation, Product] | None:
-    """Return the activation that a module computes and its product; None for any other module. Found by trial."""
+    """Return the activation that a module computes, and its product, found by trial; None for any other module."""
     if next(module.children(), None) is not None or not own_forward(module):
         return None
     if any(True for _ in module.parameters()) or getattr(module, "inplace", False):
@@ -79,7 +79,7 @@ def _kind(module: nn.Module) -> tuple[Activation, Product] | None:
     x = torch.linspace(-4.0, 4.0, 33)
     try:
         y = module(x)
-    except Exception:  # it takes something else
+    except Exception:  # takes other arguments
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape:
         return None
@@ -127,11 +127,11 @@ class LazyActivation:
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
-# Trials: a module's forward is run on a copy without weights, all of whose other children return what they are given.
+# Trials run a module's forward on a copy without weights, whose other children return their input.
 
 
 class _Noted(LazyActivation):
-    """An activation that notes what it is used for."""
+    """Activation that records how its result is used."""
 
     __slots__ = ("products", "values")
 
@@ -151,7 +151,7 @@ class _Noted(LazyActivation):
 
 
 class _Notes(nn.Module):
-    """Stands for the activation in a trial, as a module or as a function."""
+    """Stand-in for the activation in a trial, as a module or as a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,13 +162,13 @@ class _Notes(nn.Module):
         return self.seen[-1]
 
     def only_multiplied(self) -> bool:
-        """Return True if there was one activation, whose one use was a product."""
+        """Return True if the activation was called once and its result was used once, in a product."""
         return len(self.seen) == 1 and self.seen[0].products == 1 and self.seen[0].values == 0
 
 
 @torch.no_grad()
 def _only_multiplies(module: nn.Module, forward: Callable[..., Any], leaf: str, notes: Any = None) -> bool:
-    """Return True if a forward multiplies its activation, the child ``leaf`` or one that notes for itself."""
+    """Return True if a forward only multiplies its activation: the child ``leaf``, or the function that ``notes`` replaces."""
     notes = notes or _Notes()
     trial = copy.copy(module)
     trial.__dict__ = dict(module.__dict__)
@@ -177,13 +177,13 @@ def _only_multiplies(module: nn.Module, forward: Callable[..., Any], leaf: str, 
     }
     try:
         forward(trial, torch.randn(2, 3, 8))
-    except Exception:  # it wants its weights, or other inputs: nothing is known of it
+    except Exception:  # needs its weights, or other inputs: unknown
         return False
     return bool(notes.only_multiplied())
 
 
 class _Namespace:
-    """A module of torch in which one function, reached by a path of names, is another."""
+    """View of a torch module in which one function, given by its path of names, is replaced."""
 
     def __init__(self, module: Any, path: tuple[str, ...], function: Callable[..., Any]) -> None:
         self._module, (self._name, *rest) = module, path
@@ -198,7 +198,7 @@ _PATHS: Mapping[Any, tuple[str, ...]] = {F: (), nn: ("functional",), torch: ("nn
 
 
 def _with_lazy_function(module: nn.Module, always: bool) -> Callable[..., Any] | None:
-    """Return a forward in which ``F.silu`` or ``F.gelu`` waits for its product; None if it calls none, or uses it otherwise."""
+    """Return a forward in which ``F.silu`` or ``F.gelu`` is deferred to its product; None if it has no such call or other uses."""
     forward = type(module).forward
     for own, product in _FUNCTIONS:
         bind = _binding(forward, own)
@@ -211,7 +211,7 @@ def _with_lazy_function(module: nn.Module, always: bool) -> Callable[..., Any] |
 
 
 def _binding(forward: Callable[..., Any], own: Activation) -> Callable[[Any], dict[str, Any]] | None:
-    """Return how a forward's global names have to be bound for it to call another function than ``own``; None if it calls none."""
+    """Return the globals with which a forward calls another function instead of ``own``; None if it does not call ``own``."""
     leaf = own.__name__
     bound: dict[str, tuple[str, ...]] = {}
     for name, value in names_of(forward).items():

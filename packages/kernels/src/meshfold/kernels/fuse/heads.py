@@ -71,7 +71,7 @@ def defer_logits(model: nn.Module, *, always: bool) -> DeferredLogits:
         return _is_linear(module) and module.out_features in rows
 
     def is_here(module: nn.Module) -> bool:
-        """Return False for the head of another rank's pipeline stage, of which the name alone is here."""
+        """Return False for a head in another rank's pipeline stage, which exists here only by name."""
         return isinstance(module._parameters.get("weight"), nn.Parameter)
 
     heads = [
@@ -89,7 +89,7 @@ def leaves_out_logits(layer: nn.Module) -> bool:
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return True for ``nn.Linear``, also one that a pipeline has given a class that says ``computes_linear``."""
+    """Return True for ``nn.Linear``, and for a pipeline's subclass with ``computes_linear``."""
     return type(module) is nn.Linear or (
         isinstance(module, nn.Linear) and getattr(type(module), "computes_linear", False)
     )
@@ -129,7 +129,7 @@ class Head:
         self.losses = self.reads = 0
         self._layer, self._always = layer, always
         self._kind = type(layer)
-        self._loss: Callable[[Tensor], Tensor] | None = None  # computed in the layer's forward, if it is called now
+        self._loss: Callable[[Tensor], Tensor] | None = None  # set while the layer computes its own loss
         layer.__dict__[_CALL] = self
         layer.__class__ = _deferring(self._kind)
 
@@ -192,7 +192,7 @@ _kinds: dict[type, type] = {}
 
 
 def _deferring(kind: type[nn.Module]) -> type:
-    """Return the class of a layer whose calls may be put off: of the same name, module and behaviour otherwise."""
+    """Return a subclass whose calls may be deferred, with the same name, module and other behaviour."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         head: Head = self.__dict__[_CALL]

@@ -29,9 +29,9 @@ class LazyLogits(Tensor):
 
     head: Head
     rows: Tensor  # ``... k``: the head's input
-    made_in: int  # the context of the head, by number
-    changes: tuple[Change, ...]  # elementwise, in order, to what the head makes of the rows
-    finish: tuple[Callable[[Tensor], Tensor], ...]  # carried out after the changes, once the values are read
+    made_in: int  # number of the head's context
+    changes: tuple[Change, ...]  # elementwise changes of the head's output, in order
+    finish: tuple[Callable[[Tensor], Tensor], ...]  # applied after the changes, when the values are read
     _computed: Tensor | None
 
     @staticmethod
@@ -64,7 +64,7 @@ class LazyLogits(Tensor):
         return self._computed
 
     def _check_open(self) -> None:
-        """Raise RuntimeError if the loss was computed long ago: the head's weights may be others now."""
+        """Raise a RuntimeError if the head's context has ended, since its weights may have changed."""
         if self.made_in != self.head.closed:
             raise RuntimeError(
                 f"logits of {self.head.name} are read after their loss was computed, and were never held: read them where the "
@@ -86,7 +86,7 @@ class LazyLogits(Tensor):
     def of_rows(self, take: Callable[[Tensor], Tensor]) -> LazyLogits | None:
         """Return the logits of the rows that ``take`` makes of these, with the same changes; None if rows are not alike."""
         if self.rows.shape[:-1] != self.shape[:-1]:
-            return None  # a layer that is split takes other rows than it returns
+            return None  # a sharded layer has other rows in its output than in its input
         rows = take(self.rows)
         return self._like(rows, (*rows.shape[:-1], self.shape[-1]), self.dtype, self.changes)
 
@@ -179,7 +179,7 @@ class LazyLogits(Tensor):
         return self.values().__reduce_ex__(protocol)
 
 
-# What is known without values: functions, and the descriptors of properties.
+# Functions and properties that need no values.
 _FACTS = {
     Tensor.size,
     Tensor.dim,
@@ -218,7 +218,7 @@ _PROPERTIES = tuple(
 
 
 def _cast(logits: LazyLogits, dtype: Any = None, *rest: Any, **given: Any) -> LazyLogits | None:
-    """Tensor.to and Tensor.type with a dtype alone."""
+    """``Tensor.to`` and ``Tensor.type`` with only a dtype."""
     if rest or set(given) - {"dtype"}:
         return None
     dtype = given.get("dtype", dtype)
@@ -232,7 +232,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[..., LazyLogits | None]:
 
 
 def _view(logits: LazyLogits, *shape: Any, **given: Any) -> LazyLogits | None:
-    """Tensor.view and reshape that leave the last dim as it is."""
+    """``Tensor.view`` and ``reshape`` that keep the last dim."""
     if given:
         return None
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
@@ -259,7 +259,7 @@ def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> LazyL
 
 
 def _index(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Slices of the rows; the words stay whole."""
+    """Slices of the rows; the vocabulary stays whole."""
     entries = index if isinstance(index, tuple) else (index,)
     if not all(entry is Ellipsis or isinstance(entry, slice) for entry in entries):
         return None
@@ -311,7 +311,7 @@ def _cross_entropy(
     if input.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
     if target.shape[0] != input.shape[0] or reduction not in ("mean", "sum", "none"):
-        return None  # torch's own error
+        return None  # torch raises its own error
     return input.cross_entropy(
         target,
         ignore_index=ignore_index,

@@ -98,7 +98,7 @@ def _forward(module: nn.Module, norm: Norm, always: bool, x: Tensor) -> Tensor:
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the parameters' shapes of a module that may be a norm: a leaf with one or two vectors of one size; else none."""
+    """Return the parameter shapes of a possible norm, a leaf with one or two vectors of equal size; else an empty result."""
     if type(module).__module__.startswith("meshfold.") or not own_forward(module):
         return {}
     if next(module.children(), None) is not None or any(True for _ in module.buffers()):
@@ -109,7 +109,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def _epsilons(module: nn.Module) -> tuple[float, ...]:
-    """Return the numbers of a module that may be its eps: those of the usual names first."""
+    """Return the numbers of a module that may be its eps, the usual names first."""
     named = [getattr(module, name, None) for name in _EPS]
     others = [value for name, value in vars(module).items() if name not in _EPS]
     return tuple(dict.fromkeys(e for e in named + others if isinstance(e, float) and 0.0 < e < 0.1))
@@ -117,16 +117,16 @@ def _epsilons(module: nn.Module) -> tuple[float, ...]:
 
 @torch.no_grad()
 def _trial(module: nn.Module, names: list[str], epsilons: tuple[float, ...]) -> Norm | None:
-    """Return the norm that a module computes, found by trial; None if it computes none."""
+    """Return the norm that a module computes, found by trial; None if there is none."""
     random = torch.Generator().manual_seed(0)
     hidden = module.get_parameter(names[0]).shape[0]
     parameters = {name: torch.rand(hidden, generator=random) + 0.5 for name in names}
-    # Rows about as small as sqrt(eps), where eps counts, and large ones, off centre.
+    # Rows near sqrt(eps), where eps matters, and large rows with a mean.
     x = torch.randn(2, 3, hidden, generator=random) + 0.5
     x[0] *= epsilons[0] ** 0.5
     try:
         y = functional_call(module, parameters, (x,))
-    except Exception:  # it takes something else: no norm of rows
+    except Exception:  # takes other arguments: not a norm
         return None
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return None

@@ -26,18 +26,18 @@ from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, is_compi
 from meshfold.kernels.fuse.sums import Branch, Sum, results, tensors
 
 Call = Callable[..., Any]
-_LENGTHS = (0, 2, 3, 1)  # of what a composite child may return: a tensor, or a tuple that begins with one
+_LENGTHS = (0, 2, 3, 1)  # lengths of a composite child's result: a tensor, or a tuple that begins with one
 _MOST_COMPOSITES = 3
 _top_hooks: Call = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 class _Call:
-    """A call of a module's forward, in which sums wait.
+    """Call of a module's forward, in which residual sums are deferred.
 
     Attributes:
         branches: children whose result may be added to the stream; None: all.
-        norms: children that may make the sum.
-        made: branch and norm of each sum that a norm has made.
+        norms: children that may compute the sum.
+        made: branch and norm of each sum that a norm has computed.
     """
 
     def __init__(self, branches: frozenset[str] | None, norms: Mapping[str, Norm]) -> None:
@@ -61,7 +61,7 @@ class _Call:
                     module.__dict__[name] = results(value)
 
     def waits(self) -> bool:
-        """Return False inside of a checkpoint, and in what it repeats later: it has to return, and save, the same each time."""
+        """Return False inside activation checkpointing and its recomputation, which must return and save the same tensors."""
         return not self._over and self._mode() == self._around
 
     def _mode(self) -> tuple[bool, Any]:
@@ -114,7 +114,7 @@ def _makes_sum(child: nn.Module, norm: Norm, x: Any) -> bool:
     if not isinstance(x, Sum) or not x.waits() or not norm.takes(x.branch, child._parameters):
         return False
     hooks = (child._forward_pre_hooks, child._forward_hooks, child._backward_hooks, child._backward_pre_hooks)
-    return not any(hooks) and not is_compiled(child)  # else its call has to be seen
+    return not any(hooks) and not is_compiled(child)  # hooks and compiled modules must see the call
 
 
 def fuse_residuals(
@@ -144,7 +144,7 @@ def fuse_residuals(
         if chosen is not None:
             replaced: Any = partial(
                 _forward, module, forward, *chosen, always
-            )  # a deep copy of it is of the copied module
+            )  # partial: a deep copy then refers to the copied module
             replaced.__signature__ = inspect.signature(types.MethodType(forward, module))
             found.append(ReplacedForward(name, module, replaced))
             names += [f"{name}.{leaf}" if name else leaf for leaf in chosen[1]]
@@ -152,7 +152,7 @@ def fuse_residuals(
 
 
 def _function(module: nn.Module) -> Any:
-    """Return the forward of a module as a function of ``self``: of its class, or another rule's copy of it; else None."""
+    """Return a module's forward as a function of ``self``: its class's, or another fusion's copy of that; else None."""
     replaced: Any = module.__dict__.get("forward")
     if replaced is None:
         forward: Any = type(module).forward
@@ -182,7 +182,7 @@ def _forward(
 
 
 def _trial(module: nn.Module, forward: Any, norms: Mapping[str, Norm]) -> tuple[frozenset[str], dict[str, Norm]] | None:
-    """Return the branches and norms of a module whose forward adds a branch to its stream for a norm to read; else None."""
+    """Return branches and norms of a module whose forward adds a branch to its stream and passes the sum to a norm; else None."""
     random = torch.Generator().manual_seed(0)
     own = {leaf: child for leaf, child in module._modules.items() if child is not None}
     composites = [leaf for leaf, child in own.items() if leaf not in norms and any(True for _ in child.children())]
@@ -202,7 +202,7 @@ def _trial(module: nn.Module, forward: Any, norms: Mapping[str, Norm]) -> tuple[
             branches = frozenset(leaf for leaf, _ in noted)
             made_by = {leaf: norms[leaf] for _, leaf in noted}
             got, made = _tried(_Call(branches, made_by), module, forward, children, inputs)
-        except Exception:  # it wants other inputs, or its weights: nothing is known of it with these
+        except Exception:  # needs its weights, or other inputs: unknown
             continue
         if made and set(made) == set(noted) and _equal(got, want):
             return branches, made_by
@@ -210,7 +210,7 @@ def _trial(module: nn.Module, forward: Any, norms: Mapping[str, Norm]) -> tuple[
 
 
 def _tried(call: _Call, module: nn.Module, forward: Call, children: Mapping[str, Any], inputs: list[Any]) -> Any:
-    """Return results with gradients, and what sums were made, of a forward that runs as in evaluation."""
+    """Run a forward in eval mode; return its results with gradients, and the sums that norms computed."""
     trial = object.__new__(type(module))
     trial.__dict__ = {**module.__dict__, "training": False}
     with torch.enable_grad():
@@ -223,7 +223,7 @@ def _tried(call: _Call, module: nn.Module, forward: Call, children: Mapping[str,
 
 
 def _inputs(forward: Any, hidden: int, random: torch.Generator) -> Iterator[list[Any]]:
-    """Yield arguments to try a forward with: rows for the first; for others without a default None, then rows."""
+    """Yield trial arguments: rows for the first; for others without a default, first None, then rows."""
     parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     wanted = sum(p.default is p.empty for p in parameters)
     rows = [torch.randn(2, 3, hidden, generator=random) for _ in range(max(wanted, 1))]
@@ -233,7 +233,7 @@ def _inputs(forward: Any, hidden: int, random: torch.Generator) -> Iterator[list
 
 
 def _equal(got: Any, want: Any) -> bool:
-    """Return True for tensors, alone or in tuples, that are equal to rounding."""
+    """Return True if tensors, alone or in tuples, are equal up to rounding."""
     if isinstance(want, tuple):
         return type(got) is tuple and len(got) == len(want) and all(map(_equal, got, want))
     if isinstance(want, Tensor):
@@ -242,7 +242,7 @@ def _equal(got: Any, want: Any) -> bool:
 
 
 class _TriedNorm(nn.Module):
-    """A norm with weights for a trial, which it computes as its module does."""
+    """Norm with trial weights that computes as its module does."""
 
     def __init__(self, module: nn.Module, random: torch.Generator) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _TriedNorm(nn.Module):
 
 
 class _Cheap:
-    """Another child: a function of its first tensor that is quickly computed, with as many features as a linear layer has."""
+    """Stand-in for another child: a cheap function of its first tensor, with the output size of a linear layer."""
 
     def __init__(self, child: nn.Module, length: int, number: int) -> None:
         self._kind, self._out = type(child), getattr(child, "out_features", None)

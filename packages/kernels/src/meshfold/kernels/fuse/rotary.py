@@ -43,7 +43,7 @@ def fuse_rotary(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
 
 
 def _with_kernel(forward: Forward, always: bool) -> Forward | None:
-    """Return a forward that calls the kernel in place of its rotary function; None if it calls none that is known."""
+    """Return a forward that calls the kernel instead of its rotary function; None if it calls no known one."""
     found = {name: value for name, value in names_of(forward).items() if _is_rotary(value)}
     if len(found) != 1:
         return None
@@ -54,7 +54,7 @@ def _with_kernel(forward: Forward, always: bool) -> Forward | None:
 def _rotary(
     own: Forward, always: bool, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **others: Any
 ) -> Any:
-    """Turn q ``b heads s d`` and k ``b kv_heads s d``; by the model's own function where the kernel does not fit."""
+    """Rotate q ``b heads s d`` and k ``b kv_heads s d``, by the model's own function if the kernel does not fit."""
     fits = (
         not rest
         and not others
@@ -76,7 +76,7 @@ _known: dict[Any, bool] = {}
 
 @torch.no_grad()
 def _is_rotary(function: Any) -> bool:
-    """Return True if a function turns queries and keys as :mod:`meshfold.kernels.rotary` does, found by trial."""
+    """Return True if a function rotates queries and keys as :mod:`meshfold.kernels.rotary` does, found by trial."""
     if not isinstance(function, types.FunctionType) or "rot" not in function.__name__:
         return False
     if function in _known:
@@ -90,7 +90,7 @@ def _is_rotary(function: Any) -> bool:
     cos, sin = angles.cos(), angles.sin()
     try:
         found = function(q, k, cos, sin)
-    except Exception:  # it takes something else under these names
+    except Exception:  # has other arguments under these names
         return False
     expected = tuple(turned(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
     _known[function] = (

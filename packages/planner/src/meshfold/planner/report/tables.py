@@ -9,7 +9,7 @@ from meshfold.planner.estimates import Estimate, Times
 from meshfold.planner.machines import Machine
 
 _WIDTH = 100
-_MOST = 8  # rows, columns and blocks shown before the dots
+_MOST = 8  # rows, columns and blocks before an ellipsis
 
 
 def mesh_picture(axes: Mapping[str, int]) -> str:
@@ -63,7 +63,7 @@ def _block(
 
 
 def _beside(blocks: list[list[str]]) -> str:
-    """Arrange blocks next to each other, up to the width of the page."""
+    """Arrange blocks side by side, up to the page width."""
     width = max(len(line) for block in blocks for line in block) + 4
     each = max(1, _WIDTH // width)
     parts = []
