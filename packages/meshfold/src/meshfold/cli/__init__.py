@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     try:
         return _run(name, arguments[1:])
-    except KeyboardInterrupt:  # also in the seconds that the imports of a command take
+    except KeyboardInterrupt:  # also during a command's slow imports
         return _fail(f"meshfold {name}", Failure("interrupted", code=130))
 
 
@@ -82,17 +82,17 @@ def _run(name: str, arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments, argparse.Namespace(argv=arguments, rank=None))
     try:
         return int(command.run(parsed))
-    except BrokenPipeError:  # whoever read our output has gone, as `| head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
         failure = sentence_of(error)
         if failure is None:
-            raise  # ours to mend: show where it is
+            raise  # our bug: show the traceback
         takes_rules = "--rule" in parser._option_string_actions
         if takes_rules and "'replicate'" in str(failure) and "--rule " not in str(failure):
             failure = Failure(f"{failure}. Rules are typed so: --rule 'NAME OR PATTERN=ROLE'", failure.code)
-        # One of many processes: any of them may be the one that fails first, so each says which it is.
+        # One of many processes, and any may fail first, so each names its rank.
         return _fail(parser.prog if parsed.rank is None else f"{parser.prog}: rank {parsed.rank}", failure)
 
 
@@ -131,7 +131,7 @@ def _overview() -> str:
 def _nearest(name: str, known: Iterable[str]) -> str:
     import difflib
 
-    bare = {word.lstrip("-"): word for word in known}  # dashes are no likeness
+    bare = {word.lstrip("-"): word for word in known}  # ignore dashes when comparing
     found = difflib.get_close_matches(name.lstrip("-"), list(bare), n=1)
     return f" Did you mean {bare[found[0]]!r}?" if found else ""
 

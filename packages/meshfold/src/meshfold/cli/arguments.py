@@ -35,7 +35,7 @@ def sentence_of(error: Exception) -> Failure | None:
     """Return an intended or system error as a sentence, or None for a bug."""
     if isinstance(error, Failure):
         return error
-    errors = sys.modules.get("meshfold.mesh.errors")  # not imported for this alone: it brings torch
+    errors = sys.modules.get("meshfold.mesh.errors")  # do not import torch for this
     if errors is not None and isinstance(error, errors.MeshfoldError):
         return Failure(str(error), 1)
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -162,7 +162,7 @@ def whole(text: str) -> int:
 
 
 def _whole_from(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from ``least`` up."""
+    """Return a parser of whole numbers that are at least ``least``."""
 
     def parse(text: str) -> int:
         number = whole(text)
@@ -243,7 +243,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of an expression of literals and ``dict(key=...)``; raise ValueError for any other."""
+    """Evaluate an expression of literals and ``dict(key=...)``; raise ValueError for anything else."""
     if isinstance(node, ast.Dict) and None not in node.keys:
         pairs = [
             (ast.literal_eval(key), _literal(value)) for key, value in zip(node.keys, node.values, strict=True) if key
@@ -260,7 +260,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _word(text: str) -> Any:
-    """Return the value of a word: int ``4``, grid ``2x4``, bool ``true``, else a string such as ``2d``."""
+    """Parse a word: int ``4``, grid ``2x4``, bool ``true``, else a string such as ``2d``."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         return tuple(int(size) for size in text.split("x"))
     try:

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         serial_steps = min(arguments.serial_steps, arguments.steps)
         print(f"the first {serial_steps} steps again, with the serial model on one process ...", flush=True)
         print(compare_with_serial(chosen, serial_steps))
-    finally:  # also of one that is broken off
+    finally:  # also after Ctrl-C
         list_files(out)
     print(f"\nAll of it is in {arguments.out}/: checkpoint/, metrics.jsonl, loss.png and sample.txt.")
     return 0

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from meshfold.train.model_choice import choose_model, longest
 
     spec = ParallelSpec.parse(parallel, arguments.ranks)
-    spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
+    spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
     require_runnable(spec)
     staged = spec.pipeline is not None and spec.pipeline.size > 1
     if spec.zero is None and not staged and (arguments.timeline or arguments.trace):
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _note_defaults(arguments: argparse.Namespace, seq_len: int) -> None:
-    """Mention where the defaults of ``meshfold train`` differ from those used here."""
+    """Print which defaults of ``meshfold train`` differ from those used here."""
     from meshfold.train.settings import TrainSettings
 
     ours = {"seq-len": (arguments.seq_len, seq_len), "precision": (arguments.precision, "bf16")}
@@ -225,7 +225,7 @@ def _answer(found: Estimate, took: Times, machine: Machine) -> dict[str, Any]:
 
 
 def _write_pictures(found: Estimate, timeline: str | None, trace: str | None) -> None:
-    """Write a pipeline's schedule, or under zero the contents of a device at every timestep, to files."""
+    """Write pictures: of a pipeline's schedule, or under zero of a device's contents at every timestep."""
     from meshfold.pipeline import draw as draw_schedule
     from meshfold.planner.report import schedule_trace
     from meshfold.zero_gemini.planner import chrome_trace, draw

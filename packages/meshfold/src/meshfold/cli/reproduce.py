@@ -121,7 +121,7 @@ def _has_main(file: Path) -> bool:
 
 
 def _import(folder: Path, file: Path) -> Any:
-    """Import the module under the name that ``import experiments.some.run`` in the repository's root would give it."""
+    """Import the module under the name that it has for ``import experiments.some.run`` from the repository's root."""
     root = folder.parent
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))

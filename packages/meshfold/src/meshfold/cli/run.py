@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             if sentence:
                 print(f"meshfold run: rank {here.rank}: {sentence}", file=sys.stderr)
             else:
-                traceback.print_exc()  # whoever wrote the script wants to see where
-            sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
+                traceback.print_exc()  # the script's author wants to see the line
+            sys.last_value = error  # as Python does: exit handlers can see that the program failed
             return 1
         return 0
     _check_file(program)
@@ -151,6 +151,6 @@ def _check_module(name: str) -> None:
     with suppress(ImportError, ValueError):
         if top in sys.modules or importlib.util.find_spec(top) is not None:
             return
-    here = Path.cwd()  # where ranks look first
+    here = Path.cwd()  # first on the ranks' search path
     if not (here / top).is_dir() and not (here / f"{top}.py").exists():
         raise Failure(f"there is no module {name!r} to run: no {top!r} is installed, nor in {here}")

@@ -43,7 +43,7 @@ def main(backend: str, answer: str) -> None:
 def check(group: Group, device: torch.device) -> list[str]:
     """Call each collective on numbers whose result is known; all ranks of the group must call."""
     size, here = group.size, group.index
-    mine = torch.arange(size, dtype=torch.float32, device=device) + here * size  # rank r has r·g .. r·g + g − 1
+    mine = torch.arange(size, dtype=torch.float32, device=device) + here * size  # rank r holds r·g .. r·g + g − 1
     every = torch.arange(size * size, dtype=torch.float32, device=device).view(size, size)
     wanted: dict[str, tuple[Tensor, Tensor]] = {
         "all_reduce": (all_reduce(mine, group), every.sum(0)),

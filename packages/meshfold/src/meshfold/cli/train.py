@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["configure", "run", "start"]
 
 
-_STOP_S = 3600.0  # for the last step and its checkpoint; whoever asked may kill earlier, or ask twice
+_STOP_S = 3600.0  # time for the last step and its checkpoint; a second request ends it at once
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,7 +92,7 @@ def start(
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
     settings = _settled(settings, ranks, progress)
     spec = ParallelSpec.parse(settings.parallel, ranks)
-    spec = spec.with_world_size(spec.world_size)  # data is 1 where neither it nor --ranks was given
+    spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
     require_runnable(spec)
     _check_device(settings, spec.world_size)
     _check_warmup(settings)
@@ -126,7 +126,7 @@ class CtrlC:
     def __enter__(self) -> CtrlC:
         if (
             threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not as under nohup
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False under nohup
         ):
             self._before = signal.signal(signal.SIGINT, self._catch)
         return self
@@ -136,7 +136,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._before)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        # Without a handler of SIGTERM there is nothing to be kept yet, or no more.
+        # Without a SIGTERM handler training has not begun, or is over: there is nothing to save.
         if self.caught or not callable(signal.getsignal(signal.SIGTERM)):
             raise KeyboardInterrupt
         self.caught = True
@@ -163,12 +163,12 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     require_runnable(spec)
     _check_warmup(settings)
     check_folder(settings, progress if plan else Progress())
-    if plan:  # on every rank: torch numbers process groups, the fake ones too, and ranks must agree on the numbers
+    if plan:  # on every rank: torch numbers process groups, fake ones too, and the numbers must agree
         _show_plan(settings, spec, _open_inputs(settings, spec, progress), progress, show=True, report=report)
     with join(device=settings.device, meeting=watchdog_limit(settings.watchdog) or DEFAULT_TIMEOUT) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
-            inputs = open_inputs(settings, progress)  # tokenises, for all ranks of this machine
+            inputs = open_inputs(settings, progress)  # fills the token cache for all ranks of this machine
         barrier(everyone, process.device)
         if here.local_rank != 0:
             inputs = open_inputs(settings, progress)
@@ -178,10 +178,10 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
 
 
 def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> TrainSettings:
-    """Return the settings with ``resume`` and ``data`` decided by the folder and the number of ranks."""
+    """Return the settings with ``resume`` decided by the folder, and ``data`` by the number of ranks."""
     from meshfold.engine.long_runs import resize_data_axis
 
-    if settings.resume == "auto":  # if there are some, and all are damaged, a person has to look at them
+    if settings.resume == "auto":  # raises if there are checkpoints and all are damaged
         settings = replace(settings, resume=settings.checkpoints.to_go_on_from() is not None)
     if settings.resume and ranks is not None:
         parallel, said = resize_data_axis(settings.parallel, ranks)
@@ -192,7 +192,7 @@ def _settled(settings: TrainSettings, ranks: int | None, progress: Progress) -> 
 
 
 def _code(settings: TrainSettings, rows: list[dict[str, Any]]) -> int:
-    """Return 0, or the code of a run that stopped on request before its last step."""
+    """Return 0, or the exit code of a run that was stopped before its last step."""
     return STOPPED_CODE if rows and rows[-1]["step"] < settings.last_step else 0
 
 
@@ -218,7 +218,7 @@ def _check_warmup(settings: TrainSettings) -> None:
 
 
 def _open_inputs(settings: TrainSettings, spec: ParallelSpec, progress: Progress) -> Inputs:
-    """Open the inputs of the run, and print what they are."""
+    """Open the inputs of the run, and describe them on the terminal."""
     from meshfold.train.loop import open_inputs
 
     inputs = open_inputs(settings, progress)
@@ -251,7 +251,7 @@ def _show_plan(
     show: bool,
     report: bool = False,
 ) -> None:
-    """Set up the engine on meta tensors: report what it refuses in one sentence, and print the plan."""
+    """Set up the engine on meta tensors, print the plan, and report a refusal in one sentence."""
     from meshfold.mesh import MeshfoldError
     from meshfold.planner import estimate, unlimited_machine
     from meshfold.planner.report import memory_table, mesh_picture, traffic_table
@@ -272,7 +272,7 @@ def _show_plan(
         )
     except MeshfoldError:
         raise
-    except Exception as error:  # a model whose code looks at values; training it is another matter
+    except Exception as error:  # the model's code reads values; training may still work
         reason = (str(error) or type(error).__name__).split("\n")[0]
         progress.say(f"no plan: this model's code cannot run without values ({reason})")
         return

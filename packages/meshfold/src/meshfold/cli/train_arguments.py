@@ -154,7 +154,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--no-plan", action="store_true", help="do not print the plan first")
     out.add_argument("--report", action="store_true", help="with the plan, what becomes of each submodule")
     out.add_argument("--json", action="store_true", help="print a line of JSON a step, all else on standard error")
-    # Nothing has a default here: what was not given is the run's own where one goes on, else as in TrainSettings.
+    # No defaults here: missing arguments come from a resumed run's settings, else from TrainSettings.
     for action in parser._actions:
         if action.dest not in _OF_THE_COMMAND:
             action.default = argparse.SUPPRESS
@@ -180,7 +180,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
     typed.update({name: read(typed[name]) for name, read in readers.items() if name in typed})
     typed.update({name: tuple(typed[name]) for name in ("extensions", "exclude", "track") if name in typed})
     given = read_settings(words["out"]) if words["resume"] else {}
-    if typed.keys() & {"model", "hf"}:  # another model takes nothing of the one before
+    if typed.keys() & {"model", "hf"}:  # a new model inherits nothing from the old one
         given = {name: value for name, value in given.items() if name not in ("model", "hf", "changes")}
     given.update(typed)
     if "data" not in given:

@@ -24,8 +24,8 @@ from meshfold.mesh.random import key_of
 from meshfold.mesh.spec import format_bytes
 
 TOKEN_FILES = (".bin", ".npy")
-_PIECE = 1 << 20  # characters that are tokenised together
-_LOOK = 8192  # bytes at the start of a file that tell text from the rest
+_PIECE = 1 << 20  # characters per call of the tokenizer
+_LOOK = 8192  # bytes read from the start of a file to recognise text
 Tokens = npt.NDArray[np.integer]
 
 
@@ -117,7 +117,7 @@ def _token_file(path: Path, dtype: str) -> tuple[Tokens, tuple[str, ...]]:
     if path.suffix == ".npy":
         try:
             found = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # cut off, of Python objects, or something else altogether
+        except Exception as error:  # truncated, pickled objects, or not a .npy file
             raise SpecError(
                 f"{str(path)!r} is not an .npy file of token ids: write one with numpy.save(path, ids), ids an array of "
                 "integers"
@@ -174,7 +174,7 @@ def _is_text(path: Path) -> bool:
     try:
         start.decode()
     except UnicodeDecodeError as error:
-        if len(start) < _LOOK or error.start < len(start) - 3:  # else a character cut in two
+        if len(start) < _LOOK or error.start < len(start) - 3:  # an error at the very end is a character cut in two
             return False
     return bool(start) and b"\0" not in start
 
@@ -199,7 +199,7 @@ def _tokenise(
     max_bytes: int | None,
     say: Callable[[str], None],
 ) -> Corpus:
-    """Read from the cache, or write it."""
+    """Return the tokens from the cache; tokenise and write it if it is missing."""
     sizes = {path: path.stat().st_size for path in documents}
     order = sorted(documents, key=lambda path: key_of(str(path.relative_to(source))))
     if max_bytes is not None:
@@ -233,7 +233,7 @@ def _records(
     max_bytes: int | None,
     say: Callable[[str], None],
 ) -> Corpus:
-    """Return the tokens of records, read from the cache or written to it."""
+    """Return the tokens of records, from the cache if it has them."""
     stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns, part.aside) for part in parts for f in part.files]
     told = (tokenizer.name, tokenizer.vocab_size, validation, column, max_bytes, stamps)
     stem = f"tokens-{blake2b(repr(told).encode(), digest_size=8).hexdigest()}"
@@ -258,7 +258,7 @@ def _records(
 
 
 def _keep(file: Path, tokens: Tokens, numbers: dict[str, int]) -> tuple[Tokens, dict[str, int]]:
-    """Write tokens and numbers to the cache; return both as read from there."""
+    """Write tokens and numbers to the cache, and return both read back from it."""
     write_atomically(file, lambda path: np.save(path, tokens))
     kept: Tokens = np.load(file, mmap_mode="r")
     told = {**numbers, "tokens": len(kept), "crc32": zlib.crc32(np.ascontiguousarray(kept).data)}
@@ -277,12 +277,12 @@ def _kept(file: Path) -> tuple[Tokens, dict[str, int]] | None:
         whole = numbers.get("tokens", len(tokens)) == len(tokens)
         sums = "crc32" not in numbers or numbers["crc32"] == zlib.crc32(np.ascontiguousarray(tokens).data)
         return (tokens, {"records": 0, **numbers}) if whole and sums else None
-    except Exception:  # of the system, JSON or numpy: they are made again
+    except Exception:  # from the system, JSON or numpy: tokenise again
         return None
 
 
 def _encode_records(part: Part, tokenizer: Tokenizer, column: str | None, max_bytes: int | None) -> tuple[Tokens, int]:
-    """Return the tokens of some records, and their number; an end token follows each unless they are lines of a text."""
+    """Return the tokens of some records, and their number; each ends with an end token unless they are lines of a text."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end: Tokens = np.full(1, tokenizer.end, dtype)
     pieces: list[Tokens] = []
@@ -315,7 +315,7 @@ def _encode_records(part: Part, tokenizer: Tokenizer, column: str | None, max_by
 
 
 def _encode(order: list[Path], tokenizer: Tokenizer, total: int, validation: float) -> tuple[Tokens, int]:
-    """Return the tokens of all documents, and the number to train on."""
+    """Return the tokens of all documents, and how many of them to train on."""
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     end: Tokens = np.full(1, tokenizer.end, dtype)
     pieces: list[Tokens] = []
@@ -328,7 +328,7 @@ def _encode(order: list[Path], tokenizer: Tokenizer, total: int, validation: flo
         pieces.append(end)
         read += path.stat().st_size
     tokens: Tokens = np.concatenate(pieces)
-    if train_tokens is None:  # one document, or the last is too large to be set aside
+    if train_tokens is None:  # one document, or the last one is too large for validation
         train_tokens = len(tokens) - int(validation * len(tokens))
     return tokens, train_tokens
 

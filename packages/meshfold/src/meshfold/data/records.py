@@ -17,7 +17,7 @@ from meshfold.mesh import SpecError
 LINES, TABLES = (".jsonl",), (".parquet", ".arrow")
 _SAVED = ("dataset_dict.json", "state.json")
 _TRAIN, _ASIDE = ("train",), ("validation", "valid", "dev", "test")
-_AT_ONCE = 1 << 16  # records of a table that are in memory together
+_AT_ONCE = 1 << 16  # records in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def find_records(source: Path) -> list[Part]:
 
 
 def _splits(path: Path) -> list[str]:
-    """Return the names of the splits that a folder of datasets' lists; each is a folder within it."""
+    """Return the splits that a folder of the ``datasets`` library lists; each is a subfolder."""
     try:
         splits = parse_json_object(path.read_bytes()).get("splits")
     except (OSError, ValueError) as error:
@@ -103,7 +103,7 @@ def texts_of(part: Part, column: str | None) -> Iterator[str]:
                 yield from _of_table(path, _load(path, (path,), saved=False), column)
         except (SpecError, GeneratorExit):
             raise
-        except Exception as error:  # of Arrow's own kinds, somewhere in a damaged file
+        except Exception as error:  # Arrow's own kinds, for a damaged file
             reason = str(error).strip().partition("\n")[0]
             raise SpecError(f"{str(path)!r} cannot be read: {reason}") from error
 
@@ -143,7 +143,7 @@ def _load(path: Path, files: tuple[Path, ...], *, saved: bool) -> Any:
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(path)
-    except Exception as error:  # of Arrow's own kinds
+    except Exception as error:  # Arrow's own kinds
         reason = str(error).strip().partition("\n")[0]
         raise SpecError(f"{str(path)!r} cannot be read: {reason}") from error
 
@@ -163,7 +163,7 @@ def _of_table(path: Path, table: Any, column: str | None) -> Iterator[str]:
 
 
 def _column(path: Path, strings: list[str], asked: str | None) -> str:
-    """Return the field with the text."""
+    """Return the column with the text."""
     if asked is not None and asked in strings:
         return asked
     if asked is None and ("text" in strings or len(strings) == 1):

@@ -16,7 +16,7 @@ from meshfold.mesh import SpecError
 
 Ids = npt.NDArray[np.uint32]
 
-# What tokenizers are kept in: one of these at least is in a folder that has one.
+# Files of tokenizers: a folder with a tokenizer has at least one of them.
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -84,7 +84,7 @@ class HuggingFaceTokenizer:
         path = Path(folder)
         if not path.is_dir():
             raise SpecError(f"tokenizer {str(folder)!r}: there is no such folder; give one with a tokenizer, or 'byte'")
-        # Without files transformers makes up a tokenizer of nothing but special tokens, and raises nothing.
+        # Without files transformers returns a tokenizer of only special tokens, and raises nothing.
         if not any(any(path.glob(pattern)) for pattern in _FILES):
             raise NoTokenizerError(
                 f"tokenizer {str(folder)!r}: the folder has no tokenizer files (tokenizer.json, vocab.json and "
@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
                 for file in path.glob(pattern):
                     check_inside_folder(file, path)
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), **NO_REMOTE_CODE)
-        except Exception as error:  # whatever it stumbles over, it means this
+        except Exception as error:  # transformers raises many kinds here
             reason = str(error).strip().split("\n")[0]
             raise SpecError(
                 f"tokenizer {str(folder)!r}: transformers finds none there ({reason}); give another folder, or 'byte'"

@@ -25,7 +25,7 @@ from meshfold.train.settings import TrainSettings
 
 TENSOR = dict(mode="2d", size=4)
 MAX_BYTES = 16 * 2**20
-# What pip installed under the library, its tests, and tables rather than code.
+# Excluded: packages that pip installed there, tests, and tables of data.
 EXCLUDE = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
 
 
@@ -75,7 +75,7 @@ def settings(here: Scene, out: str, *, steps: int, sample_tokens: int) -> TrainS
         parallel=here.parallel,
         device=here.device,
         model="gpt-small",
-        # Found by trial: 250 steps of this model and these short sequences come furthest in the time.
+        # Found by trial: in the given time, this model and these short sequences learn the most.
         changes=dict(hidden=128, layers=2, heads=4, max_positions=64),
         steps=steps,
         batch_size=64,
@@ -120,7 +120,7 @@ def compare_with_serial(parallel: TrainSettings, steps: int) -> Comparison:
         prompt=None,
     )
     progress = Progress()
-    # The tokens are there already: the cache is the parallel run's.
+    # The parallel run has filled the token cache.
     inputs = open_inputs(parallel, progress)
     serial = {row["step"]: row["loss"] for row in train(alone, inputs, progress) if "loss" in row}
     rows = read_metrics(parallel.metrics)
@@ -162,7 +162,7 @@ def foreign_files(out: Path) -> list[Path]:
 def remove_files(out: Path) -> None:
     """Remove the files that an earlier demo listed, and folders that this leaves empty."""
     listed = _listed(out)
-    for path in reversed([*_there(out)]):  # what is in a folder comes before it
+    for path in reversed([*_there(out)]):  # contents before their folder
         if not _is_folder(path):
             if listed.get(_name(path, out)) == _seen(path):
                 path.unlink()
@@ -179,7 +179,7 @@ def _listed(out: Path) -> dict[str, list[int]]:
 
 
 def _there(out: Path) -> Iterator[Path]:
-    """Yield all files and folders where a demo writes, each folder before its contents."""
+    """Yield the files and folders that a demo writes, each folder before its contents."""
     for name in WRITTEN:
         path = out / name
         if path.is_symlink() or path.exists():

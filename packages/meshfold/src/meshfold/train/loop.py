@@ -68,9 +68,9 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
     if settings.hf is not None:
         from meshfold.huggingface import require_config
 
-        require_config(settings.hf)  # before its tokenizer, which is not what is wrong then
+        require_config(settings.hf)  # first, so that the error is not about the tokenizer
     else:
-        check_name(settings.model, settings.changes)  # before minutes of tokenising
+        check_name(settings.model, settings.changes)  # before tokenising for minutes
     is_text = not settings.data.endswith((".bin", ".npy"))
     tokenizer, note = _tokenizer(settings, is_text)
     corpus = open_corpus(
@@ -98,7 +98,7 @@ def open_inputs(settings: TrainSettings, progress: Progress) -> Inputs:
 
 
 def _tokenizer(settings: TrainSettings, is_text: bool) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer asked for, else the Hugging Face model's own, else bytes; none for token ids; and a note on it."""
+    """Return the tokenizer and a note on it: the given one, else the Hugging Face model's, else bytes; None for token ids."""
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer), ""
     if not is_text:
@@ -141,9 +141,9 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
         return _train(engine, settings, inputs, progress)
 
 
-@report_errors  # inside of the engine: what fails here on one rank is told before its watchdog is closed
+@report_errors  # inside the engine, so that an error is reported before the watchdog closes
 def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
-    """Run :func:`train` with its engine."""
+    """Run :func:`train` with a given engine."""
     if engine.loaded is not None:
         progress.say(str(engine.loaded).partition("\n")[0])
     if engine.compiled_blocks is not None:
@@ -166,7 +166,7 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
     work = flops_of(inputs, settings) if peak else 0.0
 
     saved, stopped, under_way = first, False, None
-    to_prune = settings.resume and engine.mesh.rank == 0  # the run before may have died at it
+    to_prune = settings.resume and engine.mesh.rank == 0  # the earlier run may have been killed before it could prune
     with closing(metrics), closing(progress):
         with GracefulStop(engine) as stop:
             for step in range(first + 1, settings.last_step + 1):
@@ -198,7 +198,7 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
                         progress.say(f"warning: {path} is damaged, and is now {aside}")
                     under_way = engine.save(path, asynchronous=settings.save_asynchronously)
                     saved, to_prune = step, engine.mesh.rank == 0
-                if to_prune and (under_way is None or under_way.done):  # a newer one is complete
+                if to_prune and (under_way is None or under_way.done):  # the newer checkpoint is complete
                     _prune(checkpoints, progress)
                     to_prune = False
                 if stopped:
@@ -226,7 +226,7 @@ def _train(engine: Engine, settings: TrainSettings, inputs: Inputs, progress: Pr
 
 
 def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
-    """Load the checkpoint, except learning rate and weight decay, which are those of the settings."""
+    """Load the checkpoint, but take learning rate and weight decay from the settings."""
     assert engine.optimizer is not None and engine.lr_scheduler is not None  # train gives both
     decay = [group["weight_decay"] for group in engine.optimizer.param_groups]
     engine.load(path)
@@ -236,7 +236,7 @@ def _load(engine: Engine, settings: TrainSettings, path: Path) -> None:
 
 
 def _prune(checkpoints: KeptCheckpoints, progress: Progress) -> None:
-    """Remove older checkpoints; one that cannot be removed does not stop the run."""
+    """Remove older checkpoints; failing to remove one does not stop the run."""
     try:
         checkpoints.prune()
     except CheckpointError as error:

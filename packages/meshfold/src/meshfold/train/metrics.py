@@ -32,7 +32,7 @@ class MetricsFile:
         self.rows = [row for row in read_metrics(path) if row["step"] <= keep] if keep else []
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A process that dies here leaves the rows that were there.
+            # Written to a new file and renamed: a process killed here loses no rows.
             text = "".join(json.dumps(row) + "\n" for row in self.rows)
             write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 

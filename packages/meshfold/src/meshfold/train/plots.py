@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Curve = Sequence[tuple[int, float]]
-_MANY = 50  # points from which on a running average is drawn too
-_KEPT = 0.9  # of the running average at each point
+_MANY = 50  # with this many points, also draw a running average
+_KEPT = 0.9  # decay of the running average per point
 
 
 def can_plot() -> bool:
@@ -25,7 +25,7 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
             has many points; the others as dots.
         title: above the picture.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot's
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display and no pyplot state
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -37,10 +37,10 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
             continue
         steps, losses = zip(*curve, strict=True)
         if number:
-            # Open circles: the line of the first curve is to be seen through them.
+            # Open circles leave the first curve's line visible.
             axes.plot(steps, losses, "o", markersize=5, fillstyle="none", zorder=4, label=label)
             continue
-        # The measured loss is what carries the name: an average lags behind it, and meets no dot while it falls.
+        # Label the measured loss: the average lags behind it and does not meet the circles while the loss falls.
         axes.plot(steps, losses, linewidth=1.2, label=label)
         if len(losses) >= _MANY:
             average = _smooth(losses)
@@ -53,7 +53,7 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Return an exponential running mean, without its bias towards the start (Kingma and Ba, arXiv 1412.6980, section 3)."""
+    """Return an exponential running mean with bias correction (Kingma and Ba, arXiv 1412.6980, section 3)."""
     found, mean = [], 0.0
     for count, value in enumerate(values, 1):
         mean = _KEPT * mean + (1 - _KEPT) * value

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-# A line comes at most every 2 seconds, and about 30 times in a run; at least every 30 seconds.
+# Print at most every 2 seconds, at least every 30 seconds, and about 30 lines per run.
 _LEAST_S, _MOST_S, _LINES = 2.0, 30.0, 30
 
 
@@ -26,13 +26,13 @@ class Progress:
 
 
 class _Pace:
-    """Choice of the steps that get a line: the first, the last, and some between."""
+    """Chooses the steps that get a line: the first, the last, and some in between."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._step, self._time = steps, -steps, 0.0
 
     def due(self, step: int) -> bool:
-        """Return True if this step gets a line."""
+        """Return True if this step should be printed."""
         waited, made = time.monotonic() - self._time, step - self._step
         often = waited >= _LEAST_S and made >= self._steps / _LINES
         if not (often or waited >= _MOST_S or step in (1, self._steps)):
@@ -42,7 +42,7 @@ class _Pace:
 
 
 class _Clock:
-    """Estimate of the remaining time at the pace so far; none for a run of less than a minute."""
+    """Estimates the remaining time from the pace so far; no estimate for runs under a minute."""
 
     def __init__(self) -> None:
         self._began: tuple[int, float] | None = None

@@ -42,7 +42,7 @@ from meshfold.train.settings import TrainSettings
 
 LOCK = ".run.lock"
 _DOING = "training into it"
-_RETRY_S = 1.0  # checking whether the lock is held takes it for an instant
+_RETRY_S = 1.0  # other processes take the lock for an instant to test it
 
 
 def check_free(out: str) -> None:
@@ -160,7 +160,7 @@ class KeptCheckpoints:
         stay, gone = found[: self.keep], found[self.keep :]
         several = len([path for path in stay if path != self._single])
         if several:
-            prune(self._several, several)  # and what dead processes have left there
+            prune(self._several, several)  # also removes leftovers of killed processes
         for path in gone:
             remove_checkpoint(path)
         if self._single in stay:
@@ -168,7 +168,7 @@ class KeptCheckpoints:
         return gone
 
     def _complete(self) -> list[Path]:
-        """Return the complete checkpoints, the newest first."""
+        """Return the complete checkpoints, newest first."""
         found = {path: step_of(path) for path in complete_checkpoints(self._several)}
         single = next((path for path in (self._single, set_aside_path(self._single)) if is_complete(path)), None)
         if single is not None:
@@ -181,11 +181,11 @@ SETTINGS_FILE = "settings.json"
 OPTIONS = {"changes": "--set", "rules": "--rule", "track": "--metrics"}
 """Options of ``meshfold train`` whose names are not those of the settings"""
 
-# These belong to one start: where it writes, how far it goes, on which kind of device.
+# Settings of one start: where it writes, how far it goes, on which kind of device.
 _NOT_KEPT = ("out", "resume", "stop_after", "device")
 _FIELDS = {field.name: field for field in fields(TrainSettings) if field.name not in _NOT_KEPT}
 _PATHS = ("data", "hf", "tokenizer")
-# The position in the data is a number of batches in an order drawn from the seed: another value would change it.
+# A position in the data is a count of batches, in an order drawn from the seed: other values would move it.
 _FIXED = ("batch_size", "seq_len", "seed")
 # The trained model does not depend on these.
 _UNSAID = (
@@ -221,7 +221,7 @@ def write_settings(settings: TrainSettings, data_size: int) -> None:
     for name in list(found):
         try:
             json.dumps(found[name])
-        except TypeError:  # a spec with objects in it, from a file: it has to be given again
+        except TypeError:  # the spec has objects, from a file: it must be given again on resume
             del found[name]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda part: part.write_text(json.dumps(with_checksum(found), indent=1)))
@@ -276,7 +276,7 @@ def describe_changes(settings: TrainSettings, before: Mapping[str, Any]) -> list
 
 
 def _plain(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings to keep, paths so that they hold in another folder too."""
+    """Return the settings to keep, with absolute paths."""
     found = {name: getattr(settings, name) for name in _FIELDS}
     for name in _PATHS:
         if found[name] is not None and not (name == "tokenizer" and found[name] == "byte"):
@@ -286,7 +286,7 @@ def _plain(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _is_a(value: object, types: str) -> bool:
-    """Return True if a value read from JSON has one of the types of a field, such as ``int | None``."""
+    """Return True if a value read from JSON has one of the field's types, such as ``int | None``."""
     kinds = [kind.partition("[")[0].strip() for kind in types.split("|")]
     names = {bool: "bool", int: "int", float: "float", str: "str", list: "tuple", dict: "dict"}
     own = names.get(type(value), "None")
@@ -294,7 +294,7 @@ def _is_a(value: object, types: str) -> bool:
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value with tuples for lists, which JSON has instead."""
+    """Convert lists to tuples: JSON has no tuples."""
     if isinstance(value, Mapping):
         return {name: _tuples(inner) for name, inner in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from meshfold.mesh import SpecError, did_you_mean
 
-_LAST = 0.1  # of the highest rate, where a schedule falls
+_LAST = 0.1  # final rate as a fraction of the highest
 
 
 def factor(schedule: str, step: int, *, warmup: int, steps: int) -> float:
@@ -51,7 +51,7 @@ def go_on(scheduler: LRScheduler, *, step: int, lr: float) -> None:
         step: optimizer steps made so far.
         lr: the highest rate.
     """
-    assert isinstance(scheduler, LambdaLR)  # lr_schedule makes no other
+    assert isinstance(scheduler, LambdaLR)  # lr_schedule makes only these
     groups = scheduler.optimizer.param_groups
     scheduler.last_epoch = step
     scheduler.base_lrs = [lr] * len(groups)

@@ -258,7 +258,7 @@ class Pipeline:
         total: Tensor | None = None
         with eval_mode(self.module), ExitStack() as opened:
             for work in works:
-                self._plans.of(work)  # before logits wait: it looks at all of a forward
+                self._plans.of(work)  # before logits are deferred: planning runs a whole forward
             last = self._stages.get(len(self.stage_ranks) - 1)
             if last is not None and last.logits is not None:
                 opened.enter_context(last.logits.waiting())
@@ -284,7 +284,7 @@ class Pipeline:
         return share(here, self.mesh.group(self.axis), source, self.device)
 
     def _outputs(self, works: Sequence[Microbatch]) -> Iterator[Any]:
-        """Outputs of the model on the rank of the last stage, None elsewhere."""
+        """Return the model's outputs on the rank of the last stage, None elsewhere."""
         plans = [self._plans.of(work) for work in works]
         program = self._programs.forward(len(works))
         return iter(self._executor.evaluate(program, works, plans))

@@ -102,10 +102,10 @@ def attention(
         return ring_self_attention(q, k, v, whole)
     width, missing = q.shape[-1], -q.shape[-1] % 8
     pads = missing > 0 and q.is_cuda and q.dtype.itemsize < 8 and v.shape[-1] == width
-    if pads:  # GPU kernels want features by eights; zeros change nothing
+    if pads:  # GPU kernels want multiples of 8 features; zeros change nothing
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
     if q.is_meta and causal and window is None and documents is None:
-        # Plans count all pairs of tokens, as they do where a sequence is whole; there are as many steps.
+        # Plans count all pairs of tokens, as for unsplit sequences; the number of steps is the same.
         mask = replace(mask, causal=False)
     mine = steps(sharding, mask, mesh.index(*found.ring))
     shapes = len({(tile.shape, tile.rows, tile.columns) for step in mine for tile in step})
@@ -203,6 +203,6 @@ def traffic(
         documents = check_documents(documents, length)
     mask = Mask(length=length, causal=causal, window=window, documents=documents)
     hops = len(steps(sharding, mask, mesh.index(*found.ring))) - 1
-    block = 2 * batch * sharding.local * kv_heads * times * head_dim  # of a place in the ring: more tokens, fewer heads
+    block = 2 * batch * sharding.local * kv_heads * times * head_dim  # after Ulysses: more tokens, fewer heads
     back = (hops + 1) * block * wide if hops else 0
     return exchanges + hops * block * size, exchanges + hops * block * size + back

@@ -116,7 +116,7 @@ class AttentionSettings:
         return torch.cat(parts)
 
 
-# They attend inside, where it cannot be replaced.
+# Their attention happens inside torch and cannot be replaced.
 _SEALED = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
@@ -192,7 +192,7 @@ class AttentionMode(TorchFunctionMode):
         return out.transpose(1, 2)
 
     def _count(self, *bounds: Any, **options: Any) -> Tensor | None:
-        """Return the positions that an arange stands for; None if it counts no tokens."""
+        """Return the positions for an arange of tokens; None for any other arange."""
         end = options.get("end", bounds[-1] if 1 <= len(bounds) <= 2 else None)
         start = options.get("start", bounds[0] if len(bounds) == 2 else 0)
         dtype = options.get("dtype")
@@ -222,7 +222,7 @@ class ModeAroundModules:
     def _enter(self, module: nn.Module, args: Any) -> None:
         entered: list[tuple[nn.Module, TorchFunctionMode | None]]
         entered = self._local.__dict__.setdefault("entered", [])
-        mode = None if entered else self._make()  # one, around the outermost module of a call
+        mode = None if entered else self._make()  # one mode per call, entered at the outermost module
         if mode is not None:
             mode.__enter__()
         entered.append((module, mode))
@@ -230,7 +230,7 @@ class ModeAroundModules:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         entered = self._local.__dict__.get("entered", [])
         if not entered or entered[-1][0] is not module:
-            return  # called for a forward that failed in a hook before ours
+            return  # the forward failed in a hook that ran before ours
         _, mode = entered.pop()
         if mode is not None:
             mode.__exit__(None, None, None)
@@ -242,7 +242,7 @@ class ModeAroundModules:
 
 
 def _outside_of_graphs(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model, without those in compiled blocks: a graph is guarded on the numbers of the hooks in it."""
+    """Yield the modules outside compiled blocks: inside, a hook's number would become a guard of the graph."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:

@@ -128,7 +128,7 @@ class MetaKernel:
         return q.new_empty((*q.shape[:3], v.shape[-1])), lse
 
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        # Five matmuls, the scores again among them.
+        # Five matmuls, including recomputed scores.
         self._tell(x, 3 * x.q.shape[-1] + 2 * x.v.shape[-1])
         return torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
 
@@ -147,7 +147,7 @@ class FlashCPU:
         return out.transpose(1, 2), lse
 
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        # The kernel reads the log-sum-exp in the order in which its forward writes it: b s heads.
+        # The kernel expects the log-sum-exp as its forward writes it: b s heads.
         written = lse.transpose(1, 2).contiguous().transpose(1, 2)
         return _back(
             _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -166,7 +166,7 @@ class FlashCUDA:
         return out.transpose(1, 2), lse
 
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        # The random state is read with dropout alone; of it there are two tensors in every version.
+        # The random state is read only for dropout, but every version of torch takes two tensors.
         random = torch.empty((2,), dtype=torch.int64, device=x.q.device)
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             *_turned(dout, x.q, x.k, x.v, out),
@@ -194,8 +194,8 @@ class CuDNN:
         return out.transpose(1, 2), lse.squeeze(-1) if lse.dim() == 4 else lse
 
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        # torch keeps the graph that it built for q, k and v of these strides and does not look at those of the output
-        # and its gradient: they must always be the same. The log-sum-exp has a last dim of one.
+        # torch caches the cuDNN graph by the strides of q, k and v, not of the output and its gradient: make those always
+        # contiguous. The log-sum-exp has a last dim of one.
         random = torch.empty((1,), dtype=torch.int64, device=x.q.device)
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(
             *_turned(dout.contiguous(), x.q, x.k, x.v, out.contiguous()),
@@ -227,7 +227,7 @@ class Efficient:
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         heads = (x.k.shape[2], -1)
         k, v = self._repeated(x)
-        # It reads the log-sum-exp in rows of a multiple of 32, as its forward writes them; exp(... - inf) is nothing.
+        # The kernel expects rows of log-sum-exp padded to 32, as its forward writes them; exp(... - inf) is 0.
         padded = F.pad(lse, (0, -x.q.shape[1] % 32), value=torch.inf).contiguous()
         random = torch.empty((1,), dtype=torch.int64, device=x.q.device)
         *gradients, _ = _aten._scaled_dot_product_efficient_attention_backward(

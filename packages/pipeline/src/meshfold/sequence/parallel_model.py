@@ -32,8 +32,8 @@ class SequenceParallel:
 
     def __init__(self, model: nn.Module, settings: AttentionSettings) -> None:
         self._settings = settings
-        self._local = 0  # tokens of this rank in the last forward, which may be recomputed later
-        self._attended = False  # in the forward under way; not a count, which a compiled block would be guarded on
+        self._local = 0  # this rank's tokens in the last forward, for its recomputation
+        self._attended = False  # in this forward; not a count, which would be a guard of compiled blocks
         self._signature = inspect.signature(model.forward)
         self._takes_positions = "position_ids" in self._signature.parameters
         self._shifts_labels = getattr(model, "loss_type", "") == "ForCausalLM" or any(
@@ -43,7 +43,7 @@ class SequenceParallel:
         self._tracked = ShardedSequenceLayout(settings.mesh, sequence_mode(settings.mode, settings.mesh).axes)
         theirs = hugging_face.parts(model)
         self._swaps = theirs != [model]
-        with ExitStack() as refused:  # a model that is not taken is left as it was
+        with ExitStack() as refused:  # undo the changes if the model is refused
             refused.callback(self.remove)
             self._changes.append(_Undo(track_forwards(model, self._tracked)))
             self._changes.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -113,12 +113,12 @@ class SequenceParallel:
         return AttentionMode(self._asked, self._counted, self._marked)
 
     def _asked(self) -> AttentionSettings:
-        """Return the settings for a call of attention."""
+        """Return the settings of a call of attention."""
         self._attended = True
         return self._settings
 
     def _counted(self, n: int) -> Tensor | None:
-        """Return the positions that an arange of n stands for in a model without ``position_ids``."""
+        """Return the positions for an arange of n tokens in a model without ``position_ids``."""
         if self._takes_positions or n != self._local:
             return None
         found = self._positions("cpu")
@@ -133,7 +133,7 @@ class SequenceParallel:
         return positions
 
     def _positions(self, device: torch.device | str) -> Tensor:
-        """Return the positions: ``rows local``, or ``1 local`` where all rows have the same."""
+        """Return the positions: ``rows local``, or ``1 local`` if all rows have the same."""
         s = self._settings
         length = s.length or self._local * s.mesh.size(*sequence_mode(s.mode, s.mesh).axes)
         rows: list[tuple[int, ...] | None] = [*documents_by_row(s.documents)]
@@ -149,17 +149,17 @@ class SequenceParallel:
 
 
 class _Undo:
-    """A change that a function undoes."""
+    """Handle whose ``remove`` calls a function."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self.remove = undo
 
 
 class _NoMasks:
-    """Lets modules that make causal masks of whole sequences (``makes_masks = True``) make none.
+    """Switches off the causal masks of modules that make them for whole sequences (``makes_masks = True``).
 
     Attributes:
-        window: of what they would have let through; None if there is none.
+        window: the window of these masks; None if they have none.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -82,7 +82,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, job: Round) -> tuple[Tensor, Tenso
 def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, job: Round) -> Gradients:
     dq = tile_attention.PartialSum(q)
     block = _Travelling(job, k, v)
-    sums: Pending | None = None  # dK and dV of the block, from the ranks that had it before
+    sums: Pending | None = None  # dK and dV of the block so far, from the ranks before
     for step, tiles in enumerate(job.steps):
         k, v = block.arrive(step)
         dk, dv = tile_attention.PartialSum(k), tile_attention.PartialSum(v)
@@ -92,9 +92,9 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
             dk.add(tile.k, shares[1])
             dv.add(tile.k, shares[2])
         if len(job.steps) > 1:
-            total = _total(dk, dv, None if sums is None else sums.wait())  # they came while tiles were computed
+            total = _total(dk, dv, None if sums is None else sums.wait())  # received while the tiles were computed
             last = step + 1 == len(job.steps)
-            hops = job.group.size - step if last else 1  # back to where it came from
+            hops = job.group.size - step if last else 1  # the last hop returns to the owner
             sums = collectives.shift(total, job.group, hops, async_op=True)
     if sums is None:
         return dq.result(), dk.result(), dv.result()
@@ -117,7 +117,7 @@ def _total(dk: tile_attention.PartialSum, dv: tile_attention.PartialSum, before:
 
 
 class _Travelling:
-    """Keys and values on their way around the ring: one tensor, so one message per step, sent on before it is used."""
+    """Keys and values that travel around the ring in one tensor: one message per step, forwarded before it is used."""
 
     def __init__(self, job: Round, k: Tensor, v: Tensor) -> None:
         self._job, self._k, self._v = job, k, v
@@ -127,7 +127,7 @@ class _Travelling:
         self._next: Pending | None = None
 
     def arrive(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the block of this step, and start the transfer of the next one."""
+        """Return this step's block, and start the transfer of the next."""
         if self._packed is None:
             return self._k, self._v
         if self._next is not None:

@@ -83,7 +83,7 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, jo
 
 
 def _round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yield every rank's block with its place in the ring, this rank's own first."""
+    """Yield every rank's block with its index in the ring, this rank's first."""
     for step in range(group.size):
         if step:
             x = collectives.shift(x, group)

@@ -222,7 +222,7 @@ MODES: Mapping[str, Mode] = {
     "ring_ulysses": Mode(ring=("ring",), ulysses=("ulysses",)),
     "ring_self": Mode(ring=("seq",), order="contiguous"),
 }
-_OWN = Mode(ring=("seq",), order="contiguous")  # an attention of one's own: it says what runs over the axis
+_OWN = Mode(ring=("seq",), order="contiguous")  # custom attention, which communicates over the axis itself
 
 
 def sequence_mode(mode: str | Callable[..., object], mesh: Mesh) -> Mode:

@@ -28,7 +28,7 @@ class PartialAttention:
         b, s, heads, _ = self.shape
         wide = accumulating(self.like.dtype)
         if self.out is None and tile.rows == s:
-            self.out, self.lse = out, lse  # kept as it came until there is something to merge
+            self.out, self.lse = out, lse  # stored unchanged until there is a second part to merge
             return
         if self.out is None or self.lse is None:
             self.out = torch.zeros(self.shape, dtype=wide, device=self.like.device)
@@ -59,7 +59,7 @@ class PartialSum:
             total = self._settled()
             total[:, start : start + part.shape[1]].add_(part)
         else:
-            self.parts.append((start, part))  # kept as it came until there is something to add it to
+            self.parts.append((start, part))  # stored unchanged until there is a second part to add
 
     def whole(self) -> Tensor:
         """Return the sum, wide or in the dtype of its only part."""
@@ -132,7 +132,7 @@ class TilePairs:
                 yield tile, (parts[0][i], parts[1][i], parts[2][i])
 
     def _pairs(self, alike: Sequence[Tile]) -> tuple[Kernel, Pairs]:
-        """Tiles of one shape as one batch, and what computes them."""
+        """Batch of tiles of one shape, with the kernel that computes them."""
         kept = None if self.dropout_factors is None else _factors(self.dropout_factors, alike)
         columns = _columns(self.k, alike), _columns(self.v, alike)
         pairs = Pairs(_rows(self.q, alike), *columns, alike[0].shape != "full", self.scale, kept)
@@ -160,7 +160,7 @@ def _columns(x: Tensor, tiles: Sequence[Tile]) -> Tensor:
 
 
 def _cut(x: Tensor, tiles: Sequence[Tile], starts: Sequence[int], count: int) -> Tensor:
-    """Stack the tiles' parts of a block along the batch. An upper triangle read backwards is a causal one."""
+    """Stack the tiles' parts of a block along the batch. Reversed, an upper triangle is a causal mask."""
     part = _stack([x[:, start : start + count] for start in starts])
     return part.flip(1) if tiles[0].shape == "upper" else part
 

@@ -96,8 +96,8 @@ class Tile:
 
 @dataclass(slots=True)
 class _Run:
-    """Queries [start, start + rows) of the block see keys [first, stop); each end is fixed (0), moves (1), or is
-    unknown for a single row (None)."""
+    """Queries [start, start + rows) see keys [first, stop). Each end stays (0), moves by one per row (1), or is unknown (None)
+    for a single row."""
 
     start: int
     rows: int
@@ -107,7 +107,7 @@ class _Run:
     stop_moves: int | None
 
     def joins(self, other: _Run) -> bool:
-        """Extend by the following rows, if the ends continue in the same way."""
+        """Extend by the following rows and return True if the ends continue in the same way."""
         first = _continued(self.first, self.first_moves, self.rows, other.first, other.first_moves)
         stop = _continued(self.stop, self.stop_moves, self.rows, other.stop, other.stop_moves)
         if first is None or stop is None:
@@ -135,7 +135,7 @@ def _continued(value: int, moves: int | None, rows: int, then: int, then_moves: 
 
 
 def _runs(queries: Pieces, keys: Pieces, mask: Mask) -> Iterator[_Run]:
-    offsets = []  # for each piece of keys, how many keys come before it
+    offsets = []  # number of keys before each piece
     held = 0
     for start, stop in keys:
         offsets.append(held)
@@ -174,7 +174,7 @@ def _runs(queries: Pieces, keys: Pieces, mask: Mask) -> Iterator[_Run]:
 
 
 def _marks(keys: Pieces, mask: Mask) -> tuple[int, ...]:
-    """Positions of queries at which an end of what they see may begin or cease to move."""
+    """Return the query positions at which an end of the visible range may begin or cease to move."""
     edges = {0, mask.length, *(edge for piece in keys for edge in piece), *(mask.documents or ())}
     window = mask.window or 0
     shifts = {0, -1, 1, window - 1, window, -window, 1 - window}
@@ -186,14 +186,14 @@ def _cut(run: _Run) -> Iterator[Tile]:
     if run.first_moves and run.stop_moves:
         yield from _band(start, rows, first, stop)
     elif run.stop_moves:
-        if (blind := max(0, first - stop + 1)) > 0:  # the first rows see nothing yet
+        if (blind := max(0, first - stop + 1)) > 0:  # the first rows see no keys
             start, rows, stop = start + blind, rows - blind, stop + blind
         if rows > 0:
             if stop - 1 > first:
                 yield Tile("full", start, first, rows, stop - 1 - first)
             yield Tile("lower", start, stop - 1, rows, rows)
     elif run.first_moves:
-        rows = min(rows, stop - first)  # the last rows see nothing any more
+        rows = min(rows, stop - first)  # the last rows see no keys
         if rows > 0:
             yield Tile("upper", start, first, rows, rows)
             if stop > first + rows:
@@ -229,7 +229,7 @@ def steps(sharding: SequenceSharding, mask: Mask, index: int) -> Steps:
     are as many steps as some place has work for, so that a window shorter than a share is two steps in contiguous
     order; a step whose tiles are masked away is an empty tuple.
     """
-    if torch.compiler.is_compiling():  # pure Python is traced through; caches would only be warned about
+    if torch.compiler.is_compiling():  # pure Python can be traced; dynamo would warn about caches
         return _steps(sharding, mask, index, _at)
     return _kept_steps(sharding, mask, index)
 
@@ -248,7 +248,7 @@ def _steps(
     places = range(sharding.ring)
     last = sharding.ring - 1
     while last > 0 and not any(at(sharding, mask, place, last) for place in places):
-        last -= 1  # nobody has work that late
+        last -= 1  # no rank has work in this step
     return tuple(at(sharding, mask, index, step) for step in places[: last + 1])
 
 

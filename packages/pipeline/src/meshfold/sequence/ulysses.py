@@ -43,10 +43,10 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, axes: tuple[str, ...])
     if times > 1:
         k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
     sizes = [x.shape[-1] for x in (q, k, v)]
-    if len(set(sizes)) > 1:  # heads of two widths travel as heads of the larger one
+    if len(set(sizes)) > 1:  # pad heads of different widths to the largest
         q, k, v = (F.pad(x, (0, max(sizes) - size)) for x, size in zip((q, k, v), sizes, strict=True))
-    # Packed as it is sent, what goes to each rank in one piece, so that nothing is copied twice.
-    # Not x.unflatten: torch.compile cannot trace it under a TorchFunctionMode, which calls of attention come through.
+    # Pack contiguously per destination, so that nothing is copied twice. Not by x.unflatten: torch.compile cannot trace it
+    # under the TorchFunctionMode that intercepts attention.
     b, s, d = q.shape[0], q.shape[1], q.shape[3]
     packed = torch.cat([x.reshape(b, s, ranks, -1, d).movedim(2, 0) for x in (q, k, v)], 3)
     arrived = exchange(packed, mesh, 0, 0, axes).movedim(0, 1).flatten(1, 2)

@@ -126,7 +126,7 @@ class OutputForms:
         """
         last = max(max(own) for own in ranks)
         for index, form in self._seen.items():
-            if index == last or not form.has_more:  # the last hands nothing on
+            if index == last or not form.has_more:  # the last block passes nothing on
                 continue
             for own in ranks:
                 if not any(self._alike(other, index) for other in own):

@@ -76,7 +76,7 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
 
 
 def _lists_of(model: nn.Module, name: str | None, *classes: type[nn.Module]) -> list[tuple[int, Blocks]]:
-    """Return the lists in which a block repeats, or the one of that name, each with its number of parameters."""
+    """Return the lists of repeated blocks, or only the one with this name, each with its number of parameters."""
     found: list[tuple[int, Blocks]] = []
     for path, module in model.named_modules():
         if name is not None and path != name:
@@ -125,8 +125,8 @@ def balance_blocks(costs: Sequence[float], stages: int, *, before: float = 0.0, 
     def cost_of(stage: int, first: int, last: int) -> float:
         return sums[last] - sums[first] + before * (stage == 0) + after * (stage == stages - 1)
 
-    # best[s][n]: of the first n blocks in s stages, (most expensive stage, sum of squares), then where the last stage begins.
-    # Squares count only once the cost of the most expensive stage is known, which is searched for first.
+    # best[n]: the least cost of the first n blocks in `stage + 1` stages. The first pass finds the lowest cost of the most
+    # expensive stage; the second minimises the sum of squares within that limit, to even out the rest.
     limit = float("inf")
     cuts: list[list[int]] = []
     for even in (False, True):
@@ -182,12 +182,12 @@ def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = No
         twin = made[module] = object.__new__(type(module))
         for name, value in module.__dict__.items():
             twin.__dict__[name] = _own(value)
-        twin._compiled_call_impl = None  # it calls the first module
+        twin._compiled_call_impl = None  # it is bound to the original module
         for name, child in module._modules.items():
             twin._modules[name] = None if child is None else shallow_twin(child, made)
     return made[module]
 
 
 def _own(value: Any) -> Any:
-    """Copy an attribute that is a dict: parameters and hooks change in one of the two modules only."""
+    """Copy an attribute that is a dict, so that each of the two modules has its own parameters and hooks."""
     return value.copy() if isinstance(value, dict) else value

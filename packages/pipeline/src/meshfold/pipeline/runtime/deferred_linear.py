@@ -30,15 +30,15 @@ from meshfold.mesh.parameters import (
 
 
 class _Product(torch.autograd.Function):
-    """``.. k`` by a weight ``n k`` (``k n`` if turned) and a bias that autograd does not see."""
+    """Multiply ``.. k`` by a weight ``n k`` (``k n`` if turned) and add a bias, both hidden from autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, turned: bool) -> Tensor:
         ctx.save_for_backward(x, weight, ticket)
         ctx.turned = turned
         y = F.linear(x, weight.t() if turned else weight, bias)
-        # Of inputs with more than two dims y is a view, and autograd forbids in-place changes of a view that a Function
-        # returns (nn.ReLU(inplace=True) behind the layer). Nobody else has the tensor that y is a view of.
+        # With more than two dims y is a view, and autograd forbids changing a view returned by a Function in place, as
+        # nn.ReLU(inplace=True) after the layer would. Here that is safe: nobody else holds the base of y.
         unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return unviewed
 
@@ -56,7 +56,7 @@ class _Deferring:
     """Mixin that is added to a linear layer's class.
 
     Attributes:
-        computes_linear: True: it computes ``nn.Linear``'s product, so :mod:`meshfold.kernels.fuse` may treat it as a head.
+        computes_linear: True, so that :mod:`meshfold.kernels.fuse` may treat the layer as a head.
     """
 
     computes_linear = True
@@ -129,7 +129,7 @@ def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
 
 
 class _Adder:
-    """Adds up the gradients of a layer. It reads the layer's parameters each time, since they may be replaced."""
+    """Accumulates the gradients of a layer. It looks the parameters up each time, since they may be replaced."""
 
     def __init__(self, layer: nn.Module, turned: bool, batched: bool) -> None:
         self._layer, self._turned, self._batched = layer, turned, batched
@@ -147,7 +147,7 @@ class _Adder:
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
-    """Return True for transformers' linear layer with a weight ``k n``, whose class cannot be imported here."""
+    """Return True for transformers' ``Conv1D``, a linear layer with a weight ``k n``; recognised without importing transformers."""
     weight, width = layer._parameters.get("weight"), getattr(layer, "nf", None)
     named = any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__[:2])
     return named and isinstance(width, int) and weight is not None and weight.shape[-1] == width

@@ -173,7 +173,7 @@ class _Step:
         self._training = training
         self.outputs: list[Any | None] = [None] * len(works)
         self._coming: dict[Key, list[Transfer]] = {}
-        self._here: dict[Key, list[Tensor]] = {}  # made on this rank, for this rank or to be sent
+        self._here: dict[Key, list[Tensor]] = {}  # results of this rank, kept for it or to be sent
         self.loss: Tensor | None = None
 
     def take(self, steps: Sequence[Step], at: int) -> int:
@@ -223,7 +223,7 @@ class _Step:
             self._here["activation", stage.number + 1, key] = outputs
             return
         weight = self._works[key].weight.to(loss.device)
-        share = torch.where(weight > 0, weight * loss.double(), 0.0)  # a mean over nothing may be NaN
+        share = torch.where(weight > 0, weight * loss.double(), 0.0)  # the mean over no targets may be NaN
         self.loss = share if self.loss is None else self.loss + share
 
     def _backward(self, stage: Stage, key: int, op: Op) -> None:
@@ -236,7 +236,7 @@ class _Step:
             self._here["gradient", stage.number - 1, key] = found
 
     def _take(self, kind: str, stage: int, key: int) -> list[Tensor]:
-        """Return what a stage needs, from this rank or from another."""
+        """Return a stage's input, made on this rank or received."""
         if (kind, stage, key) in self._here:
             return self._here.pop((kind, stage, key))
         return [transfer.wait() for transfer in self._coming.pop((kind, stage, key))]
@@ -266,7 +266,7 @@ _WORK = {
 
 
 def _described(step: Step) -> str:
-    """Describe a step for an error: ``the forward of stage 1 on micro-batch 0 (1F0)``."""
+    """Describe a step for an error message: ``the forward of stage 1 on micro-batch 0 (1F0)``."""
     match step:
         case Action(op, stage, microbatch):
             return f"{_WORK[op]} of stage {stage} on micro-batch {microbatch} ({step})"

@@ -116,7 +116,7 @@ def analyze_forward(
             (module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None
         ]
         with ExitStack() as stack:
-            # One block at a time, but for what is looked at afterwards: all together might not fit.
+            # Materialise one block at a time, except those that are inspected later: all together might not fit.
             kept = [partial_forward.blocks[0], *shared]
             stack.enter_context(zeros_in_place([*outside, *(m for block in kept for m in block.modules())], device))
             stack.enter_context(preserved_buffers(model))
@@ -133,7 +133,7 @@ def analyze_forward(
                 )
             except ChainError:
                 raise
-            except Exception:  # without values it may not get through: a step may
+            except Exception:  # may fail on zeros, while a real step works
                 return found
             found.seen = seen
             found.last = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
@@ -157,7 +157,7 @@ def _used(
     loose: Sequence[Tensor],
     computed: Mapping[int, Sequence[Tensor]],
 ) -> Uses:
-    """Return where an observed forward uses parameters; ``computed``: tensors, by the block called last before them."""
+    """Return the blocks in which a forward uses parameters; ``computed``: tensors by the block called before them."""
     found: Uses = {}
     since = {place: crossing.time for place, crossing in seen.crossings.items()}
     reached = {place: _leaves(tensors, since.get(place, 0)) for place, tensors in computed.items()}
@@ -182,7 +182,7 @@ def _writes(buffer: Tensor | None) -> int:
 
 
 class _NoLargeProducts(TorchFunctionMode):
-    """Skips products with a large placeholder matrix, since only the shape of the result is needed."""
+    """Function mode that skips products with a large placeholder matrix: only the shape of the result matters."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) > 1:
@@ -193,7 +193,7 @@ class _NoLargeProducts(TorchFunctionMode):
 
 
 def _leaves(tensors: Sequence[Tensor], since: int) -> set[int]:
-    """Identities of the tensors that these were computed from, by nodes of autograd's graph from a number on."""
+    """Return the ids of the leaves that tensors were computed from, following autograd nodes from a sequence number on."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()
     found = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
@@ -214,7 +214,7 @@ def some_tokens(model: nn.Module, mesh: Mesh, axis: str, device: torch.device) -
     """Return some token ids, with as many rows as any split of the batch needs."""
     rows = mesh.world_size // mesh.size(axis)
     sizes = [p.shape[0] for p in model.parameters() if p.dim() > 1]
-    length = min([8, *(size for size in sizes if size > 1)])  # one of them may be of a table of positions
+    length = min([8, *(size for size in sizes if size > 1)])  # a size may come from a table of positions
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     labels = inspect.signature(model.forward).parameters.get("labels")
     wants = labels is not None and labels.default is inspect.Parameter.empty

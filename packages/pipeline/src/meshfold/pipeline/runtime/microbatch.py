@@ -109,7 +109,7 @@ def split(
 
 
 def _sizes(rows: int, count: int, unit: int) -> list[int]:
-    """Rows of every part: whole units, the last of which may be short; single rows if there are too few units."""
+    """Return the rows of each part: whole units, the last perhaps short; single rows if there are too few units."""
     unit = unit if count * unit < rows + unit else 1
     groups = -(-rows // unit)
     ends = [unit * (part * (groups // count) + min(part, groups % count)) for part in range(1, count + 1)]
@@ -180,7 +180,7 @@ def _rows(tensor: Tensor, *, rows: int, first: int, size: int) -> Tensor:
 def _count(
     args: Sequence[Any], kwargs: Mapping[str, Any], part: Any, rows: int, *, own_loss: bool, shifted: bool
 ) -> Tensor:
-    """Return the number of targets of a part that count: scalar."""
+    """Return the number of a part's targets that count, a scalar."""
     name = targets_key(kwargs)
     targets = part[1] if own_loss and isinstance(part, tuple) else kwargs.get(name)
     if not isinstance(targets, Tensor) or targets.is_floating_point():
@@ -191,7 +191,7 @@ def _count(
 
 
 def _countable(part: Any, count: Tensor, *, own_loss: bool) -> Any:
-    """Return the part with at least one target that counts: the gradient of a mean over nothing is NaN, not 0."""
+    """Return the part with at least one counted target: the gradient of a mean over none is NaN, not 0."""
     if isinstance(part, Mapping) and (name := targets_key(part)):
         return {**part, name: ensure_one_target(part[name], count, part.get("attention_mask"))}
     if own_loss and isinstance(part, tuple) and isinstance(part[1], Tensor):

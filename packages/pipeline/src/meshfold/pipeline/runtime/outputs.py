@@ -12,8 +12,8 @@ from torch import Tensor
 from meshfold.mesh import Group, SpecError, broadcast
 from meshfold.pipeline.runtime.placeholders import DTYPES
 
-_LONGEST = 512  # bytes of the names of an output's fields
-_NONE = -2  # in place of how many fields there are, where they could not be put together
+_LONGEST = 512  # bytes for the names of an output's fields
+_NONE = -2  # sent instead of the number of fields if collecting them failed
 
 
 class Output(SimpleNamespace):
@@ -40,12 +40,12 @@ def share(outputs: Sequence[Any] | None, group: Group, source: int, device: torc
     Raises:
         SpecError: on all ranks, if there is no such tensor, or those of the micro-batches cannot be concatenated.
     """
-    fields: list[tuple[Tensor, Tensor]] = []  # head and tensor
+    fields: list[tuple[Tensor, Tensor]] = []  # header and tensor
     error: Exception | None = None
     if outputs is not None:
         try:
             fields = [(_head(name, tensor), tensor) for name, tensor in _joined(outputs).items()]
-        except Exception as wrong:  # the others wait to hear how many there are
+        except Exception as wrong:  # the other ranks wait for the number of fields
             error = wrong
     count = torch.tensor([_NONE if error is not None else len(fields)], device=device)
     count = broadcast(count, group, source)
@@ -83,7 +83,7 @@ def _joined(outputs: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _fields(output: Any) -> dict[str, Any]:
-    """Return an output's parts by name; those of a tuple by index."""
+    """Return an output's parts by name, a tuple's by index."""
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, tuple) and hasattr(output, "_asdict"):
@@ -100,7 +100,7 @@ def _rows(output: Tensor) -> Tensor:
 
 
 def _head(name: str, tensor: Tensor) -> Tensor:
-    """Name, dtype and shape as numbers."""
+    """Encode name, dtype and shape as numbers."""
     head, encoded = _no_head(), name.encode()[:_LONGEST]
     head[0], head[1], head[2] = len(encoded), tensor.dim(), DTYPES.index(tensor.dtype)
     head[3 : 3 + tensor.dim()] = torch.tensor(tensor.shape)

@@ -89,21 +89,21 @@ class _Run:
     """One forward.
 
     Attributes:
-        plan: what travels; filled in where ``looking``.
+        plan: the tensors that travel; filled in while ``looking``.
         first: the first block that runs.
-        stop: the block at which the forward ends; the number of blocks for none.
-        received: what came from the stage before, in the order of the slots.
-        looking: run without values, to find out what travels.
-        inside: the first block was reached.
+        stop: the block before which the forward ends; the number of blocks to run to the end.
+        received: tensors from the previous stage, in the order of the slots.
+        looking: run without values, to find out which tensors travel.
+        inside: the first block has been reached.
         grad: whether gradients are needed.
-        inputs: what was received, as backward knows it.
-        at: the block that was called last; -1 before the first.
-        calls: modules beside the blocks that were called, with ``at``.
-        keep: keep the arguments of modules, and run each block inside the context that this returns; None: do not.
-        entering: these arguments, by the block that was called before.
+        inputs: the received tensors as leaves of the autograd graph.
+        at: the block called last; -1 before the first.
+        calls: modules outside the blocks that were called, with ``at``.
+        keep: if set, record the arguments of modules, and run each block inside the context that this returns.
+        entering: the recorded arguments, by the block called before.
         crossings: the points at which blocks were called, by block.
-        began: layouts of the received tensors at the first block that was run, by index.
-        elsewhere: calls of blocks that earlier stages make, by the first place of the block.
+        began: layouts of the received tensors at the first block that ran, by index.
+        elsewhere: number of calls of each block that earlier stages make, by the block's first place in the list.
     """
 
     plan: TransferPlan
@@ -151,7 +151,7 @@ class StageEnd(Exception):
 
 
 class _Gated:
-    """Mixin that is added to a gated module's class: calls go through the gate."""
+    """Mixin for a gated module's class that routes its calls through the gate."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         gates, index = self.__dict__[_GATE]
@@ -280,9 +280,7 @@ class PartialForward:
         if self.run is not None:
             raise LayoutError("a forward of this model is running already")
         fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(
-            False
-        )  # nested tensors, if the first layer of nn.TransformerEncoder is here
+        torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder would make nested tensors
         self.run = run
         try:
             yield
@@ -295,7 +293,7 @@ class PartialForward:
     def block(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle the call of a block."""
         run = self.run
-        assert run is not None  # the gate has looked
+        assert run is not None  # checked by the gate
         if index < run.at:
             raise ChainError(
                 f"block {index} is called after block {run.at}: a model is cut into stages along its list of blocks, so each is "
@@ -322,7 +320,7 @@ class PartialForward:
             run.inside = True
             torch.set_grad_enabled(run.grad)
             travels = _travels(slots, args, kwargs)
-            known = layouts_of(travels)  # placeholders have the layouts of the tensors they replace
+            known = layouts_of(travels)  # read from the placeholders before they are replaced
             for leaf, tensor in zip(travels.values(), run.received, strict=True):
                 run.inputs.append(inject(leaf, tensor, run.grad))
             for place, how in known.items():
@@ -345,7 +343,7 @@ class PartialForward:
         leaves, _ = tree_flatten((args, kwargs))
         if run.keep:
             run.entering.setdefault(run.at, []).extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        looking = tracker()  # how what it returns lies is known only where that is looked at
+        looking = tracker()  # layouts of its results are known only under a tracker
         looked_at = None if looking is None else looking.rows.follows
         key = (id(module), looked_at, *(sign(leaf) for leaf in leaves))
         if key not in self._shapes:
@@ -353,7 +351,7 @@ class PartialForward:
                 found = call(*args, **kwargs)
             outputs, spec = tree_flatten(found)
             if any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in outputs):
-                return found  # it makes something of the batch as well, which has to be made each time
+                return found  # integers may depend on the batch: compute them every time
             self._shapes[key] = (
                 spec,
                 [TensorPlaceholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs],
@@ -369,7 +367,7 @@ class PartialForward:
             asks = isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
             if asks and not any(leaf is other for other in travels.values()):
                 travels[place] = leaf
-        if index != before:  # not once more
+        if index != before:  # only for its first call
             run.plan.slots[index] = tuple(Slot(p, tuple(t.shape), t.dtype) for p, t in travels.items())
         if run.keep:
             run.entering.setdefault(before, []).extend(travels.values())
@@ -390,12 +388,12 @@ class PartialForward:
         hidden = next(iter(travels.values()))
         if index not in run.plan.forms:
             run.plan.forms[index] = self._form_of(run, index, hidden, args, kwargs)
-        if run.keep:  # what is computed from here on depends on nothing from before
+        if run.keep:  # cut the graph: later tensors depend on nothing before this block
             hidden = TensorPlaceholder(hidden).make(True)
         return run.plan.forms[index].fill(hidden)
 
     def _form_of(self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any) -> OutputForm:
-        """Return the form of block ``index``'s output: its own where all blocks are here, else that of one like it."""
+        """Return the form of block ``index``'s output: its own if all blocks are here, else that of a similar block."""
 
         def learn(here: int) -> OutputForm:
             return self._returned(here, index, hidden, args, kwargs)
@@ -407,12 +405,12 @@ class PartialForward:
         return self.forms.like(index, run.plan.forms, here, learn)
 
     def _returned(self, here: int, index: int, hidden: Tensor, args: Any, kwargs: Any) -> OutputForm:
-        """Call block ``here`` with the arguments of block ``index``, to learn its output form."""
+        """Call block ``here`` with the arguments of block ``index`` to learn the form of the output."""
         block = self.blocks[here]
         try:
             output = self._run_by_itself(block, args, kwargs)
         except Exception as error:
-            if here == index:  # the model's own
+            if here == index:  # an error of the model itself
                 raise
             raise ChainError(
                 f"block {here}, a {type(block).__name__}, cannot be called as block {index} is ({type(error).__name__}: {error}). "
@@ -432,13 +430,13 @@ class PartialForward:
 
 
 def _travels(slots: Slots, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
-    """Return the arguments of a block that travel, by their place among the leaves."""
+    """Return a block's arguments that travel, by their index among the leaves."""
     leaves, _ = tree_flatten((args, kwargs))
     return {slot.place: leaves[slot.place] for slot in slots}
 
 
 def _leaf(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the leaf at an index. The first argument, the usual one, is taken without flattening."""
+    """Return the leaf at an index; the first argument, the usual case, without flattening."""
     if place == 0 and args and isinstance(args[0], Tensor):
         return args[0]
     leaves, _ = tree_flatten((args, kwargs))

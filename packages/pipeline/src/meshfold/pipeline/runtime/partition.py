@@ -197,7 +197,7 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
     def used() -> bool:
         return partial_forward.run is not None and partial_forward.run.inside
 
-    # A module may have several names, and be wanted for one of them.
+    # A module may have several names, of which only one is in the stage.
     here = {slot for name, slot in _slots(model) if rank in {stage_ranks[stage] for stage in stages_of(name)}}
     for index, block in enumerate(partial_forward.blocks):
         if stage_ranks[stage_of_block[index]] != rank:
@@ -232,7 +232,7 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
 
 
 def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """Return the blocks with a buffer that other modules have too."""
+    """Return the blocks that share a buffer with other modules."""
     places: dict[Tensor, set[int | None]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         places.setdefault(buffer, set()).add(blocks.index_of(name))
@@ -241,7 +241,7 @@ def _with_shared_buffers(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
 
 def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[str], set[int]]) -> None:
-    """Refuse a buffer that the forward changes and several ranks have: each would change its own."""
+    """Refuse a buffer that the forward changes and that several ranks have, since each would change its own copy."""
     ranks: dict[Tensor, set[int]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffer in changed:
@@ -254,7 +254,7 @@ def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[s
 
 
 def _slots(model: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
-    """Return the module of every parameter, and its name there, by all of its full names."""
+    """Map every full name of every parameter to its module and its name there."""
     return [
         (f"{path}.{leaf}" if path else leaf, (module, leaf))
         for path, module in model.named_modules(remove_duplicate=False)
@@ -264,12 +264,12 @@ def _slots(model: nn.Module) -> list[tuple[str, tuple[nn.Module, str]]]:
 
 
 def _around(model: nn.Module, blocks: Blocks) -> list[nn.Module]:
-    """Return the modules that contain the list of blocks, and the list."""
+    """Return the list of blocks and the modules that contain it."""
     return [module for module in model.modules() if blocks.container in module.modules()]
 
 
 def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the largest callable modules with parameters that hold no block, and the containers around them."""
+    """Return the largest callable modules that have parameters and no block, and the containers around them."""
     found: list[nn.Module] = []
     containers: list[nn.Module] = []
 
@@ -292,7 +292,7 @@ def _beside(model: nn.Module, blocks: Blocks, around: Sequence[nn.Module]) -> tu
 
 
 def _check_not_compiled(around: Sequence[nn.Module]) -> None:
-    """Refuse a model compiled by torch.compile, since a stage leaves its forward in the middle."""
+    """Refuse a model compiled by torch.compile: stages leave its forward in the middle."""
     for module in around:
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             name = type(module._modules.get("_orig_mod", module)).__name__

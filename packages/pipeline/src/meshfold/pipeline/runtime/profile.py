@@ -36,7 +36,7 @@ class DeviceClock:
         return float(begin.elapsed_time(end)) / 1e3 if self._device.type == "cuda" else float(end - begin)
 
 
-_KEY = -1  # no micro-batch of a step has this number
+_KEY = -1  # not the number of any micro-batch
 
 
 def measure(
@@ -95,9 +95,9 @@ def rehearse(stages: Mapping[int, Stage], work: Microbatch, plan: TransferPlan, 
 
 
 def _run(stage: Stage, work: Microbatch, plan: TransferPlan, device: torch.device, clock: DeviceClock) -> list[Any]:
-    """Return the timestamps before F, between F, B and W, and after W.
+    """Return the times before F, between F, B and W, and after W.
 
-    On a GPU the host does not wait in between, so launch times are hidden, as in a step.
+    On a GPU the host does not wait in between, so launches overlap with computation, as in a step.
     """
     received, gradients = stage.random_inputs(plan, device), stage.random_gradients(plan, device)
     points = [clock.now()]

@@ -26,7 +26,7 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
     ]
     for module, name, buffer in before:
         copy = buffer.clone()
-        copy.__dict__.update(buffer.__dict__)  # where it lies on the mesh
+        copy.__dict__.update(buffer.__dict__)  # keeps its metadata, such as its placement
         module._buffers[name] = copy
     caches = [(m, m.__dict__["kv_cache"]) for m in model.modules() if m.__dict__.get("kv_cache") is not None]
     for module, _ in caches:

@@ -47,7 +47,7 @@ LossOf = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Live:
-    """Tensors that one micro-batch holds from F to B."""
+    """Tensors of one micro-batch that are held from F to B."""
 
     inputs: list[Tensor]
     outputs: list[tuple[GradientEdge, torch.dtype] | None]
@@ -144,7 +144,7 @@ class Stage:
                 output = [loss]
         if loss is None:
             self._check(output, plan)
-        # Edges, not tensors: what has been sent need not be held by the one who sent it.
+        # Keep graph edges, not tensors, so that a sent tensor can be freed here.
         edges = [(get_gradient_edge(t), t.dtype) if t.requires_grad else None for t in output]
         self._held[key] = _Live(inputs=inputs, outputs=edges)
         self.kept.add(key)
@@ -152,11 +152,10 @@ class Stage:
 
     @contextmanager
     def _loss_waits(self) -> Iterator[None]:
-        """Context manager around F: logits of the last stage are deferred to their loss.
+        """Context manager around F that defers the last stage's logits to their loss.
 
-        If computed in F, the gradient of the head's weight waits for B. At most one micro-batch holds such a gradient:
-        while one is between F and B, others compute it in B, from recomputed logits. In most schedules B follows F
-        there.
+        If the loss is computed in F, the gradient of the head's weight is held until B. At most one micro-batch holds such a
+        gradient: the others compute it in B, from recomputed logits. In most schedules the last stage's B directly follows F.
         """
         with ExitStack() as opened:
             if self.is_last and self.logits is not None:
@@ -201,7 +200,7 @@ class Stage:
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs]
 
     def _check_values(self, output: Any, received: Sequence[Tensor]) -> None:
-        """Check the first micro-batch: NaN from finite inputs shows that a tensor was used that was not sent."""
+        """Check the first micro-batch: NaN from finite inputs means that the stage used a tensor that was not sent."""
         leaves = [leaf.rows if isinstance(leaf, LazyLogits) else leaf for leaf in tree_leaves(output)]
         made = [local_shard(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel()]
         if not received or any(tensor.is_meta for tensor in (*made, *received)):
@@ -325,7 +324,7 @@ def stage_model(
 
 
 def _built(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any, int]:
-    """(the model, its trace if it is on the meta device, the seed of its values)"""
+    """Return (the model, its trace if it is on the meta device, the seed of its values)."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
@@ -361,7 +360,7 @@ class TransferPlans:
     def of(self, work: Microbatch) -> TransferPlan:
         """Return the plan for a micro-batch of this shape."""
         partition = self._staged.partition
-        if not self._known:  # dtypes may have been changed since the model was cut
+        if not self._known:  # dtypes may have changed since the model was cut
             agree_on_dtypes(partition.outside_blocks, self._mesh.group(self._axis), self._staged.device)
         module = self._staged.module
         key = (module.training, signature(work.args, work.kwargs))

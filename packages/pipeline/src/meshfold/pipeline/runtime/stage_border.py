@@ -19,7 +19,7 @@ from meshfold.mesh.tracking import Dims, TrackedLayout, axes_of, is_open, tracke
 
 
 class _Enter(torch.autograd.Function):
-    """Gives ``inside`` the autograd history of ``received``, whose values it has."""
+    """Gives ``inside`` the autograd history of ``received``, which has the same values."""
 
     @staticmethod
     def forward(ctx: Any, inside: Tensor, received: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Crossing:
         seen: set[Any] = set(self.travels)
         while waiting:
             node: Any = waiting.pop()
-            if node is None or node in seen or hasattr(node, "variable"):  # a leaf is there, whenever it is used
+            if node is None or node in seen or hasattr(node, "variable"):  # leaves are available on every stage
                 continue
             if node._sequence_nr() < self.time:
                 return True

@@ -169,7 +169,7 @@ class Schedule:
 
 
 def _actions(given: str | Iterable[Action | str], rank: int) -> list[Action]:
-    """Return a rank's list, from any of its spellings."""
+    """Parse a rank's list of actions from any supported form."""
     if isinstance(given, str):
         line = _LINE.fullmatch(given.strip())
         if line is not None and int(line["rank"]) != rank:

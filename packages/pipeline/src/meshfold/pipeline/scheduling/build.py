@@ -179,7 +179,7 @@ class Programs:
             self._fixed = source.microbatches
         first = self._make(microbatches or self._fixed or 2 * ranks)
         self.stage_ranks = first.stage_ranks
-        if source == "auto":  # another number of micro-batches must not ask for another cut
+        if source == "auto":  # keep this cut for other numbers of micro-batches
             self._options.update(chunks=first.chunks, stage_ranks=first.stage_ranks)
 
     def count(self, rows: int, *, training: bool = True, unit: int = 1) -> int:

@@ -139,10 +139,10 @@ def communicate(schedule: Schedule, costs: Costs | None = None) -> Program:
         ScheduleError: if the schedule cannot run; the message is that of :func:`meshfold.pipeline.check`.
     """
     check(schedule)
-    depth = simulate_costs(schedule, Costs())  # grows along every dependency, also where a cost is 0
+    depth = simulate_costs(schedule, Costs())  # increases along every dependency, even at zero cost
     timed = depth if costs is None else simulate_costs(schedule, costs)
     last = {action.stage: action for own in schedule.ranks for action in own if action.finishes_weights}
-    order: list[tuple[float, float, int, Step]] = []  # moment, depth, rank, step
+    order: list[tuple[float, float, int, Step]] = []  # time, depth, rank, step
     for rank, (own, levels) in enumerate(zip(timed.ranks, depth.ranks, strict=True)):
         for one, level in zip(own, levels, strict=True):
             order.append((one.start, level.start, rank, one.action))
@@ -190,7 +190,7 @@ def prove(program: Program) -> None:
 
 
 def _paired(program: Program) -> None:
-    """Check that every message has one partner, and that two ranks send and receive in the same order."""
+    """Check that every message has one partner, and that two ranks exchange messages in the same order."""
     sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, steps in enumerate(program.ranks):
@@ -214,10 +214,10 @@ def _named(message: Message | None) -> str:
 
 
 def _inputs(program: Program) -> None:
-    """Check that every action finds its inputs, and every message what it sends."""
+    """Check that the inputs of every action and the contents of every message exist in time."""
     schedule = program.schedule
     for rank, steps in enumerate(program.ranks):
-        there: set[Result] = set()  # what the rank has made or received
+        there: set[Result] = set()  # results that the rank has made or received
         for step in steps:
             match step:
                 case Receive():
@@ -246,7 +246,7 @@ def _carried(message: Message) -> Result:
 
 
 def _ends(program: Program, ranks: list[list[tuple[Step, ...]]], how: str) -> None:
-    """Run batches: a batch is over when the partner of every message in it has been posted."""
+    """Simulate batches: a batch ends once the partners of all of its messages are posted."""
     at = [0] * len(ranks)
     posted: set[tuple[int, Message]] = set()
 

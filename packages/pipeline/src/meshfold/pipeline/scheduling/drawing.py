@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Color = tuple[float, float, float]
 
 _PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#4fb0ab", "#d8ae2c", "#9c755f")
-# The ground is transparent; these read on a white page and on a dark one. The last two digits of _ROW are its opacity.
+# The background is transparent; these colours are legible on white and on dark pages. _ROW ends with its opacity.
 _INK, _FAINT, _INK_ON_LIGHT, _ROW = "#777777", "#808080", "#222222", "#8080801c"
 _LEFT, _RIGHT, _TOP, _ROW_HEIGHT, _GAP = 58.0, 16.0, 34.0, 30.0, 4.0
 _FONT = "DejaVu Sans, Verdana, sans-serif"
@@ -101,7 +101,7 @@ def title(simulation: Simulation) -> str:
 
 
 def _box(simulation: Simulation, one: Timed, y: float, scale: float) -> Iterator[Rectangle | Text]:
-    """Yield an action's rectangle, and the number of its micro-batch where there is room."""
+    """Yield an action's rectangle, and its micro-batch number if there is room."""
     chunks = simulation.schedule.chunks
     height = _ROW_HEIGHT * (1.0 if chunks == 1 else 0.66)
     chunk = simulation.schedule.stages_of(one.rank).index(one.action.stage)
@@ -219,7 +219,7 @@ def figure(simulation: Simulation, *, width: float = 1000.0) -> Figure:
                 shape.x,
                 shape.y,
                 shape.words,
-                fontsize=shape.size * 0.72,  # points of a 1/100 inch
+                fontsize=shape.size * 0.72,  # SVG units are 1/100 inch
                 color=shape.fill,
                 ha=sides[shape.anchor],
                 va="center_baseline",
@@ -247,7 +247,7 @@ def draw(simulation: Simulation, path: str | Path, *, width: float = 1000.0) -> 
 
 
 def _check_ending(target: Path) -> None:
-    """Raise unless matplotlib is installed and knows the format."""
+    """Raise unless matplotlib is installed and supports the format."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -279,7 +279,7 @@ def _hex(color: Color) -> str:
 
 
 def _fill(color: str) -> str:
-    """Return the attributes of SVG for ``#rrggbb`` or ``#rrggbbaa``, which not every reader of SVG knows."""
+    """Return SVG attributes for ``#rrggbb`` or ``#rrggbbaa``; not every viewer knows the latter."""
     opacity = f' fill-opacity="{_px(int(color[7:], 16) / 255)}"' if len(color) == 9 else ""
     return f'fill="{color[:7]}"{opacity}'
 

@@ -48,7 +48,7 @@ class _Clock:
         self.how = how
         self.free = [0.0] * ranks
         self.held = [0.0] * ranks
-        # Actions by when their inputs arrive; those whose inputs are there by key; weight gradients in order.
+        # Pending actions by the arrival of their inputs; ready ones by key; weight gradients in order.
         self.coming: list[list[tuple[float, int, Op, int, int]]] = [[] for _ in range(ranks)]
         self.ready: list[list[tuple[float, int, Op, int, int]]] = [[] for _ in range(ranks)]
         self.weights: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
@@ -67,7 +67,7 @@ class _Clock:
         return max(self.free), self.done
 
     def _when(self, rank: int) -> float | None:
-        """Return the earliest time at which a rank could begin something."""
+        """Return the earliest time at which a rank could start an action."""
         if self.ready[rank] or self.weights[rank]:
             return self.free[rank]
         return max(self.free[rank], self.coming[rank][0][0]) if self.coming[rank] else None
@@ -133,7 +133,7 @@ class _Clock:
             self._enter(end)
 
     def _give(self, end: float, rank: int, op: Op, stage: int, microbatch: int) -> None:
-        """Make an action possible once what it needs has arrived."""
+        """Make an action ready once its inputs have arrived."""
         target, maker = self.how.stage_ranks[stage], stage + (-1 if op is Op.F else 1)
         away = target != rank
         arrival = end + (self.how.costs.send[min(stage, maker)] if away else 0.0)

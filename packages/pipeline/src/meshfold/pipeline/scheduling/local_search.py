@@ -19,13 +19,13 @@ def makespan(replay: Replay, lists: Lists) -> float:
 
 
 def _run(replay: Replay, lists: Lists) -> Replayed | None:
-    """Return the times of all actions and results; None for a deadlock."""
+    """Return the times of all actions and results, or None for a deadlock."""
     times, made = replay.run(lists)
     return (times, made) if is_complete(times, lists) else None
 
 
 def _value(times: Times) -> tuple[float, float]:
-    """Return the objective: the makespan, then the sum of the ranks' ends."""
+    """Return the objective: the makespan, then the sum of the ranks' end times."""
     ends = [own[-1][1] for own in times if own]
     return max(ends), sum(ends)
 
@@ -72,7 +72,7 @@ def _moves(
     lists: Lists,
     found: Replayed,
 ) -> Iterator[tuple[int, int, int]]:
-    """Moves of one action on its rank from one place to another, along the critical path from the end."""
+    """Yield moves of an action to another position on its rank, along the critical path from the end."""
     times, made = found
     place = {action: (rank, i) for rank, actions in enumerate(lists) for i, action in enumerate(actions)}
     at: tuple[int, int] | None = max(
@@ -105,7 +105,7 @@ def _moves(
 
 
 def _gaps(own: list[tuple[float, float]], place: int) -> Iterator[int]:
-    """Yield the positions right before an action that has to wait, and the last position."""
+    """Yield the positions before actions that wait, and the last position."""
     count = 0
     for j in range(place + 1, len(own)):
         if own[j][0] > own[j - 1][1] + _SLACK:

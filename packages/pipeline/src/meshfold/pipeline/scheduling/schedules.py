@@ -195,7 +195,7 @@ def dualpipe_v(*, ranks: int, microbatches: int) -> Lists:
 
 
 def _unroll(phases: Sequence[Phase], stages: tuple[int, int], microbatches: int) -> list[Action]:
-    """Number the micro-batches of every operation, and keep those within the step."""
+    """Number the micro-batches of every operation, and drop those beyond the step."""
     count: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
     actions = []

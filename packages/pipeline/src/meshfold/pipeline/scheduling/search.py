@@ -114,7 +114,7 @@ def search(
 
 
 def _cuts(ranks: int, chunks: int | None, costs: Costs | Mapping[int, Costs] | None) -> dict[int, Costs]:
-    """Return the costs of the stages, for every number of chunks that may be chosen."""
+    """Return the costs of the stages for every allowed number of chunks."""
     if costs is None:
         return {count: Costs().finer(count) for count in ([1, 2] if chunks is None else [chunks])}
     if isinstance(costs, Mapping):
@@ -147,7 +147,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A model cut into so many stages, and its candidates."""
+    """Model cut into a number of stages, with its candidate schedules."""
 
     ranks: int
     microbatches: int
@@ -158,7 +158,7 @@ class _Cut:
     replays: dict[tuple[int, ...], Replay] = field(default_factory=dict)
 
     def candidates(self, effort: float) -> Iterator[Candidate]:
-        """Yield every named schedule within the bound; then what list scheduling and moves find."""
+        """Yield every named schedule within the bound, then the results of list scheduling and local search."""
         tried = []
         for label, lists in self.named():
             stage_ranks = Schedule.of(lists).stage_ranks
@@ -175,7 +175,7 @@ class _Cut:
                 yield from self._judge(one.stage_ranks, fuse(replay, better), "")
 
     def _judge(self, stage_ranks: tuple[int, ...], lists: Lists, label: str) -> list[Candidate]:
-        """Return a list of one candidate; empty if a rank would hold too much or a stage is on the wrong rank."""
+        """Return the candidate in a list; an empty list if a rank would hold too much or a stage is on the wrong rank."""
         if self.stage_ranks not in (None, stage_ranks):
             return []
         peaks = [peak_activations(actions, self.costs.activation, self.costs.kept) for actions in lists]
@@ -185,7 +185,7 @@ class _Cut:
         return [Candidate(makespan(replay, lists), max(peaks), label, stage_ranks, lists)]
 
     def least(self) -> float:
-        """Return the least activations that one micro-batch takes on the rank where it takes most."""
+        """Return the activations of one micro-batch on the rank where it takes most."""
         sizes = self.costs.activation
         return min(
             max(
@@ -196,14 +196,14 @@ class _Cut:
         )
 
     def _choices(self) -> list[tuple[int, ...]]:
-        """Return the placements of stages to try: round the ranks, and for several chunks in waves."""
+        """Return the placements of stages to try: round robin, and for several chunks also in waves."""
         if self.stage_ranks is not None:
             return [self.stage_ranks]
         choices = [tuple(range(self.ranks)) * self.chunks]
         return choices if self.chunks == 1 else [*choices, wave_ranks(self.ranks, self.chunks)]
 
     def named(self) -> Iterator[tuple[str, Lists]]:
-        """Yield every named schedule with so many chunks."""
+        """Yield every named schedule with this number of chunks."""
         size = dict(ranks=self.ranks, microbatches=self.microbatches)
         one, two = ("gpipe", "1f1b", "zb-h1", "zb-h2"), ("zb-v", "dualpipe-v")
         for name in {1: one, 2: two}.get(self.chunks, ()):
@@ -215,7 +215,7 @@ class _Cut:
             yield f"hanayo, {waves} wave{'s' * (waves > 1)}", SCHEDULES["hanayo"](**size, waves=waves)
 
     def listed(self) -> Iterator[tuple[tuple[int, ...], Lists]]:
-        """List scheduling under the costs, with several keys and windows, with and without separate weight gradients."""
+        """Yield list schedules for several keys and windows, with and without separate weight gradients."""
         ranks, m = self.ranks, self.microbatches
         windows = {min(m, w) for w in (ranks, 3 * ranks // 2, max(2 * ranks - 1, 1), 3 * ranks)}
         if self.limit is not None:
@@ -238,7 +238,7 @@ class _Cut:
                 yield stage_ranks, found[1]
 
     def _keys(self) -> list[Key]:
-        """Return priorities: the order if micro-batches entered at a steady pace; or gradients before forwards."""
+        """Return priority keys: the order in which micro-batches arrive at a steady pace; or gradients before forwards."""
         read, last = self.costs, self.ranks * self.chunks - 1
         down = list(
             accumulate(

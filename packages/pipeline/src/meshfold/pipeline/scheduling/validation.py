@@ -136,7 +136,7 @@ class _Judge:
                 )
 
     def _no_deadlock(self, at: dict[Action, int]) -> None:
-        """Run the lists; if no rank can continue, name the ranks that wait for each other."""
+        """Run the lists; if no rank can continue, raise with the ranks that wait for each other."""
         schedule = self.schedule
         times, _ = Replay(schedule.stage_ranks, Costs().for_stages(schedule.stages)).run(schedule.ranks)
         done = [len(own) for own in times]
@@ -147,7 +147,7 @@ class _Judge:
     def _cycle(self, rank: int, done: list[int], at: dict[Action, int]) -> NoReturn:
         """Follow the chain of waiting ranks until one repeats."""
         schedule = self.schedule
-        waits: list[tuple[int, Action, Action]] = []  # rank, where it stands, what it waits for
+        waits: list[tuple[int, Action, Action]] = []  # rank, its next action, the action it waits for
         while rank not in [one[0] for one in waits]:
             action = schedule.ranks[rank][done[rank]]
             source = source_of(action, schedule.stages)
