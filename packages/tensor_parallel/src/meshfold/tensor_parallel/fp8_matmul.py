@@ -33,7 +33,7 @@ def bind_fp8_maximum(mesh: Mesh, plan: MatmulPlan | None, outer_axes: tuple[str,
             groups[dim] = [(axis,) for axis in plan.compute[name]]
     for axes in dict.fromkeys(
         [*(each for found in groups.values() for each in found), outer_axes]
-    ):  # in one order on every rank
+    ):  # in the same order on every rank
         mesh.prepare(*axes)
 
     def maximum(amax: Tensor, dims: tuple[Fp8Dim, ...]) -> Tensor:

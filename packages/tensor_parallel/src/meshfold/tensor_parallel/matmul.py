@@ -66,7 +66,7 @@ def bind_matmul(
     plan.prepare(mesh)
     chosen.prepare(plan, mesh)
     if lowering == "gather" and on_one_rank(plan, mesh):
-        return functional.linear  # a small model's step is as long as its launches take
+        return functional.linear  # fewer launches: they dominate a small model's step
     return mesh.once(("matmul", plan, lowering, keep), lambda: _make_product(plan, mesh, chosen, keep))
 
 
@@ -141,7 +141,7 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, w = ctx.saved_tensors[:2]
-            # By place and from the end: what a starred name collects is no list to torch.compile everywhere.
+            # By index from both ends: torch.compile cannot always trace a starred assignment.
             x_whole = ctx.saved_tensors[2] if "x" in keep else None
             w_whole = ctx.saved_tensors[-1] if "w" in keep else None
             return chosen.backward(

@@ -85,7 +85,7 @@ class Mode:
                         f"{', '.join(self.axes)}.{did_you_mean(axis, self.axes)}"
                     )
         self._check_attention()
-        _ = self.plans  # made here, so that what does not fit is refused here
+        _ = self.plans  # derived now, so that a wrong mode is refused when it is made
         _ = self.attention_plans
 
     def _check_attention(self) -> None:

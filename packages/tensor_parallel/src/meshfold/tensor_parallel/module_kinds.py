@@ -44,7 +44,7 @@ def norm_kind(module: nn.Module) -> str:
     if not isinstance(weight, Tensor) or weight.dim() != 1:
         return ""
     kind = type(module).__name__
-    # T5 calls it LayerNorm. Whether it computes what its name says is tried out: check_norm.
+    # T5 calls its RMSNorm LayerNorm. check_norm tests by a trial that a norm computes what its name says.
     alone = [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(module, "variance_epsilon")
     return "rms" if kind.endswith("RMSNorm") or (kind.endswith("LayerNorm") and alone) else ""
 
@@ -75,7 +75,7 @@ def eps_for(eps: float | None, dtype: torch.dtype) -> float:
 
 
 def _measured_eps(module: nn.Module) -> float:
-    """Return the epsilon of a norm that has no attribute for it, from a trial input where it outweighs the squares."""
+    """Measure the epsilon of a norm without an attribute for it, on an input where it outweighs the squares."""
     generator = torch.Generator().manual_seed(0)
     x = 1e-6 * torch.randn(1, norm_size(module), generator=generator, dtype=torch.float64)
     ones = {
@@ -84,7 +84,7 @@ def _measured_eps(module: nn.Module) -> float:
     }
     try:
         y = torch.func.functional_call(module, ones, (x,)).double()
-    except Exception:  # check_norm says what is wrong with it
+    except Exception:  # check_norm reports what is wrong
         return 0.0
     x = x if norm_kind(module) == "rms" else x - x.mean()
     eps = float((x.square().sum() / y.square().sum()) - x.square().mean())
@@ -101,7 +101,7 @@ def check_norm(name: str, module: nn.Module) -> None:
         return
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, size, generator=generator, dtype=torch.float64)
-    x[3:] *= 1e-3  # small enough to show another epsilon
+    x[3:] *= 1e-3  # small enough for epsilon to matter
     probe = {
         key: torch.randn(value.shape, generator=generator, dtype=torch.float64) + 1.5
         for key, value in module.named_parameters()

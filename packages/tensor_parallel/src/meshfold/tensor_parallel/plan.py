@@ -69,7 +69,7 @@ class MatmulPlan:
     m: str
     k: str
     n: str
-    compute: Mapping[str, tuple[str, ...]] = field(compare=False)  # follows from the three layouts
+    compute: Mapping[str, tuple[str, ...]] = field(compare=False)  # determined by the three layouts
     entered: bool = False
 
     _extras: Mapping[str, tuple[tuple[str, str], ...]] = field(init=False, repr=False, compare=False)
@@ -140,7 +140,7 @@ class MatmulPlan:
         gather("forward", "x", "x")
         gather("forward", "w", "w")
         leave("forward", "y", "y")
-        gather("dx", "y", "dy")  # serves dw as well
+        gather("dx", "y", "dy")  # also used for dw
         gather("dx", "w", "w")
         leave("dx", "x", "dx")
         gather("dw", "x", "x")

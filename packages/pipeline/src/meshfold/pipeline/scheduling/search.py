@@ -185,7 +185,7 @@ class _Cut:
         return [Candidate(makespan(replay, lists), max(peaks), label, stage_ranks, lists)]
 
     def least(self) -> float:
-        """Return the activations of one micro-batch on the rank where it takes most."""
+        """Return one micro-batch's activations on the fullest rank, under the placement of stages where that is least."""
         sizes = self.costs.activation
         return min(
             max(

@@ -102,7 +102,7 @@ class Analysis:
         return self.roles.role.get(name) in ("column", "row")
 
     def _is_whole(self, name: str) -> bool:
-        """Return True if a module stays whole, or is inside one that does."""
+        """Return True if a module stays whole, or is inside one that stays whole."""
         whole = [name for role in WHOLE for name in self.roles.named(role)]
         return any(not kept or name == kept or name.startswith(f"{kept}.") for kept in whole)
 

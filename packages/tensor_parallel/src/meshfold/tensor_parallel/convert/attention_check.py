@@ -38,7 +38,7 @@ _SMALL = 1 << 20
 
 
 class _Reached(Exception):
-    """Signal that the layer which writes the output was called; the rest of the forward does not matter."""
+    """Ends a trial forward at the output layer; the rest does not matter."""
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Reached(Exception):
 
 
 class _RefusesNoHeads(TorchFunctionMode):
-    """Raises where a model's code attends with no heads: torch 2.11 divides by their number and crashes the process."""
+    """Function mode that refuses attention with zero heads, on which torch 2.11 crashes by a division by zero."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -70,7 +70,7 @@ class _Gives(nn.Module):
 
 
 class _NormsInput(nn.Module):
-    """Stand-in for a norm, which accepts the local width of the stream where it normalises the module's input."""
+    """Stand-in for a norm of the module's input that also accepts the stream's local width."""
 
     def __init__(self, norm: nn.Module, given: Tensor) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _NormsInput(nn.Module):
 
 
 class _Keeps(nn.Module):
-    """Stand-in for the layer that writes the output."""
+    """Stand-in for the output layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise _Reached(x)
@@ -137,7 +137,7 @@ class AttentionTrial:
                 if whole.shape[-1] != self.width or not torch.equal(whole, again):
                     continue
                 return self._compare(given, whole, tokens, arguments)
-        # It takes unknown arguments, or needs a device.
+        # No trial succeeded: the forward takes unknown arguments, or needs a device.
         found, kind = config_size(self.module), type(self.module).__name__
         return f"{kind}'s forward reads {found}, which is that of all heads" if found else ""
 
@@ -174,7 +174,7 @@ class AttentionTrial:
         return f"{what}{self._hint()}"
 
     def _is_of_all_heads(self, reason: str) -> bool:
-        """Return True if a view failed because it would hold all heads, where a rank has some of them."""
+        """Return True if a view failed because its shape has all heads, of which a rank has only some."""
         found = _WRONG_SIZE.search(reason)
         if found is None or config_size(self.module):
             return False
@@ -201,7 +201,7 @@ class AttentionTrial:
         return features(self.module.get_submodule(name.rpartition(".")[2]))
 
     def _share(self, y: Tensor, parts: tuple[Part, ...], rank: int) -> Tensor:
-        """Return a rank's columns."""
+        """Return this rank's columns."""
         axes = self.mode.layout("hidden")["n"]
         place = Placement(shape=(y.shape[-1],), axes=(axes,), parts={0: parts} if parts else {})
         return torch.cat([y.narrow(-1, a, n) for a, n in place.segments(self.mesh, 0, rank)], dim=-1)
@@ -232,7 +232,7 @@ class AttentionTrial:
                 found = forward(twin, x, **arguments)
         except _Reached as reached:
             return reached.given
-        except Exception as error:  # whatever the model's code raises
+        except Exception as error:  # the model's code may raise anything
             return error
         found = found[0] if isinstance(found, tuple) and found else found
         return found if isinstance(found, Tensor) else TypeError(f"returned {type(found).__name__}")
@@ -251,7 +251,7 @@ class AttentionTrial:
         twin.training = False
         config: Any = getattr(twin, "config", None)
         if getattr(config, "_attn_implementation", "sdpa") not in ("eager", "sdpa"):
-            config = copy.copy(config)  # its kernels want a GPU; what heads the code takes is the same
+            config = copy.copy(config)  # other kernels need a GPU; the number of heads does not depend on it
             config._attn_implementation = "eager"
             twin.config = config
         return twin
@@ -276,7 +276,7 @@ class AttentionTrial:
         return made
 
     def _arguments(self, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-        """Yield arguments to call the forward with after its first, as far as names tell."""
+        """Yield guesses for the forward's arguments after the first, by their names."""
         found: dict[str, Any] = {}
         length = tokens[-1]
         named = list(parameters_of(self.module).items())[1:]

@@ -140,10 +140,10 @@ class LayerBuilder:
         return said
 
     def _inner_before(self, name: str) -> int:
-        """Return the width of the column layer directly before a module among its parent's children, if there is one.
+        """Return the width of the column layer called directly before a module by the same parent; 0 if there is none.
 
-        In the order in which the parent's forward calls them, where it can be read (T5 makes its dropout last and calls
-        it before the last layer); else in the order in which they were made.
+        The order is that of the calls in the parent's forward, if its source can be read (T5 creates its dropout last but calls it
+        before the last layer), else the order of creation.
         """
         parent = name.rpartition(".")[0]
         roles = self.analysis.roles.role
@@ -160,7 +160,7 @@ class LayerBuilder:
         return features(self.analysis.modules[before])[1] if roles.get(before) == "column" else 0
 
     def _head_dim(self, name: str) -> int:
-        """Return the elements of a head in a projection's output, which stay together; 0 for other layers."""
+        """Return the size of a head in a projection's output, which must not be split; 0 for other layers."""
         for heads in self.analysis.heads.values():
             if name in heads.projections:
                 return (3 if name in heads.interleaved else 1) * heads.head_dim
@@ -176,7 +176,7 @@ class LayerBuilder:
         parent, out = name.rpartition(".")[0], features(module)[1]
         rows = [row for row in self.analysis.roles.named("row") if row.rpartition(".")[0] == parent]
         if len(rows) == 1 and features(self.analysis.modules[rows[0]])[0] * 2 == out:
-            return (Part(out // 2), Part(out // 2))  # gate and up in one
+            return (Part(out // 2), Part(out // 2))  # fused gate and up
         return ()
 
     def _lowering(self, mode: Mode, role: str) -> str:

@@ -77,8 +77,8 @@ def _offer(analysis: Analysis) -> str:
 
 
 def _check_rules_fit(analysis: Analysis) -> None:
-    """Raise a LayoutError for a linear layer whose rule does not fit the layers beside it: a row layer reads what a
-    column layer writes.
+    """Raise a LayoutError for a linear layer whose rule does not fit its neighbours: a row layer must read what a column layer
+    writes.
     """
     for name in analysis.roles.by_rule:
         if not is_linear(analysis.modules[name]):
@@ -94,7 +94,7 @@ def _check_rules_fit(analysis: Analysis) -> None:
             columns = _columns_before(analysis, name)
             wrong = reads not in _row_widths(analysis, columns, narrow)
         elif role in ("column", "replicate") and reads in wide and writes == hidden != reads:
-            wrong = True  # what writes the residual stream reads what is split
+            wrong = True  # it reads split features and writes the residual stream: a row layer
         else:
             wrong = role == "replicate" and reads == hidden and writes in wide & narrow
         if wrong:
@@ -107,15 +107,15 @@ def _check_rules_fit(analysis: Analysis) -> None:
 
 
 def _row_widths(analysis: Analysis, columns: list[str], taken: set[int]) -> set[int]:
-    """Return the widths that a row layer may read behind column layers; ``taken`` are read by other row layers."""
+    """Return the widths that a row layer may read after column layers; ``taken`` are read by other row layers."""
     wide = {features(analysis.modules[column])[1] for column in columns}
-    halves = {width // 2 for width in wide - taken}  # gate and up in one
+    halves = {width // 2 for width in wide - taken}  # fused gate and up
     mine = set(columns)
     return wide | halves | {h.heads * h.head_dim for h in analysis.heads.values() if mine & set(h.projections)}
 
 
 def _columns_before(analysis: Analysis, name: str) -> list[str]:
-    """Return the column layers of the nearest enclosing module whose output no other row layer reads."""
+    """Return the column layers, in the nearest enclosing module, whose output no other row layer reads."""
     around, inner = name.rpartition(".")[0], True
     while True:
         columns = [
@@ -130,7 +130,7 @@ def _columns_before(analysis: Analysis, name: str) -> list[str]:
 
 
 def _check_torchs_attention(analysis: Analysis) -> None:
-    """Raise a LayoutError for attention with dropout that keeps torch's forward: each rank would drop different weights."""
+    """Raise a LayoutError for attention with dropout under torch's own forward, where each rank would drop different weights."""
     for name, module in analysis.modules.items():
         if isinstance(module, nn.MultiheadAttention) and module.dropout > 0 and (why := why_keep_forward(module)):
             raise LayoutError(
@@ -152,7 +152,7 @@ def _check_two_streams(analysis: Analysis) -> None:
 
 
 def _check_shared_by_blocks(analysis: Analysis) -> None:
-    """Raise a LayoutError for a layer used inside and outside of blocks: it would get both split and whole tokens."""
+    """Raise a LayoutError for a layer used inside and outside the blocks: it would get both split and whole tokens."""
     if not analysis.only_blocks:
         return
     members = {member for blocks in analysis.lists for member in blocks.members.values()}
@@ -191,7 +191,7 @@ def _check_projections(analysis: Analysis, name: str, heads: Heads) -> None:
 
 
 def _check_code(analysis: Analysis, name: str, heads: Heads) -> None:
-    """Raise a LayoutError unless attention's own code works on the heads of one rank."""
+    """Raise a LayoutError unless the attention's code works with the heads of one rank."""
     biases = tuple(n for n in analysis.roles.named("head_bias") if n.rpartition(".")[0] == name)
     split = bool(analysis.roles.named("head_bias"))
     module, local = (
@@ -220,7 +220,7 @@ def _check_code(analysis: Analysis, name: str, heads: Heads) -> None:
 
 
 def _input_width(analysis: Analysis, name: str) -> int:
-    """Return the last dim of attention's input: the stream's local columns, folded where a region gathers it."""
+    """Return the last dim of attention's input: the stream's local columns, times the ranks that a region folds."""
     width = analysis.roles.hidden // analysis.mesh.size(*analysis.mode_at(name).layout("residual")["h"])
     plan = analysis.mode.plans["column"]
     folds = analysis.mesh.size(*(axis for dim, axis in plan.extras("y") if dim == plan.m))
@@ -237,7 +237,7 @@ def _splits_stream(analysis: Analysis) -> bool:
 
 
 def _check_joined(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for a whole module with a second argument from the stream, or made for a rank's rows: only the
+    """Raise a LayoutError for a whole module with a further argument that comes from the stream or has a rank's rows: only the
     first is gathered.
     """
     takes = parameters_of(analysis.modules[name])
@@ -279,9 +279,7 @@ def _check_head_norm(analysis: Analysis, name: str) -> None:
 
 
 def _check_whole(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for a trained module that is given the heads of one rank: other ranks would not have its
-    gradients.
-    """
+    """Raise a LayoutError for a trained module that gets only one rank's heads: ranks would compute different gradients."""
     module, size = analysis.modules[name], analysis.roles.hidden
     attention = next((heads for heads in analysis.heads if name.startswith(f"{heads}." if heads else "")), None)
     if attention is None or not any(p.requires_grad for p in module.parameters()):
@@ -291,7 +289,7 @@ def _check_whole(analysis: Analysis, name: str) -> None:
     elif is_linear(module):
         writes_output = usual_role(name, module, analysis.model, size) == "row"
         on_heads, role = writes_output or features(module)[0] != size, "'row'"
-    else:  # in a module with norms and MLP it may read the stream
+    else:  # if the module also has norms or an MLP, this may read the stream
         on_heads, role = _only_attention(analysis, attention), "none"
     if on_heads:
         raise LayoutError(
@@ -326,12 +324,12 @@ def _check_by_tokens(analysis: Analysis) -> None:
 
 
 def _only_attention(analysis: Analysis, name: str) -> bool:
-    """Return True if a module holds the layers of its attention, and no norm of the stream, MLP or table."""
+    """Return True if a module has only the layers of its attention: no norm of the stream, no MLP, no table."""
     before = any(analysis.children(name, role) for role in ("norm", "embedding", "patch", "stem"))
     alike = set(analysis.children(name, "column")) == set(analysis.heads[name].projections)
     return alike and not before and len(analysis.children(name, "row")) == 1
 
 
 def _everywhere(name: str) -> str:
-    """Return a pattern for modules of that name in all blocks, quoted."""
+    """Return a quoted pattern that matches this module in all blocks."""
     return repr(f"*.{name.rpartition('.')[2]}" if "." in name else name)

@@ -42,11 +42,11 @@ def config_size(module: nn.Module) -> str:
     return next(iter(_read(type(module).forward)[1]), "")
 
 
-@functools.lru_cache(maxsize=256)  # every layer of a model asks for the same few
+@functools.lru_cache(maxsize=256)  # a model's layers share a few forwards
 def _read(forward: Callable[..., object]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):  # a class typed in at a prompt has no source
+    except (OSError, TypeError, SyntaxError):  # a class defined at a prompt has no source
         return (), ()
     found = _Visitor()
     found.visit(tree)
@@ -54,7 +54,7 @@ def _read(forward: Callable[..., object]) -> tuple[tuple[str, ...], tuple[str, .
 
 
 class _Visitor(ast.NodeVisitor):
-    """Visitor that lists the calls of ``self``'s attributes, arguments first, and the sizes read from a ``config``."""
+    """AST visitor that lists calls of ``self``'s attributes, arguments first, and sizes read from a ``config``."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -28,7 +28,7 @@ def has_functional_dropout(model: nn.Module) -> bool:
             continue
         for place in (module, getattr(module, "config", None)):
             for name, value in getattr(place, "__dict__", {}).items():
-                # A summary or a classifier is a head that transformers' configurations speak of and few models have.
+                # transformers' configurations name summary and classifier heads that few models have.
                 if (
                     "drop" in name
                     and not name.startswith(("summary", "classifier"))
@@ -112,8 +112,8 @@ def _attention(
         return attention(query, key, value, **given, p=dropout_p, dropout=part)
     if dropout_p == 0.0:
         return attention(query, key, value, **given)
-    with torch.no_grad():  # where activations are recomputed no more must be saved than there
-        tried = attention(query, key, value, **given)  # it lies as it does without dropout
+    with torch.no_grad():  # under recomputation, save no more than the model would
+        tried = attention(query, key, value, **given)  # the layout is the same without dropout
     with untracked():
         dropped = attention(query, key, value, **given, p=dropout_p, dropout=part)
     found.mark(dropped, found.dims(tried))
@@ -138,6 +138,6 @@ class DropoutPart(OnMesh):
         self._begun += 1
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._begun:  # else a hook that was attached later, and so comes before, has refused the inputs
+        if self._begun:  # else a hook that runs before ours has raised
             self._begun -= 1
             self.calls.leave()

@@ -89,7 +89,7 @@ class Region(StreamAdapter):
         return fold(whole, self.folds) if self.folds > 1 else whole
 
     def _check_order(self, x: Tensor) -> None:
-        """Refuse an input with the sequence first, since tokens are exchanged along the first dim."""
+        """Refuse an input with the sequence first, because tokens are exchanged along the first dim."""
         rows = self._batch.rows // self._row_blocks
         if x.dim() == 3 and x.shape[1] == rows != x.shape[0] == self._batch.length and self._row_blocks > 1:
             raise LayoutError(
@@ -131,7 +131,7 @@ class Region(StreamAdapter):
                 )
         with untracked():
             entered = self.gather(x)
-        set_tracked_layout(entered, None)  # its code reads the shape, and hands it to the layers
+        set_tracked_layout(entered, None)  # the module only reads its shape and passes it to the layers
         if (found := tracker()) is not None:
             found.rows.unflattened(entered, x)
         kwargs = {key: _for_rows(value, entered.shape[0]) for key, value in kwargs.items()}
@@ -141,7 +141,7 @@ class Region(StreamAdapter):
 
 
 def _for_rows(value: Any, rows: int) -> Any:
-    """Return a mask ``b 1 s t`` for other rows than the stream's: the model's adapter refuses one whose rows differ."""
+    """Return a mask ``b 1 s t`` for a different number of rows; all rows are equal, since the model's adapter refuses others."""
     if isinstance(value, Tensor) and value.dim() == 4 and value.shape[0] not in (1, rows):
         return value[:1]
     return value
@@ -170,13 +170,13 @@ class SharedInput(OnMesh):
 
     def around(self, module: nn.Module) -> None:
         """Forget the last input before each forward of the module; the previous one may have been aborted."""
-        # Not a hook behind the module: torch.compile guards on the number of such a hook, another in every block.
+        # Not a forward hook: torch.compile would guard on its id, which differs in every block.
         module.register_forward_pre_hook(self._before)
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Size]:
         """Gather ``.. k`` of the residual layout to ``m k``."""
         x = to_autocast_dtype(x)
-        version = 0 if torch.compiler.is_compiling() else x._version  # of a tensor that was changed in place
+        version = 0 if torch.compiler.is_compiling() else x._version  # detects changes in place
         whole = self._whole
         if whole is None or x is not self._seen or version != self._version:
             whole = self._gather(x.reshape(-1, x.shape[-1]))

@@ -95,7 +95,7 @@ class Recomputation:
 
 
 class _Contexts:
-    """``context_fn`` of a checkpoint: a context for the forward, one for its recomputation."""
+    """``context_fn`` of a checkpoint: one context for the forward, one for its recomputation."""
 
     def __init__(self, recomputation: Recomputation, others: Callable[[], tuple[Any, Any]] | None) -> None:
         self._recomputation, self._others = recomputation, others

@@ -60,16 +60,16 @@ class LayerTracking(OnMesh):
 
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Mark the model's inputs: whole on every tensor axis."""
-        # They ask whether all of a mask is ones, so as to leave it out: each rank may do so for its own rows.
+        # These test if a mask is all ones, to drop it; each rank may decide that for its own rows.
         layers = [module for module in model.modules() if self.communicates(module)]
-        # Code of other modules may compute with pieces of their own parameters, where hooks sum what it returns.
+        # Other modules may compute with shards of their own parameters, if hooks sum their results.
         ours = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
         found.records.placed = lambda parameter: self._placed(parameter) if id(parameter) in ours else None
         found.random_axes = (*found.random_axes, *spanning_axes(self.mesh, self.mode.axes))
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
     def _placed(self, parameter: Tensor) -> Dims | None:
-        """Return the layout of a parameter that a sharded layer has split: other code that reads it sees a shard."""
+        """Return the layout of a parameter that a sharded layer has split; other code that reads it gets a shard."""
         meta = metadata(parameter)
         axes = () if meta is None else meta.placement.axes
         if len(axes) != parameter.dim():
@@ -134,7 +134,7 @@ class LayerTracking(OnMesh):
             if boundary.inside and boundary.name and not f"{name}.".startswith(f"{boundary.name}."):
                 return boundary.order()
         while any(name == kept or name.startswith(f"{kept}.") for kept in self.kept):
-            name = name.rpartition(".")[0]  # it is whole, and meets what is not
+            name = name.rpartition(".")[0]  # already whole: name the module around it
         parts = name.split(".")
         pattern = ".".join("*" if part.isdigit() else part for part in parts)
         rule = (
@@ -196,7 +196,7 @@ class LayerTracking(OnMesh):
         return (*lead, block(shape[-1], axes, parts, layer.head_dim or -1))
 
     def _rows_of(self, found: Tracker, layer: Linear, given: Tensor, out: Tensor) -> None:
-        """Mark where a linear layer's output has the rows of the batch."""
+        """Mark the dims of a linear layer's output that have the rows of the batch."""
         if out.dim() < given.dim():
             found.rows.flattened(out, given)
         (reads, _), (writes, _) = _between(layer)
@@ -231,10 +231,10 @@ class LayerTracking(OnMesh):
         )
 
     def _check_sums(self, found: Tracker, layer: nn.Module, given: Tensor, out: Tensor) -> None:
-        """Refuse an input that is the same along axes over which the layer sums its gradients.
+        """Refuse an input that is replicated along axes over which the layer sums its gradients.
 
         Raises:
-            LayoutError: if it does not, and wants a gradient that is whole on every rank.
+            LayoutError: if it needs a gradient, whose parts would not add up.
         """
         mine = found.records.summed(given) - axes_in(found.dims(given))
         reads, writes = ((), ()) if _is_handed(layer, found.dims(given)) else _token_axes(layer) or (mine, mine)
@@ -253,12 +253,12 @@ class LayerTracking(OnMesh):
 
 
 def _is_handed(layer: nn.Module, dims: Dims) -> bool:
-    """Return True if a layer is called by a region's code with the region's input: only the mode determines its layout."""
+    """Return True if a region's code calls the layer with the region's input, whose layout only the mode determines."""
     return isinstance(layer, Linear) and layer.plan.entered and all(map(is_unknown, dims))
 
 
 def _token_axes(layer: nn.Module) -> tuple[Iterable[str], Iterable[str]] | None:
-    """Return the axes that split the tokens of a layer's input and output; None for one without weights."""
+    """Return the axes that split the tokens of a layer's input and output; None for a layer without weights."""
     if isinstance(layer, Linear):
         (reads, _), (writes, _) = _between(layer)
         return reads, writes

@@ -98,7 +98,7 @@ class ModelAdapter(StreamAdapter):
         self.for_decoding = False
         residual, logits = outer.layout("residual"), outer.layout("logits")
         blocks = [mesh.size(*mode.layout("residual")["m"]), mesh.size(*logits["m"])]
-        # Where the stream is split by tokens, batch times sequence has to be a multiple; else the batch has.
+        # If the stream is split by tokens, batch times sequence must be divisible by the ranks, else the batch.
         self._by_tokens = math.lcm(*blocks) if by_tokens else 1
         self._by_rows = math.lcm(mesh.size(*mode.layout("hidden")["m"]), 1 if by_tokens else math.lcm(*blocks))
         self._columns = residual["h"]
@@ -142,7 +142,7 @@ class ModelAdapter(StreamAdapter):
         return tuple(given.pop(name) for name in names), given
 
     def _names_of(self, args: tuple[Any, ...]) -> list[str]:
-        """Return the forward's names of its positional arguments; integers of the shape of the ids are labels."""
+        """Return the names of the forward's positional arguments; integers in the shape of the ids are labels."""
         names = [*self._parameters, *map(str, range(len(self._parameters), len(args)))][: len(args)]
         if len(args) > 1 and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
             alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype == torch.int64
@@ -151,7 +151,7 @@ class ModelAdapter(StreamAdapter):
         return names
 
     def _measure(self, given: Mapping[str, Any]) -> None:
-        """Find the batch, and the number of rows it is padded to."""
+        """Set the batch size, and the number of rows to pad to."""
         first = next((t for t in given.values() if isinstance(t, Tensor) and t.dim() > 1), None)
         batch = self._batch
         batch.rows = batch.given = batch.length = 0
@@ -159,12 +159,12 @@ class ModelAdapter(StreamAdapter):
             return
         sequence = first.shape[1] if first.dim() == (3 if first.is_floating_point() else 2) else 1
         if self.for_decoding or given.get("use_cache"):
-            sequence = 1  # the batch must stay the same when further tokens come one at a time
+            sequence = 1  # the padded batch must fit steps of one token too
         batch.given, batch.length = first.shape[0], first.shape[1]
         batch.rows = self.padded_rows(batch.given, sequence)
 
     def _follow_rows(self, given: Mapping[str, Any]) -> None:
-        """Tell the tracker which dims are the batch, if that may be a part of a larger one."""
+        """Tell the tracker which dims are the batch, if it may be a part of a larger one."""
         found = tracker()
         if found is not None and self._batch.rows and self.mesh.world_size > 1:
             found.rows.begin((x for x in tree_leaves(given) if isinstance(x, Tensor)), self._batch.rows)
@@ -183,14 +183,14 @@ class ModelAdapter(StreamAdapter):
             )
 
     def _drop_mask(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Drop a mask that masks nothing, since attention is faster without it."""
+        """Drop a mask of ones: attention is faster without it."""
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 1).all()):
             return {**given, "attention_mask": None}
         return given
 
     def _cut_rows(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Cut masks and positions that differ by row to the rows of this rank."""
+        """Cut masks and positions that differ between rows to this rank's rows."""
         if not self._attended and not self._stream:
             return given
         made = dict(given)
@@ -210,13 +210,13 @@ class ModelAdapter(StreamAdapter):
         return made
 
     def _attended_rows(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Cut positions of all rows to those of the sequences that attention has here."""
+        """Cut positions of all rows to this rank's rows in attention."""
         if not args or not isinstance(args[0], Tensor) or args[0].shape[0] != self._batch.rows:
             return None
         return self._block_of_rows(args[0]), *args[1:]
 
     def _block_of_rows(self, value: Tensor) -> Tensor:
-        """Return the rows that attention has here."""
+        """Return this rank's rows in attention."""
         found = tracker()
         with untracked():
             mine = take_block(value, self.mesh, 0, self._attended)
@@ -226,7 +226,7 @@ class ModelAdapter(StreamAdapter):
         return mine
 
     def _pad(self, name: str, value: Any) -> Any:
-        """Append copies of the last row, whose values are valid for the model; their labels are ignored."""
+        """Append copies of the last row, which are valid inputs; their labels are ignored."""
         if (
             not isinstance(value, Tensor)
             or value.dim() == 0
@@ -249,7 +249,7 @@ class ModelAdapter(StreamAdapter):
         return map_tensors(output, self._cut)
 
     def _of_own_loss(self, name: str, value: Tensor) -> Tensor:
-        """Return an output of a model that has computed its loss, gathered when it is read."""
+        """Return an output next to a loss, gathered when it is read."""
         if not value.dim():
             return value
         found = self._outputs.gather_when_read(name, value, self._batch.given, self._batch.rows)

@@ -92,7 +92,7 @@ class OwnTokens(OnMesh):
         return self.mesh.size(*self.columns, *self.alike)
 
     def _rows(self) -> tuple[int, int]:
-        """Return the rows that each rank works on, padded, and how many of this rank's are real."""
+        """Return the padded number of rows per rank, and how many of this rank's are real."""
         rows = self._shape[:-1].numel()
         each = -(-rows // self._parts)
         first = self.mesh.index(*self.columns, *self.alike) * each
@@ -114,7 +114,7 @@ class OwnTokens(OnMesh):
 
 
 def _apart() -> ExitStack:
-    """Enter a context in which code is left alone: not tracked, and ``torch.arange`` counts no tokens of a sequence."""
+    """Enter a context without tracking and without function modes, where ``torch.arange`` is torch's own."""
     entered = ExitStack()
     entered.enter_context(untracked())
     if torch._C._len_torch_function_stack():

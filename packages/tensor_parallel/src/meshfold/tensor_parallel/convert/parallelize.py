@@ -142,7 +142,7 @@ def _check_arguments(module: object, mesh: object) -> None:
 
 
 class _Conversion:
-    """One call of ``parallelize``: everything is checked and tried on meta twins, then modules are replaced."""
+    """One call of ``parallelize``: check everything and try it on meta twins, then replace modules."""
 
     def __init__(self, analysis: Analysis, builder: LayerBuilder) -> None:
         self.analysis, self.builder = analysis, builder
@@ -155,7 +155,7 @@ class _Conversion:
         self.report = Report(mode=analysis.mode.name, mesh=repr(analysis.mesh))
 
     def run(self) -> Report:
-        """Check, then change."""
+        """Run the checks, then change the model."""
         check_analysis(self.analysis)
         if left_out := layers_left_out(self.model):
             raise LayoutError(f"{', '.join(left_out)}: layerdrop would skip different layers on each rank; set it to 0")
@@ -176,7 +176,7 @@ class _Conversion:
         return self.report
 
     def _dry_run(self) -> None:
-        """Convert meta twins of all layers: every size, and every tie, is refused before anything is changed."""
+        """Convert meta twins of all layers, so that any size or tie is refused before the model is changed."""
         places: dict[nn.Parameter, tuple[str, Placement]] = {}
         for role in _ORDER:
             for name in self.roles.named(role):
@@ -224,15 +224,15 @@ class _Conversion:
                     for parent, leaf in places[module]:
                         parent._modules[leaf] = made
                 self.report.placed.append(placed(name, role, was, made, said))
-        for module in self.model.modules():  # second names of what was split
+        for module in self.model.modules():  # other names of parameters that were split
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and parameter in blocks:
                     module._parameters[leaf] = blocks[parameter]
 
     def _set_torchs_sizes(self) -> None:
-        """Set the sizes that torch's own transformers expect of their layers."""
+        """Set the sizes that torch's own transformers expect in their layers."""
         for name, module in self.analysis.modules.items():
-            if isinstance(module, nn.TransformerEncoder):  # in evaluation it would make nested tensors for them
+            if isinstance(module, nn.TransformerEncoder):  # else it passes nested tensors in eval mode
                 module.use_nested_tensor = False
             if isinstance(module, nn.Transformer) and self.analysis.begins:
                 columns = self.analysis.mode_at(name).layout("residual")["h"]
@@ -254,7 +254,7 @@ class _Conversion:
             )
 
     def _share_inputs(self) -> None:
-        """Gather once for several linear layers that read the same input."""
+        """Gather an input once for all linear layers that read it."""
         for name, module in self.analysis.modules.items():
             columns = self.analysis.children(name, "column")
             stand_in = self.analysis.stand_ins.get(name, 0)
@@ -310,7 +310,7 @@ class _Conversion:
             "": self.model,
             **{name: m for blocks in self.analysis.lists for name, m in blocks.members.items()},
         }
-        # Stages of a pipeline may be cut between the members of a dict: calls are numbered in each by itself.
+        # A pipeline may cut between the members of a dict, so calls are numbered in each member separately.
         dicts = [name for name, m in self.model.named_modules() if isinstance(m, nn.ModuleDict)]
         for name in dicts:
             if not any(front and f"{name}.".startswith(f"{front}.") for front in parts):

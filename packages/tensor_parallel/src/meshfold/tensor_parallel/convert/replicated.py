@@ -70,16 +70,16 @@ class Replicated(StreamAdapter):
         self._take_rows = {dim: bind_take(mesh, dim, self._tokens) for dim in (0, 1)}
         self._take_columns = {dim: bind_take(mesh, dim, self._axes) for dim in (1, -1)}
         self._local = hidden // mesh.size(*self._axes)
-        self._dims, self._joined = _NOWHERE, torch.Size()  # of the first argument, as the module gets it
+        self._dims, self._joined = _NOWHERE, torch.Size()  # of the first argument, as gathered
         names = list(parameters_of(module))
-        self._mask = names.index(MASK) if MASK in names else -1  # its place among the arguments
-        # Arguments that may be of a stream (query, key, value of attention), and their names.
+        self._mask = names.index(MASK) if MASK in names else -1  # index among the arguments
+        # Number and names of arguments that may come from a stream (attention's query, key, value).
         self._count = 3 if isinstance(module, nn.MultiheadAttention) else 1
         self._streams = frozenset(names[: self._count])
         self._recurrent = isinstance(module, nn.RNNBase)
         self._find = DimFinder(module, batch, hidden, mesh.size(*self._tokens), mesh.size(*self._axes)).find
         self._real = spanning_axes(mesh, self._tokens), spanning_axes(mesh, self._axes)
-        self._known: dict[tuple[int, int], StreamDims | None] = {}  # by place and number of dims of an argument
+        self._known: dict[tuple[int, int], StreamDims | None] = {}  # by an argument's index and number of dims
 
     def keep_whole(self, module: nn.Module) -> None:
         """Attach to the module, and mark its parameters as whole.
@@ -108,7 +108,7 @@ class Replicated(StreamAdapter):
         return joined
 
     def _joined_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> tuple[Any, Any]:
-        """Return the module's arguments, gathered where they are of the stream."""
+        """Return the module's arguments; those that come from a stream are gathered."""
         given = list(values)
         self._dims, self._joined = _NOWHERE, torch.Size()
         values[0] = self._join(given[0])
@@ -124,7 +124,7 @@ class Replicated(StreamAdapter):
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def _others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Return the positions of further arguments that may come from a stream."""
+        """Return the indices of further arguments that may come from a stream."""
         named = [len(args) + i for i, name in enumerate(kwargs) if name in self._streams]
         return [place for place in (*range(1, min(len(args), self._count)), *named) if place > 0]
 
@@ -162,7 +162,7 @@ class Replicated(StreamAdapter):
         return x
 
     def _join_other(self, place: int, x: Any) -> Any:
-        """Gather a further argument that comes from a stream as the first does; if that is flat, another may be whole."""
+        """Gather a further argument that comes from a stream; next to a flat first argument, others may be whole already."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1] != self._local:
             return x
         if self.boundary is None:
@@ -170,7 +170,7 @@ class Replicated(StreamAdapter):
         return self._join_flat(x, self.boundary) if x.dim() == 2 else x
 
     def _where(self, place: int, x: Tensor, guess: Callable[[Tensor], StreamDims]) -> StreamDims:
-        """Return where an argument is split: as tracked in the first forward, which later ones reuse, or by its shape.
+        """Return the split dims of an argument: as tracked in the first forward and reused later, else guessed from its shape.
 
         Raises:
             LayoutError: for an argument that has another layout in another call.
@@ -182,7 +182,7 @@ class Replicated(StreamAdapter):
         dims = StreamDims(rows, -1 if columns == x.dim() - 1 else columns)
         before = self._known.setdefault(key, dims)
         if before is not None and before != dims:
-            self._known[key] = None  # a shape must tell them apart
+            self._known[key] = None  # differs between calls: go by the shape
         turned = before is not None and before.rows != rows and None not in (before.rows, rows)
         if turned or rows not in (None, 0, 1) or dims.columns not in (None, 1, -1):
             found.refuse(
@@ -210,14 +210,14 @@ class Replicated(StreamAdapter):
         return x
 
     def _join_mask(self, mask: Any, rows: int) -> Any:
-        """Gather a mask's rows. All ranks have a mask or none has; the model's adapter ensures this."""
+        """Gather a mask's rows. Either all ranks have a mask or none; the model's adapter ensures this."""
         if not isinstance(mask, Tensor) or mask.shape[0] != rows:
             return mask
         joined = self._collect_rows[0](mask)
         return mark_gathered(self.mesh, mask, 0, self._tokens, joined, repeated=True)
 
     def _map_states(self, states: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Apply a function to a recurrent layer's state, ``layers b h``, or to the pair that an LSTM has."""
+        """Apply a function to a recurrent layer's state ``layers b h``, or to both of an LSTM's."""
         if isinstance(states, tuple):
             return tuple(change(state) for state in states)
         return change(states) if isinstance(states, Tensor) else states
@@ -252,7 +252,7 @@ class Replicated(StreamAdapter):
                 found.mark(mine, split_rows(found, self.mesh, found.dims(x), mine, self._tokens, axes))
             return mine
         rows = self._dims.rows
-        pooled = x.dim() == len(self._joined) - 1 and x.shape[-1] == self.hidden  # one vector a sequence
+        pooled = x.dim() == len(self._joined) - 1 and x.shape[-1] == self.hidden  # one vector per sequence
         if x.dim() != len(self._joined) and not pooled:
             return x
         if rows is not None and pooled:

@@ -104,12 +104,12 @@ def check_rules(model: nn.Module, rules: Mapping[str, str]) -> None:
 
 
 def _instead(pattern: str, names: list[str]) -> str:
-    """Return a suggestion: the pattern with another last word, or a full name; otherwise the names' last words."""
+    """Suggest a pattern: the given one with another last word, or a full name; otherwise list the names' last words."""
     front, dot, _ = str(pattern).rpartition(".")
     leaves = list(dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()))
     others = [other for leaf in leaves if any(fnmatchcase(name, other := f"{front}{dot}{leaf}") for name in names)]
     meant = did_you_mean(str(pattern), others) or did_you_mean(str(pattern), names)
-    if not any(leaves):  # numbers alone, as in nn.Sequential
+    if not any(leaves):  # only numbers, as in nn.Sequential
         return meant or f" Names here are {', '.join(filter(None, names))}"
     return meant or f" Names here end in {', '.join(filter(None, leaves))}"
 
@@ -122,7 +122,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
     """
     check_rules(model, rules)
     found = Roles(hidden=_hidden_size(model))
-    # A head may keep its bias under a second name (BERT): it goes where the layer's own goes.
+    # A head's bias may have a second name (BERT); it is handled with the layer's.
     shared = {p for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
     for name, module in model.named_modules():
         if _inside(name, found):
@@ -134,7 +134,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
                 f"but it is {type(module).__name__}"
             )
         role = said or _role(name, module, model, found.hidden)
-        # A table of positions keeps its forward, and what stays whole keeps everything.
+        # Position tables keep their forward and whole modules keep everything, so nothing needs checking.
         reason = "" if role in (*WHOLE, "loss", "positions") else _refuse(module)
         if role and not reason:
             found.role[name] = role
@@ -187,7 +187,7 @@ def _role(name: str, module: nn.Module, model: nn.Module, hidden: int) -> str:
 
 
 def _is_mixture(module: nn.Module, hidden: int) -> bool:
-    """Return True if a module is a router and its experts, without attention and without norms of the stream."""
+    """Return True for a router with its experts, without attention or norms of the stream."""
     if not experts_of(module):
         return False
     inside = dict(module.named_modules())
@@ -198,7 +198,7 @@ def _is_mixture(module: nn.Module, hidden: int) -> bool:
 
 
 def _is_source(module: nn.Module, hidden: int) -> bool:
-    """Return True if a module makes the stream of images: patches, to which parameters of its own are added (ViT)."""
+    """Return True for a module that makes a stream from images: patches plus its own parameters (ViT)."""
     own = list(module.parameters(recurse=False))
     return (
         bool(own)
@@ -232,7 +232,7 @@ def offered_rules(model: nn.Module, roles: Roles) -> dict[str, str]:
 
 
 def _pattern(name: str) -> str:
-    """Return a full name as a pattern for every block: numbers before the last word match any."""
+    """Turn a full name into a pattern for every block: numbers before the last word become ``*``."""
     *front, leaf = name.split(".")
     return ".".join([*("*" if part.isdigit() else part for part in front), leaf])
 
@@ -261,13 +261,13 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
     if reads == writes == hidden and leaf == "dense":
         if parent in _ROW_PARENTS:
             return "row"
-        # A pooler, or the transform before a head: one for the whole model, and small.
+        # A pooler, or the transform before a head: small, and one per model.
         return "" if any(part.isdigit() for part in name.split(".")) else "replicate"
     return ""
 
 
 def _hidden_size(model: nn.Module) -> int:
-    """Return the size of the residual stream: the norms', else the token table's, else what the first linear layer reads."""
+    """Return the width of the residual stream: of the norms, else of the token table, else of the first linear layer's input."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     sizes = [norm_size(m) for m in model.modules() if norm_kind(m)]
     linears = [m for m in model.modules() if is_linear(m)]
@@ -279,7 +279,7 @@ def _hidden_size(model: nn.Module) -> int:
 
 
 def _inside(name: str, found: Roles) -> bool:
-    """Return True if a module lies inside one that was placed as a whole."""
+    """Return True if a module is inside one that was placed as a whole."""
     whole = [placed for placed, role in found.role.items() if role in (*WHOLE, "loss")]
     return any(not placed or name.startswith(f"{placed}.") for placed in whole)
 

@@ -67,7 +67,7 @@ class DimFinder:
         """
         columns = self._columns(x.shape)
         if columns is None and self._column_blocks > 1 and not self._local_rows(x.shape):
-            return StreamDims(None, None)  # whole, or nothing of the stream
+            return StreamDims(None, None)  # whole, or not from the stream
         if columns is None and self._column_blocks == 1 and self._is_other(x.shape):
             return StreamDims(None, None)
         return StreamDims(self._rows(x.shape), columns)
@@ -81,24 +81,24 @@ class DimFinder:
             return -1
         if len(shape) != 3 or shape[1] != self._local:
             return None
-        # A linear layer over tokens, or a module of the user's own that takes features in the middle.
+        # A linear layer over tokens, or a user's module with features in the middle dim.
         if shape[1] != self._batch.length:
             return 1
         if shape[-1] != self._batch.length:
-            return None  # the sequence
+            return None  # the middle dim is the sequence
         raise LayoutError(
             f"{self._kind} was given {tuple(shape)}: with sequences as long as a rank's share of the features, {self._local}, "
             f"the shape does not tell which dim is which. Use sequences of another length, or a spec with whole features"
         )
 
     def _local_rows(self, shape: Size) -> bool:
-        """Return True if a tensor without the stream's features has this rank's rows nevertheless."""
+        """Return True if a tensor without the stream's features has this rank's rows."""
         rows = self._batch.rows // self._row_blocks
         first = 1 if self._sequence_first and len(shape) > 2 else 0
         return self._row_blocks > 1 and rows > 0 and shape[first] == rows
 
     def _is_other(self, shape: Size) -> bool:
-        """Return True if a tensor, where features are not split, is not of the stream: neither as wide nor with its rows."""
+        """Return True if a tensor has neither the stream's width nor its rows, in a spec that does not split features."""
         wide = shape[-1] == self._local or (len(shape) > 2 and shape[1] == self._local)
         return not wide and not self._local_rows(shape)
 
@@ -112,7 +112,7 @@ class DimFinder:
         if self._sequence_first:
             if shape[1] == local:
                 return 1
-            if shape[1] == whole:  # the sequence is what was split: ids came in as s b
+            if shape[1] == whole:  # the ids were s b, so the sequence was split
                 return 0
             raise LayoutError(
                 f"{self._kind} takes the sequence first and was given {tuple(shape)}, of a batch of {whole} rows of which this "

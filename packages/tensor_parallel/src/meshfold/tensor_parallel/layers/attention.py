@@ -77,7 +77,7 @@ def attention_weights(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if mask is None:
         return torch.softmax(scores, -1, dtype=wide).to(q.dtype)
-    # The softmax of a row that sees nothing is nan, and so would be every gradient.
+    # The softmax of a fully masked row is NaN, which would spread to every gradient.
     blind = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(blind, 0.0), -1, dtype=wide)
     return weights.masked_fill(blind, 0.0).to(q.dtype)
@@ -136,7 +136,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
             blocks: of parameters that were split before, to which those of this module are added: what is shared stays shared.
         """
         module.__class__, module.out_proj.__class__ = cls, SplitOutProjection
-        assert isinstance(module, SplitMultiheadAttention)  # as of the line above
+        assert isinstance(module, SplitMultiheadAttention)  # by the line above
         module._lie_on(mesh, axes, dropout)
         if axes:
             module._split(axes, blocks)
@@ -148,8 +148,8 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         self._first = mesh.index(*axes) * self._local
         self._enter, self._leave = bind_enter(mesh, axes), bind_leave(mesh, axes)
         self._collect_heads = bind_collect(mesh, 1, axes)
-        dropout.between = ((), axes)  # all rows, some of the heads
-        object.__setattr__(self, "_drop", dropout)  # no submodule, which would show in the user's model
+        dropout.between = ((), axes)  # all rows, this rank's heads
+        object.__setattr__(self, "_drop", dropout)  # not as a submodule, which would show in the user's model
 
     def _split(self, axes: tuple[str, ...], blocks: dict[nn.Parameter, nn.Parameter]) -> None:
         width = self.embed_dim
@@ -161,7 +161,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         ]
         for module, name, place in places:
             whole = module._parameters[name]
-            if whole is None:  # there is no bias
+            if whole is None:  # no bias
                 continue
             if whole not in blocks:
                 blocks[whole] = shard_parameter(whole, place, self.mesh)
@@ -232,7 +232,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         return x.unsqueeze(0) if not batched else x if self.batch_first else x.transpose(0, 1)
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """Return what is added to the scores of this rank's heads; ``q``: ``b heads s d``, ``k``: ``b heads t d``.
+        """Return the additive mask for the scores of this rank's heads; ``q``: ``b heads s d``, ``k``: ``b heads t d``.
 
         Raises:
             LayoutError: for a mask of other sizes.
@@ -240,7 +240,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         found: Tensor | None = None
         if attn_mask is not None:
             found = _added(attn_mask, q.dtype)
-            if found.dim() == 3:  # (b · heads) s t, of all heads
+            if found.dim() == 3:  # (b · heads) s t, with all heads
                 found = found.unflatten(0, (q.shape[0], self.num_heads)).narrow(1, self._first, self._local)
         if key_padding_mask is not None:
             padding = _added(key_padding_mask, q.dtype).view(-1, 1, 1, key_padding_mask.shape[-1])
@@ -259,7 +259,7 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask of torch's attention, True or -inf where nothing is attended to, as a number to add."""
+    """Return a mask of torch's attention (bool with True for masked, or numbers) as numbers to add."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))
     return mask.to(dtype)

@@ -70,7 +70,7 @@ class Dropout(ShardedLayer):
         self.inner, self.heads, self.flat_tokens = inner, heads, flat_tokens
         self._code, self._batch = _code_of(self.name), batch or BatchShape()
         self._splits_sequences = mesh.size(*_SEQUENCE) > 1
-        self._seen: dict[int, Positions] = {}  # by number of the call in a forward
+        self._seen: dict[int, Positions] = {}  # by the call's number in a forward
         residual, between = mode.layout("residual"), mode.layout("hidden")
         self.residual = ((), ()) if whole else (residual["m"], residual["h"])
         self.between = ((), ()) if whole else (between["m"], between["n"])
@@ -115,7 +115,7 @@ class Dropout(ShardedLayer):
         )
 
     def _draw(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, GlobalBatch, int]:
-        """Return (seed, key, batch, number) of the next call; a graph's call has no number."""
+        """Return (seed, key, batch, number) of the next call; in a compiled graph the number is -1."""
         if torch.compiler.is_compiling():
             seed, key, first_row, first_token, rows = _draw_compiled(x, self._code)
             return seed, key, GlobalBatch(first_row, first_token, rows, self._batch, None), -1
@@ -129,10 +129,10 @@ class Dropout(ShardedLayer):
         block = block_of(place, batch, self.mesh)
         if block is not None:
             first, start, whole = block
-            if isinstance(first, Tensor):  # a graph's: as many numbers as rows, which it makes as it runs
+            if isinstance(first, Tensor):  # in a graph, row numbers are computed when it runs
                 first = first + torch.arange(x.numel() // x.shape[-1], device=x.device)
             return kernels.dropout(x, p, seed, key, first, start, whole)
-        # Without function modes: to one that counts positions, an arange would be tokens.
+        # Without function modes: sequence parallelism would take an arange for token positions.
         with torch._C.DisableTorchFunction():
             *lead, last = place
             columns = block_of((last,), batch, self.mesh)
@@ -145,7 +145,7 @@ class Dropout(ShardedLayer):
     # -- where elements lie ---------------------------------------------------------------------------------------------
 
     def _look(self, found: Tracker, x: Tensor, call: int, batch: GlobalBatch) -> None:
-        """Remember the positions of a tensor's elements, for this call in later forwards."""
+        """Remember the positions of a tensor's elements for the same call in later forwards."""
         sequence_axes = () if found.token_split is None else found.token_split.axes
         place = followed_positions(
             x, found.dims(x), found.rows.dims(x), self._guessed(x, batch), batch, self.mesh, sequence_axes, self.name
@@ -156,7 +156,7 @@ class Dropout(ShardedLayer):
             self._seen.pop(call, None)
 
     def _remembered(self, x: Tensor, call: int, batch: GlobalBatch) -> Positions | None:
-        """Return the positions seen for this call, or for another of the same kind; None if none was tracked."""
+        """Return the positions tracked for this call, or for a similar one; None if there are none."""
         place = self._seen.get(call)
         if place is None or len(place) != x.dim():
             alike = [seen for seen in self._seen.values() if len(seen) == x.dim()]
@@ -173,7 +173,7 @@ class Dropout(ShardedLayer):
         )
 
     def _guessed(self, x: Tensor, batch: GlobalBatch) -> Positions:
-        """Return the positions of elements, by the sizes of the tensor."""
+        """Guess the positions of elements from the tensor's sizes."""
         size, shape, width = self.mesh.size, tuple(x.shape), x.shape[-1]
         if x.dim() == 4 and shape[1] * size(*self.between[1]) == self.heads:
             return self._of_weights(x)
@@ -187,7 +187,7 @@ class Dropout(ShardedLayer):
         if not made:
             return (last,)
         turned = x.dim() > 2 and self.mesh.world_size > 1 and self._tokens_first(shape, size(*tokens))
-        rows = 1 if turned else 0  # dynamo of torch 2.11 traces no index that is a bool
+        rows = 1 if turned else 0  # not a bool as the index: torch 2.11's dynamo cannot trace that
         made[rows] = (Run(tokens, "rows", single=True, size=shape[rows]),)
         if self._splits_sequences and x.dim() > 2:
             at = 0 if turned else len(made) - 1
@@ -195,7 +195,7 @@ class Dropout(ShardedLayer):
         return (*made, last)
 
     def _tokens_first(self, shape: tuple[int, ...], blocks: int) -> bool:
-        """Return True if the second dim is as long as this rank has rows, and the first is not."""
+        """Return True if the second dim has this rank's number of rows, and the first has not."""
         rows = self._batch.rows // blocks
         return rows > 0 and shape[1] == rows != shape[0]
 
@@ -203,16 +203,16 @@ class Dropout(ShardedLayer):
         return f"p={self.p}"
 
 
-# Which step and which call it is lives in a context variable, which torch.compile cannot trace. So a compiled graph has an
-# operation that asks when it runs. A module's name travels as a number in a tensor: as a string it would make every block a
-# graph of its own.
+# The current step and call are in a context variable, which torch.compile cannot trace, so a compiled graph has an operation
+# that reads them when it runs. A module's name is passed as a number in a tensor: a string constant would compile a separate
+# graph for every block.
 
 _NAMES: dict[int, str] = {}
 
 
 def _code_of(name: str) -> Tensor:
     """Return a number for a name, int64, on the CPU."""
-    _prepare_draw()  # before anything is traced
+    _prepare_draw()  # must run before tracing
     prepare_global_token_numbers()
     code = key_of(name)
     _NAMES[code] = name
@@ -220,7 +220,7 @@ def _code_of(name: str) -> Tensor:
 
 
 def _draw_compiled(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (seed, key, first row, first token, rows) of the next dropout under a name, on the device of ``x``."""
+    """Return (seed, key, first row, first token, rows) of a name's next dropout, on the device of ``x``."""
     seed, key, first_row, first_token, rows = torch.ops.meshfold.draw(x.detach(), code).unbind()
     return seed, key, first_row, first_token, rows
 

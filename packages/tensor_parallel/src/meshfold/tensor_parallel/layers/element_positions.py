@@ -134,7 +134,7 @@ def _guessed(
     batch: GlobalBatch,
     sequence_axes: tuple[str, ...],
 ) -> Dims:
-    """Return the dims on the mesh of a tensor if only its rows are known: axes of tokens split these."""
+    """Return a tensor's dims on the mesh when only its rows are known: they are split over the token axes."""
     made: list[Dim] = []
     for place, (size, dim) in enumerate(zip(x.shape, rows, strict=True)):
         has_rows, flat = any(f.split for f in dim), guess[place][0].rows == "tokens"
@@ -156,7 +156,7 @@ def _runs(real: Dim, rows: Dim, sequence_axes: tuple[str, ...], here: int, mesh:
     while left or right:
         if left and right and (left[0].size == 1) == (right[0].size == 1):
             pair = _aligned(left, right)
-        elif left and left[0].size == 1:  # a single element goes by itself
+        elif left and left[0].size == 1:  # match a single element with nothing
             pair = left.pop(0), Factor(1)
         else:
             pair = (Factor(1), right.pop(0)) if right and right[0].size == 1 else None
@@ -168,14 +168,14 @@ def _runs(real: Dim, rows: Dim, sequence_axes: tuple[str, ...], here: int, mesh:
 
 
 def _aligned(left: list[Factor], right: list[Factor]) -> tuple[Factor, Factor] | None:
-    """Take as many elements off both lists."""
+    """Take factors with equal numbers of elements off both lists."""
     size = min(left[0].size, right[0].size)
     one, other = _taken(left, size), _taken(right, size)
     return None if one is None or other is None else (one, other)
 
 
 def _taken(factors: list[Factor], size: int) -> Factor | None:
-    """Take the major part of the first factor: of a block it is a block, and the rest is whole."""
+    """Take the major part of the first factor. It keeps the factor's split; the rest is whole."""
     first = factors.pop(0)
     if first.size == size:
         return first
@@ -213,13 +213,13 @@ def fitted_positions(place: Positions, shape: tuple[int, ...], batch: GlobalBatc
 
 
 def _resized(run: Run, size: int, batch: GlobalBatch, mesh: Mesh) -> Run:
-    if run.rows != "rows" or torch.compiler.is_compiling():  # a graph would be another one for every number of rows
+    if run.rows != "rows" or torch.compiler.is_compiling():  # avoid one graph for every number of rows
         return run._replace(size=size)
     return run._replace(size=size, single=size * mesh.size(*run.axes) == batch.here.rows)
 
 
 def _sizes(runs: tuple[Run, ...], size: int, batch: GlobalBatch, mesh: Mesh) -> list[int] | None:
-    """Return sizes of the runs of one dim: rows and sharded tokens are known, of the others all but one are as they were."""
+    """Return the sizes of one dim's runs: rows and sharded tokens are known; of the others, only one may have changed."""
     sizes, left = [run.size for run in runs], -1
     for at, run in enumerate(runs):
         if run.rows and run.single:
@@ -274,9 +274,7 @@ def numbers_of(place: Sequence[tuple[Run, ...]], batch: GlobalBatch, mesh: Mesh,
 def _counted(
     run: Run, batch: GlobalBatch, mesh: Mesh, device: torch.device, *, first: bool
 ) -> tuple[Tensor, int | Tensor]:
-    """Return the numbers of a run's elements in the whole, and how many the whole has; of the ``first`` run these are not
-    wanted.
-    """
+    """Return the global numbers of a run's elements, and the global size, which is not needed for the ``first`` run."""
     local = torch.arange(run.size, device=device)
     if not run.token_split and run.rows != "turned":
         every: int | Tensor = run.size * mesh.size(*run.axes)
@@ -303,7 +301,7 @@ def _counted(
 
 
 def _first(run: Run, batch: GlobalBatch, mesh: Mesh) -> int | Tensor:
-    """Return the number of the first element of a contiguous run."""
+    """Return the global number of a contiguous run's first element."""
     first = run.size * mesh.index(*run.axes)
     if run.rows == "tokens":
         return first + batch.first_token
@@ -311,15 +309,15 @@ def _first(run: Run, batch: GlobalBatch, mesh: Mesh) -> int | Tensor:
 
 
 def _inner(run: Run, batch: GlobalBatch, mesh: Mesh) -> int:
-    """Return the elements of a run that each row has."""
+    """Return a run's number of elements per row."""
     return 1 if run.single or not run.rows else run.size * mesh.size(*run.axes) // batch.here.rows
 
 
 def _all_rows(batch: GlobalBatch) -> int | Tensor:
-    """Return the rows of the global batch.
+    """Return the number of rows of the global batch.
 
     Raises:
-        MeshfoldError: for a part of one whose size is unknown.
+        MeshfoldError: if this is a part of a batch of unknown size.
     """
     if isinstance(batch.rows, Tensor):
         return torch.where(batch.rows > 0, batch.rows, batch.here.given)

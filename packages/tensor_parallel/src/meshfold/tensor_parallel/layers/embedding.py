@@ -100,13 +100,13 @@ class Embedding(ShardedLayer):
         Raises:
             TokenError: on the CPU, for an id beyond the table; on a GPU it is an assertion on the device.
         """
-        # A GPU checks ids against the table's rows itself; those of a padded vocabulary are too many.
+        # A GPU kernel checks ids only against the table's rows, which include the padding of the vocabulary.
         if not self._alone or ids.device.type == "cpu" or self.weight.shape[0] != self.num_embeddings:
             ids = checked(ids, self.num_embeddings, "token id")
         if self._alone:
             return F.embedding(ids, self.weight, self.padding_idx)
         flat = take_block(ids.reshape(-1), self.mesh, 0, self.plan.compute[self.plan.m])
-        # The plan's w is [n, k], the table [k, n]: a transposed view keeps one rule for both.
+        # The plan's w is [n, k], the table [k, n]: gather a transposed view.
         table = self._gather_table(self.weight.t()).t()
         rows = table.shape[0]
         first = self.mesh.index(*self.plan.compute[self.plan.k]) * rows
@@ -156,7 +156,7 @@ class PositionEmbedding(ShardedLayer):
         if self._kind is nn.Embedding:
             (ids,) = args or tuple(kwargs.values())
             return F.embedding(ids, weight, self._settings["padding_idx"])
-        # A subclass computes positions in its own way and then looks them up in self.weight: let it, on a stand-in.
+        # A subclass computes positions itself and then looks them up in self.weight: give it a stand-in.
         stand_in = self._kind.__new__(self._kind)
         nn.Module.__init__(stand_in)
         for name, value in self._settings.items():
@@ -256,7 +256,7 @@ class PatchEmbedding(ShardedLayer):
     def forward(self, images: Tensor) -> Tensor:
         (p, q), (b, c) = self.patch, images.shape[:2]
         height, width = images.shape[2] // p, images.shape[3] // q
-        # Like a convolution, which leaves out what fills no patch.
+        # As a convolution does, drop pixels that do not fill a patch.
         whole = images[:, :, : height * p, : width * q]
         patches = whole.reshape(b, c, height, p, width, q).permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * q)
         mine = self._take_rows(patches)

@@ -56,7 +56,7 @@ class HeadExchange(OnMesh):
         for part, piece in zip(self.parts, x.split([part.size for part in self.parts], 1), strict=True):
             block = piece.reshape(x.shape[0], self.ranks // part.repeat, -1)
             blocks.append(block.repeat_interleave(part.repeat, 1) if part.repeat > 1 else block)
-        # Packed as it is sent: what goes to each rank lies in one piece.
+        # Pack contiguously per destination rank.
         sent = torch.cat([block.movedim(1, 0) for block in blocks], 2)
         return self._exchange(sent).flatten(0, 1)
 

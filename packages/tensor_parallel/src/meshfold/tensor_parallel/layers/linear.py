@@ -168,7 +168,7 @@ class Linear(ShardedLayer):
         if by_tokens:
             width = self.out_features if role == "column" else self.in_features
             self.exchange = HeadExchange(mesh, mode.layout("hidden")["n"], width, parts)
-            parts = ()  # of the weight nothing is split
+            parts = ()  # the weight is not split
         else:
             _check_sizes(self, mesh)
         multiple = {0: vocabulary_multiple(mode, mesh)} if role in ("head", "tied_head") else {}
@@ -226,7 +226,7 @@ class Linear(ShardedLayer):
 
     def use_entered_input(self, adapter: InputAdapter) -> None:
         """Leave the gather of the input to an adapter (``convert/gathered_input.py``); dx is returned as partial sums."""
-        self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # one object: compiled once
+        self.plan = self.mesh.once(("entered", self.plan), self.plan.enter)  # shared: compiled once
         self.lowering = "gather"
         self._bind()
         self.input_adapter = adapter
@@ -284,7 +284,7 @@ class Linear(ShardedLayer):
 
     @property
     def _multiplies(self) -> MatmulPlan:
-        """The plan of the product: without axes where gradients are summed apart."""
+        """Plan of the product; without axes if gradients are summed separately."""
         return (
             self.mesh.once("local matmul", lambda: plan(*map(Layout.parse, ("m k", "k n", "m n"))))
             if self._apart
@@ -292,7 +292,7 @@ class Linear(ShardedLayer):
         )
 
     def _bind(self) -> None:
-        """Bind the products of the plan, the lowering and the precision that the layer has now."""
+        """Bind the products for the layer's current plan, lowering and precision."""
         plan, mesh = self._multiplies, self.mesh
         self._alone = self._fp8 is None and (self._apart or on_one_rank(plan, mesh))
         if self._fp8 is not None:
@@ -323,7 +323,7 @@ class Linear(ShardedLayer):
             x = exchange.to_tokens(x.reshape(-1, x.shape[-1]))
         if (
             self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x)
-        ):  # else dw waits for the parameter, not for a copy in another dtype
+        ):  # not under autocast: dw is deferred for the parameter itself, not for a cast copy
             free = weight.detach()
             y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), self._site.ticket)
         elif self._alone and bias is not None and bias.dtype == weight.dtype:
@@ -341,7 +341,7 @@ class Linear(ShardedLayer):
     def _plus_bias(self, y: Tensor, bias: nn.Parameter | None) -> Tensor:
         return y if bias is None else y + self._enter_bias(self._sum_bias(bias)).to(y.dtype)
 
-    # What meshfold.kernels.fuse asks a head whose logits wait for their loss.
+    # The interface through which meshfold.kernels.fuse defers a head's logits to their loss.
 
     @property
     def makes_logits(self) -> bool:
@@ -397,7 +397,7 @@ def stem_plan(mode: Mode) -> MatmulPlan:
 
 
 def _check_sizes(layer: Linear, mesh: Mesh) -> None:
-    """Refuse what cannot be split; the vocabulary of a head is padded instead."""
+    """Refuse sizes that cannot be split; a head's vocabulary is padded instead."""
     matmul_plan = layer.plan
     for axes in (matmul_plan.x[matmul_plan.k], matmul_plan.w[matmul_plan.k]):
         split_evenly(layer.in_features, axes, mesh, f"in_features={layer.in_features} of a {layer.role} layer")

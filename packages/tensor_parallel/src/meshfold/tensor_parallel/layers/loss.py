@@ -130,7 +130,7 @@ def _make(
             return dlogits, None
 
     def with_head(logits: LazyLogits, labels: Tensor) -> Tensor:
-        """Return the summed loss of logits that are computed with their loss, of this rank's tokens and words."""
+        """Return the summed loss of deferred logits, for this rank's tokens and words."""
         columns, group = logits.shape[-1], mesh.group(*words)
         start, (scale, softcap) = mesh.index(*words) * columns, logits.cap()
         shard = kernels.VocabularyShard(

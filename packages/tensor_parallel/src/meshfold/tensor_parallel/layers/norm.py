@@ -27,7 +27,7 @@ from meshfold.tensor_parallel.module_kinds import eps_for, norm_eps, norm_kind, 
 
 
 class _Norm(ShardedLayer):
-    """Base of both norms: blocks of weight and bias, and the axes that split rows and columns."""
+    """Base of both norms: shards of weight and bias, and the axes that split rows and columns."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -59,7 +59,7 @@ class _Norm(ShardedLayer):
 
     @classmethod
     def convert(cls, module: nn.Module, eps: float | None, mesh: Mesh, mode: Mode) -> Self:
-        """Return a norm with this rank's blocks of a whole norm's weight and bias."""
+        """Return a norm with this rank's shards of a whole norm's weight and bias."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)

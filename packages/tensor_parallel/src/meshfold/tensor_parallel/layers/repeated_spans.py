@@ -46,7 +46,7 @@ def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, tuple[s
 
 
 def _neighbours(axes: tuple[str, ...], count: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes along which ``count`` neighbouring blocks lie: the minor ones, and a minor factor of the next."""
+    """Return the axes along which ``count`` neighbouring blocks lie: the minor axes, and a minor factor of the next one."""
     found: list[str] = []
     for axis in reversed(axes):
         size = mesh.size(axis)

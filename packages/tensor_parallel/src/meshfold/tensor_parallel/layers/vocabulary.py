@@ -31,7 +31,7 @@ def checked(numbers: Tensor, words: int, what: str, ignored: int | None = None) 
         compiled: Tensor = torch.ops.meshfold.checked_words(numbers, words, what, ignored)
         return compiled
     if not numbers.is_meta:
-        with torch._C.DisableTorchFunction():  # nothing of the model's own
+        with torch._C.DisableTorchFunction():  # bypass the model's function modes
             _check(numbers, words, what, ignored)
     return numbers
 

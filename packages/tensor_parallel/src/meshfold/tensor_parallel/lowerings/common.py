@@ -118,13 +118,13 @@ class Sum:
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add ``a @ b``."""
         half = self._wide != self._dtype
-        if half and not a.is_cuda:  # where only CUDA multiplies half precision to float32
+        if half and not a.is_cuda:  # only CUDA multiplies half precision into float32
             a, b, half = a.to(self._wide), b.to(self._wide), False
         if self._total is None:
             self._total = torch.mm(a, b, out_dtype=self._wide) if half else a @ b
         elif not half:
             self._total.addmm_(a, b)
-        elif torch.compiler.is_compiling():  # which knows out_dtype for mm alone
+        elif torch.compiler.is_compiling():  # which supports out_dtype only for mm
             self._total = self._total + torch.mm(a, b, out_dtype=self._wide)
         else:
             self._total = torch.addmm(self._total, a, b, out_dtype=self._wide)

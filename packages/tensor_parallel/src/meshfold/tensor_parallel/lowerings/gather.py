@@ -138,14 +138,12 @@ def _block_axis(plan: MatmulPlan, mesh: Mesh) -> str:
     """Return the axis over which x is gathered along k, if backward should multiply block by block; empty if not."""
     steps = [(dim, axis) for dim, axis in plan.steps("x") if mesh.size(axis) > 1]
     if len(steps) != 1 or steps[0][0] != 1 or torch.compiler.is_compiling():
-        return ""  # the compiler fuses the copy with its neighbours, and would have to undo writing into parts
+        return ""  # the compiler fuses the copy and cannot fuse writes into parts
     return steps[0][1]
 
 
 def _multiply_blocks(x: Tensor, w: Tensor) -> Tensor:
-    """Compute ``y = x wᵀ`` from blocks of x along k: ``g m k, n (g k) -> m n``; only some rows of x are copied side by side
-    at a time.
-    """
+    """Compute ``y = x wᵀ`` from blocks of x along k: ``g m k, n (g k) -> m n``. Only some rows of x are joined at a time."""
     rows = x.shape[1]
     y = x.new_empty(rows, w.shape[0])
     step = max(_COPIED_ROWS, -(-rows // 4))
@@ -165,7 +163,7 @@ def _input_gradient_blocks(dy: Tensor, w: Tensor, blocks: int) -> Tensor:
 
 
 def _weight_gradient_of_blocks(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tensor:
-    """Compute ``dw = dyᵀ x`` from blocks of x along k: ``g m k, m n -> n (g k)``, transposed in memory as the weight is."""
+    """Compute ``dw = dyᵀ x`` from blocks of x along k: ``g m k, m n -> n (g k)``, transposed in memory like the weight."""
     blocks, _, width = x.shape
     turned = dy.new_empty(blocks * width, dy.shape[1])
     for block in range(blocks):
@@ -174,7 +172,7 @@ def _weight_gradient_of_blocks(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tenso
 
 
 def _weight_gradient(plan: MatmulPlan, x: Tensor, dy: Tensor) -> Tensor:
-    """Compute ``dw = dyᵀ x``, ``m k, m n -> n k``, with the dim that it is scattered along outermost in memory."""
+    """Compute ``dw = dyᵀ x``, ``m k, m n -> n k``, with the dim to scatter outermost in memory."""
     return (x.t() @ dy).t() if turns_weight(plan) else dy.t() @ x
 
 

@@ -85,7 +85,7 @@ class Ring:
         shards: _Whole = {"x": x, "w": w, "y": dy}
         dx = dw = None
         products = _backward_products(plan, mesh, sizes, wants, frozenset(whole))
-        # x starts to travel before dx is computed, dx leaves under the product of dw.
+        # Start gathering x before dx is computed, and reduce dx during the product of dw.
         coming = {out: product.start(shards, whole) for out, product in products.items()}
         if want_dx:
             dx, found = products["x"].run(coming.pop("x"), frozenset({"y"}) if want_dw else frozenset())
@@ -127,7 +127,7 @@ def _backward_products(
     products: dict[Operand, _Product] = {}
     if wants[0]:
         products["x"] = _Product(plan, mesh, "x", sizes, arrived)
-    if wants[1]:  # dy is whole once dx has been computed
+    if wants[1]:  # computing dx has gathered dy
         products["w"] = _Product(plan, mesh, "w", sizes, arrived | {"y"} if wants[0] else arrived)
     return products
 
@@ -143,7 +143,7 @@ class _Product:
         sizes: Mapping[str, int],
         arrived: frozenset[Operand],
     ) -> None:
-        """``sizes``: elements of the rank's brick along m, k and n; ``arrived``: inputs that need no gather."""
+        """``sizes``: the rank's share of the product along m, k and n, elements; ``arrived``: inputs that need no gather."""
         self.plan, self.mesh, self.out, self.sizes = plan, mesh, out, sizes
         self.gathered = tuple(operand for operand in INPUTS[out] if operand not in arrived)
         self.ring: Operand | None = None
@@ -160,7 +160,7 @@ class _Product:
         return self.sizes[a] * self.sizes[b] // self.mesh.size(*split_axes(self.plan, self.mesh, operand))
 
     def start(self, shards: Mapping[Operand, Tensor], whole: Mapping[Operand, Tensor]) -> dict[Operand, Pending]:
-        """Issue the gathers; the operand of the ring is left as it is, one that arrives later is left out."""
+        """Issue the gathers, except of the ring's operand and of inputs that arrive later."""
         coming: dict[Operand, Pending] = {}
         for operand in INPUTS[self.out]:
             if operand in whole:
@@ -172,7 +172,7 @@ class _Product:
         return coming
 
     def run(self, coming: Mapping[Operand, Pending], keep: frozenset[str]) -> tuple[Pending, _Whole]:
-        """Return (the output in flight, the gathered inputs); the ring's input is assembled only if ``keep`` names it."""
+        """Return (the pending output, the gathered inputs); the ring's input is assembled only if ``keep`` names it."""
         if self.ring == self.out:
             inputs = {operand: pending.wait() for operand, pending in coming.items()}
             return start_sum(self.plan, self.mesh, self.out, Pending(self._scattered(inputs), None)), inputs
@@ -185,7 +185,7 @@ class _Product:
         return start_leave(self.plan, self.mesh, self.out, partial), inputs
 
     def _gathered(self, ring: Operand, coming: Mapping[Operand, Pending], keep: bool) -> tuple[Tensor, _Whole]:
-        """Return the product with one input arriving block by block."""
+        """Compute the product while one input arrives block by block."""
         plan, mesh = self.plan, self.mesh
         axes = split_axes(plan, mesh, ring)
         group = mesh.group(*axes)
@@ -219,7 +219,7 @@ class _Product:
         return total.done() if summed else out, found
 
     def _scattered(self, inputs: Mapping[Operand, Tensor]) -> Tensor:
-        """Return the product reduce-scattered over the output's extras: parts are computed, passed on and added to."""
+        """Compute the product reduce-scattered over the output's extra axes: each part is computed, added to and passed on."""
         plan, mesh = self.plan, self.mesh
         axes = split_axes(plan, mesh, self.out)
         group = mesh.group(*axes)
@@ -240,7 +240,7 @@ class _Product:
         return part
 
     def count(self, cost: CostBuilder, phase: Phase) -> None:
-        """Add what :meth:`start` and :meth:`run` issue."""
+        """Count the collectives that :meth:`start` and :meth:`run` issue."""
         plan, mesh = self.plan, self.mesh
         names = {operand: operand for operand in self.gathered} | {self.out: f"d{self.out}"}
         if phase == "forward":

@@ -122,7 +122,7 @@ def estimate(
 
 
 def _gather_seconds(cost: Cost, multiply: float, machine: Machine) -> float:
-    """Add up everything except x, which is gathered under the product of dx, and dx, which is reduced under that of dw."""
+    """Estimate the backward: x is gathered during the product of dx, and dx is reduced during that of dw; nothing else overlaps."""
     under_dx = sum(machine.seconds(e) for e in cost.entries if e.phase == "dw" and e.operand == "x")
     under_dw = sum(machine.seconds(e) for e in cost.entries if e.phase == "dx" and e.operand == "dx")
     total = sum(machine.seconds(e) for e in cost.entries)
@@ -134,7 +134,7 @@ def _pipelined_seconds(cost: Cost, phase: Phase, lowering: str, multiply: float,
     hidden = [e for e in entries if _is_hidden(e, lowering)]
     pieces = max(Counter((e.operand, e.kind, e.axes) for e in hidden).values(), default=0)
     if lowering == "ring":
-        pieces += 1  # g blocks, of which g − 1 travel
+        pieces += 1  # g blocks, of which g − 1 are sent
     pieces = max(pieces, 1)
     under = sum(machine.seconds(e) for e in hidden)
     waited = sum(machine.seconds(e) for e in entries) - under
@@ -143,7 +143,7 @@ def _pipelined_seconds(cost: Cost, phase: Phase, lowering: str, multiply: float,
 
 
 def _is_hidden(entry: CostEntry, lowering: str) -> bool:
-    """Return True if a collective runs under partial matmuls."""
+    """Return True if a collective overlaps with partial matmuls."""
     if lowering == "ring":
         return entry.kind == "shift"
     if entry.phase == "forward":
@@ -210,7 +210,7 @@ def _known(
     n: int,
     itemsize: int,
 ) -> str:
-    """Return the choice for local blocks: ``x`` is the shape of x, ``n`` the rows of w. Layers ask at every call."""
+    """Return the cached choice for local blocks: ``x`` is the shape of x, ``n`` the rows of w. Called at every forward."""
     found, mesh = replace(parse(*layouts), entered=entered), Mesh(dict(axes), rank=0)
     local = brick_sizes(found, mesh, x, n)
     return choose(found, {dim: size * mesh.size(*found.compute[dim]) for dim, size in local.items()}, mesh, itemsize)
@@ -220,8 +220,8 @@ def _decide(*key: Any) -> str:
     return _known(*key)
 
 
-# torch.compile takes the result for a constant instead of tracing how it was found (what
-# torch.compiler.assume_constant_result does, without importing the compiler).
+# torch.compile treats the result as a constant instead of tracing the search. This is what
+# torch.compiler.assume_constant_result does, without importing the compiler.
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -274,7 +274,7 @@ def matmul_cost(
 
 
 def _cost(self: MatmulPlan, *args: Any, **kwargs: Any) -> Cost:
-    """Return ``matmul_cost(plan, ...)``: the method of version 0.1, for one minor version."""
+    """Return ``matmul_cost(plan, ...)``. A method until version 0.1, deprecated."""
     warnings.warn(
         "MatmulPlan.cost(...) is now a function: write matmul_cost(plan, ...)",
         DeprecationWarning,
@@ -283,5 +283,5 @@ def _cost(self: MatmulPlan, *args: Any, **kwargs: Any) -> Cost:
     return matmul_cost(self, *args, **kwargs)
 
 
-# Not in the class: a plan does not import how it is carried out.
+# Attached here because plan.py must not import the lowerings.
 MatmulPlan.cost = _cost  # type: ignore[attr-defined]

@@ -115,7 +115,7 @@ class Summa:
 
         def fetch(operand: Operand, block: Tensor, number: int) -> Pending:
             owner, place = divmod(number, panels.per_block[operand])
-            # Ranks that do not own the panel pass what they have in its place; only the owner's arrives.
+            # Other ranks pass their own panel as a buffer of the same shape; only the owner's is sent.
             panel = block.narrow(1, place * panels.width, panels.width)
             group = mesh.group(*panels.axes[operand])
             return collectives.broadcast(panel, group, sources[operand].index(owner), async_op=True)
@@ -149,7 +149,7 @@ class Summa:
         panels = Panels.of(plan, mesh, x.shape[1], w.shape[1])
         coming_dy = start_gather(plan, mesh, "y", dy)
         made: dict[Operand, Tensor] = {}
-        steps: list[tuple[Operand, int, int]] = []  # what is made, and the slice
+        steps: list[tuple[Operand, int, int]] = []  # gradient, and its slice
         blocks: dict[Operand, Tensor] = {"x": x, "w": w}
         for (out, like), wanted in zip(blocks.items(), wants, strict=True):
             if wanted:

@@ -150,7 +150,7 @@ def _check(mesh: Mesh, rank: int = 0) -> None:
 
 
 def _painters() -> ModuleType:
-    """Import the drawing module: matplotlib is imported only when needed."""
+    """Import the drawing module, and with it matplotlib, only when needed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MeshfoldError("pictures need matplotlib: pip install meshfold-tensor-parallel[plot]")
     return importlib.import_module("meshfold.tensor_parallel.plot.painters")

@@ -40,7 +40,7 @@ from meshfold.tensor_parallel.plot.paint import (
 
 _MOVES = {"all_gather": "#3f7fd0", "reduce_scatter": "#d2601a", "all_reduce": "#a06cc4"}
 _NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
-_GAP = 0.42  # between the squares, for their names and arrows
+_GAP = 0.42  # between the squares: room for names and arrows
 
 
 def matmul_figure(plans: Sequence[tuple[str, MatmulPlan]], mesh: Mesh, rank: int, title: str = "") -> Figure:
@@ -83,7 +83,7 @@ def _paint_matmul(canvas: Axes, plan: MatmulPlan, mesh: Mesh, rank: int, words: 
 
 
 def _paint_tensor(canvas: Axes, name: str, layout: Layout, work: Layout, mesh: Mesh, rank: int, corner: Point) -> None:
-    """Draw the blocks at rest with the ranks that hold them; what one rank holds and what it works on.
+    """Draw the blocks at rest with the ranks that hold them, and highlight the shard and the working block of one rank.
 
     Discs are called ``name-rank``.
     """
@@ -118,7 +118,7 @@ def _paint_tensor(canvas: Axes, name: str, layout: Layout, work: Layout, mesh: M
 
 
 def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, work: Box, mesh: Mesh) -> None:
-    """Draw arrows beside a tensor: forward's gathers and scatters along its dims; below y the sum."""
+    """Draw arrows beside a tensor for forward's gathers and scatters along its dims, and the sum below y."""
     down, across = (dim for dim in getattr(plan, operand))
     x, y, width, height = rectangle_of(work, corner)
     name = "reduce_scatter" if operand == "y" else "all_gather"
@@ -157,7 +157,7 @@ def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, wo
 
 
 def _write_moves(figure: Figure, plan: MatmulPlan, mesh: Mesh, top: float, whole: float) -> None:
-    """Write every collective of more than one rank, as printed by the plan, up to so many inches from the bottom."""
+    """Write every collective of more than one rank, as the plan prints it, up to a height in inches."""
     size = 7.6
     for line, phase in enumerate(("forward", "dx", "dw")):
         y = (top - 0.12 - 0.32 * line) / whole
@@ -171,9 +171,9 @@ def _write_moves(figure: Figure, plan: MatmulPlan, mesh: Mesh, top: float, whole
 
 
 def _paint_cube(canvas: Axes, plan: MatmulPlan, mesh: Mesh, corner: Point, size: float) -> None:
-    """Draw the cube of multiplications m × k × n, a brick a rank: y's face in front, w's on top, x's at the left.
+    """Draw the cube of multiplications m × k × n, one brick per rank: y's face in front, w's on top, x's at the left.
 
-    m goes down, n to the right, k into the page, drawn up and to the left.
+    m points down, n right, and k into the page, drawn as up and left.
     """
     counts = {dim: mesh.size(*axes) for dim, axes in plan.compute.items()}
     front, depth, gap = size * 0.62, size * 0.38, min(0.07, 0.25 / max(counts.values()))
@@ -215,7 +215,7 @@ def _paint_cube(canvas: Axes, plan: MatmulPlan, mesh: Mesh, corner: Point, size:
         else:
             continue  # hidden behind the others
         if max(blocks) > 16:
-            continue  # too thin for a number
+            continue  # too small for a number
         canvas.text(
             *centre,
             str(bricks[m, k, n]),
@@ -246,7 +246,7 @@ def mesh_figure(mesh: Mesh, axes: Sequence[tuple[str, ...]]) -> Figure:
     places = _places(mesh)
     width = max(x for x, _ in places.values()) + 1.0
     height = max(y for _, y in places.values()) + 1.0
-    columns = max(1, min(len(axes), int(10 // (width + 1.1))))  # so that a phone shows the words
+    columns = max(1, min(len(axes), int(10 // (width + 1.1))))  # keeps the words legible on a phone
     rows = math.ceil(len(axes) / columns)
     inch = 0.62
     figure = new_figure((columns * (width + 1.1) * inch, rows * (height + 1.5) * inch))
@@ -289,7 +289,7 @@ def _paint_mesh(canvas: Axes, mesh: Mesh, chosen: tuple[str, ...], places: dict[
 
 
 def _places(mesh: Mesh) -> dict[int, Point]:
-    """Return the position of each rank: the last axis to the right, the one before it down, blocks of these side by side."""
+    """Return each rank's position: the last axis goes right, the one before it down, blocks of these side by side."""
     names = mesh.names
     columns = mesh.axes[names[-1]] if names else 1
     rows = mesh.axes[names[-2]] if len(names) > 1 else 1
@@ -302,7 +302,7 @@ def _places(mesh: Mesh) -> dict[int, Point]:
 
 
 def _link(canvas: Axes, a: Point, b: Point, shade: Color) -> None:
-    """Draw a band between neighbours, a thin arc between distant ranks."""
+    """Draw a band between neighbours, or a thin arc between distant ranks."""
     near = math.dist(a, b) < 1.5
     curve, width = ("arc3,rad=0", 5.0) if near else ("arc3,rad=0.25", 1.3)
     canvas.add_patch(
