@@ -155,7 +155,7 @@ class Engine:
             self.optimizer = built.states.optimizer
             self.saver, self.data_positions = Saver(built.world), DataPositions()
             self.runner = TrainStep(built, asked, self.saver)
-            self._open = opened.pop_all()  # construction succeeded: close() closes them
+            self._open = opened.pop_all()  # constructed: from now on close() closes them
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Engine:
         """Metrics of the last :meth:`train_step` or :meth:`step`; None before the first."""
         return self.runner.last
 
-    # The parts of a train step, for your own training loop.
+    # The parts of a train step, for custom training loops.
 
     @report_errors
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -437,7 +437,7 @@ class Engine:
         try:
             if sys.exc_info()[0] is None:
                 self.saver.finish()
-            else:  # the other ranks may not come
+            else:  # the other ranks may not get here
                 self.saver.abandon()
         finally:
             self.runner.gradients.close()

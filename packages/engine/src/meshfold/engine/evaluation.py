@@ -35,7 +35,7 @@ def predict(engine: Engine, batch: Any) -> Any:
     """See :meth:`Engine.predict`."""
     forward = engine.runner.forward
     work = forward.prepare(batch)
-    if forward.shifts_labels:  # with labels, logits stay split over the vocabulary for the loss
+    if forward.shifts_labels:  # with labels the model would leave logits split over the vocabulary
         work.kwargs.pop("labels", None)
     with eval_mode(engine.model), torch.no_grad():
         return engine.generator(*work.args, **work.kwargs)

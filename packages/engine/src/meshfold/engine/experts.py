@@ -116,7 +116,7 @@ def balances(model: nn.Module) -> bool:
 
 
 def _keepers(model: nn.Module) -> Sequence[Any]:
-    found = sys.modules.get("meshfold.experts")  # whoever made a router, or gave one a hook, has imported it
+    found = sys.modules.get("meshfold.experts")  # imported if the model has a router or a router hook
     return () if found is None else found.routing_keepers(model)
 
 
@@ -181,7 +181,7 @@ def _split(block: ExpertBlock, world: World, made: dict[Tensor, nn.Parameter]) -
 
 
 def _shard(whole: Tensor, placement: Placement, world: World) -> nn.Parameter:
-    """Return this rank's block of a stacked parameter, real or meta."""
+    """Return this rank's shard of a stacked parameter, real or meta."""
     if whole.is_meta:
         local = torch.empty(placement.local_shape(world.mesh), dtype=whole.dtype, device="meta")
     else:

@@ -54,7 +54,7 @@ class Forward:
         self._takes_cache = batches.takes_cache(model)
         self._names_taken = batches.names_taken(model)
         self._ignored = IGNORE_INDEX
-        # Looked at once: what a loss is a mean over does not change.
+        # Determined once: a loss always averages over the same things.
         self._looks = world.data_size > 1
         self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
 
@@ -140,7 +140,7 @@ class Forward:
         Raises:
             SpecError: if there is none, or one that does not depend on trained parameters.
         """
-        # Where nothing counts a mean is 0/0, and so may be its gradient: neither must get through.
+        # If nothing counts, the mean is 0/0 and so may be its gradient: keep both out.
         work = work.countable(shares.count)
         loss = self._loss(work, shares).double()
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -151,18 +151,18 @@ class Forward:
         return torch.where(shares.count > 0, loss, 0.0)
 
     def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """Return the loss; logits that only it reads are never whole."""
+        """Return the loss; if only the loss reads the logits, they are never materialised in full."""
         with nullcontext() if self._logits is None else self._logits.waiting():
             return self._loss_looked_at(work, shares)
 
     def _loss_looked_at(self, work: batches.Batch, shares: Shares) -> Tensor:
-        """Return the loss, and observe its cross-entropy calls the first time."""
+        """Return the loss, and observe its cross-entropy calls in the first forward."""
         if not self._looks:
             return self.loss_of(self.output(work), work)
         exact = self._world.data_size == self._world.row_size
         with LossCalls(parts="data ranks", exact=exact) as calls:
             loss = self.loss_of(self.output(work), work)
-        self._looks = calls.ignored != IGNORE_INDEX  # then a rank without rows needs targets of its own
+        self._looks = calls.ignored != IGNORE_INDEX  # then filler rows need their own targets
         if calls.ignored != self._ignored:
             self._ignored = calls.ignored
             shares.count_without(calls.ignored)

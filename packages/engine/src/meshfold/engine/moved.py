@@ -50,7 +50,7 @@ MOVED = {
 
 
 class _Moved(MetaPathFinder, Loader):
-    """Finds modules under their old paths. A module under two paths is one module."""
+    """Import hook that finds modules under their old paths. Both paths give the same module object."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -63,7 +63,7 @@ class _Moved(MetaPathFinder, Loader):
             raise ImportError(f"{spec.name!r} has not moved", name=spec.name)
         warnings.warn(f"{spec.name} is now {new}: change the import", DeprecationWarning, stacklevel=2)
         module = integration(new)
-        spec.loader_state = module.__spec__  # which the import would replace by this one
+        spec.loader_state = module.__spec__  # the import would replace it by the old path's
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -83,7 +83,7 @@ def today(name: str) -> str | None:
 def install() -> None:
     """Let imports find the old paths."""
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Moved())  # before the parent's folder is searched: it would make a second module
+        sys.meta_path.insert(0, _Moved())  # in front: the file finder would make a second module
 
 
 def integration(module: str) -> ModuleType:
@@ -97,6 +97,6 @@ def integration(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         package = ".".join(module.split(".")[:2])
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
-            raise  # what is missing is something that the package needs
+            raise  # the package is there, but one of its dependencies is missing
         distribution = package.replace(".", "-").replace("_", "-")
         raise ModuleNotFoundError(f"{package} is not installed: pip install {distribution}", name=error.name) from error

@@ -69,7 +69,7 @@ def save_checkpoint(engine: Engine, path: str | os.PathLike[str], *, asynchronou
         small[SCHEDULER_FILE] = engine.lr_scheduler.state_dict()
     if asynchronous:
         return engine.saver.start(path, noted, {"format": FORMAT_SHARDED, **state}, small)
-    engine.saver.finish()  # saves are in the order of their calls
+    engine.saver.finish()  # saves complete in the order of their calls
     write_checkpoint(path, engine.world, files, state, small, all_read=engine.states.all_read)
     return None
 
@@ -98,7 +98,7 @@ def load_checkpoint(engine: Engine, path: str | os.PathLike[str], *, weights_onl
         given = engine.model_state.check(model)
         if not weights_only:
             _check_rest(engine, state, optimizer)
-    except Exception as wrong:  # also a folder that this rank alone may not read
+    except Exception as wrong:  # also a folder that only this rank cannot read
         error = wrong
     what = f"load({str(path)!r})"
     fail_together(engine.world, error, what)
@@ -108,8 +108,8 @@ def load_checkpoint(engine: Engine, path: str | os.PathLike[str], *, weights_onl
         if engine.lr_scheduler is not None and scheduler is not None:
             _take_schedule(engine.lr_scheduler, scheduler, what)
     engine.model_state.load_extra(extra, what)
-    # What can be refused was refused: from here on the engine changes.
-    engine.zero_grad()  # gradients since the last step are of other weights
+    # All checks have passed: from here on the engine changes.
+    engine.zero_grad()  # they belong to the old weights
     engine.model_state.write(given)
     if weights_only:
         return
@@ -118,7 +118,7 @@ def load_checkpoint(engine: Engine, path: str | os.PathLike[str], *, weights_onl
     if (engine.lr_scheduler is None) != (scheduler is None) and engine.mesh.rank == 0:
         warnings.warn(_of_one_scheduler(engine, str(path)), stacklevel=3)
     runner = engine.runner
-    if state["precision"] == engine.precision.name:  # others had no loss scale, which is not the scale 1
+    if state["precision"] == engine.precision.name:  # another precision's loss scale does not apply
         runner.scaler.load_state_dict(state["scaler"])
     runner.seed = int(state["seed"])
     runner.steps, runner.micro_step = int(state["step"]), int(state["micro_step"])
@@ -130,7 +130,7 @@ _COUNTERS = ("precision", "scaler", "seed", "step", "micro_step", "skipped_steps
 
 
 def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, Tensor]) -> None:
-    """Check that a checkpoint's state other than weights fits the engine; change nothing."""
+    """Check that a checkpoint's state, except weights, fits the engine; change nothing."""
     takes = "load(path, weights_only=True) takes its weights"
     if lacking := [name for name in _COUNTERS if name not in state]:
         by = "a Lightning trainer has written it" if state.get("kind") == "lightning" else "it is damaged"
@@ -148,7 +148,7 @@ def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, T
 
 
 def _check_same(engine: Engine, mark: int, what: str) -> None:
-    """Check that all ranks have opened the same checkpoint: another run may have replaced it in between."""
+    """Check that all ranks have opened the same checkpoint: another run may have replaced it in the meantime."""
     if engine.mesh.world_size == 1:
         return
     marks = torch.tensor([mark, -mark], device=engine.device)

@@ -67,10 +67,10 @@ class TrainStep:
         self.clipping, self.needs_all_gradients = asked.clip, asked.looks_at_all
         self.guard = NonFiniteGuard(asked.nonfinite, says=built.world.mesh.rank == 0)
         self.accumulation, self.seed = asked.accumulation, asked.seed
-        self._weight: float | None = None  # of a micro-step's mean in its step; None: 1 / accumulation
+        self._weight: float | None = None  # of a micro-step's loss in its optimizer step; None: 1 / accumulation
 
         self.steps = self.micro_step = self.skipped_steps = 0
-        # The last optimizer step.
+        # Results of the last optimizer step.
         self._norm: Tensor | None = None
         optimizer = built.states.optimizer
         self._lr = 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
@@ -129,10 +129,10 @@ class TrainStep:
         return loss.detach() * share
 
     def _forward_backward(self, work: Batch, shares: Shares, *, last: bool, shown: bool) -> Tensor:
-        """Add a micro-step's gradient to those since the last step, and return this rank's share of the global loss."""
+        """Accumulate a micro-step's gradient, and return this rank's share of the global loss."""
         if self.stages is not None:
             return self._through_stages(self.stages, work, shares, last=last, shown=shown)
-        # If nothing reads the gradients before the optimizer, it may step each one as soon as it is complete.
+        # If nothing else reads the gradients, the optimizer may step each one as soon as it is complete.
         kind: BackwardRole = "more" if not last else "last" if self.needs_all_gradients else "final"
         while True:
             try:
@@ -144,14 +144,14 @@ class TrainStep:
                 self.gradients.break_off()
                 if self.gradients.backwards or not self._states.can_relieve(error):
                     raise
-            # Out of memory, but some can be freed: outside the except block, where the error no longer keeps the graph alive.
-            self._saver.before_change()  # chunks move
+            # Out of memory, but some can be freed. Done outside the except block, where the error would keep the graph alive.
+            self._saver.before_change()  # relieve() moves chunks
             self._states.relieve()
 
     def _through_stages(
         self, stages: PipelinedModel, work: Batch, shares: Shares, *, last: bool, shown: bool
     ) -> Tensor:
-        """Do the same with a pipeline's stages, which interleave forwards and backwards of micro-batches."""
+        """Do the same with pipeline stages, which interleave forwards and backwards of micro-batches."""
         self.gradients.begin(anew=True)
         with self.random(shares):
             works = stages.look_ahead(work)

@@ -102,10 +102,10 @@ def assemble(
         built, trace = model, None
         refuse_unmade(model)
         if any(p.is_meta for p in model.parameters()):
-            origin = find_value_source(model)  # of a model that was built under zero_gemini's ShardedInit
+            origin = find_value_source(model)  # built under zero_gemini's ShardedInit
             trace, seed = (retrace_initialization(model), seed) if origin is None else (origin.trace, origin.seed)
         elif (origin := find_value_source(model, buffers=True)) is not None:
-            # Weights were loaded inside ShardedInit; tables that are in no file were not made.
+            # Weights were loaded inside ShardedInit, but tables that are in no file are still missing.
             materialize(model, origin.trace, seed=origin.seed, device="cpu", parameters=False)
     else:
         built, trace = build_on_meta(lambda: _checked(model))
@@ -141,7 +141,7 @@ def assemble(
                 trace,
                 seed=seed,
                 device=world.device,
-                # What is real was cut when it was split.
+                # Tensors that are not meta were already cut.
                 placement_of=lambda name, tensor: shard_coordinates(tensor) if tensor.is_meta else None,
                 parameters=values is None,
             )
@@ -201,7 +201,7 @@ def make_states(
     if world.spec.zero is None:
         masters = Masters(built.parameters.values(), precision, other_dtypes(built.model, precision))
         pass_roles_on({p: masters.of(p) for p in built.parameters.values()})
-        trains = make is not None or world.device.type == "meta"  # a plan is one of training
+        trains = make is not None or world.device.type == "meta"  # plans are always for training
         states = PlainStates(built.parameters, masters, world, make, trains=trains)
         settled(states.optimizer)
     else:
@@ -249,8 +249,8 @@ def has_dropout(model: nn.Module) -> bool:
 def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, dropout: bool) -> Report | None:
     """Apply tensor parallelism, if the spec asks for it.
 
-    Without it a model is left as it is, unless it has dropout: as mode 1d on one rank it drops the same elements as under
-    every other spec. A model that mode 1d cannot place keeps torch's dropout.
+    Without a tensor entry the model stays as it is, unless it has dropout: mode 1d on one rank makes it drop the same elements
+    as every other spec. A model that mode 1d cannot place keeps torch's dropout.
     """
     tensor = world.spec.tensor
     if tensor is not None:
@@ -268,7 +268,7 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
             raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
     if rules is not None:
         try:
-            check_rules(model, rules)  # a slip shows under every spec, not only under those that split the model
+            check_rules(model, rules)  # report wrong rules under every spec, even if nothing is split
         except LayoutError as error:
             raise SpecError(str(error)) from error
     if dropout:
@@ -280,8 +280,8 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
 
 
 def _sum_by_tokens_apart(model: nn.Module, world: World) -> None:
-    """Sum gradients of weights that each rank multiplies with its own tokens together with those over the data axes: in buckets
-    or chunks, beside the backward, once a step.
+    """Let weights that each rank multiplies with its own tokens sum their gradients together with the data axes: in buckets or
+    chunks, overlapped with backward, once a step.
     """
     for module in model.modules():
         tokens = module.sum_gradients_apart() if isinstance(module, Linear) else ()
@@ -293,7 +293,7 @@ def _sum_by_tokens_apart(model: nn.Module, world: World) -> None:
 
 
 def _folder(model: object, built: nn.Module, world: World) -> SourceValues | None:
-    """Return the values of a folder's model, which still has the names of the whole; if one rank fails, all raise."""
+    """Return the values of a folder's model, by its unsplit names; if one rank fails, all raise."""
     if not isinstance(model, WeightSource):
         return None
     model.check(world.spec)
@@ -302,7 +302,7 @@ def _folder(model: object, built: nn.Module, world: World) -> SourceValues | Non
     try:
         found = model.weights(built)
         model.verify(world.mesh.rank, world.mesh.world_size)
-    except Exception as wrong:  # also a folder that this rank alone may not read
+    except Exception as wrong:  # also a folder that only this rank cannot read
         error = wrong
     if isinstance(error, SpecError) and world.mesh.world_size == 1:
         raise error
@@ -314,9 +314,9 @@ def _folder(model: object, built: nn.Module, world: World) -> SourceValues | Non
 
 @torch.no_grad()
 def _fill(model: nn.Module, values: ParameterInit, *, tied: bool) -> None:
-    """Fill parameters on the meta device; ``tied``: only those that other stages keep too.
+    """Fill parameters on the meta device; ``tied``: only those that other stages hold too.
 
-    Gradients of tied parameters are handled separately from all others, which are in chunks.
+    Tied parameters are not in chunks, since their gradients are handled separately.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -336,7 +336,7 @@ def _fill(model: nn.Module, values: ParameterInit, *, tied: bool) -> None:
 
 @torch.no_grad()
 def _share(model: nn.Module, world: World) -> None:
-    """Broadcast rank 0's weights and buffers, one tensor at a time."""
+    """Broadcast rank 0's weights and buffers one by one."""
     if world.mesh.world_size == 1:
         return
     seen: set[Tensor] = set()
@@ -347,7 +347,7 @@ def _share(model: nn.Module, world: World) -> None:
 
 
 def _move(model: nn.Module, device: torch.device, *, parameters: bool) -> None:
-    """Move the model to the device; parameters stay the same objects with their attributes."""
+    """Move the model to the device; parameters stay the same objects and keep their attributes."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameters:

@@ -67,7 +67,7 @@ class Built:
     model_state: ModelState
 
 
-@report_errors  # an error is told before the watchdog is closed
+@report_errors  # outermost: errors are reported before the watchdog closes
 def build(
     engine: object,
     model: nn.Module | Callable[[], nn.Module],
@@ -91,7 +91,7 @@ def build(
     Raises:
         SpecError: for an invalid model, or one that does not work under this spec.
     """
-    given = opened.enter_context(AsGiven(model))  # put back last
+    given = opened.enter_context(AsGiven(model))  # restored last
 
     # The running processes, as a mesh.
     world = join_world(parallel, device, limit_s=asked.watchdog)
@@ -114,7 +114,7 @@ def build(
     if fp8 is not None:
         opened.callback(fp8.close)
     compiled = None
-    if asked.compile is not None:  # first: modes and checkpoints are around a graph, not in it
+    if asked.compile is not None:  # first: modes and checkpoints go around a graph, not into it
         stages_blocks = None if part.pipelined is None else part.pipelined.blocks()
         compiled = CompiledBlocks(asked.compile, part.model, world.spec, stages_blocks)
         opened.callback(compiled.close)
@@ -130,7 +130,7 @@ def build(
     if blocks is not None:
         opened.callback(blocks.close)
 
-    # Its master weights, their gradients and the optimizer's state, and what works on them.
+    # Its master weights, gradients and optimizer state, and what works on them.
     schedulers: list[Any] = []
 
     def settled(optimizer: torch.optim.Optimizer | None) -> None:

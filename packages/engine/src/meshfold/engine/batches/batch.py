@@ -124,7 +124,7 @@ def prepare_batch(
             and isinstance(ids, Tensor)
             and labels.dim() > 1
             and aligned
-            and not labels.is_floating_point()  # a number for each class, say
+            and not labels.is_floating_point()  # floats may be class scores
             and labels.shape != ids.shape
         ):
             raise SpecError(
@@ -244,7 +244,7 @@ def loss_of(output: Any, batch: Batch, loss_fn: Callable[[Any, Any], Tensor] | N
 
 
 def _without_padding(ids: Tensor, mask: object) -> Tensor:
-    """Return ids as labels, without tokens that ``attention_mask`` ``b s`` hides."""
+    """Return ids as labels; tokens hidden by ``attention_mask`` ``b s`` are ignored."""
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         return ids.masked_fill(mask == 0, IGNORE_INDEX)
     return ids

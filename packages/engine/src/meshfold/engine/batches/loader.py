@@ -15,7 +15,7 @@ from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
 from meshfold.mesh.spec import argument_checks as settings
 
-# Of torch's loader, what the engine's has under these names or does by itself.
+# Arguments of torch's loader that the engine's loader has itself, or sets itself.
 _OURS = ("dataset", "batch_size", "shuffle", "drop_last", "sampler", "batch_sampler")
 
 
@@ -77,8 +77,8 @@ class ShardedLoader:
         self._index, self._blocks, self._options = index, blocks, options
         self.epoch = 0
         self.served = 0
-        self._current: object = None  # the iteration that moves the position
-        self._loaded = False  # the position is one that was loaded
+        self._current: object = None  # the iterator that advances the position
+        self._loaded = False  # the position comes from a checkpoint
         if not self._rows:
             raise SpecError("a dataset of 0 examples gives no batch: len(dataset) is 0")
         if len(self) == 0:
@@ -89,7 +89,7 @@ class ShardedLoader:
         known = {name: None for name in inspect.signature(DataLoader).parameters if name not in _OURS}
         settings.known_keys("dataloader", options, options, known)
         try:
-            self._serve(_Batches(self, start=0))  # what torch refuses of the options shows now
+            self._serve(_Batches(self, start=0))  # torch checks the options here
         except (TypeError, ValueError) as error:
             raise SpecError(f"dataloader(..., {options}): {error}") from error
 
@@ -98,16 +98,16 @@ class ShardedLoader:
         return self._rows // self.batch_size if self.drop_last else -(-self._rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        # A loop was broken off, or took the last batch and did not ask for one more.
+        # The last loop was left early, or took the last batch without asking for another.
         if self.served and not self._loaded:
             self.epoch, self.served = self.epoch + 1, 0
         self._loaded = False
         mine = self._current = object()
         batches = _Batches(self, start=self.served)
         for number, batch in enumerate(self._serve(batches), self.served):
-            if self._current is mine:  # no later loop, and no position that was loaded, has taken its place
+            if self._current is mine:  # unless a later loop or a loaded position replaced it
                 self.served = number + 1
-            # A coordinate without rows gets one that does not count: what it would get of one row for two.
+            # A data rank without rows gets a row that does not count, as the second of two ranks that share one row.
             yield batch if batches.mine(number) else shard_batch(batch, 1, 2)
         if self._current is mine:
             self.epoch, self.served = self.epoch + 1, 0
@@ -161,7 +161,7 @@ class ShardedLoader:
         return len(self.dataset)
 
     def _order(self) -> dict[str, int]:
-        """Return what the order of an epoch's batches depends on."""
+        """Return everything that determines the order of an epoch's batches."""
         return {"batch_size": self.batch_size, "examples": self._rows, "shuffle": int(self.shuffle), "seed": self.seed}
 
 
@@ -171,7 +171,7 @@ def _told(order: dict[str, int]) -> str:
 
 
 class _Batches:
-    """This data coordinate's examples, batch by batch, in the order of the loader's epoch."""
+    """This data rank's examples, batch by batch, in the epoch's order."""
 
     def __init__(self, loader: ShardedLoader, start: int) -> None:
         self._loader, self._start = loader, start
@@ -181,7 +181,7 @@ class _Batches:
             self._order = torch.randperm(loader._rows, generator=generator)
 
     def mine(self, number: int) -> list[int]:
-        """The examples of a batch that this coordinate gets; none where there are fewer rows than coordinates."""
+        """Return this data rank's examples of a batch; none if there are fewer rows than ranks."""
         rows = self._rows(number)
         mine = self._loader.share_of(len(rows))
         return rows[mine.start : mine.stop].tolist()

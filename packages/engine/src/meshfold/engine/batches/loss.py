@@ -108,7 +108,7 @@ def call_loss_fn(loss_fn: Callable[[Any, Any], Tensor], output: Any, batch: Any)
 
 
 def _is_criterion(loss_fn: object) -> bool:
-    """Return whether a loss is torch's own, a module or a function of (output, targets)."""
+    """Return True if a loss is torch's own: a module, or a function of (output, targets)."""
     modules = ("torch.nn.functional", "torch.nn.modules.loss")
     return (type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn).__module__ in modules
 
@@ -134,7 +134,7 @@ class LossCalls(TorchFunctionMode):
         self._eager = ExitStack()
 
     def __enter__(self) -> Self:
-        if "torch._dynamo" in sys.modules:  # a graph that is made under a mode is of no use without it
+        if "torch._dynamo" in sys.modules:  # a graph compiled under this mode would not be reused without it
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -155,14 +155,14 @@ class LossCalls(TorchFunctionMode):
         return func(*args, **given)
 
     def _filler(self, target: Tensor) -> Tensor:
-        """Return the targets of a rank without rows, all -100 except one, in the form of the user's loss; others unchanged.
+        """Return the targets of a rank without rows in the form that the user's loss expects; other targets unchanged.
 
-        The one that counts, so that the mean is finite, is of class 0, or of class 1 where 0 does not count.
+        All are ignored but one, which keeps the mean finite: class 0, or class 1 if the loss ignores 0.
         """
         if target.is_floating_point():
             return target
         ignored = target == IGNORE_INDEX
-        is_filler = ignored.any() & (ignored | (target == 0)).all()  # not looked at: the host would wait for it
+        is_filler = ignored.any() & (ignored | (target == 0)).all()  # stays on the device: reading it would synchronise
         one = torch.full_like(target, self.ignored).flatten()
         one[-1] = int(self.ignored == 0)
         return torch.where(is_filler, one.view(target.shape), target)

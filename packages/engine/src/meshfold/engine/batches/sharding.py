@@ -65,7 +65,7 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
                 return first, second
             return inputs[:1], torch.full_like(targets[:1], IGNORE_INDEX)
         if isinstance(targets, Tensor) and isinstance(inputs, tuple | list) and inputs:
-            each = [shard_batch((one, targets), index, blocks) for one in inputs]  # says what is wrong with one
+            each = [shard_batch((one, targets), index, blocks) for one in inputs]  # checks each input
             return tuple(one for one, _ in each), each[0][1]
     raise SpecError(
         f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors, or a pair "
@@ -81,13 +81,13 @@ def row_range(rows: int, index: int, blocks: int) -> range:
 
 
 def _cut_tensor(value: Tensor, index: int, blocks: int) -> Tensor | None:
-    """Return its rows; None if it gets none."""
+    """Return a rank's rows; None if it gets none."""
     mine = row_range(value.shape[0], index, blocks)
     return value[mine.start : mine.stop] if len(mine) else None
 
 
 def _check_rows(rows: int, blocks: int, labels: Any) -> None:
-    """Refuse, on every rank, a batch in which some coordinate has no row and no labels can mark one that does not count."""
+    """Refuse, on every rank, a batch that leaves a data rank without rows and has no labels to mark a filler row as ignored."""
     if rows >= blocks or (rows and isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
         return
     raise SpecError(
@@ -126,7 +126,7 @@ class Shares:
 
     @cached_property
     def _sizes(self) -> list[list[int]]:
-        """Rows and tokens of each data coordinate; waits for the device."""
+        """Return rows and tokens of each data rank; waits for the device."""
         if not self._located:
             return [[0, 0]] * self._world.row_index + [[self._work.rows, self._work.tokens]]
         sizes: list[list[int]] = self._pending.wait()[:, 1:].tolist()

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh.parameters import uncompiled_name
 
-_MOST = 8  # parts of one value
-_LONGEST = 60  # characters of what is no tensor
+_MOST = 8  # parts shown of one value
+_LONGEST = 60  # characters of a value that is not a tensor
 
 
 def shown(value: Any) -> str:

@@ -92,7 +92,7 @@ def write_checkpoint(
     target = resolve_folder(path)
     what, first = f"cannot write the checkpoint {target}", world.mesh.rank == 0
     assignments = [_assign(name, sources, world) for name, sources in files.items()]
-    with ExitStack() as mine:  # of the first rank: the folder, while it is written
+    with ExitStack() as mine:  # on the first rank: holds the folder while it is written
         names = [*small, *(name for assignment in assignments for name in assignment.files)]
         writing = begin_together(target, mine, names, world, what)
         error: Exception | None = None
@@ -146,7 +146,7 @@ def _write_tensors(
     all_read: bool,
     error: Exception | None,
 ) -> Exception | None:
-    """Gather each tensor once among the ranks that share it, and write it on its writer. Return the error of this rank, if any."""
+    """Gather each tensor once among the ranks that share it, and write it on one of them. Return this rank's error, if any."""
     rank, members = world.mesh.rank, world.members
     writer: BackgroundWriter | None = None
     if rank in assignment.writers and error is None:
@@ -159,7 +159,7 @@ def _write_tensors(
         if not all_read and chosen not in members:
             continue
         try:
-            whole = sources[name].read()  # also after an error: the other ranks are in it
+            whole = sources[name].read()  # collective: take part even after an error
         except Exception as unread:
             error = error or unread
             continue
@@ -186,7 +186,7 @@ class Checkpoint:
         CheckpointError: if there is none, or it was written by a newer version.
         """
         target = resolve_folder(path)
-        # An earlier version put the one before aside for an instant, and may have died then.
+        # Earlier versions moved the old checkpoint aside for an instant, and may have been killed then.
         old = set_aside_path(target)
         self.path = old if not (target / STATE_FILE).exists() and (old / STATE_FILE).exists() else target
         if not (self.path / STATE_FILE).exists():
@@ -208,11 +208,11 @@ class Checkpoint:
         return current_path(self.path, self._saved, name)
 
     def _check(self, name: str, size: int, wanted: str | None) -> None:
-        """Compare a file with the index: its size, and its checksum (for tensors, that of the header)."""
+        """Compare a file with the index: its size and its checksum (for tensors, the header's)."""
         path = self.path_of(name)
         try:
             found = path.stat().st_size
-            path = path if found == size else self.path_of(name)  # it was moved to its place meanwhile
+            path = path if found == size else self.path_of(name)  # it was renamed in the meantime
             found = path.stat().st_size
             told = file_checksum(path) if found == size and wanted is not None else wanted
         except OSError as error:
@@ -310,7 +310,7 @@ class Checkpoint:
 
 
 def _what_it_is(path: Path) -> str:
-    """Describe a path that is not a checkpoint, and say what can read it."""
+    """Describe a path that is not a checkpoint, and name what can read it."""
     if (path / "config.json").exists():
         return "is a Hugging Face folder: Engine(pretrained(folder), ...) reads it, or meshfold convert"
     if path.is_dir():

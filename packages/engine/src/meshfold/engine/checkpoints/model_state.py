@@ -209,7 +209,7 @@ def read_whole(sources: Mapping[str, Source], world: World, what: str, *, keep: 
     for name, source in sources.items():
         try:
             value = source.read()
-        except Exception as unread:  # the other ranks are in what follows too
+        except Exception as unread:  # the other ranks need this one in what follows
             error = error or unread
             value = torch.zeros(source.shape, dtype=source.dtype, device=world.device)
         if not source.alike:

@@ -81,7 +81,7 @@ class PipelinedState(ModelState):
         return self._inventory.extra
 
     def _merged_extra(self, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Merge the extra state: each module's from the rank whose stages use it."""
+        """Merge the extra state, taking each module's from the rank whose stages use it."""
         used = _used(self._inventory, {name: name for name in mine})
         told = self._tell([mine, sorted(used)])
         found: dict[str, dict[str, Any]] = {}
@@ -99,7 +99,7 @@ class PipelinedState(ModelState):
         return {name: self._shared(kept, own.get(name)) for name, kept in merged.items()}
 
     def noted_optimizer_sources(self) -> dict[str, Source]:
-        return self.optimizer_sources()  # collectives, which must not meet the training's
+        return self.optimizer_sources()  # runs collectives, which must not interleave with training's
 
     def optimizer_description(self) -> dict[str, Any]:
         told = self._tell(self._states.optimizer_description())
@@ -130,7 +130,7 @@ class PipelinedState(ModelState):
     def _mine(
         self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the part of the optimizer's state that belongs to this rank's parameters."""
+        """Return the optimizer state of this rank's parameters."""
         check_names((*tensors, *description["values"]), self._inventory.parameters)
 
         def here(entries: Mapping[str, T]) -> dict[str, T]:
@@ -143,7 +143,7 @@ class PipelinedState(ModelState):
         return all_gather_object(mine, self._world.pipe_group, self._world.device)
 
     def _merged(self, sources: Mapping[str, Source], used: set[str]) -> dict[str, Kept]:
-        """Merge the tables of all ranks; ranks that use a tensor own it before those that only keep it."""
+        """Merge the tables of all ranks; a rank that uses a tensor takes precedence over one that only holds it."""
         mine = {
             name: [str(source.dtype).removeprefix("torch."), list(source.shape), source.alike, name in used]
             for name, source in sources.items()
@@ -182,14 +182,14 @@ class PipelinedState(ModelState):
         )
 
     def _read(self, kept: Kept, own: Source | None) -> Tensor:
-        """Return the owner's result; also a collective over the pipeline."""
+        """Return the owner's result on all ranks; a collective over the pipeline."""
         group, device = self._world.pipe_group, self._world.device
         error: Exception | None = None
         value: Tensor | None = None
         if own is not None and group.index == kept.owner:
             try:
                 value = own.read().to(device)
-            except Exception as unread:  # the others wait for something
+            except Exception as unread:  # the others wait for a message
                 error = unread
         if value is None:
             value = torch.zeros(kept.shape, dtype=kept.dtype, device=device)
@@ -200,9 +200,9 @@ class PipelinedState(ModelState):
 
 
 def _used(inventory: Inventory, local: Mapping[str, str]) -> set[str]:
-    """Return the tensors of a rank that its stages use: parameters, and buffers of modules of which it has parameters.
+    """Return the tensors of a rank that its stages use: parameters, and buffers of modules that have parameters there.
 
-    A buffer of a module without any counts for the next module outside of it.
+    A buffer of a module without parameters counts for the nearest enclosing module that has some.
     """
     parts = [name for name in inventory.first if inventory.first[name] in inventory.parameters]
     here = [name for name in local.values() if inventory.first.get(name, name) in inventory.parameters]

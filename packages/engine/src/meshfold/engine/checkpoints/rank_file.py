@@ -92,7 +92,7 @@ class RankFile:
             return self._plan
         sources = self._sources.items() if self._make is None else self._noting(self._make())
         self._plan = plan_of(sources, before)
-        self._make = None  # which holds the tensors too
+        self._make = None  # it holds references to the tensors
         self._writer = TensorWriter(
             self.part, self._plan.header, opener=lambda _, flags: self._open(flags & ~os.O_CREAT)
         )
@@ -107,7 +107,7 @@ class RankFile:
 
     @property
     def _to_copy(self) -> Iterator[tuple[Written, StoredValue]]:
-        """Yield the tensors that are not on a disk, with this rank's parts."""
+        """Yield the tensors that are not on disk, with this rank's parts."""
         assert self._plan is not None  # it was laid out
         for one in with_pauses(self._plan.rectangles):
             if not one.on_disk:
@@ -121,7 +121,7 @@ class RankFile:
         """
         for one, parts in self._to_copy:
             name, found = one.tensor, parts.tensors
-            if parts.is_plain:  # else a view of what is made of them is no view of each
+            if parts.is_plain:  # otherwise its pieces are views of the parts
                 name, found = one.key, (one.piece.view(parts.tensors[0]),)
             if name not in self._copies:
                 there = [f"{self.path.name}/{name}/{number}" for number in range(len(found))]
@@ -160,8 +160,8 @@ class RankFile:
             self._folder = None
 
     def give_up(self, error: Exception) -> None:
-        """Report an error to rank 0, in the space of what was written, which is certainly there."""
-        if self._folder is None:  # it has its name already
+        """Report an error to rank 0, in place of what was written, where there is certainly room."""
+        if self._folder is None:  # already renamed
             return
         if self._writer is not None:
             self._writer.abandon()
@@ -172,13 +172,13 @@ class RankFile:
         self.abandon()
 
     def _noting(self, sources: Iterable[tuple[str, Source]]) -> Iterator[tuple[str, Source]]:
-        """Return the same as recorded here. Sources are dropped at once: many live objects trigger Python's collector."""
+        """Record the parts of sources while passing them on. Sources are dropped at once: many live objects trigger Python's collector."""
         for tensor, source in sources:
             self._kept[tensor] = source.parts()
             yield tensor, source
 
     def _open(self, flags: int) -> int:
-        assert self._folder is not None  # nobody opens it after its end
+        assert self._folder is not None  # open until the file is finished
         return os.open(self.part.name, flags, 0o666, dir_fd=self._folder)
 
     def _rename(self, name: str) -> None:
@@ -186,7 +186,7 @@ class RankFile:
 
 
 def _noted(source: Source) -> StoredValue:
-    """Return this rank's part of a tensor; a copy on its device if a forward may change it."""
+    """Return this rank's part of a tensor, copied on its device if a forward may change it."""
     parts = source.parts()
     return parts if source.alike else StoredValue(tuple(part.clone() for part in parts.tensors), parts.whole)
 
@@ -229,7 +229,7 @@ class FilePlan:
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
-        # What is on a disk is written first. Wide dtypes first, so that each begins at a multiple of its elements.
+        # State on disk comes first, then wide dtypes before narrow ones, so that every tensor is aligned to its elements.
         self.rectangles = sorted(
             (
                 Written(

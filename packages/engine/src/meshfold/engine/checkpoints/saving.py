@@ -94,12 +94,12 @@ class Saver:
         save = BackgroundSave(target, self._world)
         first = self._world.mesh.rank == 0
         what = f"cannot write the checkpoint {target}"
-        small = json.loads(json.dumps(state)), copy.deepcopy(dict(small_files))  # as they are now
+        small = json.loads(json.dumps(state)), copy.deepcopy(dict(small_files))  # snapshots
         names = [*files]
         size = self._world.mesh.world_size
         written = [shard_file_name(name, rank, size) for name in names for rank in range(size)]
         written += [*map(shard_index_name, names), *small_files]
-        mine = ExitStack()  # of the first rank: the folder, while it is written
+        mine = ExitStack()  # on the first rank: holds the folder while it is written
         made: list[RankFile] = []
         try:
             writing = begin_together(target, mine, written, self._world, what)
@@ -110,7 +110,7 @@ class Saver:
                 file.abandon()
             mine.close()
             raise
-        # From here on this rank waits for nothing of its GPU: the copies may take as long as a step.
+        # From here on this rank does not wait for its GPU: the copies may take as long as a step.
         self._lane = self._lane or copy_queue(self._world.device)
         save.writing, save.copying = writing, BackgroundCopies(self._lane)
 
@@ -173,7 +173,7 @@ class Saver:
         for name, sources in files.items():
             file = RankFile(folder, name, sources, self._world)
             yield file
-            if file.has_some_on_disk:  # the training goes on to read and write there
+            if file.has_some_on_disk:  # training will read and write these files
                 self._lay_out(file)
 
     def _lay_out(self, file: RankFile) -> None:
@@ -181,9 +181,9 @@ class Saver:
         self._plans[name] = file.lay_out(self._plans.get(name))
 
     def _copy(self, files: list[RankFile], save: BackgroundSave) -> None:
-        """Copy to host memory what is not on a disk; files that cannot be started record their error."""
+        """Copy everything that is not on disk to host memory; a file that cannot be started records its error."""
         copying, device = save.copying, self._world.device
-        assert copying is not None  # whoever begins a save has made it
+        assert copying is not None  # made when the save began
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
                 for file in files:
@@ -201,7 +201,7 @@ class Saver:
                 copying.over()
 
     def _buffer(self, key: str, like: Tensor) -> Tensor:
-        """Return host memory for a copy, which later saves reuse."""
+        """Return host memory for a copy; later saves reuse it."""
         buffer = self._buffers.get(key)
         fits = buffer is not None and (buffer.shape, buffer.dtype) == (like.shape, like.dtype)
         if buffer is None or not fits or (like.is_cuda and not buffer.is_pinned()):
@@ -229,7 +229,7 @@ def _complete(
     *,
     ranks: int,
 ) -> None:
-    """Wait on rank 0 for the files of all ranks, and make a checkpoint of them."""
+    """On rank 0, wait for the files of all ranks and complete the checkpoint."""
     wanted = [(rank, writing / shard_file_name(name, rank, ranks)) for name in files for rank in range(ranks)]
     size, since, pause = -1, time.monotonic(), 0.005
     while missing := [(rank, path) for rank, path in wanted if not path.exists()]:
@@ -261,7 +261,7 @@ def _complete(
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # renamed since
+    except OSError:  # renamed in the meantime
         return 0
 
 
@@ -291,7 +291,7 @@ class BackgroundSave:
         self._begun = time.perf_counter()
         self._error: Exception | None = None
         self._told = False
-        self._awaited = threading.Event()  # somebody waits for the thread
+        self._awaited = threading.Event()  # set while a caller waits for the thread
         self._thread: threading.Thread | None = None
         self.copying: BackgroundCopies | None = None
 
@@ -315,13 +315,13 @@ class BackgroundSave:
         if not self._told:
             self._told = True
             atexit.unregister(self._tell)
-            mine = self._error if self._world.mesh.rank == 0 else None  # who has heard of all
+            mine = self._error if self._world.mesh.rank == 0 else None  # rank 0 collects all errors
             what = f"cannot write the checkpoint {self.path} in the background"
             try:
                 fail_together(self._world, mine, what, name_rank=False)
             except CheckpointError:
                 if self._world.mesh.rank == 0:
-                    # Others were at their files while the folder was removed; no one is now.
+                    # Other ranks still wrote their files when the folder was removed; none does now.
                     inside = self.writing.parent == self.path
                     with (
                         suppress(OSError, InUseError),
@@ -359,11 +359,11 @@ class BackgroundSave:
             self.seconds = time.perf_counter() - self._begun
 
         self._thread = threading.Thread(target=keep, name=f"save {self.path.name}")
-        self._thread.start()  # waits for the thread, which would go on to work for as long as the interpreter lets it
+        self._thread.start()  # not a daemon: the interpreter waits for it at exit
         self.blocked_seconds = time.perf_counter() - self._begun
         atexit.register(self._tell)
 
     def _tell(self) -> None:
-        """Report an error at the end of a process that did not ask for it."""
+        """Report an error at exit if the process never asked for it."""
         if self._error is not None and not self._told:
             print(f"meshfold: the checkpoint {self.path} was not completed: {self._error}", file=sys.stderr)

@@ -115,7 +115,7 @@ class NonFiniteGuard:
             self._known = False
             return False
         what = f"the loss is {float(loss)}" if loss is not None else f"the gradient's norm is {float(norm)}"
-        if mode == "report" and self._known:  # nan propagates: the step before reported it
+        if mode == "report" and self._known:  # NaN propagates: already reported
             return False
         self._known = True
         self.finding = replay(self._seen, keep=mode == "report") if self._seen else None
@@ -138,9 +138,9 @@ _OWN_LOOP = (
 )
 
 
-_BYTES = 512  # of a finding on its way to the other ranks
+_BYTES = 512  # size of a finding that is sent to the other ranks
 
-# In the order in which one follows from another.
+# In causal order.
 _PHASES = ("parameter", "input", "forward", "loss", "backward")
 
 
@@ -250,10 +250,10 @@ class _Eye:
         self._stage = mesh.index("pipe")
         self._staged = mesh.size("pipe") > 1
         self._names: dict[nn.Module, str] = {}
-        self._first: Tensor | None = None  # whose gradient was the first that was not finite
+        self._first: Tensor | None = None  # the tensor with the first non-finite gradient
 
     def hook(self, hooks: ExitStack) -> None:
-        """On every module, until the stack is closed."""
+        """Add hooks to every module, until the stack is closed."""
         for name, module in self._model.named_modules():
             self._names[module] = _title(name, module)
             for handle in (
@@ -263,7 +263,7 @@ class _Eye:
                 hooks.callback(handle.remove)
 
     def look_at_inputs(self, work: Batch) -> None:
-        """The batch."""
+        """Check the batch."""
         for value in tree_leaves((work.args, work.kwargs)):
             if (wrong := _wrong(value)) is not None:
                 self._note("input", "", wrong)
@@ -292,7 +292,7 @@ class _Eye:
             self._order += 1
             if (wrong := _wrong(gradient, masks=False)) is None:
                 return
-            # Of several modules that take one tensor the innermost is meant; its hook was set last, and is called last.
+            # If several modules take the same tensor, report the innermost: its hook was set last and runs last.
             if self._first is value and self._found and self._found[0].phase == "backward":
                 self._found.clear()
             if not self._found:
@@ -313,10 +313,10 @@ def _title(name: str, module: nn.Module) -> str:
 
 
 def _wrong(value: Any, *, masks: bool = True) -> str | None:
-    """``3 nan, 1 inf of 4096 elements``, if a tensor has any; ``masks``: -inf alone is none."""
+    """Return ``3 nan, 1 inf of 4096 elements`` if a tensor has any, else None; ``masks``: ignore -inf."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or not value.numel():
         return None
-    value = local_shard(value.detach())  # ranks look each by itself
+    value = local_shard(value.detach())  # each rank checks its own shard
     nan, inf = int(value.isnan().sum()), int((value == torch.inf).sum())
     minus = int((value == -torch.inf).sum())
     if not nan and not inf and (masks or not minus):

@@ -61,9 +61,9 @@ class GracefulStop:
         self.asked = False
 
     def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():  # only there Python can catch signals
+        if threading.current_thread() is threading.main_thread():  # Python handles signals only there
             for number in self._signals:
-                if signal.getsignal(number) is not None:  # else C code catches it, to which it could not be given back
+                if signal.getsignal(number) is not None:  # None: a C handler, which could not be restored
                     self._before[number] = signal.signal(number, self._catch)
             if self._before:
                 self._impatience = SecondRequest(self._before, says=self._world.mesh.rank == 0)
@@ -72,7 +72,7 @@ class GracefulStop:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         flag, self._flag = self._flag, None
         if flag is not None and kind is None:
-            flag.wait()  # the others have sent theirs
+            flag.wait()  # the other ranks have already sent theirs
         if self._impatience is not None:
             self._impatience.close()
         for number, handler in self._before.items():
@@ -126,7 +126,7 @@ class SecondRequest:
         _open.discard(self)
         if self._before == -1:
             signal.set_wakeup_fd(-1)
-        os.close(self._writer)  # which ends the thread
+        os.close(self._writer)  # ends the thread
 
     def _wait(self) -> None:
         first: dict[int, float] = {}
@@ -141,7 +141,7 @@ class SecondRequest:
         os.close(self._reader)
 
     def _leave_to_parent(self) -> None:
-        """Reset a forked child, whose signals are not the parent's."""
+        """In a forked child, stop handling the parent's signals."""
         if self._before == -1:
             signal.set_wakeup_fd(-1)
         os.close(self._writer)

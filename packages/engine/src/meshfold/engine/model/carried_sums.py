@@ -30,7 +30,7 @@ class CarriedRoutingSums:
         """
         self._world, self.dtype = world, torch.promote_types(dtype, torch.float32)
         self._experts = {name: keeper.experts for name, keeper in routers_by_name(model)}
-        self._places: dict[int, Any] = {}  # block to who keeps its router's sums here
+        self._places: dict[int, Any] = {}  # block: the object that keeps its router's sums
         self._sizes: dict[int, int] = {}
 
     def carry(self, pipeline: Pipeline) -> None:
@@ -46,7 +46,7 @@ class CarriedRoutingSums:
             return
         here = dict(routers_by_name(partition.model))
         for name, block in blocks.items():
-            assert block is not None  # looked at
+            assert block is not None  # checked above
             keeper = here.get(name) or RoutingSumsElsewhere(partition.partial_forward.blocks[block])
             keeper.over_ranks, keeper.refusal = RoutingSumsOverRanks(self._world), ""
             self._places[block], self._sizes[block] = keeper, 2 * self._experts[name] + 2
@@ -75,7 +75,7 @@ class CarriedRoutingSums:
         return [at for at in sorted(self._sizes) if first <= at < stop]
 
     def _flat(self, sums: RoutingSums | None, size: int) -> Tensor:
-        if sums is None:  # a forward in training mode without gradients keeps none
+        if sums is None:  # a forward without gradients keeps none
             return torch.zeros(size)
         parts = (sums.counts, sums.probabilities, sums.squares, sums.tokens)
         return torch.cat([part.reshape(-1).to(sums.probabilities.dtype) for part in parts])

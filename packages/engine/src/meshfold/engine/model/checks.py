@@ -51,7 +51,7 @@ def refuse_layers(model: nn.Module, world: World, precision: Precision) -> None:
 
 
 def _refuse_table(name: str, table: nn.Embedding | nn.EmbeddingBag, world: World, precision: Precision) -> None:
-    """Raise a SpecError for options of a table that work on the words of a rank's own batch."""
+    """Raise a SpecError for options of a table that act on the words of one rank's batch."""
     kind, written = type(table).__name__, world.spec.written or str(world.spec)
     if table.sparse:
         raise SpecError(
@@ -74,7 +74,7 @@ def _refuse_table(name: str, table: nn.Embedding | nn.EmbeddingBag, world: World
 
 
 def _refuse_tied_table(name: str, table: nn.Embedding | nn.EmbeddingBag, model: nn.Module, world: World) -> None:
-    """Raise a SpecError for a table that another stage reads a copy of, which a forward does not rescale."""
+    """Raise a SpecError for a table of which another stage has a copy that a forward does not rescale."""
     if table.max_norm is None or not world.pipelined:
         return
     holders = sum(p is table.weight for module in model.modules() for p in module._parameters.values())
@@ -169,7 +169,7 @@ def _no_copy_of_stages(memo: object) -> nn.Module:
     )
 
 
-# By name: importing what wraps costs more than all of this library.
+# By name: importing the wrappers takes longer than importing this library.
 _WRAPPERS = {
     "DataParallel",
     "DistributedDataParallel",
@@ -208,7 +208,7 @@ def check_model(model: object) -> None:
 
 
 def _is_partial(parameter: nn.Parameter) -> bool:
-    """Return True if a parameter was in released chunks, a block over a closed mesh, or of a stage that this rank had."""
+    """Return True if a parameter is what an earlier engine left: in released chunks, a shard on a closed mesh, or of one stage."""
     meta = metadata(parameter)
     if meta is None:
         return False
@@ -264,10 +264,10 @@ def _balance_losses(model: nn.Module, parts: str) -> str:
 
 
 def _coefficients(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield what scales a balance loss that the model computes, by name."""
+    """Yield the name and value of each coefficient of a balance loss that the model computes."""
     for place in (getattr(model, "config", None), *model.modules()):
         config = getattr(place, "config", place)
-        if getattr(config, "output_router_logits", True) is False:  # transformers' then compute none
+        if getattr(config, "output_router_logits", True) is False:  # models of transformers then compute none
             continue
         for name, value in getattr(place, "__dict__", {}).items():
             if _BALANCE.fullmatch(name) and isinstance(value, float) and value > 0:

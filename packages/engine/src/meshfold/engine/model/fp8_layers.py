@@ -111,7 +111,7 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
 
 
 def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: set[int]) -> str:
-    """Return why a layer stays in bf16, whatever its shape; empty if there is no reason."""
+    """Return why a layer stays in bf16 regardless of its shape; empty if there is no reason."""
     leaf, parts = name.rpartition(".")[2], name.split(".")
     is_head = leaf in _HEADS or id(module.weight) in heads or (isinstance(module, Linear) and module.makes_logits)
     if "head" in settings.keep and is_head:
@@ -125,14 +125,14 @@ def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: se
 
 
 def _narrow(n: int, k: int, settings: Fp8Settings) -> str:
-    """Return why a layer of so many outputs and inputs on a rank stays in bf16; empty if fp8 saves time in it."""
+    """Return why a layer with these local outputs and inputs stays in bf16; empty if fp8 saves time."""
     if fp8_gain(n, k, settings.recipe) > 0:
         return ""
     return f"keep='narrow': its casts to fp8 take longer than its matmuls gain ({n} x {k} on a rank)"
 
 
 def _has(parts: list[str], entry: str) -> bool:
-    """Return True if the parts of an entry follow one another among those of a name."""
+    """Return True if a name contains an entry's parts one after another."""
     wanted = entry.split(".")
     return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))
 
@@ -149,7 +149,7 @@ def _check_names(model: nn.Module, settings: Fp8Settings) -> None:
 
 
 def _output_weights(model: nn.Module) -> set[int]:
-    """Return the ids of weights that make logits: a Hugging Face model's, and those that an embedding has as well."""
+    """Return the ids of output weights: the Hugging Face model's head, and weights shared with an embedding."""
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     asked: Any = getattr(model, "get_output_embeddings", lambda: None)()
     return tied if asked is None else tied | {id(asked.weight)}

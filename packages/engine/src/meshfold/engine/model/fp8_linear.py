@@ -67,7 +67,7 @@ class Fp8Products:
 class Fp8Linear(nn.Linear):
     """``y = x wᵀ + b`` with operands in fp8, for inputs in bf16; anything else is computed as the layer's own class does."""
 
-    computes_linear = False  # not what meshfold.kernels.fuse takes for a head
+    computes_linear = False  # meshfold.kernels.fuse must not treat it as a head
 
     def forward(self, x: Tensor) -> Tensor:
         wrong = x.dtype is not torch.bfloat16 or self.weight.dtype is not torch.bfloat16
@@ -77,7 +77,7 @@ class Fp8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def _multiply(self, x: Tensor) -> Tensor:
-        tracking = tracker()  # of a forward that sees to it that no split dim is mixed: an amax may be, of the tokens
+        tracking = tracker()  # the product may mix tokens only in its amax
         if tracking is None or not is_whole(tracking.dims(x)[-1]):
             return self._product(x)
         with untracked():
@@ -110,11 +110,11 @@ def use_fp8_products(layer: nn.Linear, products: Fp8Products) -> Callable[[], No
     layer.__class__ = _classes[own]
     layer.__dict__[_PRODUCTS] = products
     add = None if site is None else site.add
-    if site is not None:  # the bias gets its gradient from autograd
+    if site is not None:  # autograd computes the bias's gradient
 
         def add_in_fp8(pairs: Sequence[MatmulOperands]) -> None:
             for x, dy in pairs:
-                weight: Any = layer._parameters["weight"]  # which may be replaced
+                weight: Any = layer._parameters["weight"]  # may have been replaced
                 accumulate_grad(weight, products.weight_gradient(dy, x))
 
         site.add = add_in_fp8

@@ -48,7 +48,7 @@ def check_free(model: object) -> None:
     """
     parts = dict(_trained(model)) if isinstance(model, nn.Module) else {}
     if any(_is_taken(module) for module in parts.values()):
-        gc.collect()  # an engine that nobody has any more
+        gc.collect()  # the owner may be an unreachable engine
     taken = [name for name, module in parts.items() if _is_taken(module)]
     if taken:
         what = "it" if len(taken) == len(parts) else f"its {taken[0]!r}"
@@ -66,7 +66,7 @@ def claim(model: nn.Module, engine: object, *, in_chunks: bool) -> Claim:
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return modules with their own trained parameters, by name."""
+    """Return the modules that have trained parameters of their own, by name."""
     for name, module in model.named_modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             yield name, module
@@ -117,7 +117,7 @@ class AsGiven:
 
 
 class _Module:
-    """A module's class and attributes, with the contents of containers."""
+    """Snapshot of a module's class and attributes, with the contents of containers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._kind, self._attributes = module, type(module), dict(module.__dict__)
@@ -132,7 +132,7 @@ class _Module:
 
 
 class _Tensor:
-    """A parameter's or buffer's memory, gradient, hooks and attributes."""
+    """Snapshot of a parameter's or buffer's memory, gradient, hooks and attributes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._data, self._gradient = tensor, tensor.data, tensor.grad
@@ -147,7 +147,7 @@ class _Tensor:
             tensor.requires_grad_(self._trained)
         _refill(tensor.__dict__, self._attributes)
         for name, hooks in self._hooks.items():
-            if getattr(tensor, name) is not None:  # a dict that autograd has: to set another leaves it the first
+            if getattr(tensor, name) is not None:  # autograd keeps the first dict: refill it, do not replace it
                 _refill(getattr(tensor, name), hooks)
 
 

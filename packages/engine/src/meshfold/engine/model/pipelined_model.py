@@ -194,7 +194,7 @@ class PipelinedModel:
             return self.pipeline.assess(self.microbatches(batch))
 
     def _looking(self) -> AbstractContextManager[object]:
-        """Observe the first call of the loss."""
+        """Observe the loss in its first call."""
         if not self._looks:
             return nullcontext()
         self._looks = False
@@ -216,7 +216,7 @@ class PipelinedModel:
 
     def microbatches(self, batch: batches.Batch) -> list[Microbatch]:
         """Return the batch in micro-batches, each in the form in which the engine calls a model."""
-        # What the tensor mode would fill up with rows that do not count stays together.
+        # Split in units of the rows that the tensor mode needs, so that it adds no filler rows.
         length = local_length(batch.tokens // batch.rows, self._world)
         works = self.pipeline.split(batch.given, unit=row_multiple(self.pipeline.module, length))
         found = []
@@ -232,8 +232,8 @@ class PipelinedModel:
         return batches.loss_of(output, whole, self._loss_fn)
 
     def _replicas(self, precision: Precision) -> Replicas:
-        """Under ZeRO stage 3 every use of a stage gathers its parameters from the other data coordinates; in fp8 it may reduce an
-        amax over them.
+        """Return how pipelines must stay in step with their replicas: under ZeRO stage 3 a stage gathers its parameters from the
+        other data ranks, and in fp8 it may reduce an amax over them.
         """
         from meshfold.pipeline.runtime import Replicas
 
@@ -275,7 +275,7 @@ def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:
 
 
 def _slowest(costs: Costs, world: World) -> Costs:
-    """Return the same costs on all ranks: the largest measured."""
+    """Return the largest measured costs, the same on all ranks."""
     columns = [costs.forward, costs.backward_input, costs.backward_weight]
     table = torch.tensor(columns, dtype=torch.float64, device=world.device)
     table = all_reduce(table, world.everyone, "max")

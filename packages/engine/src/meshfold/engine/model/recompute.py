@@ -108,10 +108,10 @@ class Recomputed:
         self.name, self.kept = name, False
         self.watch: LayerWatch | None = None
         self._block, self._contexts, self._more = block, contexts, more
-        # What block.compile() has made stands before its forward.
+        # block.compile() makes a callable that runs instead of forward.
         self._place = "forward" if getattr(block, _COMPILED, None) is None else _COMPILED
         self.forward: Callable[..., Any] = getattr(block, self._place)
-        self.__wrapped__ = self.forward  # as for any function that stands around another
+        self.__wrapped__ = self.forward  # as functools.wraps does
         setattr(block, self._place, self)
 
     def close(self) -> None:
@@ -151,12 +151,12 @@ class Recomputed:
 
 
 class _Repetition:
-    """Context manager around a repeated forward; may be entered again, for another backward."""
+    """Context manager around a recomputed forward; may be entered again for another backward."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]], buffers: ChangedBuffers) -> None:
         self._contexts, self._buffers = contexts, buffers
         self._stand_in = DryRun.active
-        self._eager = _runs_eagerly()  # a graph would save other tensors than the first forward did
+        self._eager = _runs_eagerly()  # a graph would save other tensors than the eager forward did
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> None:
@@ -198,7 +198,7 @@ class RecomputedBlocks:
                 f"recompute: {type(model).__name__} has no repeated blocks, which are modules of several layers: put them into an "
                 "nn.ModuleList, or let the model recompute by itself and leave recompute out"
             )
-        # Dynamo goes on inside, where what it was asked to compile may be, and leaves the wrapping alone.
+        # Dynamo skips the wrapper but continues inside it, where compiled blocks may be.
         torch.compiler.disable(Recomputed.__call__, recursive=False)
         self._wrapped: dict[str, Recomputed] = {}
         contexts = recompute_contexts(model)
@@ -245,7 +245,7 @@ def _runs_eagerly() -> bool:
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without caches of keys and values, which must not be extended again in backward."""
+    """Return the arguments without caches of keys and values, which the recomputation must not extend again."""
     if kwargs.get("use_cache"):
         kwargs = {**kwargs, "use_cache": False}
     if any(kwargs.get(name) is not None for name in _CACHES):
@@ -279,7 +279,7 @@ def _collect(name: str, module: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Return True if a module can be called, is more than a layer, and more than a sequence of blocks."""
+    """Return True if a module can be called, and is more than one layer but not a list of blocks."""
     parts = list(module.children())
     if not parts or type(module).forward is nn.Module.forward:
         return False
@@ -287,7 +287,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _called(module: nn.Module) -> nn.Module:
-    """Return the module that torch.compile has wrapped, or the module itself."""
+    """Return the module inside torch.compile's wrapper, or the module itself."""
     found: nn.Module = getattr(module, "_orig_mod", module)
     return found
 
@@ -320,7 +320,7 @@ class ChangedBuffers:
             self._found = {
                 place: copy
                 for place, (buffer, version, copy) in before.items()
-                # Norms change their statistics without a word to autograd.
+                # Norms change their statistics without a new version.
                 if now.get(place) is not buffer
                 or buffer._version != version
                 or isinstance(place[0], nn.modules.batchnorm._NormBase)
@@ -349,5 +349,5 @@ class ChangedBuffers:
 
 def _copy_of_buffer(buffer: Tensor) -> Tensor:
     copy = buffer.detach().clone()
-    copy.__dict__.update(buffer.__dict__)  # where it lies on the mesh
+    copy.__dict__.update(buffer.__dict__)  # keeps its metadata, such as its placement
     return copy

@@ -90,7 +90,7 @@ def split_roots(
 
 
 def _inside(root: nn.Module, name: str, rules: Mapping[str, str] | None) -> dict[str, str] | None:
-    """The rules by names inside of a root."""
+    """Return the rules by names relative to a root."""
     if rules is None or not name:
         return None if rules is None else dict(rules)
     found = {}

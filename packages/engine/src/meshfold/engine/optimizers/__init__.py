@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 NO_DECAY = "norms_and_biases"
 
-# These look at whole matrices: on a part of one they would do something else.
+# These read whole matrices, and would compute something else on shards.
 _WHOLE = {"Adafactor", "Muon"}
 _NEVER = {
     "LBFGS": "needs all gradients as one vector, and evaluates the loss several times a step",
@@ -101,7 +101,7 @@ def of_any_stage(factory: Factory) -> Factory:
         return factory
 
     def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        # Backwards, and from the second to the first.
+        # Try two other orders: reversed, and rotated by one.
         others = [_settings_of(factory([*some])) for some in (reversed(parameters), [*parameters[1:], parameters[0]])]
         made = factory(parameters)
         if any(_settings_of(made) != other for other in others):
@@ -220,7 +220,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
                 {"params": [p for p in parameters if p.dim() > 1]},
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ]
-        # Also empty ones: which there are must not depend on what a stage of a pipeline happens to have.
+        # Keep empty groups: all stages of a pipeline must have the same ones.
         made: torch.optim.Optimizer = cls(groups, **rest, **_fast(cls))
         if by_role and no_decay:
             made.param_groups[-1]["weight_decay"] = 0.0
@@ -230,7 +230,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
 
 
 def _check_setting(value: object, key: str, setting: object, default: object) -> None:
-    """Check that a setting has the type of its default, since torch only fails in a comparison without naming it."""
+    """Check that a setting has the type of its default; torch fails later in a comparison that does not name it."""
     if isinstance(default, tuple):
         if not isinstance(setting, tuple | list) or len(setting) != len(default):
             raise SpecError(f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}")
@@ -245,7 +245,7 @@ def _is_number(value: object) -> bool:
 
 
 def _fast(cls: type[torch.optim.Optimizer]) -> dict[str, bool]:
-    """Return the setting for one kernel over many parameters, if the class has it."""
+    """Return the setting that steps many parameters in one kernel, if the class has one."""
     return {"fused": True} if cls in _FUSED else {}
 
 

@@ -84,8 +84,8 @@ class LossScaler:
         """
         self.settings = scale_settings
         self.scale = scale_settings.initial_scale if scale_settings else 1.0
-        self._good_steps = 0  # since the scale last moved or a step overflowed
-        self._overflows = 0  # in a row
+        self._good_steps = 0  # since the last change of the scale or the last overflow
+        self._overflows = 0  # consecutive
         self._said = not says
 
     @property
@@ -207,7 +207,7 @@ class Masters:
         self._high: list[Tensor] = []
         with torch.no_grad():
             for parameter in parameters:
-                # Row by row, as reduced gradients lie: torch's fused optimizers go through memory, not through indices.
+                # Contiguous, like reduced gradients: torch's fused optimizers step in memory order, not by index.
                 whole = parameter.detach().to(precision.master_dtype).contiguous()
                 parameter.data = whole.to(other.get(parameter, precision.dtype))
                 if parameter.dtype == whole.dtype:

@@ -30,7 +30,7 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
         SpecError: for what the model cannot do on a part of a sequence.
     """
     spec = world.spec.sequence
-    if spec is None or spec.size == 1:  # megatron's too
+    if spec is None or spec.size == 1:  # also of Megatron's mode
         return None
     from meshfold.engine.sequence.split import SplitSequence
 

@@ -16,7 +16,7 @@ _ATTENDING = (
     "full_attention",
     "sliding_attention",
     "attention",
-)  # transformers' names of layers that are carried out over ranks
+)  # names in transformers of layers that communicate over ranks
 
 
 def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
@@ -39,7 +39,7 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
     if not own_loss:
         from meshfold.engine.sequence.incoming import (
             Labels,
-        )  # brings meshfold.sequence, which may not be installed
+        )  # imports meshfold.sequence, which may not be installed
 
         Labels(model, written).require(type(model).__name__)
 
@@ -55,7 +55,7 @@ def check_mixing(model: nn.Module, world: World) -> None:
         SpecError: for what is found.
     """
     spec = world.spec.sequence
-    if spec is None or spec.size == 1:  # megatron's too
+    if spec is None or spec.size == 1:  # also of Megatron's mode
         return
     written = world.spec.written or str(world.spec)
     found = _mixing(model, spec.mode) or _heads(model, world, spec)

@@ -56,7 +56,7 @@ class Incoming:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [name for name, p in parameters.items() if p.kind in positional]
         self._caches = "use_cache" in parameters
-        self._theirs = hasattr(type(model), "loss_function")  # of the Hugging Face kind
+        self._theirs = hasattr(type(model), "loss_function")  # a Hugging Face model
         self._own = any(hasattr(module, "makes_masks") for module in model.modules())
 
     def take(
@@ -69,7 +69,7 @@ class Incoming:
         """
         names = [*self._names, *map(str, range(len(self._names), len(args)))][: len(args)]
         given = {**dict(zip(names, args, strict=True)), **kwargs}
-        if "position_ids" in names:  # others may be put in their place, by name
+        if "position_ids" in names:  # pass it by name: it may be replaced
             names = names[: names.index("position_ids")]
         tokens = next((x for x in given.values() if isinstance(x, Tensor) and _has_tokens(x)), None)
         if tokens is None:
@@ -89,7 +89,7 @@ class Incoming:
             if along and value.shape[0] in (1, rows) and name not in ("labels", "shift_labels"):
                 given[name] = sharding.shard(value, rank)
         if self._caches:
-            given["use_cache"] = False  # keys and values of a part of the tokens, which nobody could use
+            given["use_cache"] = False  # a cache of only this rank's tokens would be useless
         if training:
             set_token_shards(TokenShards(length=length, index=sharding.indices(rank).to(tokens.device)))
         now = Forward(sharding=sharding, rows=rows, share=share, documents=documents)
@@ -125,7 +125,7 @@ class Incoming:
                     f"an attention_mask {list(mask.shape)} cannot be split with the tokens: leave it out, and pad on the right"
                 )
             real = mask.bool()
-            # A causal model's tokens do not see padding behind them.
+            # In a causal model tokens do not see the padding after them.
             behind = self._labels.kind == "shift_labels" and bool((real[:, 1:] <= real[:, :-1]).all())
             targets = self._labels.moved(given)
             counted = targets is None or bool(((targets != IGNORE_INDEX) & ~real).any())
@@ -161,11 +161,11 @@ class Incoming:
 
 
 def _has_tokens(value: Tensor) -> bool:
-    """Return True if a tensor's second dim may be that of the tokens: of a floating-point matrix it is that of features."""
+    """Return True if a tensor's second dim may be the tokens; in a floating-point matrix it is the features."""
     return value.dim() > 2 or (value.dim() == 2 and not value.is_floating_point())
 
 
-_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")  # transformers' names of losses token by token
+_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")  # losses in transformers whose labels are not shifted
 
 
 def next_token_losses(model: nn.Module) -> list[nn.Module]:
@@ -187,7 +187,7 @@ class Labels:
         written: the spec, for messages.
         """
         self._written = written
-        if not hasattr(type(model), "loss_function"):  # of the Hugging Face kind
+        if not hasattr(type(model), "loss_function"):  # not a Hugging Face model
             self.kind = "moved" if next_token_losses(model) else ""
             return
         said = getattr(model, "loss_type", None)
@@ -242,11 +242,11 @@ class Labels:
                     "token has its own label"
                 )
         moved = self.moved(found)
-        assert moved is not None  # there are some
+        assert moved is not None  # labels were given
         mine = sharding.shard(moved, rank, pad=IGNORE_INDEX)
         given["labels"] = mine
         if self.kind == "shift_labels":
             given["shift_labels"] = mine
-        if given.get("num_items_in_batch") is not None:  # the loss is a sum, divided already
+        if given.get("num_items_in_batch") is not None:  # the loss is a sum, already divided
             return torch.ones((), dtype=torch.float64, device=mine.device)
         return (mine != IGNORE_INDEX).sum().double() / (moved != IGNORE_INDEX).sum().clamp(min=1)

@@ -119,12 +119,12 @@ class SplitAttention:
 
     def repeated(self) -> AbstractContextManager[Any]:
         """Return the context in which the attention of the current forward can be repeated."""
-        return self._parallel.again()  # entered after those of dropout by function, as in the forward
+        return self._parallel.again()  # entered after functional dropout's context, as in the forward
 
     def _attended(self, documents: Documents, now: Forward) -> Documents:
-        """Return the documents of the rows that attention has here.
+        """Return the documents of this rank's rows in attention.
 
-        A tensor mode may split the batch between sequences, padded with copies of its last row.
+        A tensor mode may split the batch by rows, padded with copies of the last row.
         """
         if len(documents) == 1 or self._world.mode is None:
             return documents
@@ -137,7 +137,7 @@ class SplitAttention:
 
 
 def _drawn(calls: FunctionalDropout, q: Tensor, p: float) -> WeightDropout:
-    """Return the dropout of the next attention's weights: the same as in one process."""
+    """Return the dropout of the next attention's weights, the same as in one process."""
     if calls.part is None:
         raise LayoutError("attention that drops weights ran outside of the model that it is part of")
     seed, key, first_row, first_head, heads = calls.part.draw_weights(q)
@@ -179,7 +179,7 @@ class Outgoing:
             self._refuse(
                 f"the model was given labels and returned a loss of shape {tuple(mine.shape)}: a mean is a scalar"
             )
-        # Where nothing counts the mean is 0/0.
+        # If no token counts, the mean is 0/0.
         part = torch.where(share > 0, mine.double() * share, 0.0)
         return gather(part.view(1), self._mesh, 0, self._axes).sum().to(mine.dtype)
 
@@ -193,7 +193,7 @@ class Outgoing:
         return now.sharding.join(gather(value, self._mesh, 1, self._axes), 1)
 
     def _beside(self, name: str, value: Tensor, now: Forward) -> Tensor:
-        """Return an output next to the loss; one along the tokens is gathered when it is read."""
+        """Return an output next to the loss; one with a dim of tokens is gathered when it is read."""
         sharding, rows, mesh, axes = now.sharding, now.rows, self._mesh, self._axes
         along = value.dim() > 1 and value.shape[:2] == (rows, sharding.local)
         if value.is_meta or not (along or (value.dim() > 1 and value.shape[0] == rows * sharding.local)):
@@ -217,7 +217,7 @@ class Outgoing:
 
 
 def _place_of_loss(output: Any) -> str | None:
-    """Return the name under which a model's output has its loss."""
+    """Return the name of the loss in a model's output."""
     if isinstance(output, Tensor):
         return "output"
     if isinstance(output, tuple) and not hasattr(output, "_fields"):

@@ -69,7 +69,7 @@ class Accumulation:
         self._shows_none = shows_none and states.optimizer is not None
         self.micro_steps = self.backwards = 0
         self.summed, self.closed, self.settled = True, False, False
-        self._begun = False  # a forward whose backward did not come yet
+        self._begun = False  # a forward waits for its backward
         if self._shows_none:
             self._shown.show()
 
@@ -115,7 +115,7 @@ class Accumulation:
             made_by_all: it reaches these parameters on some rank; a parameter that it does not reach has a zero gradient.
         """
         self.begin()
-        if kind == "final" and self._states.all_read:  # chunks may be stepped with before step() is called
+        if kind == "final" and self._states.all_read:  # chunks may be stepped before step() is called
             self._before_change()
         with self._states.backward(kind):
             yield
@@ -216,9 +216,9 @@ class ShownGradients:
         self._states, self._advice = states, advice
         self._settle, self._are_there = WeakMethod(settle), WeakMethod(are_there)
         self._stages = stages
-        self._covered: dict[int, Tensor] = {}  # complete gradients that wait where the shown ones stand
-        self._factors: list[tuple[Tensor | float, set[int]]] = []  # what gradients are still to be multiplied with
-        self._made: dict[int, GradientProxy] = {}  # by place; the same ones stand there in every step
+        self._covered: dict[int, Tensor] = {}  # .grad values hidden by proxies, by index
+        self._factors: list[tuple[Tensor | float, set[int]]] = []  # pending factors and the indices they apply to
+        self._made: dict[int, GradientProxy] = {}  # proxies by index, reused in every step
         self._visible = False
         self._listens = False
         self._finalizer = finalize(self, _hide, list(states.trained))
@@ -323,7 +323,7 @@ class ShownGradients:
         same = last is factor or (isinstance(last, float) and isinstance(factor, float) and last == factor)
         if not same or those & set(places):
             self._factors.append((factor, set(places)))
-        else:  # torch's loop comes to one parameter after the other
+        else:  # torch scales parameters one by one
             those.update(places)
 
     def clamp(self, places: Sequence[int], low: float | None, high: float | None) -> None:
@@ -380,9 +380,9 @@ def _call(method: WeakMethod[Callable[[], bool]]) -> bool:
 
 
 def _hide_from_compiler(shown: ShownGradients) -> None:
-    """Hide shown gradients whenever the compiler traces, as long as they exist.
+    """Hide the proxies in ``.grad`` whenever the compiler traces, for as long as they exist.
 
-    A parameter in chunks is gathered by then, and its ``grad`` has the shape that it had between two uses.
+    While tracing a parameter in a chunk is gathered, but its ``grad`` still has the released shape.
     """
     from torch._dynamo.callback import callback_handler
 
@@ -404,7 +404,7 @@ def _hide_from_compiler(shown: ShownGradients) -> None:
             (begin, callback_handler.start_callbacks),
             (end, callback_handler.end_callbacks),
         ):
-            if callback in known:  # not after torch.compiler.reset()
+            if callback in known:  # absent after torch.compiler.reset()
                 known.remove(callback)
 
     finalize(shown, forget)

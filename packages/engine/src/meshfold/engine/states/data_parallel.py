@@ -28,7 +28,7 @@ from meshfold.mesh.parameters import GradientProxy
 from meshfold.mesh.recording import weight_gradients
 
 BUCKET_BYTES = 25 * 2**20
-_ALIGN = 16  # elements: gradients begin where vector instructions like it
+_ALIGN = 16  # elements: align gradients for vector instructions
 
 
 class Bucket:
@@ -46,13 +46,13 @@ class Bucket:
         for target in targets:
             self._starts.append(self._total)
             self._total += -(-target.numel() // _ALIGN) * _ALIGN
-        # The gradients, then a number of uses each; None while empty or on its way.
+        # All gradients, followed by a use count for each; None while empty or in flight.
         self._flat: Tensor | None = None
-        self._filled: set[int] = set()  # places of the parameters whose gradient is in it
-        self._arrived: set[int] = set()  # places whose gradient of this backward is there
-        self._used: set[int] = set()  # places that had a gradient on this rank since the reset
+        self._filled: set[int] = set()  # indices of parameters whose gradient is in the buffer
+        self._arrived: set[int] = set()  # indices whose gradient of this backward has arrived
+        self._used: set[int] = set()  # indices with a gradient on this rank since the reset
         self._pending: Pending | None = None
-        self._summed: Tensor | None = None  # what came back from the sums before
+        self._summed: Tensor | None = None  # the result of earlier sums
 
     @property
     def is_full(self) -> bool:
@@ -116,7 +116,7 @@ class Bucket:
         if factor != 1.0:
             flat[: self._total].mul_(factor)
         anyone = self._used
-        if len(anyone) < len(self.targets):  # only who missed a gradient has to wait and see whether others had it
+        if len(anyone) < len(self.targets):  # if this rank missed some, read which ones others had (synchronises)
             anyone = set(flat[self._total :].nonzero().flatten().tolist())
         for place, target in enumerate(self.targets):
             target.grad = self._part(flat, place).view(target.shape) if place in anyone else None
@@ -214,12 +214,12 @@ class GradientReducer:
             handle.remove()
 
     def _hook(self, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
-        reducer = ref(self)  # one that is gone without close() takes nothing from who trains the model now
+        reducer = ref(self)  # a weak reference: a reducer dropped without close() must not take gradients
 
         def arrive(parameter: Tensor) -> None:
             me = reducer()
             if isinstance(parameter.grad, GradientProxy):
-                return  # a backward of somebody else, while the gradient here is shown
+                return  # another owner's backward, while our proxy is in .grad
             if me is not None and parameter.grad is not None:
                 if me._listening:
                     bucket.add(place, parameter.grad, whole=not me._several)
@@ -241,7 +241,7 @@ class GradientReducer:
 
 
 def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, bucket_bytes: int) -> list[Bucket]:
-    """Return buckets in the order in which backward tends to fill them, each of one group, dtype and device.
+    """Return buckets in the order in which backward usually fills them, each with one group, dtype and device.
 
     Parameters shared with other stages of a pipeline come last, since their gradients wait for those stages.
     """
@@ -265,6 +265,6 @@ def _fill(parameters: Sequence[nn.Parameter], masters: Masters, mesh: Mesh, buck
 
 
 def _is_shared(parameter: Tensor) -> bool:
-    """Return whether several stages of a pipeline have a parameter."""
+    """Return True if several stages of a pipeline have a parameter."""
     meta = metadata(parameter)
     return meta is not None and any(len(places) > 1 for places in meta.only_at.values())

@@ -27,7 +27,7 @@ _MOMENTS = {
 }
 """State of torch's optimizers and ours that has its parameter's shape."""
 
-# How a step is computed, not what: decided anew where the state is loaded.
+# These say how a step is computed, not its result, so they are not loaded.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -152,7 +152,7 @@ def check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
 
 
 def _is_like(saved: Any, own: Any) -> bool:
-    """Return True if a setting can replace another: a number a number, a sequence one of the same length."""
+    """Return True if a setting can replace another: both numbers, or sequences of equal length."""
     if isinstance(own, bool) or own is None or isinstance(saved, bool) or saved is None:
         return isinstance(saved, bool) == isinstance(own, bool) or own is None or saved is None
     if isinstance(own, int | float):

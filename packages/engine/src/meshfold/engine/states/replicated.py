@@ -209,7 +209,7 @@ class PlainStates:
         trains: whether gradients are taken and summed; not for evaluation only.
         """
         self.masters, self._world = masters, world
-        self.all_read = world.spec.expert is not None  # ranks along data have different experts
+        self.all_read = world.spec.expert is not None  # data ranks hold different experts
         self.targets = {uncompiled_name(name): masters.of(p) for name, p in parameters.items()}
         self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
         if self.optimizer is not None:
@@ -222,11 +222,11 @@ class PlainStates:
             self.reducer.reset()
 
     def backward(self, kind: BackwardRole) -> AbstractContextManager[None]:
-        several = self._world.pipelined  # one for every micro-batch
+        several = self._world.pipelined  # one backward per micro-batch
         return self.reducer.backward(last=kind in ("last", "final"), several=several)
 
     def end_backward(self, kind: BackwardRole) -> None:
-        pass  # whoever leaves ``backward`` sends all buckets
+        pass  # all buckets are sent on leaving ``backward``
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
         self.reducer.complete(parameters)
@@ -297,7 +297,7 @@ class PlainStates:
         return dict(self.noted_optimizer_sources()())
 
     def noted_optimizer_sources(self) -> Callable[[], Iterator[tuple[str, Source]]]:
-        # The tensors are noted now: what takes the place of one does not get into the save. Only a step changes one.
+        # Record the tensors now, so that later replacements do not get into the save. Only a step changes their values.
         noted, world = self._optimizer_state().noted(), self._world
         return lambda: ((name, source_like(*pair, world)) for name, pair in noted.tensors())
 
@@ -329,12 +329,12 @@ class PlainStates:
         self.reducer.close()
 
     def _optimizer_state(self) -> OptimizerState:
-        assert self.optimizer is not None  # the engine asks only then
+        assert self.optimizer is not None  # the engine calls this only with an optimizer
         return OptimizerState(self.optimizer, self.targets)
 
 
 class _Held:
-    """Reader of a tensor placed like another; see :func:`held`."""
+    """Reader of a tensor that is placed like another; see :func:`held`."""
 
     __slots__ = ("_like", "_local", "_world")
 
@@ -355,10 +355,10 @@ class _Held:
 
 
 def _optimizer(make: Factory, targets: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Make an optimizer of tensors, or of none with the same groups, for a pipeline's stage whose layers are frozen."""
+    """Make an optimizer; for a stage whose layers are all frozen, one with the same groups and no parameters."""
     if targets:
         return make(targets)  # type: ignore[arg-type]
-    made = make([nn.Parameter(torch.empty(0))])  # torch refuses to make one of nothing
+    made = make([nn.Parameter(torch.empty(0))])  # torch refuses an empty list
     made.state.clear()
     for group in made.param_groups:
         group["params"] = []
@@ -382,7 +382,7 @@ def source_like(local: Tensor, like: Tensor, world: World) -> Source:
 
 
 def _pieces_of_same(name: str, shape: tuple[int, ...], meta: ParameterMeta | None, mesh: Mesh) -> tuple[Shard, ...]:
-    """Return the shards of a tensor that all ranks have whole; ``meta``: of the parameter that it belongs to."""
+    """Return the shards of a replicated tensor; ``meta``: metadata of its parameter."""
     if meta is not None:
         ranks = ranks_with_same_index(mesh, tuple(meta.only_at))
     else:

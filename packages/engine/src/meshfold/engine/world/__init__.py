@@ -227,7 +227,7 @@ def require_runnable(spec: ParallelSpec) -> None:
     spec.require_installed()
 
 
-_LONGEST = 1000  # bytes of an error's message
+_LONGEST = 1000  # bytes of an error message
 
 
 def fail_together(world: World, error: Exception | None, what: str, *, name_rank: bool = True) -> None:
@@ -245,7 +245,7 @@ def fail_together(world: World, error: Exception | None, what: str, *, name_rank
         CheckpointError: the same on all ranks, with the message of the first one that failed.
     """
     size, rank = world.mesh.world_size, world.mesh.rank
-    if size == 1:  # without the device, which may be busy
+    if size == 1:  # skip the device, which may be busy
         if error is not None:
             raise CheckpointError(f"{what}: {error}") from error
         return

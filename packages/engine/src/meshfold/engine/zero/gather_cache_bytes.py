@@ -44,13 +44,13 @@ class GatherCacheBytes:
         """
         if not self._wanted:
             return
-        if moves != self._moves:  # the step ran with the earlier placements
+        if moves != self._moves:  # the measured step had other placements
             self._moves, self._is_known = moves, False
             self._gemini.gather_cache_bytes = 0
             self._reset()
             return
         room = torch.tensor([self._room()], dtype=torch.int64, device=self._world.device)
-        least = -int(all_reduce(-room, self._world.data_group, "max"))  # the ranks that share chunks
+        least = -int(all_reduce(-room, self._world.data_group, "max"))  # minimum over the ranks that share chunks
         if self._is_known:
             stays = self._gemini.gather_cache_bytes + min(0, least)
         else:
@@ -60,9 +60,9 @@ class GatherCacheBytes:
         self._reset()
 
     def _room(self) -> int:
-        """Return the bytes of this rank's device that its last step left free; negative if it lacked some.
+        """Return the bytes of the device that the last step left free on this rank; negative if it ran short.
 
-        On a CPU only chunks are counted, against a budget if there is a limit.
+        On a CPU count only chunks, against the budget if there is a limit.
         """
         device = self._world.device
         if device.type == "cuda":

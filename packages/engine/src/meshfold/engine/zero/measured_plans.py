@@ -85,7 +85,7 @@ class MeasuredPlans:
             ),
             gpu_bytes=available_device_bytes(world.device),
         )
-        # A first step reads nothing from a disk: what is written nowhere is zero.
+        # A first step reads nothing from disk: unwritten state is zero. So its disk times mean nothing.
         timings: dict[StepKind, StepTiming] = {
             what: timing for what, timing in watcher.timings.items() if what != "disk"
         }
@@ -95,7 +95,7 @@ class MeasuredPlans:
             world.stage_group,
             world.device,
         )
-        # Every rank of a stage must come to the same plan: that of the rank that has it worst.
+        # All ranks of a stage must make the same plan, so plan for the worst of them.
         trace = worst([of_words(words) for words, _ in told])
         machine = _slowest(machine, [entry for _, entry in told])
         common: dict[str, Any] = dict(
@@ -157,11 +157,10 @@ class MeasuredPlans:
         return recost(made, workload, _slowest(machine, [entry for _, entry, _ in told]))
 
     def _has_room_for_copies(self, made: Plan) -> bool:
-        """Return whether the host has memory for second copies of what a plan has there, which it could do without.
+        """Return True if the host has memory for second copies of its chunks, which are optional.
 
-        Within a limit that a person gave there is, as the plan is within it. Of what a control group or the system has left,
-        as much again stays free: for the copies of a checkpoint that is written beside the training, and for others. All
-        ranks of a stage must call.
+        A user's limit is always met, since the plan keeps within it. Otherwise as much memory again must stay free: for copies of
+        a checkpoint that is written in the background, and for other processes. All ranks of a stage must call.
         """
         if self._spec.host_memory_limit is not None:
             return True
@@ -174,7 +173,7 @@ class MeasuredPlans:
 
     @property
     def _wants_host(self) -> bool:
-        """Return whether anything lives on the host, or may come to."""
+        """Return True if anything is on the host, or may move there."""
         placements = self._gemini.placements.values()
         away = any(placement.parameters != "device" or placement.state != "device" for placement in placements)
         return away or self._spec.placement == "auto"
@@ -218,7 +217,7 @@ def expecting_alike(workload: Workload) -> Workload:
 
 
 def _slowest(machine: Machine, told: Sequence[Mapping[str, Any]]) -> Machine:
-    """Return a machine with the minimum of each number over the ranks of a stage."""
+    """Return a machine with the minimum of each rate over the ranks of a stage."""
     numbers = [key for key, value in asdict(machine).items() if isinstance(value, int | float)]
     return replace(machine, **{key: min(entry[key] for entry in told) for key in numbers})
 
@@ -281,7 +280,7 @@ def workload_of_stages(
         reshards=reshards,
         whole_gradients=data_ranks > 1,
     )
-    at_once = -(-flying.live // flying.stages)  # micro-batches; the trace has counted one of them
+    at_once = -(-flying.live // flying.stages)  # micro-batches in flight; the trace counted one
     last, end = trace.moments[trace.forward_moments - 1], trace.moments[-1]
     others = (at_once - 1) * max(0, last.left_bytes - end.left_bytes)
     return replace(

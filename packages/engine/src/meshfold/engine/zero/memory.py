@@ -230,7 +230,7 @@ def bytes_asked(error: BaseException) -> int:
 
 
 def _outputs_of(asked: int, model: nn.Module, tokens: int) -> str:
-    """Name a linear layer whose output, or its gradient, has the size that was asked for."""
+    """Name a linear layer whose output, or its gradient, has the requested size."""
     for name, module in model.named_modules():
         features = getattr(module, "out_features", None)
         if not isinstance(features, int) or not tokens:
@@ -244,7 +244,7 @@ def _outputs_of(asked: int, model: nn.Module, tokens: int) -> str:
 
 
 def _line_of_user(error: BaseException) -> FrameType | None:
-    """Return the innermost frame of code that is neither torch's nor ours."""
+    """Return the innermost frame that is neither torch's nor ours."""
     found = None
     for frame in _frames(error):
         if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _INSIDE:
@@ -253,7 +253,7 @@ def _line_of_user(error: BaseException) -> FrameType | None:
 
 
 def _largest(error: BaseException) -> list[str]:
-    """Describe the largest tensors that local variables of the model's code hold, each storage once."""
+    """Describe the largest tensors in local variables of the model's code, each storage once."""
     seen: dict[int, tuple[int, str]] = {}
     for frame in _frames(error):
         for name, tensor in _tensors(frame.f_locals):

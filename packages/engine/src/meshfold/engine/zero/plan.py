@@ -45,7 +45,7 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
         moments: numbers that the optimizer keeps for an element; Adam's two in float32 have kernels of ours.
     """
     gradient = gradient_dtype(precision, accumulation=accumulation, ranks=ranks).itemsize
-    if precision.name == "fp64" or moments != 2:  # stepped by torch: reads all and writes all but the gradient
+    if precision.name == "fp64" or moments != 2:  # torch steps: reads everything, writes everything but the gradient
         width, master = precision.dtype.itemsize, precision.master_dtype.itemsize
         state = master * (moments + (master != width))
         step = gradient + 2 * (width + state)
@@ -59,7 +59,7 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
             second_pass=0,
         )
     found = REGIMES[spec.regime if precision.name == "bf16" else precision.name]
-    more = gradient - found.gradient  # each pass reads it once
+    more = gradient - found.gradient  # read once per pass
     return replace(
         found,
         gradient=gradient,
@@ -177,7 +177,7 @@ def first_placements(
     streams = spec.stage == 3
     state = "host" if spec.offload_path is None else "disk"
     host = _least(spec.host_memory_limit or available_host_bytes(), everyone, device)
-    # What the process has, or will have once CUDA's libraries are there; emulated limits are for chunks alone.
+    # The process's memory, at least with CUDA's libraries loaded; emulated limits count only chunks.
     base = max(resident_bytes(), PROCESS_BYTES) + 2**30 if device.type == "cuda" else 0
     room = math.inf if host >= UNLIMITED_BYTES else MOST * (host / ranks_per_host - base)
     if spec.placement == "cuda":
@@ -197,13 +197,13 @@ def first_placements(
 
 
 def _least(nbytes: int, everyone: Group, device: torch.device) -> int:
-    """Return the least that any rank has; all must call."""
+    """Return the minimum over all ranks; all must call."""
     where = device if device.type == "cuda" else torch.device("cpu")
     return int(all_reduce(torch.tensor(nbytes, device=where), everyone, "min"))
 
 
 def _fixed_shares(spec: ZeroSpec) -> tuple[float, float]:
-    """Return the shares of optimizer state and of parameters that placement ``static`` puts on the host."""
+    """Return the fractions of optimizer state and parameters that placement ``static`` puts on the host."""
     optimizer, parameters = spec.offload_optim_frac or 0.0, spec.offload_param_frac or 0.0
     if parameters and spec.stage < 3:
         raise SpecError(
@@ -219,9 +219,9 @@ def _fixed_shares(spec: ZeroSpec) -> tuple[float, float]:
 
 
 def _beyond_host(spec: ZeroSpec, sizes: Sizes, optimizer: float, room: float) -> float:
-    """Share of the elements whose state goes to disk where ``optimizer`` is that of those off the device.
+    """Return the fraction of elements whose state goes to disk; ``optimizer``: the fraction whose state is off the device.
 
-    All of it, unless a limit of the host says how much may stay: ``room`` bytes of this rank.
+    That is all of them, unless the host has a limit: then ``room`` bytes of this rank may stay there.
     """
     if spec.offload_path is None:
         return 0.0
@@ -232,14 +232,14 @@ def _beyond_host(spec: ZeroSpec, sizes: Sizes, optimizer: float, room: float) ->
 
 
 def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares:
-    """Place what does not fit on the device on the host, from the model's end on, and what does not fit there on disk.
+    """Place state that does not fit on the device on the host, from the model's end, and the rest on disk.
 
-    ``budget`` and ``room``: this rank's bytes of the device and of the host.
+    ``budget`` and ``room``: this rank's bytes on the device and on the host.
     """
     own, streams = sizes.own, spec.stage == 3
-    kept = own if streams else sizes.elements  # elements whose parameters are on the device if they may be
+    kept = own if streams else sizes.elements  # elements whose parameters may stay on the device
     rest = sizes.state + sizes.gradient
-    # Under a limit of the user's nothing is known of activations yet, and a step that runs out cannot be undone.
+    # Activations are not measured yet, and a step that runs out of memory cannot be undone: be careful under a user's limit.
     share = STATE_SHARE
     if spec.gpu_memory_limit is not None:
         share = LITTLE if own * rest + kept * sizes.parameter <= LITTLE * budget else 0.0

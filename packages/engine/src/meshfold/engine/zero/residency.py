@@ -143,13 +143,13 @@ class Residency:
         self._pressure, self._recomputes = Pressure(world), recomputes
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
-        self._timings: dict[StepKind, StepTiming] = {}  # of the host's optimizer in them, from the third on
+        self._timings: dict[StepKind, StepTiming] = {}  # of the host's optimizer, from the third step on
         self._peak_gpu = self._peak_host = 0
         self._shrunk = 0.0
         self._in_flight: InFlight | None = None
         self.plan: Plan | None = None
         self.moves = 0
-        # On a CPU without a limit the only choice is which activations to keep.
+        # On a CPU without a limit there is only one choice: which activations to keep.
         cuda, limited = world.device.type == "cuda", spec.gpu_memory_limit is not None or blocks is not None
         is_wanted = cuda or (limited and world.device.type != "meta")
         self.phase = Phase.TRACING if is_wanted else Phase.OFF
@@ -189,7 +189,7 @@ class Residency:
 
     @property
     def _is_settled(self) -> bool:
-        """True if the plan's first two steps are over, which are not representative."""
+        """True after the plan's first two steps, which are not representative."""
         return len(self._took) >= CORRECTED_AFTER - 2
 
     @property
@@ -300,12 +300,12 @@ class Residency:
     def _is_short(self, peak: int) -> bool:
         """Return True if a rank nearly ran out of memory in the last steps. All ranks must call."""
         plan = self.plan
-        assert plan is not None  # steps are counted from the plan on
+        assert plan is not None  # steps are counted from the first plan
         most = plan.limits.gpu_bytes or UNLIMITED_BYTES
         return self._pressure.found(peak_bytes=peak, most_bytes=int(most * (1.0 + MARGIN / 2)))
 
     def _shrink(self) -> None:
-        """Plan with a lower limit on all ranks, between two steps: a step that runs out of memory cannot be undone."""
+        """Plan with a lower limit on all ranks, before a step runs out of memory, which could not be undone."""
         self._shrunk += SHRINK
         if not self._replanned():
             self._pressure.forget()
@@ -327,7 +327,7 @@ class Residency:
         return True
 
     def _kept(self) -> tuple[str, ...]:
-        """Blocks that keep their activations."""
+        """Return the blocks that keep their activations."""
         return () if self._blocks is None else self._blocks.kept
 
     def _keep(self, names: Collection[str]) -> None:
@@ -382,7 +382,7 @@ class Residency:
         chunks = self._gemini.chunks
         self._gemini.stream_on_gpu(False)
         self._gemini.step_speculatively(False)
-        if self._spec.placement == "auto":  # under other policies chunks are placed already
+        if self._spec.placement == "auto":  # other policies have placed the chunks
             self._gemini.move(
                 {
                     chunks[int(made.name)]: ChunkPlacement(
@@ -401,10 +401,10 @@ class Residency:
             torch.cuda.empty_cache()
 
     def _correct(self) -> None:
-        """Plan again with rates of the first steps under the plan. Chunks move only if that is faster."""
+        """Plan again with rates measured in the plan's first steps. Chunks move only if that is faster."""
         self._to(Phase.CORRECTED if self.phase is Phase.TRIAL else Phase.STEADY)
         plan = self.plan
-        assert plan is not None  # steps are counted from the plan on
+        assert plan is not None  # steps are counted from the first plan
         seen = self._plans.seen(plan, peak=self._peak_gpu, timings=self._timings, compute=self._watcher.compute)
         if (seen.workload, seen.machine) == (plan.workload, plan.machine):
             return
@@ -414,15 +414,15 @@ class Residency:
             self._carry_out(found)
 
     def _expect_alike(self) -> None:
-        """Plan again with speculative steps, as the factor of the gradients has long been the same."""
+        """Plan again with speculative steps: the gradient factor has been stable for long."""
         plan, found = self.plan, None
-        assert plan is not None  # steps are counted from the plan on
+        assert plan is not None  # steps are counted from the first plan
         if plan.workload.strategies == (SPLIT_STEP,) and not self._world.pipelined:
             found = self._plans.plan(expecting_alike(plan.workload), plan.machine, shrunk=self._shrunk)
         if found is None or found.seconds >= WORTH_MOVING * plan.seconds:
             self._to(Phase.STEADY)
             return
-        self._to(Phase.STEADY_TRIAL)  # speculative steps have rates of their own
+        self._to(Phase.STEADY_TRIAL)  # measure the rates of speculative steps
         self._carry_out(found)
 
     @property
@@ -430,7 +430,7 @@ class Residency:
         return self._world.device.type == "cuda" and self._spec.placement == "auto"
 
     def _make_do(self, error: MemoryPlanError) -> None:
-        """Move all chunks off the device if no plan fits: plans leave some room, so the step may still fit."""
+        """If no plan fits, move all chunks off the device: plans keep a reserve, so the step may still fit."""
         if not self._can_make_do:
             raise error
         self._to(Phase.OFF)

@@ -95,18 +95,18 @@ class ZeroStates:
         if world.device.type == "cuda":
             grow_segments()
         ranks, micro_steps = world.data_size, accumulation
-        if world.pipelined:  # gradients are summed over micro-batches
+        if world.pipelined:  # they accumulate gradients over micro-batches
             accumulation = max(2, accumulation)
         summed = gradient_dtype(precision, accumulation=accumulation, ranks=ranks)
         regime = regime_of(spec, precision, accumulation=accumulation, ranks=ranks)
         if world.device.type == "cuda" and spec.placement == "auto" and make is not None:
-            measure_rank_rates(world.device, regime.name)  # who only evaluates plans nothing
+            measure_rank_rates(world.device, regime.name)  # evaluation needs no plan
         elements = sum(parameter.numel() for parameter in model.parameters())
         own = sum(p.numel() / world.mesh.size(*metadata_on(p, world.mesh).sum_axes) for p in model.parameters())
         sizes = Sizes.of(regime, elements=elements, ranks=elements / own if own else ranks)
-        sums = accumulation > 1 and spec.stage > 1  # which wait between micro-steps
+        sums = accumulation > 1 and spec.stage > 1  # sums are held between micro-steps
         if make is not None and not looks_at_all and not sums and _is_adam(make, precision):
-            sizes = replace(sizes, gradient=0.0)  # stepped with as they come
+            sizes = replace(sizes, gradient=0.0)  # each is stepped when it arrives
         local = ranks_per_host(world)
         self._world, self._model, self._owed = world, model, False
         self._whole_names = names or {}
@@ -152,7 +152,7 @@ class ZeroStates:
 
     @contextmanager
     def backward(self, kind: BackwardRole) -> Iterator[None]:
-        if self._world.pipelined:  # many backwards, of which none is the last that comes to all parameters
+        if self._world.pipelined:  # many backwards, none of which is the last one for all parameters
             kind = "apart"
         self.gemini.expect(kind)
         self.residency.turn()
@@ -160,9 +160,9 @@ class ZeroStates:
         try:
             yield
         finally:
-            self.gemini.takes = False  # another engine's backward may go through this model
+            self.gemini.takes = False  # other backwards through this model are not ours
             if self._gather_cache.some and kind != "more":
-                self.gemini.rest()  # what has stayed from use to use
+                self.gemini.rest()  # release chunks that stayed gathered
         self.residency.end()
         self._owed = kind in ("more", "apart")
 
@@ -205,7 +205,7 @@ class ZeroStates:
 
     def step(self) -> None:
         if self._gather_cache.some:
-            self.gemini.rest()  # a forward without a backward has left something, perhaps
+            self.gemini.rest()  # a forward without a backward may have left chunks gathered
         self.gemini.step()
         self.residency.stepped()
         if not self.residency.is_watching:
@@ -235,7 +235,7 @@ class ZeroStates:
         self.gemini.rest(unlearn=True)
 
     def explain(self, error: BaseException) -> None:
-        if is_out_of_memory(error):  # it does not come from a parameter that is not there
+        if is_out_of_memory(error):  # not caused by a released parameter
             self.residency.describe(error)
             return
         released = [name for name, p in self._model.named_parameters() if p.data.numel() == 0]
@@ -305,7 +305,7 @@ class ZeroStates:
         parts = self._noted_parts()
         if parts is None:
             return {name: self.source(tensor) for tensor, name in names.items()}
-        # A forward changes buffers, and lets no chunk lie elsewhere.
+        # Copy buffers, which a forward may change; chunks stay where they are.
         noted = [
             (name, tensor, None if tensor in self._names else tensor.detach().clone()) for tensor, name in names.items()
         ]
@@ -327,11 +327,11 @@ class ZeroStates:
         return lambda: self._optimizer_sources(entries, parts)
 
     def _noted_parts(self) -> Callable[[Tensor, str | None], StoredValue] | None:
-        # Stages of a pipeline tell each other what they have, which a thread beside the training could not.
+        # Stages of a pipeline exchange their tables by collectives, which a background thread cannot do.
         return None if self._world.pipelined else self.gemini.noted_parts()
 
     def _cut(self, parameter: Tensor) -> ShardRule:
-        """Return this rank's run of a tensor that lies like a parameter."""
+        """Return this rank's range of a tensor that is placed like a parameter."""
         gemini, meta = self.gemini, metadata_on(parameter, self._world.mesh)
         shape = meta.placement.local_shape(self._world.mesh)
         run, dtype, over = gemini.kept(parameter), gemini.master_dtype(parameter), gemini.axes_over(parameter)
@@ -354,7 +354,7 @@ class ZeroStates:
         return read
 
     def _checked(self, whole: Tensor) -> Tensor:
-        """A whole tensor, after all its collectives: raises what of it this rank could not read."""
+        """Return a whole tensor after its collectives; raise if this rank failed to read its part."""
         self.gemini.check()
         return whole
 
@@ -391,14 +391,14 @@ class ZeroStates:
         return self._whole_names.get(uncompiled_name(name), uncompiled_name(name))
 
     def _made(self) -> torch.optim.Optimizer:
-        assert self.optimizer is not None  # the engine asks only then
+        assert self.optimizer is not None  # the engine calls this only with an optimizer
         return self.optimizer
 
 
 def _pieces_of_number(
     name: str, run: range, shape: tuple[int, ...], alike: tuple[str, ...], mesh: Mesh
 ) -> tuple[Shard, ...]:
-    """A number, which all ranks have that have a part of the parameter; or of a parameter that one rank has whole."""
+    """Return the shards of a number, which every rank with a part of the parameter holds."""
     ranks = ranks_with_same_index(mesh, alike) if run and run.start == 0 else [-1]
     return shards_of_replicated(name, shape, ranks, mesh.rank)
 
@@ -408,6 +408,6 @@ def _first_norm(model: nn.Module) -> str:
 
 
 def _is_adam(make: Factory, precision: Precision) -> bool:
-    """Return whether our kernels carry an optimizer out, which step on each chunk by itself."""
+    """Return True if our kernels can run an optimizer; they step each chunk separately."""
     made = make([nn.Parameter(torch.empty(1))])
     return optimizer_kind(made, {(precision.dtype, precision.master_dtype)}) == "adam"

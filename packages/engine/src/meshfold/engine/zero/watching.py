@@ -55,7 +55,7 @@ class Watcher:
         self.tokens = 1
         self.timings: dict[StepKind, StepTiming] = {}
         self.times: list[PhaseSeconds] = []
-        self._traced = False  # in this optimizer step
+        self._traced = False  # traced in this optimizer step
         self._tracer: StepTracer | None = None
         self._watch = ExitStack()
         clock = CudaClock(device) if device.type == "cuda" else WallClock()
@@ -126,9 +126,9 @@ class Watcher:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Context manager: what is compiled runs its own operations, as a mode that counts them needs.
+    """Context manager: run compiled code eagerly, so that a mode can count its operations.
 
-    Otherwise torch.compile, called under such a mode, would leave the code alone from then on too.
+    Otherwise torch.compile, called under such a mode, would skip the code from then on.
     """
     if "torch._dynamo" not in sys.modules:
         yield
