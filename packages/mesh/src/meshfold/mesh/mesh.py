@@ -50,7 +50,7 @@ class Mesh:
                 raise SpecError(f"axis {name!r} of the mesh has size {size!r}: a size is a whole number from 1 up")
         self.axes: dict[str, int] = dict(axes)
         self._given_rank = rank
-        # Answers once found are kept: layers ask in every forward, and torch.compile can trace a look-up.
+        # Caches: layers ask in every forward, and torch.compile can trace a dict lookup.
         self._sizes: dict[tuple[str, ...], int] = {}
         self._indices: dict[tuple[str, ...], int] = {}
         self._numbers: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -230,7 +230,7 @@ class Mesh:
         )
 
     def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:
-        """Return ranks that agree with ``at`` on every axis not touched by ``axes``, ascending."""
+        """Return the ranks that agree with ``at`` on every axis not in ``axes``, ascending."""
         touched = {axis.split("/")[0].split("%")[0] for axis in axes}
         ranks = [0]
         for name, size in self.axes.items():
@@ -260,7 +260,7 @@ class Mesh:
         return index
 
     def _elsewhere(self, at: Mapping[str, int], axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return what distinguishes groups along ``axes``: the coordinates without the part along ``axes``."""
+        """Return the coordinates outside ``axes``, which identify a group along ``axes``."""
         rest = dict(at)
         for axis in axes:
             base, size, divisor = self._factor(axis)

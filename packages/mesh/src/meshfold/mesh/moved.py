@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Not here: the modules ``launch`` and ``metadata``, whose names the functions of the package have.
+# Without the modules ``launch`` and ``metadata``, whose names now belong to functions.
 MOVED = {
     "argument_checks": "spec.argument_checks",
     "deferral": "parameters.deferred_wgrad",
@@ -72,7 +72,7 @@ def redirect_imports(moved: Mapping[str, str]) -> None:
         moved: old path of a module or folder to its path today. Modules in a moved folder have moved with it.
     """
     if not any(isinstance(finder, _OldPaths) and finder.moved == moved for finder in sys.meta_path):
-        # In front: the finder of files would make a second module of a submodule's old path.
+        # In front: the file finder would make a second module of a submodule's old path.
         sys.meta_path.insert(0, _OldPaths(moved))
 
 

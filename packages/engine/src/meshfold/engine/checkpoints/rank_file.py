@@ -172,7 +172,7 @@ class RankFile:
         self.abandon()
 
     def _noting(self, sources: Iterable[tuple[str, Source]]) -> Iterator[tuple[str, Source]]:
-        """Record the parts of sources while passing them on. Sources are dropped at once: many live objects trigger Python's collector."""
+        """Record the parts of sources while passing them on. Sources are not kept: many live objects trigger the collector."""
         for tensor, source in sources:
             self._kept[tensor] = source.parts()
             yield tensor, source

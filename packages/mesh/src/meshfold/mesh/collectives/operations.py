@@ -28,9 +28,9 @@ from meshfold.mesh.recording.comm_log import Kind
 from meshfold.mesh.recording.flight_recorder import Call
 
 _ops = torch.ops._c10d_functional
-_c10d: Any = dist.distributed_c10d  # its private parts have no exported types
+_c10d: Any = dist.distributed_c10d  # Any: its private members are untyped
 _resolve = _c10d._resolve_process_group
-# AOTAutograd of torch 2.11 refuses collectives that write into a tensor they are given.
+# AOTAutograd of torch 2.11 refuses collectives that write into an argument.
 _TRACES_NO_OUT = torch.__version__ < "2.13"
 
 
@@ -107,7 +107,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
     whole = (*shape[:dim], size * shape[dim], *shape[dim + 1 :])
 
     def finish(out: Tensor) -> Tensor:
-        if math.prod(shape[:dim]) == 1:  # the blocks already lie one behind the other: no copy
+        if math.prod(shape[:dim]) == 1:  # the blocks are already contiguous: no copy
             return out.view(whole)
         return wide_reshape(out.view(size, *shape).movedim(0, dim), whole)
 
@@ -119,15 +119,15 @@ def _blocks_of_all(x: Tensor, group: Group) -> Tensor:
     if x.device.type != "cpu":
         gathered: Tensor = _ops.all_gather_into_tensor(x, group.size, group.name)
         return gathered
-    if _TRACES_NO_OUT and torch.compiler.is_compiling():  # the same messages as an exchange of equal blocks
+    if _TRACES_NO_OUT and torch.compiler.is_compiling():  # an all-to-all of equal blocks sends the same messages
         rows = [x.shape[0]] * group.size
         sent = x.repeat(group.size, *[1] * (x.dim() - 1))
         exchanged: Tensor = _ops.all_to_all_single(sent, rows, rows, group.name)
         return exchanged
-    # The same collective into memory of our own, because gloo runs the op above as ALLGATHER_COALESCED, and then corrupts
-    # the heap now and then (seen with torch 2.13): when a collective is over, each of a group's two worker threads
-    # assigns its name to one std::string that they share, without a lock. Up to 15 characters that is a copy in place;
-    # a longer name, and of those we cause this is the only one, lies on the heap and may be freed by both.
+    # The same collective into our own memory: gloo runs the op above as ALLGATHER_COALESCED and then occasionally corrupts
+    # the heap (seen with torch 2.13). When a collective ends, each of a group's two worker threads assigns the collective's
+    # name to a shared std::string without a lock. Up to 15 characters are copied in place, but a longer name (of ours, only
+    # this one) is on the heap, and both threads may free it.
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     into: Tensor = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
     return into
@@ -257,7 +257,7 @@ def exchange_rows(x: Tensor, group: Group, sends: Sequence[int], receives: Seque
         )
     if group.size == 1:
         return Pending(x, None)
-    # How many rows go is each rank's own business: the ranks need to agree on the rest of the shape alone.
+    # The number of rows may differ between ranks, so compare only the rest of the shape.
     away = x[: x.shape[0] - sends[group.index]]
     if comm_log._active:
         comm_log.note("exchange_rows", group.axes, group.size, away.numel() * x.element_size())
@@ -290,8 +290,8 @@ def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) ->
     if size == 1 or steps % size == 0:
         return _ready(x, async_op)
     call = _note("shift", group, x, detail=steps, later=async_op)
-    # A point-to-point exchange written as an all-to-all in which all blocks but one are empty: that is what it
-    # becomes on the wire, and unlike isend/irecv it can be traced.
+    # A point-to-point exchange as an all-to-all with all blocks but one empty: the same messages, and unlike isend/irecv it
+    # can be traced.
     sends, receives = [0] * size, [0] * size
     sends[(group.index + steps) % size] = receives[(group.index - steps) % size] = x.numel()
     moved = _ops.all_to_all_single(x.contiguous().view(-1), receives, sends, group.name)
@@ -309,7 +309,7 @@ class Transfer(Pending):
         super().__init__(tensor, self._arrive, waits=False, call=call)
 
     def _arrive(self, tensor: Tensor) -> Tensor:
-        # Over gloo a group's own limit does not count for one that receives; over NCCL a limit here would block the host.
+        # Gloo ignores the group's timeout when it receives; with NCCL a timeout here would block the host.
         if flight_recorder.limit is None or tensor.is_cuda:
             self._work.wait()
         else:
@@ -351,7 +351,7 @@ def barrier(group: Group, device: torch.device | str = "cpu") -> None:
 
 
 def _begun(call: Call | None, start: Callable[[], Any]) -> Any:
-    """Return the transfer of a message; gloo raises here if the other side has exited."""
+    """Start the transfer of a message; gloo raises here if the other side has exited."""
     try:
         return start()
     except RuntimeError as error:
@@ -374,7 +374,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _leads_in_memory(x: Tensor, dim: int) -> bool:
-    """Return True if a dim other than the first is outermost in memory (a transposed tensor): blocks then need no copy."""
+    """Return True if this dim, not the first, is outermost in memory (a transposed tensor): its blocks then need no copy."""
     return dim > 0 and not x.is_contiguous() and x.movedim(dim, 0).is_contiguous()
 
 
@@ -388,7 +388,7 @@ def _note(
     peer: int | None = None,
     later: bool,
 ) -> Call | None:
-    """Report a collective to the recorder and to the watchdog, if one runs; ``later``: nobody waits for it yet."""
+    """Report a collective to the recorder and the watchdog, if active; ``later``: it is awaited later."""
     if comm_log._active:
         comm_log.note(kind, group.axes, group.size, times * x.numel() * x.element_size())
     if torch.compiler.is_compiling() or flight_recorder.active is None:
@@ -399,7 +399,7 @@ def _note(
 def all_gather_object(mine: Any, group: Group, device: torch.device) -> list[Any]:
     """Return every rank's object, in group order. All ranks of the group must call."""
     words = json.dumps(mine).encode()
-    if group.size == 1:  # without the device, which may be busy
+    if group.size == 1:  # skip the device, which may be busy
         return [json.loads(words)]
     text = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(device)
     longest = int(all_reduce(torch.tensor([text.numel()], device=device), group, "max"))
@@ -408,8 +408,8 @@ def all_gather_object(mine: Any, group: Group, device: torch.device) -> list[Any
     return [json.loads(row.numpy().tobytes()) for row in all_gather(padded, group, 0).cpu()]
 
 
-# A copy between different strides moves an element at a time. Of two bytes each that is 1.4 TB/s on an H200, whose memory has
-# 4.8; runs of features are whole multiples of 16 bytes, and moved as such they go at 3.4 to 4.2 TB/s.
+# A copy between different strides moves one element at a time: 1.4 of 4.8 TB/s on an H200 for 2-byte elements. Rows of
+# features are multiples of 16 bytes; moved as 16-byte elements they reach 3.4 to 4.2 TB/s.
 WIDE = torch.complex128
 """The widest element type; values are moved in it, never computed with."""
 
@@ -427,12 +427,12 @@ def wide_reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
         return x.reshape(shape)
     try:
         return x.view(shape)
-    except RuntimeError:  # torch's only way of saying that the elements do not lie so
+    except RuntimeError:  # torch raises if the strides do not allow the view
         return wide_contiguous(x).view(shape)
 
 
 def _is_wide(x: Tensor) -> bool:
-    """Return True if all runs of features begin and end at multiples of 16 bytes in real memory, and no gradient is needed."""
+    """Return True if all rows of features are aligned to 16 bytes in real memory, and no gradient is needed."""
     if not x.dim() or torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter):
         return False
     if x.device.type not in ("cpu", "cuda") or (x.requires_grad and torch.is_grad_enabled()):

@@ -69,7 +69,7 @@ def exchange_blocks(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes
     group, numbers = mesh.group(*axes), mesh.numbers(*axes)
     if numbers == tuple(range(group.size)):
         return operations.all_to_all(x, group, split_dim, concat_dim)
-    # The group has the order of the mesh, the blocks that of the axes.
+    # The group is in mesh order, the blocks are in the order of the axes.
     places = sorted(range(group.size), key=numbers.__getitem__)
     sent = torch.cat([x.chunk(group.size, split_dim)[number] for number in numbers], split_dim)
     arrived = operations.all_to_all(sent, group, split_dim, concat_dim).chunk(group.size, concat_dim)
@@ -112,7 +112,7 @@ def _bind(
     *,
     together: bool,
 ) -> Primitive:
-    """Return the pair and make its groups now; the identity if no other rank is involved."""
+    """Return the pair and make its groups now; return the identity if no other rank is involved."""
     if mesh.size(*axes) == 1:
         return identity
     for group in [axes] if together else [(axis,) for axis in axes]:
@@ -232,6 +232,6 @@ def non_view_result(y: Tensor, x: Tensor) -> Tensor:
         return traceable_result(y)
     if y._base is (x._base if x._is_view() else x):
         return y.clone()
-    # Nobody else has the tensor that y is a view of.
+    # Safe: nobody else holds the base of the view y.
     found: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
     return found

@@ -67,7 +67,7 @@ class InitTrace:
         for name, ref in fresh.items():
             owners.setdefault(ref.storage, name)
         draws: dict[str, int] = {}
-        for deep in (False, True):  # what a parameter draws itself comes before what it is computed from
+        for deep in (False, True):  # a parameter's own draws come before those of its inputs
             for name, ref in fresh.items():
                 for storage, write in self._draws(ref, set(), deep=deep):
                     if write not in self._keys:
@@ -108,7 +108,7 @@ class InitTrace:
             return local
         if coordinates is None:
             coordinates = [torch.arange(size) for size in ref.geometry.size]
-        # What is not random (rotary frequencies) is computed on the CPU, as in a model built in the plain way.
+        # Values that are not random (rotary frequencies) are computed on the CPU, as in a plainly built model.
         small = ref.geometry.numel <= 1 << 20 and next(self._draws(ref, set()), None) is None
         device = torch.device("cpu") if small else local.device
         replay = Replay(self.recording, self._keys, seed, device, name, _ADVICE)
@@ -212,7 +212,7 @@ def retrace_initialization(model: nn.Module) -> InitTrace:
 
 @contextmanager
 def _untied(model: nn.Module) -> Iterator[None]:
-    """Leave a shared parameter only in the first of its modules: constructors tie after they initialise."""
+    """Keep a shared parameter only in its first module, because constructors tie after they initialise."""
     seen: set[Tensor] = set()
     tied: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
@@ -300,7 +300,7 @@ def materialize(
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    # All names of a tied parameter: a stage of a pipeline may keep it under a later one. The first gives the key.
+    # All names of tied parameters, since a pipeline stage may keep a later one. The first name determines the key.
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers()
     for prefix, module in model.named_modules():
@@ -309,5 +309,5 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors that a module stores as ordinary attributes."""
+    """Return the tensors that a module has as plain attributes."""
     return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]

@@ -17,7 +17,7 @@ ParameterInit: TypeAlias = Callable[[str, nn.Parameter, torch.dtype], Tensor]
 """From a parameter's name, the parameter and a dtype to this rank's block of its first values."""
 
 _ATTRIBUTE = "_meshfold_origin"
-# Random numbers of a block take some 75 bytes an element while they are made. On a device fewer would be all launches.
+# Making random numbers takes about 75 bytes per element. Smaller parts would be bound by launches on a GPU.
 _AT_ONCE, _AT_ONCE_ON_DEVICE = 2**20, 2**22
 
 
@@ -88,7 +88,7 @@ def parameter_init(trace: InitTrace, seed: int, device: torch.device) -> Paramet
         if local.dim() > 1 and local.numel() > at_once:
             try:
                 return _by_rows(trace, name, local, coordinates, seed, at_once)
-            except MeshfoldError:  # an initialisation that looks at the whole tensor
+            except MeshfoldError:  # the initialisation needs the whole tensor
                 pass
         return trace.materialize(name, local, coordinates, seed=seed)
 
@@ -96,7 +96,7 @@ def parameter_init(trace: InitTrace, seed: int, device: torch.device) -> Paramet
 
 
 def _by_rows(trace: InitTrace, name: str, local: Tensor, coordinates: list[Tensor], seed: int, at_once: int) -> Tensor:
-    """Return the initial values of a large block, computed some rows at a time (``at_once`` elements)."""
+    """Return the initial values of a large block, computed in parts of ``at_once`` elements."""
     rows = max(1, at_once * local.shape[0] // local.numel())
     for start in range(0, local.shape[0], rows):
         some = [coordinates[0][start : start + rows], *coordinates[1:]]

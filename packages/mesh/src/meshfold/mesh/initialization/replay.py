@@ -29,8 +29,8 @@ from meshfold.mesh.initialization.trace import (
 )
 from meshfold.mesh.random.numbers import fill_normal_, fill_truncated_normal_, fill_uniform_
 
-_WHOLE_LIMIT = 1 << 26  # elements of a tensor that may be computed whole where only a block of it is wanted
-_SMALL = 1 << 16  # elements up to which an argument is computed whole, once
+_WHOLE_LIMIT = 1 << 26  # largest tensor, in elements, that is computed whole for a block of it
+_SMALL = 1 << 16  # arguments up to this many elements are computed whole and kept
 _CONSTANTS = {
     "zeros": 0,
     "zeros_like": 0,
@@ -46,11 +46,11 @@ _VALUES = {
     "new_full": 2,
     "scalar_tensor": 0,
     "fill_": 1,
-}  # which argument is the value
+}  # index of the value argument
 _UNIFORM = {"rand", "rand_like", "uniform_"}
 _NORMAL = {"randn", "randn_like", "normal_"}
 _RANDOM = {*_UNIFORM, *_NORMAL, TRUNCATED_NORMAL}
-_COPIES = {"copy_": 1, "_to_copy": 0, "clone": 0}  # which argument is the source
+_COPIES = {"copy_": 1, "_to_copy": 0, "clone": 0}  # index of the source argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Replay:
         return self._source(ref, [torch.arange(size) for size in ref.geometry.size])
 
     def _window(self, write: Write, ref: Ref) -> Window | None:
-        """Return the window that a write reaches, if it can be replayed on it element by element."""
+        """Return the window that a write covers if it can be replayed there element by element, else None."""
         base = ref.geometry
         kind = write.name
         pointwise = not isinstance(write.func, str) and torch.Tag.pointwise in write.func.tags
@@ -128,7 +128,7 @@ class Replay:
         window = Window.of(write.target, base)
         everywhere = write.target.covers(self.recording.log_of(ref).storage.nbytes())
         if window is None and everywhere and write.target.dtype == base.dtype and not sources:
-            return Window.all(base)  # each element is treated alike, so that the shape does not matter
+            return Window.all(base)  # all elements are treated alike, so the shape does not matter
         return window
 
     def _check_whole(self, ref: Ref, out: Tensor, writes: Sequence[Write], windows: Sequence[Window | None]) -> None:
@@ -140,7 +140,7 @@ class Replay:
             )
 
     def _apply(self, write: Write, window: Window, base: Geometry, coordinates: Sequence[Tensor], out: Tensor) -> None:
-        """Replay a write on the part of a block that it reaches."""
+        """Replay a write on the part of a block that it covers."""
         places = [window.positions(d, points, base.size[d]) for d, points in enumerate(coordinates)]
         points = [part if isinstance(at, slice) else part[at] for part, at in zip(coordinates, places, strict=True)]
         if write.target.numel == 0 or any(len(part) == 0 for part in points):
@@ -167,7 +167,7 @@ class Replay:
             out[_grid(places, out.shape, out.device)] = part
 
     def _source(self, source: Ref | Tensor, along: Sequence[Tensor]) -> Tensor:
-        """Return the elements of an argument that meet those at the coordinates, by the rules of broadcasting."""
+        """Return the elements of an argument that broadcasting pairs with the coordinates."""
         size = source.geometry.size if isinstance(source, Ref) else tuple(source.shape)
         last = along[len(along) - len(size) :]
         points = [p if n != 1 else torch.zeros(1, dtype=torch.int64) for n, p in zip(size, last, strict=True)]
@@ -181,7 +181,7 @@ class Replay:
         return take_block(source, points).to(self.device)
 
     def _draw(self, write: Write, base: Geometry, points: Sequence[Tensor], part: Tensor) -> None:
-        """Fill with the random numbers of the elements' places in their storage."""
+        """Fill with random numbers, determined by the elements' offsets in their storage."""
         if write.name not in _RANDOM or write not in self.keys:
             why = "draws random numbers by" if write.name in _RANDOM else "is initialised by"
             raise MeshfoldError(f"{self.name!r} {why} {write.name}, which cannot be replayed: {self.advice}")
@@ -202,7 +202,7 @@ class Replay:
             fill_truncated_normal_(part, points, base.size, mean=mean, std=std, low=low, high=high, **where)
 
     def _run(self, write: Write, args: Sequence[Any], kwargs: Mapping[str, Any], target: Tensor) -> None:
-        """Carry out a write that draws no random numbers."""
+        """Replay a write that draws no random numbers."""
         name = write.name
         if name in EMPTY:
             return
@@ -242,13 +242,13 @@ def _zero_padding_(block: Tensor, coordinates: Sequence[Tensor], size: Sequence[
 
 
 def _grid(places: Sequence[slice | Tensor], shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """Return index tensors that select an outer product, of positions or of everything, from a tensor of this shape."""
+    """Return index tensors that select an outer product of positions (None: all) from a tensor of this shape."""
     along = [torch.arange(n)[at] if isinstance(at, slice) else at for at, n in zip(places, shape, strict=True)]
     return tuple(points.to(device).reshape(-1, *[1] * (len(along) - dim - 1)) for dim, points in enumerate(along))
 
 
 def _as_written(part: Tensor, dims: Sequence[int | None]) -> Tensor:
-    """Return a part of a block seen with the dims of what was written; dims that were written at one index come first."""
+    """View a part of a block with the dims of the written tensor; dims written at a single index come first."""
     mapped = [dim for dim in dims if dim is not None]
     others = [dim for dim in range(part.dim()) if dim not in mapped]
     part = part.permute((*others, *mapped))
@@ -259,7 +259,7 @@ def _as_written(part: Tensor, dims: Sequence[int | None]) -> Tensor:
 
 
 def _pair(write: Write, *defaults: tuple[str, float]) -> tuple[float, float]:
-    """Return the two parameters of a distribution, however they were passed."""
+    """Return the two parameters of a distribution, passed by position or by name."""
     numbers = [argument for argument in write.args if isinstance(argument, (int, float))]
     first, second = (
         numbers[place] if place < len(numbers) else write.kwargs.get(name, default)

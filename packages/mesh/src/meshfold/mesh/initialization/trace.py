@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: to keep the compiler out of a mode, torch imports it, which takes most of a second."""
+        """Return False: otherwise torch imports the compiler to keep it out of this mode, which takes most of a second."""
         return False
 
     def __torch_dispatch__(
@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # no Reader in here
+        with torch._C.DisableTorchFunction():  # do not enter Reader again
             return self._record(func, args, dict(kwargs or {}))
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,7 +268,7 @@ class Recorder(TorchDispatchMode):
         noted_args, noted_kwargs = self._noted(args, kwargs, written)
         try:
             result = written[0] if _is_plain_normal(func, args) else func(*_on_meta(args), **_on_meta(kwargs))
-        except NotImplementedError:  # no meta kernel: values decide the shape
+        except NotImplementedError:  # no meta kernel: the shape depends on values
             if not written:
                 return self._compute(func, args, kwargs)
             result = written[0]
@@ -343,12 +343,12 @@ def noting_truncated_normal(recording: Recording) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """Facts of an operator's schema that recording needs at every call.
+    """Facts from an operator's schema, cached because recording needs them at every call.
 
     Attributes:
-        takes_device: whether it could make a tensor where it is told to.
-        makes_tensors: whether it returns tensors, or nothing.
-        writes: place and name of the arguments that it writes in place.
+        takes_device: whether it has a device argument.
+        makes_tensors: whether it returns tensors.
+        writes: index and name of the arguments that it writes in place.
     """
 
     func: Any
@@ -357,7 +357,7 @@ class _Operator:
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return the tensors that a call writes in place."""
+        """Return the arguments that a call writes in place."""
         found = []
         for place, name in self.writes:
             value = args[place] if place < len(args) else kwargs.get(name)
@@ -387,12 +387,12 @@ def _operator(func: Any) -> _Operator:
 
 
 def _is_plain_normal(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True for a normal_ on the meta device, which does nothing and takes torch very long."""
+    """Return True for a plain normal_ on the meta device, which is a no-op but slow in torch."""
     return func is torch.ops.aten.normal_.default and args[0].is_floating_point() and (len(args) < 3 or args[2] >= 0)
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors among arguments, and in lists among them."""
+    """Return the tensors among the arguments and in lists."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -403,7 +403,7 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _changed(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return arguments with every tensor changed: torch's ``tree_map_only``, which takes longer than most operators here."""
+    """Map a function over the tensors in arguments. Torch's ``tree_map_only`` takes longer than most operators here."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):

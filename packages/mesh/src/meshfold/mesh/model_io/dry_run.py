@@ -26,7 +26,7 @@ class Saved:
         """
         self.bytes = 0
         self._seen = {parameter.untyped_storage()._cdata for parameter in parameters}
-        self._kept: list[torch.UntypedStorage] = []  # an address must stay its own while others are counted
+        self._kept: list[torch.UntypedStorage] = []  # keep storages alive, so that no other gets their address
 
     def add(self, tensor: Tensor) -> None:
         """Count what a tensor lies in."""
@@ -51,13 +51,13 @@ def saved_for_backward(parameters: Iterable[Tensor]) -> Iterator[Saved]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention on meta tensors that saves what flash attention saves: its inputs, its output, one number per row, its mask."""
+    """Attention on meta tensors that saves what flash attention saves: inputs, output, one number per row, mask."""
 
     @staticmethod
     def forward(ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """``b n s d, b n' t d, b n' t e -> b n s e``"""
         *lead, heads, rows, _ = (1,) * (4 - q.dim()) + tuple(q.shape)
-        # Heads side by side, so that the projection behind it takes them as they are.
+        # Heads contiguous per token, as the output projection expects them.
         out = q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
         ctx.count = count
@@ -66,15 +66,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return gradients of the three inputs."""
+        """Return the gradients of the three inputs."""
         q, k, v, *_ = ctx.saved_tensors
-        # Five matmuls, the scores again among them.
+        # Five matmuls, including recomputed scores.
         ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]))
         return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _pairs(q: Tensor, k: Tensor) -> int:
-    """Return operations of a matmul over all pairs of rows, for each element of the dim that it sums over or makes."""
+    """Return the FLOPs of a matmul over all pairs of rows, per element of the dim that it sums over or produces."""
     return 2 * q.shape[:-1].numel() * k.shape[-2]
 
 
@@ -100,7 +100,7 @@ class DryRun(TorchFunctionMode):
         self._handles: list[Any] = []
 
     def __enter__(self) -> DryRun:
-        # Torch takes function modes off for a backward; activation checkpointing calls modules in there.
+        # Torch disables function modes in backward, where activation checkpointing calls modules again.
         self._handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -138,7 +138,7 @@ class DryRun(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask")
             named = dict(zip(names, args, strict=False)) | (kwargs or {})
-            if named["query"].is_meta:  # what tries a module out does so with values, and gets them
+            if named["query"].is_meta:  # trials of modules use real values
                 return self._attention(*(named.get(name) for name in names))
         if func in (Tensor.__bool__, Tensor.item) and hasattr(args[0], "_holds"):
             return args[0]._holds
@@ -147,7 +147,7 @@ class DryRun(TorchFunctionMode):
         found = func(*args, **(kwargs or {}))
         if func in (torch.all, Tensor.all, torch.any, Tensor.any) and isinstance(found, Tensor) and found.is_meta:
             found._holds = func in (torch.all, Tensor.all)  # type: ignore[attr-defined]
-        # transformers writes mask.all() as mask.sum() == mask.numel(), so the count is remembered until it is compared.
+        # transformers writes mask.all() as mask.sum() == mask.numel(), so remember the count until it is compared.
         if func is Tensor.sum and len(args) == 1 and args[0].is_meta and args[0].dtype is torch.bool:
             found._most = args[0].numel()
         if func is Tensor.__eq__ and isinstance(args[1], int) and getattr(args[0], "_most", None) == args[1]:
@@ -197,7 +197,7 @@ def map_tensors(
     else:
         for key, value in getattr(output, "__dict__", {}).items():
             if (made := inner(f"{name}.{key}", value)) is not value:
-                object.__setattr__(output, key, made)  # it may be a frozen dataclass
+                object.__setattr__(output, key, made)  # also if the dataclass is frozen
     return output
 
 

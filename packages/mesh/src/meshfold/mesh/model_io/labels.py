@@ -55,7 +55,7 @@ def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tenso
     """
     if targets.is_floating_point() or not targets.numel():
         return targets
-    place = torch.full((), targets.numel() - 1, device=targets.device)  # without a copy from the host
+    place = torch.full((), targets.numel() - 1, device=targets.device)  # made on the device: no copy from the host
     if isinstance(mask, Tensor) and mask.shape == targets.shape:
         place = mask.reshape(-1).bool().long().cumsum(0).argmax()
     one = targets.reshape(-1).index_fill(0, place, 0).view(targets.shape)

@@ -87,18 +87,18 @@ class _Join(torch.autograd.Function):
 
 
 class _Values:
-    """The values of a tensor, or what they will be made of.
+    """Values of a lazy tensor, gathered when they are first read.
 
     Attributes:
-        here: the whole once it was read; before, this rank's piece.
+        here: this rank's piece; the whole tensor once it was read.
         read: whether it was read.
     """
 
     def __init__(self, pieces: ShardedOutput, piece: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
         """Args:
-        pieces: how they lie.
-        piece: this rank's.
-        dtypes: of the pieces, and what they are cast to, one after the other.
+        pieces: how the pieces make up the whole.
+        piece: this rank's piece.
+        dtypes: the pieces' dtype, followed by the casts to apply in order.
         """
         self.here, self.read = piece, False
         self._pieces, self._dtypes = pieces, dtypes
@@ -112,7 +112,7 @@ class _Values:
         return made
 
     def cast(self, dtype: torch.dtype) -> _Values:
-        """Return the same in another dtype, of what was not read yet."""
+        """Return unread values with one more cast."""
         return _Values(self._pieces, self.here, (*self._dtypes, dtype))
 
     def whole(self) -> Tensor:
@@ -120,7 +120,7 @@ class _Values:
         if not self.read:
             piece = self.here.held.whole() if isinstance(self.here, LazyTensor) else self.here
             meet_to_read(self._pieces.what, self._pieces.ranks())
-            # What is first read without gradients may be trained on later.
+            # Not an inference tensor, even if read without gradients: it may be trained on later.
             with torch.inference_mode(False), torch.no_grad(), untracked():
                 whole = wide_contiguous(self._pieces.whole(piece))
                 for dtype in self._dtypes:
@@ -161,15 +161,15 @@ class LazyTensor(Tensor):
 
         args, given = tree_map_only(LazyTensor, whole, (args, given))
         found = func(*args, **given)
-        # What works in place returns the tensor that it was given.
+        # In-place operations return their argument.
         return tree_map_only(Tensor, lambda one: shown.get(id(one), one), found)
 
     def _plain(self) -> Tensor:
-        """Return the values as a tensor of torch's own."""
+        """Return the values as a plain torch tensor."""
         return self.view(self.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        if self.held.read:  # to print it is no reason to exchange: one rank may do so alone
+        if self.held.read:  # printing must not communicate: one rank may print alone
             return repr(self._plain())
         return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype}; {self.held})"
 
@@ -199,7 +199,7 @@ def _only_casts(given: dict[str, Any]) -> bool:
     return {name for name, value in given.items() if value not in (None, False)} == {"dtype"}
 
 
-_times: dict[tuple[str, tuple[int, ...]], int] = {}  # that ranks have met, in this world
+_times: dict[tuple[str, tuple[int, ...]], int] = {}  # number of reads by these ranks, in this world
 _of_world: Any = None
 
 

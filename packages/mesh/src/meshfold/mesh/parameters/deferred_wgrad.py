@@ -46,7 +46,7 @@ class WeightGradSite:
         add: computes dw of pairs, in order, and adds it to the parameter's ``.grad``.
         """
         number = next(_numbers)
-        _operation()  # there before anything is traced
+        _operation()  # define the operation before tracing
         self.ticket = torch.tensor(float(number), dtype=torch.float64, requires_grad=True)
         self.ticket.register_post_accumulate_grad_hook(_forget)
         self.queue: WeightGradQueue | None = None
@@ -112,7 +112,7 @@ class WeightGradQueue:
         with torch.no_grad(), gradient_scope():
             while pairs:
                 site = next(iter(pairs))
-                site.add(pairs.pop(site))  # the tensors go before the next site's gradient is made
+                site.add(pairs.pop(site))  # frees its tensors before the next gradient is made
 
     @property
     def waiting(self) -> tuple[Hashable, ...]:
@@ -178,7 +178,7 @@ def gradient_scope() -> Iterator[None]:
         callback()
 
 
-_together: list[list[Callable[[], None]]] = []  # not of a thread: autograd calls hooks on threads of its own
+_together: list[list[Callable[[], None]]] = []  # not thread-local: autograd runs hooks on its own threads
 
 
 def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -188,7 +188,7 @@ def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     """
     if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
         values = parameter.data
-        if values.shape != gradient.shape:  # autograd compares; one element stands for all
+        if values.shape != gradient.shape:  # autograd checks the shape; an expanded scalar satisfies it
             parameter.data = values.new_zeros(()).expand(gradient.shape)
         try:
             torch.autograd.backward(parameter, gradient)
@@ -213,7 +213,7 @@ def accumulate_grad_product(parameter: nn.Parameter, left: Tensor, right: Tensor
 
 def _put(ticket: Tensor, x: Tensor, dy: Tensor) -> None:
     site = _sites[int(ticket)]
-    x, dy = x.detach(), dy.detach()  # else the graph would wait with them, and keep what the stage was given
+    x, dy = x.detach(), dy.detach()  # drop the graph, which would keep the stage's inputs
     if site.queue is None or not site.queue.put(site, (x, dy)):
         with torch.no_grad():
             site.add([(x, dy)])
@@ -227,7 +227,7 @@ def _forget(ticket: Tensor) -> None:
 def _operation() -> Any:
     @torch.library.custom_op("meshfold::defer", mutates_args=())
     def defer(ticket: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # An operation's own code runs without autograd, which brings dw from a layer's operand to its parameter.
+        # Custom ops run without autograd, but it is needed here to pass dw from the operand to its parameter.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
             _put(ticket, x.clone(), dy.clone())
         return torch.zeros((), dtype=torch.float64)

@@ -55,7 +55,7 @@ def gradient_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     largest = math.isinf(norm_type)
     for (holders, dtype), alike in found.items():
-        # A norm's sum of squares is kept in float32 at least; other powers are not worth a fast path.
+        # Sums of squares are in float32 or wider; other powers need no fast path.
         wide = torch.float32 if norm_type == 2.0 and dtype != torch.float64 else torch.float64
         norms = torch.stack(torch._foreach_norm(alike, norm_type, dtype=wide)).to(device, torch.float64)
         if largest:

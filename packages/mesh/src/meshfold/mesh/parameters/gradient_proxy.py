@@ -46,7 +46,7 @@ class GradientOwner(Protocol):
 
 
 class _Proxy(Tensor):
-    """A tensor without memory; operations on it go to :func:`_run`. It keeps no owner alive."""
+    """Tensor without memory, whose operations go to :func:`_run`. It does not keep its owner alive."""
 
     _of: ref[GradientOwner]
     places: tuple[int, ...]
@@ -62,10 +62,10 @@ class _Proxy(Tensor):
 
     @property
     def owner(self) -> GradientOwner:
-        """The object that has the gradient.
+        """Return the object that has the gradient.
 
         Raises:
-            MeshfoldError: if it is gone.
+            MeshfoldError: if it no longer exists.
         """
         owner = self._of()
         if owner is None:
@@ -118,10 +118,10 @@ class NormProxy(_Proxy):
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on what proxies stand for.
+    """Run an operation on the gradients behind proxies.
 
     Raises:
-        Exception: the owner's, for one that it cannot run.
+        Exception: the owner's, for an operation that it cannot run.
     """
     first = args[0] if args else None
     many = isinstance(first, list | tuple)
@@ -136,7 +136,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_norms(func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Run an operation that needs no norm of each gradient; return None for any other."""
+    """Run an operation that needs no single norms; return None for any other."""
     first, norm_type = proxies[0], proxies[0].norm_type
     if func in _SAME:
         return first
@@ -156,11 +156,11 @@ def _of_norms(func: Any, proxies: Sequence[NormProxy], args: tuple[Any, ...], kw
 def _of_gradients(
     func: Any, proxies: list[GradientProxy], args: tuple[Any, ...], kwargs: dict[str, Any], *, many: bool
 ) -> Any:
-    """Run an operation on gradients; ``many``: it is one of torch's for lists."""
+    """Run an operation on gradients; ``many``: it takes lists (torch._foreach)."""
     first, owner, places = proxies[0], proxies[0].owner, [one.places[0] for one in proxies]
     given: Any = args[1] if len(args) > 1 else None
     if func in _NORM and (many or _is_over_all(args, kwargs)):
-        wide = torch.promote_types(first.dtype, torch.float32)  # as gradients are summed
+        wide = torch.promote_types(first.dtype, torch.float32)  # the dtype of summed gradients
         norms = [NormProxy.of(one, one.places, _norm_type(args, kwargs), (), dtype=wide) for one in proxies]
         return norms if many else norms[0]
     if func in (*_MULTIPLY, *_DIVIDE) and _is_number(given):
@@ -173,17 +173,17 @@ def _of_gradients(
         owner.clamp(places, None, given)
     elif func in _ZERO:
         owner.clear()
-    elif func is _aten._to_copy.default:  # of a module that is brought elsewhere, with its gradients
+    elif func is _aten._to_copy.default:  # module.to() moves gradients too
         return GradientProxy.of(owner, places[0], first, **_moved(kwargs))
     elif func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:
-        pass  # a backward that is not the owner's comes through the parameter: it has no part in this gradient
+        pass  # another owner's backward reached the parameter: ignore its gradient
     elif func not in _SAME:
         return _on_blocks(func, args, kwargs)
     return None if many else first
 
 
 def _on_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on this rank's blocks, and on norms that are computed for it."""
+    """Run an operation on this rank's blocks and on computed norms."""
     first = args[0] if args else None
     args, kwargs = tree_map(lambda one: _computed(one, func), (args, kwargs))
     found = func(*args, **kwargs)
@@ -223,7 +223,7 @@ def _norm_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 
 
 def _is_over_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a norm is over all dims, and returns a scalar."""
+    """Return True if a norm is over all dims and returns a scalar."""
     return len(args) <= 2 and not any(kwargs.get(name) for name in ("dim", "keepdim"))
 
 
@@ -232,7 +232,7 @@ def _moved(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _computed(value: Any, func: Any) -> Any:
-    """Return the value that a proxy stands for; any other value as it is."""
+    """Return the value behind a proxy; any other value unchanged."""
     if isinstance(value, NormProxy):
         return value.each()
     if isinstance(value, GradientProxy):

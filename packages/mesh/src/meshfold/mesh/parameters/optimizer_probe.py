@@ -15,10 +15,10 @@ from meshfold.mesh.errors import MeshfoldError
 Sight = Literal["elements", "matrices", "others"]
 """Each element by itself; the whole parameter; other parameters as well, or chance."""
 
-_STEPS = 24  # some look at the whole matrix only every few steps
+_STEPS = 24  # some optimizers read the whole matrix only every few steps
 _SHAPES = ((6, 5), (4, 3))
 _CUT = 13  # in the middle of a row
-_WIDTH = 1e-9  # how far apart the same may be: they differ by the order of some additions at most
+_WIDTH = 1e-9  # tolerance: equal results differ only by the order of additions
 
 
 class OptimizerProbeError(MeshfoldError):
@@ -63,7 +63,7 @@ def probe_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
                         pieces.append(_run(optimizer, group, [start.flatten()[cut]], flat)[0][0])
                 if not _same([torch.cat(pieces)], [together[i].flatten()]):
                     return "matrices"
-    except Exception:  # it takes matrices alone
+    except Exception:  # it takes only matrices
         return "matrices"
     return "elements"
 
@@ -98,7 +98,7 @@ def _run(
     values: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Return the values after some steps of an optimizer like the one given, and the state it then has of each."""
+    """Run some steps of an optimizer like the given one; return the values, and its state for each parameter."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     twin = _twin(optimizer, group, parameters)
     with torch.enable_grad():
@@ -112,12 +112,12 @@ def _run(
 def _twin(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer with the same settings as a given one, for other parameters."""
+    """Return an optimizer with the same settings for other parameters."""
     own = {**group, "params": parameters}
-    if optimizer.state:  # it makes state when it is made
+    if optimizer.state:  # it creates state in its constructor
         return type(optimizer)([own], **optimizer.defaults)
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    # Its copied attributes must not copy the model's parameters; those it holds are replaced by ours.
+    # Replace the model's parameters by ours while copying attributes, so that none is copied.
     memo = {id(p): parameters[0] for g in optimizer.param_groups for p in g["params"]}
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -136,7 +136,7 @@ def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 
 def _looks_wider(state: Mapping[str, Any], shape: torch.Size) -> bool:
-    """Return True if something in a matrix's state has neither its shape nor is a number: it is then not elementwise."""
+    """Return True if a matrix's state has anything that is neither a number nor of its shape: then it is not elementwise."""
     return any(
         bool(value)
         if isinstance(value, list | tuple | dict)

@@ -78,7 +78,7 @@ def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:
         now.register_post_accumulate_grad_hook(hook)
 
 
-_WRAPPED = "_orig_mod"  # how torch.compile(module) names the module in the one it makes
+_WRAPPED = "_orig_mod"  # torch.compile's name for the wrapped module
 
 
 def uncompiled_name(name: str) -> str:

@@ -68,7 +68,7 @@ class ShardedSquareSums:
         return summed.index_select(1, self._index([shard.place for shard in shards]))
 
     def _index(self, places: Sequence[int]) -> Tensor:
-        """Return numbers as a tensor on the device, made once, since a copy from the host in every step would cost time."""
+        """Return numbers as a cached tensor on the device, to save a copy from the host in every step."""
         key = tuple(places)
         if key not in self._indices:
             self._indices[key] = torch.tensor(key, dtype=torch.int64, device=self._device)
@@ -83,7 +83,7 @@ class _WholeSquareSums(ShardedSquareSums):
 def _add_squares(
     row: Sequence[Tensor], shards: Sequence[ShardOfTensor], into: Tensor, index: Callable[[Sequence[int]], Tensor]
 ) -> None:
-    """Add the sums of squares of shards to the places of their tensors."""
+    """Add the shards' sums of squares to their tensors' sums."""
     found: dict[tuple[float, torch.dtype, torch.device], tuple[list[int], list[Tensor]]] = {}
     for tensor, shard in zip(row, shards, strict=True):
         for piece, holders in shard.pieces(tensor):
@@ -123,7 +123,7 @@ def square_sums_of_blocks(parameters: Sequence[Tensor], mesh: Mesh, device: torc
 
 
 class _BlockPieces:
-    """The pieces of a block, with how many ranks of the group hold each."""
+    """Pieces of a block, with the number of ranks in the group that hold each."""
 
     def __init__(self, meta: ParameterMeta, mesh: Mesh, factor: float) -> None:
         self._meta, self._mesh, self._factor = meta, mesh, factor

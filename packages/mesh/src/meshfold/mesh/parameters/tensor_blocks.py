@@ -83,7 +83,7 @@ class ShardedBlocks:
         return self._added_up(addends())
 
     def _added_up(self, addends: Iterable[tuple[Tensor, bool]]) -> list[Tensor]:
-        """Return tensors, those that are marked added up over the ranks that split parameters."""
+        """Return the tensors; sum the marked ones over the ranks that split parameters."""
         found: list[Tensor] = []
         shared: list[int] = []
         for addend, is_shared in addends:
@@ -145,7 +145,7 @@ class ShardedBlocks:
         ]
 
     def _split_block(self, parameter: Tensor) -> _Block | None:
-        """Return a parameter's block if it is less, or more, than the whole."""
+        """Return a parameter's block unless it is exactly the whole tensor."""
         if parameter not in self._metas:
             return None
         block = self._block(parameter, self._splitting)
@@ -167,7 +167,7 @@ class ShardedBlocks:
         for places in alike.values():
             made.update(zip(places, function(torch.stack([wholes[i] for i in places])).unbind(), strict=True))
         wholes.clear()
-        # Blocks of the results, from each owner to all.
+        # Send blocks of the results from each owner to all ranks.
         sends: list[list[Tensor]] = [[] for _ in self._owners.ranks]
         for place, item in enumerate(items):
             if owners[place] == mine:
@@ -188,7 +188,7 @@ class ShardedBlocks:
         return found
 
     def _gather(self, items: Sequence[_Item], owners: Sequence[int]) -> dict[int, Tensor]:
-        """Return the whole matrices that this rank owns, by place."""
+        """Return the whole matrices that this rank owns, by index."""
         mine, size = self._owners.index, self._owners.size
         sends: list[list[Tensor]] = [[] for _ in range(size)]
         pairs = [[0] * size for _ in range(size)]
@@ -213,7 +213,7 @@ class ShardedBlocks:
         return wholes
 
     def _exchange(self, sends: Sequence[Sequence[Tensor]], padded: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Return what every rank has sent to this one, each in a list of one tensor that is consumed from the front."""
+        """Exchange tensors; return one flat tensor per sender, in a list of one so that it can be consumed from the front."""
         if not padded or self._owners.size == 1:
             return [[] for _ in sends]
         buffer = torch.zeros(len(sends), padded, dtype=dtype, device=self._device)
@@ -231,7 +231,7 @@ class _Item(NamedTuple):
 
 
 class _Block:
-    """Map of the blocks of one parameter on the ranks of a group, which are named by their positions in it."""
+    """Map of one parameter's blocks on the ranks of a group, which are numbered by their position in it."""
 
     def __init__(self, meta: ParameterMeta, group: Group) -> None:
         self._placement, self._mesh, self._group = meta.placement, meta.mesh, group
@@ -248,7 +248,7 @@ class _Block:
         self.is_whole = len(self._holders) == 1 and self.local_shape == self.shape
 
     def senders(self, owner: int) -> list[int]:
-        """Return the ranks whose blocks make the whole, as near to the owner as can be."""
+        """Return ranks whose blocks make up the whole, as near to the owner as possible."""
         found = []
         for positions in self._holders:
             near = owner * len(positions) // self._group.size
@@ -269,7 +269,7 @@ class _Block:
 
     @cached_property
     def _counted(self) -> list[Tensor | None]:
-        """For each dim, the local positions that count on this rank: no padding, nothing that another rank counts."""
+        """Return, for each dim, the local positions counted on this rank: without padding, and without copies that others count."""
         found: list[Tensor | None] = []
         for dim, size in enumerate(self.shape):
             coordinates = self._placement.coordinates(self._mesh, dim)
@@ -283,7 +283,7 @@ class _Block:
 
     @cached_property
     def _coordinates(self) -> list[Tensor | None]:
-        """For each dim, the coordinate in the whole of each local position; None for all of the dim."""
+        """Return, for each dim, the global coordinate of each local position; None for an unsplit dim."""
         found: list[Tensor | None] = []
         for dim, size in enumerate(self.shape):
             coordinates = self._placement.coordinates(self._mesh, dim)
@@ -292,7 +292,7 @@ class _Block:
         return found
 
     def sum(self, values: Tensor, kept: tuple[int, ...]) -> Tensor:
-        """Return this block's addend of the sum over all but the kept dims, of the whole's sizes along these."""
+        """Return this block's contribution to the sum over all but the kept dims, with the whole tensor's sizes along those."""
         sizes = [self.shape[dim] for dim in kept]
         if not self._counts:
             return values.new_zeros(sizes)
@@ -308,7 +308,7 @@ class _Block:
         return total
 
     def product(self, values: Tensor, factor: Tensor, dim: int) -> Tensor:
-        """Return this block's addend of the product of the whole matrix with another one over one of its dims."""
+        """Return this block's contribution to the product of the whole matrix with another over one dim."""
         other = 1 - dim
         if not self._counts:
             return values.new_zeros(self.shape[other], factor.shape[1])
@@ -324,7 +324,7 @@ class _Block:
         return found.new_zeros(self.shape[other], found.shape[1]).index_copy_(0, at.to(found.device), found)
 
     def cut(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
-        """Return the part of a tensor that belongs to this block, along its first dims, which are these; zero in padding."""
+        """Cut this block's part from a tensor whose first dims are the given ones; zeros in padding."""
         for place, dim in enumerate(dims):
             coordinates = self._coordinates[dim]
             if coordinates is not None:
@@ -345,7 +345,7 @@ def _sum_over_others(values: Tensor, kept: tuple[int, ...]) -> Tensor:
 
 
 def _deal(items: Sequence[_Item], size: int) -> list[int]:
-    """Return the owner of each matrix: the most work first, to the rank with the least so far."""
+    """Assign an owner to each matrix, largest first, to the rank with the least work so far."""
     work = [item.block.shape[0] * item.block.shape[1] * min(item.block.shape) for item in items]
     loads, owners = [0] * size, [0] * len(items)
     for place in sorted(range(len(items)), key=lambda i: (-work[i], i)):

@@ -34,7 +34,7 @@ def die_with_parent(parent: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(128 + signal.SIGKILL)
 
 
@@ -78,7 +78,7 @@ def main() -> None:
             pass
         record = os.path.join(record, f"rank{os.environ.get('RANK', '0')}.json")
         with contextlib.suppress(FileNotFoundError):
-            os.remove(record)  # of an attempt before
+            os.remove(record)  # left by an earlier attempt
     faulthandler.enable()
     try:
         run_program(argv)
@@ -90,19 +90,18 @@ def main() -> None:
                 raise
     except BaseException as error:
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        # The launcher shows the first failing rank's traceback, once; printed here it would drown among the others'.
+        # The launcher prints the first failing rank's traceback once; printed here, it would be lost among the others.
         _leave(record, code, _render(error), refusal_sentence(error))
-        sys.last_value = error  # as Python sets it: what runs at exit can tell that the program failed
+        sys.last_value = error  # as Python does: exit handlers can see that the program failed
         sys.exit(code)
     _end()
 
 
 def _end() -> None:
-    """Exit after the program has ended: run Python's own exit work and nothing after it.
+    """Exit after the program: run Python's exit handlers, and nothing after them.
 
-    Once in some hundred runs over gloo a C++ library is taken down with a thread that still runs, which aborts the process:
-    a program that has done its work must not fail by that. With CUDA the process ends as it always does, since profilers
-    write what they have at that moment.
+    In about one of some hundred runs over gloo, a C++ library is unloaded while one of its threads still runs, which aborts a
+    process whose program has succeeded. With CUDA the process exits normally, because profilers write their results then.
     """
     torch = sys.modules.get("torch")
     if torch is None or torch.cuda.is_initialized():
@@ -110,7 +109,7 @@ def _end() -> None:
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does first
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads any more
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or the reader has gone
             stream.flush()
     os._exit(0)
 
@@ -132,8 +131,8 @@ def refusal_sentence(error: BaseException) -> str:
 
 def _leave(record: str, code: int, text: str, sentence: str = "") -> None:
     """Write the record atomically, so that the launcher never reads half of it."""
-    moment = time.monotonic()  # one clock for all processes of a machine: tells which rank failed first
-    with contextlib.suppress(OSError):  # without its folder the launcher is gone, and nobody reads
+    moment = time.monotonic()  # shared by all processes of a machine: shows which rank failed first
+    with contextlib.suppress(OSError):  # without the folder the launcher has exited, and nobody reads it
         with open(record + ".part", "w", encoding="utf-8") as file:
             json.dump({"time": moment, "code": code, "traceback": text, "sentence": sentence}, file)
         os.replace(record + ".part", record)

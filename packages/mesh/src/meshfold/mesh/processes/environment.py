@@ -17,8 +17,8 @@ from meshfold.mesh.errors import LaunchError
 
 Source = Literal["torchrun", "slurm", "single"]
 
-# Slurm gives no port. Jobs that share a node must differ, all ranks of one job must agree: a range below the
-# kernel's ephemeral ports, so that no outgoing connection can sit on the port already.
+# Slurm assigns no port. Jobs on one node must use different ports, and ranks of one job the same. The range is below the
+# kernel's ephemeral ports, so that no outgoing connection can already use one.
 _SLURM_FIRST_PORT, _SLURM_PORTS = 15000, 15000
 
 _HELP = {
@@ -66,8 +66,8 @@ class Environment:
         found = os.environ if variables is None else variables
         if "RANK" in found or "WORLD_SIZE" in found:
             return cls._from_torchrun(found)
-        # An allocation alone (salloc, sbatch) sets most of Slurm's variables; a step of srun with tasks sets these.
-        # An interactive step (srun --pty) sets them too, with one task, which is a single process.
+        # An allocation alone (salloc, sbatch) sets most of Slurm's variables; only srun tasks set these. An interactive step
+        # (srun --pty) sets them too, for one task: a single process.
         if "SLURM_PROCID" in found and "SLURM_STEP_ID" in found and found.get("SLURM_NTASKS", "1") != "1":
             return cls._from_slurm(found)
         return cls()
@@ -135,7 +135,7 @@ class Environment:
         return environment
 
     def _check(self, rank: str, world_size: str, local_rank: str, local_world_size: str) -> None:
-        """Raise if the numbers contradict each other; the arguments are the variables they came from."""
+        """Raise if the numbers contradict each other; the arguments are the names of their variables."""
         for small, small_name, large, large_name in (
             (self.rank + 1, rank, self.world_size, world_size),
             (self.local_rank + 1, local_rank, self.local_world_size, local_world_size),
@@ -183,7 +183,7 @@ def expand_nodes(nodelist: str) -> list[str]:
     Raises:
         LaunchError: for text that is not a node list.
     """
-    # Commas inside brackets separate ranges; those outside separate names.
+    # Commas inside brackets separate ranges, commas outside separate names.
     names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist.strip())
     if not names or ",".join(names) != nodelist.strip():
         raise LaunchError(
@@ -210,7 +210,7 @@ def _expand_name(name: str, nodelist: str) -> list[str]:
 
 
 def _tasks_here(found: Mapping[str, str], world_size: int, nodes: int) -> int:
-    """Return the tasks on this node: Slurm writes ``4(x2),3``, the tasks of each node in order."""
+    """Return the number of tasks on this node; Slurm lists the nodes' tasks in order, as ``4(x2),3``."""
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in found else "SLURM_TASKS_PER_NODE"
     if name not in found:
         return -(-world_size // nodes)

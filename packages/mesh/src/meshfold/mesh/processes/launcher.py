@@ -100,7 +100,7 @@ def launch(
             end(job, grace_s, signals)
         for rank_process in job:
             rank_process.finish()
-        del store  # it served until here
+        del store  # stop serving it
         if failure is not None:
             report(job, failure)
             return failure.code
@@ -117,11 +117,11 @@ def launch(
 
 
 def _let_stop(job: list[Rank], signals: Signals, stop_s: float, calm: int) -> Failure | None:
-    """Pass requests to stop on to the ranks until they have ended, their time is over, or a second request comes."""
+    """Forward requests to stop to the ranks until they have exited, their time is up, or a second request comes."""
     until, asked = time.monotonic() + stop_s, list[int]()
     while True:
         for number in signals.caught[len(asked) :]:
-            # Ranks are in sessions of their own, where Ctrl-C does not reach them; what they heed is SIGTERM.
+            # Ranks have their own sessions, so Ctrl-C does not reach them; they handle SIGTERM.
             request = int(signal.SIGTERM) if number == signal.SIGINT else number
             if number not in signals.gentle or request in asked:
                 return None
@@ -132,7 +132,7 @@ def _let_stop(job: list[Rank], signals: Signals, stop_s: float, calm: int) -> Fa
                 rank.send(request, alone=True)
         failure = watch(job, signals, calm=calm, seconds=until - time.monotonic())
         if failure is not None and signals.caught[0] == signal.SIGINT and failure.ended_by(signal.SIGTERM):
-            return None  # it did not heed the signal yet, and ended of it, as was wanted
+            return None  # it had no handler yet, so the signal ended it, as requested
         if failure is not None or len(signals.caught) == len(asked):
             return failure
 
@@ -163,7 +163,7 @@ def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:
 
 
 def _host_store(port: int | None) -> tuple[Any, int]:
-    """Return a store that listens on this machine only, and its port: the one given if it is free."""
+    """Return a store that listens only on this machine, and its port: the given one if it is free."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -178,7 +178,7 @@ def _host_store(port: int | None) -> tuple[Any, int]:
 
 
 def _stops_after(config: Any, seconds: int) -> dict[str, Any]:
-    """Return the setting of torch's agent for how long ranks may take to end; empty under torch 2.11, which has none."""
+    """Return the argument of torch's agent for the time that ranks have to exit; empty under torch 2.11, which lacks it."""
     known = {field.name for field in dataclasses.fields(config)}
     return {"shutdown_timeout": seconds} if "shutdown_timeout" in known else {}
 
@@ -189,15 +189,15 @@ def _cores_each(ranks: int) -> int:
 
 
 def _variables(place: Environment, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a rank. A launcher started by torchrun must not pass its own rank on."""
+    """Return a rank's environment, without the launcher's own rank if torchrun started it."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     variables.setdefault("OMP_NUM_THREADS", str(_cores_each(place.local_world_size)))
-    variables.setdefault("PYTHONUNBUFFERED", "1")  # what is printed is seen at once, not lost with the rank
+    variables.setdefault("PYTHONUNBUFFERED", "1")  # output appears at once, and is not lost if the rank dies
     if sys.platform.startswith("linux"):
-        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nowhere
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
     variables.update(given)
     variables.update(place.variables())
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is served already: rank 0 must not serve one too
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the launcher serves the store, not rank 0
     return variables
 
 
@@ -244,7 +244,7 @@ def launch_node(
         address = "127.0.0.1"
     os.environ.setdefault("OMP_NUM_THREADS", str(_cores_each(ranks)))
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    # A store for every attempt: ranks that are started anew must not find the addresses of those before.
+    # A new store for every attempt: restarted ranks must not find old addresses.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=nodes[0],
@@ -298,7 +298,7 @@ def _check_nodes(nodes: tuple[int, int], rendezvous: str, restarts: int) -> str:
 
 @contextmanager
 def _forward_signals() -> Iterator[None]:
-    """Context manager: requests to stop go to the ranks; a second one ends them."""
+    """Context manager: forward requests to stop to the ranks; a second request kills them."""
     before = {number: signal.getsignal(number) for number in _GENTLE}
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -333,7 +333,7 @@ def _children() -> list[int]:
 
 
 def _report(records: Path, rank: int, code: int, ranks: int) -> int:
-    """Describe the failure of the rank that failed first: the earliest record."""
+    """Describe the first failure, that of the earliest record."""
     left = [(_read(file), file.stem) for file in records.glob("rank*.json")]
     failed = sorted((one for one in left if one[0].get("code")), key=lambda one: one[0]["time"])
     died = code < 0 and (not failed or f"rank{rank}" not in {name for _, name in failed})

@@ -19,12 +19,12 @@ from meshfold.mesh.recording import flight_recorder
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LEAVE_TIMEOUT = timedelta(seconds=10)
-_NEVER_SENT = 0x5EED  # the tag of no message
-_limit: timedelta | None = None  # of all groups, where a watchdog has set one
-_addresses: dict[int, Address] = {}  # of the ranks of this world
-_broken_off: Any = None  # the world whose collectives are to fail at once
-# Groups by their ranks, kept for the next mesh that wants the same ones: a group is named after its ranks, whichever
-# other groups a rank has made, and the store keeps the addresses under that name. They go with their world.
+_NEVER_SENT = 0x5EED  # a tag that no message has
+_limit: timedelta | None = None  # timeout of all groups, if a watchdog has set one
+_addresses: dict[int, Address] = {}  # ranks of this world
+_broken_off: Any = None  # the world whose collectives must fail at once
+# Groups by their ranks, reused by later meshes. A group is named after its ranks, independent of other groups, and the
+# store keeps the addresses under that name. They are dropped with their world.
 _made: dict[tuple[tuple[int, ...], str], Any] = {}
 _made_in: Any = None
 
@@ -61,8 +61,8 @@ class Process:
             if wait:
                 _meet(self.world_size)
             dist.destroy_process_group()
-            # torch puts the rank before each line of a traceback, and would put one hook round the other at each start.
-            # The traceback of a rank that failed is still to come.
+            # torch's excepthook prefixes tracebacks with the rank, and would be nested once more at each start. Keep it if this
+            # rank has failed: its traceback is still to be printed.
             if self._hooks is not None and (wait or self.backend == "fake"):
                 before, ours = self._hooks
                 if sys.excepthook is ours:
@@ -122,8 +122,8 @@ def start(
     hook = sys.excepthook
     _addresses.clear()
     where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
-    # No device_id: it makes every later new_group split the world's communicator, which *all* ranks have to join
-    # at the same moment; a pipeline stage that makes a group only it needs would wait for ever.
+    # No device_id: with it every later new_group splits the world's communicator, a collective of *all* ranks, and a
+    # pipeline stage that makes a group for itself would wait forever.
     try:
         own = store_of_this_start(open_store(environment, wait) if store is None else store, environment.attempt)
         if backend != "fake" and environment.world_size > 1:
@@ -270,7 +270,7 @@ def meet_members(ranks: Sequence[int], name: str, look: Callable[[], None] = lam
 
 
 def _call_limit() -> timedelta:
-    """Return how long a collective of a new group may take."""
+    """Return the timeout for collectives of a new group."""
     return _limit or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend()))
 
 
@@ -297,7 +297,7 @@ def _limit_group(group: Any, limit: timedelta | None) -> None:
     if limit is None:
         limit = c10d._get_default_timeout(backend)
     elif backend == dist.Backend.NCCL:
-        limit += timedelta(minutes=1)  # torch then ends the process without a word about the others: after us
+        limit += timedelta(minutes=1)  # later than ours: torch ends the process without naming the missing ranks
     if backend in (dist.Backend.GLOO, dist.Backend.NCCL):
         c10d._set_pg_timeout(limit, group)
 
@@ -340,10 +340,10 @@ def group_count() -> int:
 
 
 def _meet(world_size: int) -> None:
-    """Wait in the store until all ranks have come here."""
+    """Wait in the store until all ranks have reached this point."""
     c10d = dist.distributed_c10d
     store = c10d._world.pg_map[c10d._get_default_group()][1]
-    # Whoever serves the store leaves as soon as all have come, so a store that is lost is as good as a reply.
+    # The rank that serves the store leaves as soon as all have come, so a lost store counts as a reply.
     with contextlib.suppress(RuntimeError):
         if store.add("meshfold/leaving", 1) == world_size:
             store.set("meshfold/left", "1")
@@ -378,7 +378,7 @@ def _gpu_for_each(environment: Environment) -> bool:
 
 
 def _settle(device: torch.device | None, backend: str, environment: Environment) -> torch.device:
-    """Return the device with its index, and make a GPU the current one; raise if it does not exist."""
+    """Return the device with its index, and make it current if it is a GPU; raise if it does not exist."""
     if device is None:
         device = torch.device("cuda" if "nccl" in backend else "cpu")
     if device.type != "cuda":

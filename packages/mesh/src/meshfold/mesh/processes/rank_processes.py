@@ -21,8 +21,8 @@ from meshfold.mesh.processes import _bootstrap
 from meshfold.mesh.processes.environment import Environment
 
 _POLL_S = 0.02
-# The others' connections break the moment a rank dies. After the first sign of a failure, listen this long for an
-# earlier one; and take a death to have happened this long before it was noticed.
+# When a rank dies, the others' connections break at once. After the first sign of a failure, wait this long for an earlier
+# one, and assume that a death happened this long before it was noticed.
 _SETTLE_S = 0.25
 _TAIL_LINES = 30
 
@@ -66,17 +66,17 @@ class Rank:
         self._record = records / f"rank{self.rank}.json"
         self._log: IO[str] | None = None if logs is None else (logs / f"rank{self.rank}.err").open("w")
         sys.stdout.flush()
-        output: int | IO[bytes] | None = None  # rank 0 writes where the launcher does
+        output: int | IO[bytes] | None = None  # rank 0 inherits the launcher's output
         if self.rank != 0:
             output = subprocess.DEVNULL if logs is None else (logs / f"rank{self.rank}.out").open("wb")
         self.process = subprocess.Popen(
-            # -P: the bootstrap's own folder must not come first on the path (its random.py is not Python's)
+            # -P: the bootstrap's folder must not be first on the path (its random.py is not Python's)
             [sys.executable, "-P", _bootstrap.__file__, str(os.getpid()), str(self._record), *argv],
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # its own process group, so that what it starts ends with it
+            start_new_session=True,  # own process group, so that its children end with it
         )
         if output is not None and not isinstance(output, int):
             output.close()
@@ -113,7 +113,7 @@ class Rank:
 
     def finish(self) -> None:
         """Read what is left of the standard error and close the log."""
-        # A process that the rank left running may hold the pipe open; do not wait for it.
+        # A process that the rank left running may hold the pipe open: do not wait for it.
         self._reader.join(timeout=1.0)
         if self._log is not None:
             failed = self.failure()
@@ -125,7 +125,7 @@ class Rank:
         assert self.process.stderr is not None
         for line in _lines(self.process.stderr):
             self.tail.append(line)
-            with suppress(ValueError):  # the log was closed under a process left running
+            with suppress(ValueError):  # the log is closed, but a leftover process still writes
                 if self._log is not None:
                     self._log.write(line)
                     self._log.flush()
@@ -151,7 +151,7 @@ class Signals:
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in sorted({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *self.gentle}):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
                     self._before[number] = signal.signal(number, self._catch)
         return self
 
@@ -182,7 +182,7 @@ def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | 
         if failures and settled is None:
             settled = time.monotonic() + _SETTLE_S
             for rank in job:
-                rank.quiet = True  # from here on the others only echo it
+                rank.quiet = True  # later errors are only consequences
         if settled is not None and time.monotonic() >= settled:
             return min(failures, key=lambda failure: failure.time)
         if not failures and all(rank.process.poll() in (0, calm) for rank in job):
@@ -194,7 +194,7 @@ def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | 
 def end(job: list[Rank], grace_s: float, signals: Signals) -> None:
     """End the ranks that still run: ask, wait, kill. A second Ctrl-C ends the wait."""
     if all(rank.process.poll() == 0 for rank in job):
-        return  # all is well: what the program left running on purpose stays
+        return  # success: leave processes that the program started on purpose
     for rank in job:
         rank.send(signal.SIGTERM)
     deadline, patience = time.monotonic() + grace_s, len(signals.caught) + 1
@@ -203,7 +203,7 @@ def end(job: list[Rank], grace_s: float, signals: Signals) -> None:
             break
         time.sleep(_POLL_S)
     for rank in job:
-        rank.send(signal.SIGKILL)  # also where the rank itself has ended: what it started may live
+        rank.send(signal.SIGKILL)  # even if the rank has exited: its children may still run
     for rank in job:
         rank.process.wait()
 
@@ -227,7 +227,7 @@ def report(job: list[Rank], failure: Failure) -> None:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """Yield lines as they come; a progress bar's carriage return ends one too."""
+    """Yield lines as they arrive; a progress bar's carriage return also ends a line."""
     rest = b""
     while chunk := os.read(stream.fileno(), 65536):
         *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")

@@ -26,7 +26,7 @@ from meshfold.mesh.recording.flight_recorder import shortened
 
 _LOOK_S = 1.0
 _FIRST_PAUSE_S = 0.0005
-_starts = itertools.count()  # all ranks start equally often
+_starts = itertools.count()  # counts starts: equal on all ranks
 
 
 class HasProcess(Protocol):
@@ -112,7 +112,7 @@ def meet(
         _wait(store, keys, limit, broken_off, lambda missing: _check_alive(missing, known, own), look)
     except BaseException:
         with suppress(RuntimeError):  # the store may be gone
-            leave(store, name, rank)  # whoever comes later is not to think that this rank waits
+            leave(store, name, rank)  # later ranks must not believe that this one waits
         raise
     for one, text in zip(ranks, store.multi_get(list(keys.values())), strict=True):
         known[one] = Address(**json.loads(text))
@@ -139,10 +139,10 @@ def _wait(
             )
         if now - looked > _LOOK_S:
             check(missing)
-            if looked > 0:  # at first they may be about to come
+            if looked > 0:  # not the first time: they may be just arriving
                 look()
             looked = now
-        # Asking again, since torch's own wait complains on standard error when its time is over. Many ranks ask less often.
+        # Poll, because torch's own wait prints to standard error on a timeout. With many ranks, poll less often.
         time.sleep(pause)
         pause = min(2 * pause, 0.02 + 0.002 * len(keys), _LOOK_S)
 

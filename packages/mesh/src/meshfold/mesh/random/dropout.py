@@ -197,10 +197,10 @@ _MOST_DRAWN = 1 << 16
 
 
 class _Use:
-    """Makes a copy of a stream the current one of this thread: entered again, it starts again at the same call.
+    """Makes a copy of an rng stream current in this thread; entered again, it restarts at the same call.
 
-    In a forward torch's CPU generator starts at the stream's position; where a forward is repeated it is left alone. It is restored
-    after either.
+    In a forward, torch's CPU generator starts at the stream's position; in a recomputation it is left alone. It is restored after
+    both.
     """
 
     def __init__(self, stream: DropoutStream, *, repeats: bool = False) -> None:
@@ -288,7 +288,7 @@ def next_dropout_draw(name: str = "") -> Draw:
     """
     with torch._C.DisableTorchFunction():
         place = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-    repeated = torch._C._current_graph_task_id() != -1  # in backward
+    repeated = torch._C._current_graph_task_id() != -1  # True in backward
     if repeated and (place, name) in _drawn:
         return _drawn[place, name]
     stream = current_dropout_stream()

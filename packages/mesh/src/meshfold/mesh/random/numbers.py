@@ -27,11 +27,11 @@ from torch import Tensor
 
 _WORD = (1 << 64) - 1
 _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SECOND_STREAM = 0x5851F42D4C957F2D  # xored into a key: the stream of the second number that a normal needs
+_SECOND_STREAM = 0x5851F42D4C957F2D  # xored into a key for the second uniform number of a normal
 
-# 2 atanh(s) = s P(s^2) for |s| <= 3 - 2 sqrt(2), and sin(2 pi y) = y Q(y^2) for |y| <= 1/4: interpolated at Chebyshev
-# nodes, relative errors 1.2e-18 and 3.3e-19. Written out since the library's log and cos may differ in the last bit
-# between their vector and scalar code, and between devices.
+# 2 atanh(s) = s P(s^2) for |s| <= 3 - 2 sqrt(2), and sin(2 pi y) = y Q(y^2) for |y| <= 1/4, interpolated at Chebyshev
+# nodes; relative errors 1.2e-18 and 3.3e-19. Written out because library log and cos may differ in the last bit between
+# vector and scalar code, and between devices.
 _LOG = (
     2.0,
     0.6666666666666765,
@@ -55,8 +55,8 @@ _SIN = (
 )
 _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
-_BLOCK_ON_CPU = 1 << 17  # elements worked on at a time: here the temporaries stay in the cache,
-_BLOCK_ON_DEVICE = 1 << 22  # there a kernel is large beside its launch; at most 8 temporaries of 8 bytes an element
+_BLOCK_ON_CPU = 1 << 17  # elements per block: on a CPU temporaries stay in cache,
+_BLOCK_ON_DEVICE = 1 << 22  # on a GPU kernels outweigh launches; at most 8 temporaries of 8 bytes
 
 
 def key_of(name: str) -> int:
@@ -182,7 +182,7 @@ def fill_truncated_normal_(
     first, last = (low - mean) / std, (high - mean) / std
     if not first < last:
         raise ValueError(f"a normal number between {low} and {high} with std {std}: give low < high and std > 0")
-    # The distribution has its precision in the lower tail: work there, with the sign turned, if the range is above 0.
+    # ndtr is precise in the lower tail, so flip the sign if the range is above 0.
     sign = -1.0 if first > 0 else 1.0
     bounds = torch.special.ndtr(torch.tensor(sorted((sign * first, sign * last)), dtype=torch.float64))
     start, width = float(bounds[0]), float(bounds[1] - bounds[0])
@@ -203,7 +203,7 @@ def _fill_(
     offset: int,
     sample: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Write sample(flat index * G) everywhere, in blocks that bound the temporaries, and zero into padding."""
+    """Write sample(flat index * G) to every element, in blocks that bound the temporaries; zero in padding."""
     if strides is None:
         strides = [math.prod(global_shape[dim + 1 :]) for dim in range(len(global_shape))]
     _check(local, coordinates, global_shape, strides)
@@ -242,10 +242,10 @@ def _check(local: Tensor, coordinates: Sequence[Tensor], shape: Sequence[int], s
 
 
 def _windows(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Return slices tiling a shape in blocks of at most ``limit`` elements: ranges of one dim, indices of those before it."""
+    """Return slices that tile a shape in blocks of at most ``limit`` elements: a range of one dim, indices of the dims before."""
     if math.prod(shape) == 0:
         return
-    dim, inner = len(shape), 1  # inner: elements in one index of dim
+    dim, inner = len(shape), 1  # inner: elements per index of dim
     while dim > 0 and inner * shape[dim - 1] <= limit:
         dim -= 1
         inner *= shape[dim]
@@ -265,7 +265,7 @@ def _windows(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _uniform(counter: Tensor, seed: int, key: int, dtype: torch.dtype) -> Tensor:
-    """Return uniform numbers from index * G, which is left as it is."""
+    """Return uniform numbers from index * G, which is not changed."""
     bits = _mix_(_counter(counter, seed, key))
     if dtype == torch.float64:
         return _shift(bits, 11).to(dtype).mul_(2.0**-53)
@@ -273,7 +273,7 @@ def _uniform(counter: Tensor, seed: int, key: int, dtype: torch.dtype) -> Tensor
 
 
 def _normal(counter: Tensor, seed: int, key: int) -> Tensor:
-    """Return standard normal numbers in float64 from index * G, by Box and Muller's transform.
+    """Return standard normal numbers in float64 from index * G, by the Box-Muller transform.
 
     sqrt(-2 log u) cos(2 pi v), where cos(2 pi v) for v in [0, 1) is distributed as sin(2 pi y) for y in [-1/4, 1/4).
     """
@@ -307,7 +307,7 @@ def _mix_(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, by: int) -> Tensor:
-    """Return a logical shift to the right: torch shifts the sign in."""
+    """Shift right logically; torch's shift is arithmetic."""
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

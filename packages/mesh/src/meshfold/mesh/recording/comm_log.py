@@ -62,7 +62,7 @@ class Entry:
         return moved_bytes(self.kind, self.block_bytes, self.group_size)
 
 
-@dataclass(eq=False)  # two logs are never the same one, even while both are empty
+@dataclass(eq=False)  # compare by identity: two empty logs are different
 class Log:
     """The collectives of one recording, in the order they were issued."""
 

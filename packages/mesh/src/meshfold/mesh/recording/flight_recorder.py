@@ -22,7 +22,7 @@ from meshfold.mesh.errors import LaunchError, MeshfoldError
 from meshfold.mesh.group import Group
 
 _KEPT = 16  # calls
-_ON_DEVICE = 1024  # calls whose end on a GPU is looked at
+_ON_DEVICE = 1024  # calls whose completion on a GPU is tracked
 
 
 class Watcher(Protocol):
@@ -112,7 +112,7 @@ class Call:
 
     def __enter__(self) -> None:
         self._flight.waiting[id(self)] = self
-        self.since = time.monotonic()  # from here on: a call with a time that is not in ``waiting`` is over
+        self.since = time.monotonic()  # set last: a call with a time that is not in ``waiting`` has ended
         if not self.checked:
             self._flight.watcher.before(self)
 
@@ -123,7 +123,7 @@ class Call:
                 raise self.failed(error) from None
             return
         if self.event is not None and not torch.cuda.is_current_stream_capturing():
-            self.event.record()  # only the stream has waited so far
+            self.event.record()  # the host has not waited, only the stream
             self._flight.on_device.append(self)
         self._flight.watcher.ended(self)
 
@@ -182,14 +182,14 @@ class FlightRecorder:
     def meeting(self, kind: str, group: Group) -> Call:
         """Note that this rank waits for others in the store."""
         call = Call(self, kind, group, torch.empty(0), None, None, is_meeting=True)
-        call.checked = True  # there is nothing to compare
+        call.checked = True  # no arguments to compare
         return call
 
 
-#: Of the watchdog that runs; None while there is none.
+#: The running watchdog's recorder; None without a watchdog.
 active: FlightRecorder | None = None
 
-#: How long a message between two ranks may take, where somebody watches.
+#: Timeout of a message between two ranks under a watchdog.
 limit: timedelta | None = None
 
 

@@ -13,7 +13,7 @@ from operator import attrgetter, itemgetter
 from types import FrameType
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
-_MOST = 100  # frames that are read
+_MOST = 100  # frames to read
 
 #: A file, a line in it and the function there.
 Location = tuple[str, int | str, str]
@@ -42,16 +42,16 @@ def raised_at(error: BaseException) -> str:
 def _stack(thread: int) -> list[Location]:
     """Return a thread's innermost 100 locations, innermost first; none for a thread without Python frames."""
     collects = gc.isenabled()
-    gc.disable()  # finalizers are Python code, in which threads may take turns
+    gc.disable()  # finalizers run Python code, which may switch threads
     try:
-        low, high = 0, _MOST + 1  # most frames that could be read, least that could not
+        low, high = 0, _MOST + 1  # bounds of the stack's depth
         read: tuple[object, ...] = ()
         depth = _MOST
         while low + 1 < high:
             try:
                 read = _innermost(thread, depth)
                 low = depth
-            except AttributeError:  # fewer frames
+            except AttributeError:  # not that deep
                 high = depth
             except KeyError:
                 return []

@@ -77,7 +77,7 @@ def signature_mismatch(function: Callable[..., object], *args: object, **kwargs:
     """Return the signature of a function that cannot be called like this; None if it can, or has no signature."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a built-in function
+    except ValueError:  # built-in functions may have no signature
         return None
     try:
         signature.bind(*args, **kwargs)

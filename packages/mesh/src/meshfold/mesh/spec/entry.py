@@ -16,9 +16,9 @@ from typing import SupportsIndex
 
 from meshfold.mesh.errors import SpecError, did_you_mean
 
-_LONGEST_QUOTE = 300  # characters; longer values (a module as a mode, say) are cut in messages
+_LONGEST_QUOTE = 300  # characters; messages cut longer values, such as a module
 
-# What people coming from elsewhere type, where spelling alone would not find the name.
+# Names used by other libraries that a spelling check would not find.
 _SYNONYMS = {
     "ddp": "data",
     "dp": "data",
@@ -68,7 +68,7 @@ def format_value(value: object) -> str:
     else:
         try:
             text = repr(value)
-        except Exception:  # a broken __repr__ of the user's object must not hide the real mistake
+        except Exception:  # a broken __repr__ must not hide the real mistake
             text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 3] + "..."
 
@@ -156,7 +156,7 @@ def meant(value: object) -> int | None:
     return number if 1 <= number < 2**63 else None
 
 
-_TRIED_DIVISORS = 4096  # messages need a few small factors; a size of 10**18 must not hang the parser
+_TRIED_DIVISORS = 4096  # enough for messages; a size of 10**18 must not hang the parser
 
 
 def root(number: int, degree: int) -> int:

@@ -98,7 +98,7 @@ class ParallelSpec:
         entries = {
             "pipe": "pipeline",
             "seq": "sequence",
-        }  # what the user wrote, where the axis has a name of its own
+        }  # axes whose entry has another name
         sizes = " × ".join(f"{entries.get(name, name)}={size}" for name, size in shown.items())
         problem = f"{written}: {sizes} makes {self.world_size} ranks, but the world size is {total}"
         if total % rest == 0:
@@ -127,7 +127,7 @@ class ParallelSpec:
             raise entry.error(f"mode 'megatron' needs tensor mode '1d', and there is {written}.", change)
 
     def _check_attention(self, parallel: dict[str, object]) -> None:
-        """Refuse attention by tokens beside a sequence that ranks of another axis share."""
+        """Refuse attention by tokens together with a sequence that another axis splits."""
         if self.tensor is None or self.tensor.attention is None:
             return
         if self.sequence is not None and self.sequence.mode != "megatron":
@@ -227,7 +227,7 @@ def _data(value: object) -> int:
 
 
 def _table(spec: ParallelSpec) -> str:
-    """Return one line for each dimension: name, ranks, axes, how; last the world size and the order of ranks."""
+    """Return a table with one line per dimension (name, ranks, axes, how), then the world size and the order of ranks."""
     rows = [("dimension", "ranks", "axes", "how")]
 
     def add(dimension: str, axes: dict[str, int], how: str) -> None:
@@ -260,7 +260,7 @@ def _table(spec: ParallelSpec) -> str:
 
 
 def _expert_places(spec: ParallelSpec, expert: ExpertSpec) -> tuple[str, str]:
-    """Return the axes that experts are spread over, and how many ranks have copies of each."""
+    """Return the axes over which experts are spread, and how many ranks have a copy of each."""
     ranks = math.prod(spec._without_pipeline.values())
     if ranks % expert.size:
         return "", "folded out of data once the world size is known"
@@ -292,7 +292,7 @@ def is_importable(module: str) -> bool:
     """Return True if ``module`` could be imported, without importing it. A folder without code does not count."""
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):  # its parent is missing or no package
+    except (ImportError, ValueError):  # its parent is missing or is not a package
         return False
     return found is not None and found.origin is not None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshfold.mesh.spec.entry import Entry
 
-# Model chunks a rank holds under each schedule; None where the user may say (``interleaved``: 2 by default).
+# Model chunks per rank under each schedule; None if the user may choose (``interleaved``: 2 by default).
 _CHUNKS: dict[str, int | None] = {
     "gpipe": 1,
     "1f1b": 1,
@@ -15,7 +15,7 @@ _CHUNKS: dict[str, int | None] = {
     "zb-h1": 1,
     "zb-h2": 1,
     "zb-v": 2,
-    "hanayo": None,  # two for every wave
+    "hanayo": None,  # two per wave
     "dualpipe-v": 2,
     "auto": None,
 }

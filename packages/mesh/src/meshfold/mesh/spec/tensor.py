@@ -35,7 +35,7 @@ MODES: dict[str, tuple[str, ...]] = {
 OVERLAPS = ("auto", "gather", "stream", "ring")
 ATTENTIONS = ("tokens",)
 KEYS = ("mode", "size", "depth", "grid", "overlap", "attention")
-RESERVED = ("data", "pipe", "seq", "ring", "ulysses")  # axes of the other dimensions
+RESERVED = ("data", "pipe", "seq", "ring", "ulysses")  # axes of other entries
 
 _POWERS = {2: "a square", 3: "a cube"}
 
@@ -125,10 +125,10 @@ def _mode(entry: Entry, value: object) -> tuple[str | TensorMode, str, tuple[str
         if value == "sequence":
             problem = "'sequence' is no mode of tensor; it is a dimension of its own."
             raise entry.error(problem, f"Write sequence=dict(mode='ring', size={size}) instead.")
-        if value == "1d+sequence":  # what parallelize calls it
+        if value == "1d+sequence":  # its name in parallelize
             problem = "mode '1d+sequence' is written as two entries in a spec."
             raise entry.error(problem, f"Write tensor={size}, sequence=dict(mode='megatron').")
-        if value == "1d+tokens":  # likewise
+        if value == "1d+tokens":  # its name in parallelize
             problem = "mode '1d+tokens' is written with a key of its own in a spec."
             raise entry.error(problem, f"Write tensor=dict(mode='1d', size={size}, attention='tokens').")
         name = entry.choice("mode", value, tuple(MODES), ", or a mode object with a name and axes")
@@ -186,7 +186,7 @@ def _attention(entry: Entry, mode: str | TensorMode, name: str, fields: Mapping[
 
 
 def _sizes(entry: Entry, name: str, axes: tuple[str, ...], fields: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the size of every axis, from whichever of size, depth and grid the user gave."""
+    """Return the size of every axis, from the given ones of size, depth and grid."""
     free = tuple(axis for axis in axes if axis != "depth")
     size = entry.count("size", fields["size"], 4) if "size" in fields else None
     depth = _depth(entry, name, axes, free, size, fields)
@@ -256,7 +256,7 @@ def _grid(
 def _equal(
     entry: Entry, name: str, free: tuple[str, ...], size: int | None, depth: int, fields: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """Return equal axes from size alone."""
+    """Return axes of equal size from ``size`` alone."""
     degree = len(free)
     if size is None:
         grid = "" if degree == 1 else f" or grid={(2,) * degree}"
@@ -282,5 +282,5 @@ def _equal(
 
 
 def _depths(size: int, degree: int) -> list[int]:
-    """Return depths that leave a square (a cube, ...) of ``size``; at least ``size`` itself."""
+    """Return the depths by which ``size`` is a square (a cube, ...); ``size`` itself is always one."""
     return [d for d in divisors(size) if is_power(size // d, degree)]

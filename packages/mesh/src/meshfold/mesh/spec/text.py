@@ -39,7 +39,7 @@ def parse_bytes(text: str) -> int:
     unit = _WRITTEN.get(written.casefold())
     if unit is None:
         raise ValueError(f"has no unit {written!r}.{did_you_mean(written, UNITS)}" if written else "has no unit.")
-    count = round(Fraction(number) * UNITS[unit])  # exact: a float cannot hold 0.1GiB
+    count = round(Fraction(number) * UNITS[unit])  # exact: 0.1GiB is not a float
     if count < 1:
         raise ValueError("is less than one byte.")
     return count

@@ -90,7 +90,7 @@ def _reshards(entry: Entry, stage: int, placement: str, fields: Mapping[str, obj
 
 
 def _fractions(entry: Entry, placement: str, fields: Mapping[str, object]) -> dict[str, float]:
-    """Return both fractions under placement static, 0 if not given; none under the others."""
+    """Return both fractions under placement static, 0 if not given; nothing under other placements."""
     found = dict.fromkeys(_FRACTIONS, 0.0) if placement == "static" else {}
     for key in _FRACTIONS:
         if key not in fields:
@@ -99,7 +99,7 @@ def _fractions(entry: Entry, placement: str, fields: Mapping[str, object]) -> di
         change = f"Write {key}=0.5, say: 0.0 is all on the GPU, 1.0 all on the host."
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise entry.error(f"{key}={format_value(value)} is {kind(value)}, not a number.", change)
-        if not 0 <= value <= 1:  # false for nan too
+        if not 0 <= value <= 1:  # also False for NaN
             raise entry.error(f"{key}={format_value(value)} is not between 0 and 1.", change)
         if placement != "static":
             raise entry.error(
@@ -128,7 +128,7 @@ def _path(entry: Entry, placement: str, fields: Mapping[str, object]) -> str | N
 
 
 def _bytes(entry: Entry, key: str, value: object) -> int:
-    """Return the bytes that a whole number or a string such as ``24GiB`` stands for."""
+    """Parse a number of bytes: a whole number, or a string such as ``24GiB``."""
     if not isinstance(value, str):
         if isinstance(value, bool) or not isinstance(value, int):
             problem = f"{key}={format_value(value)} is {kind(value)}, neither whole bytes nor a string."

@@ -27,7 +27,7 @@ from typing import Any
 from meshfold.mesh.processes._bootstrap import die_with_parent
 
 _LINE = 65536
-# Not torch's own: some parts of it start threads or processes when imported. What most ranks need of it, `_preload` imports.
+# Without torch: some of its modules start threads or processes when imported. `_preload` imports those that most ranks need.
 _WORTH_PRELOADING = frozenset({"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"})
 
 
@@ -47,7 +47,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         with theirs:
             environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-            # The ranks must find what the test process finds, however that came to its path.
+            # Ranks must find the same modules as the test process.
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._process = subprocess.Popen(
                 [
@@ -60,7 +60,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the test process, which then ends the ranks
+                start_new_session=True,  # Ctrl-C reaches only the test process, which then ends the ranks
             )
 
         self._preloaded: set[str] = set()
@@ -72,7 +72,7 @@ class ForkServer:
         Returns:
             the CPU seconds that it took: about what every rank that was forked before will take to do the same.
         """
-        if len(sys.modules) == self._looked_at:  # nothing new: tests ask for ranks thousands of times
+        if len(sys.modules) == self._looked_at:  # nothing new: the usual case, kept fast
             return 0.0
         self._looked_at = len(sys.modules)
         return self.preload_what(worth_preloading())
@@ -120,7 +120,7 @@ def main(descriptor: str, parent: str) -> None:
     """Run the fork server; it ends when the test process closes its end of the socket."""
     die_with_parent(int(parent))
     _preload()
-    # Process groups of gloo take many descriptors: use what the machine allows.
+    # gloo's process groups need many descriptors: raise the limit as far as allowed.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -138,9 +138,9 @@ def main(descriptor: str, parent: str) -> None:
 
 
 def _preload() -> None:
-    """Import what ranks will need; nothing here may start a thread."""
+    """Import what ranks will need. Nothing here may start a thread."""
     import torch
-    import torch._dynamo  # every optimizer imports it, and it takes as long as torch itself
+    import torch._dynamo  # every optimizer imports it, and it is as slow as torch itself
     import torch.distributed
     import torch.nn.functional
 
@@ -157,7 +157,7 @@ def _answer(
     children: dict[int, int | None],
 ) -> Any:
     if request["do"] == "fork":
-        gc.freeze()  # no rank looks for garbage in what it shares with this process, which would copy all of it
+        gc.freeze()  # else a rank's collector would touch, and so copy, all shared memory
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -169,9 +169,9 @@ def _answer(
     if request["do"] == "preload":
         begin = time.process_time()
         for name in request["modules"]:
-            with contextlib.suppress(Exception):  # it came about in another way there; ranks import it if they can
+            with contextlib.suppress(Exception):  # not importable here; ranks import it if they can
                 importlib.import_module(name)
-        # `inspect` looks once at every module that there is, for the first source that torch or we ask it for.
+        # Fill `inspect`'s cache: its first use scans all modules.
         inspect.getmodule(compile("", "a file of no module", "exec"))
         return time.process_time() - begin
     if request["do"] == "signal":
@@ -184,9 +184,9 @@ def _answer(
 
 
 def _kill(pids: list[int], children: dict[int, int | None]) -> dict[int, int]:
-    """Return how each child ended; those that still run are killed with all of their session."""
+    """Kill children that still run, with their sessions, and return how each child ended."""
     ended: dict[int, int] = {}
-    deadline = time.monotonic() + 0.05  # a rank whose socket just closed may still be ending
+    deadline = time.monotonic() + 0.05  # a rank whose socket just closed may still be exiting
     for pid in pids:
         while True:
             found, status = os.waitpid(pid, os.WNOHANG)

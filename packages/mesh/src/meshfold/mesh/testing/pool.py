@@ -26,12 +26,12 @@ from meshfold.mesh.testing.fork_server import ForkServer
 from meshfold.mesh.testing.rank import Answer, Call
 
 _START_TIMEOUT_S = 120.0
-_MOST_POOLS = 3  # the sizes that suites use; idle ranks share most of their memory with the fork server
-# Process groups that a rank may pile up before its pool is renewed; each costs about 5 descriptors and 3 threads.
+_MOST_POOLS = 3  # one per size that suites use; idle ranks share most of their memory with the fork server
+# Process groups that a rank may accumulate before its pool is replaced; each takes about 5 descriptors and 3 threads.
 _MOST_GROUPS = 64
-# Ranks that lack modules which take longer than that to import are forked anew, from the fork server that has them by now.
+# If ranks lack modules that take longer to import than this, fork new ones from the fork server, which has them by now.
 _WORTH_FORKING_S = 0.4
-_GRACE_S = 0.1  # after the first sign of failure, how long to listen for an earlier one
+_GRACE_S = 0.1  # wait after the first sign of failure for an earlier one
 _SHOWN_OUTPUT = 20_000  # characters
 
 
@@ -55,7 +55,7 @@ class Pool:
     def __init__(self, size: int, fork_server: ForkServer) -> None:
         self.size = size
         self.worn = False
-        self.imported: tuple[str, ...] = ()  # by the last call, of the slow packages
+        self.imported: tuple[str, ...] = ()  # slow packages imported by the last call
         self._fork_server = fork_server
         self._folder = Path(tempfile.mkdtemp(prefix="meshfold-ranks-"))
         self._connections: list[Connection] = []
@@ -88,7 +88,7 @@ class Pool:
         starts = [self._output(rank).stat().st_size for rank in range(self.size)]
         message = pickle.dumps(call)
         for connection in self._connections:
-            with suppress(OSError):  # it has died; reading from it says so
+            with suppress(OSError):  # it has died; reading reports that
                 connection.send_bytes(message)
         answers = self._collect(what, timeout_s, starts)
         self.worn = max(answer.groups for answer in answers) > _MOST_GROUPS
@@ -137,7 +137,7 @@ class Pool:
                     bad = True
                 if bad and not failing:
                     failing, deadline = True, time.monotonic() + _GRACE_S
-        if dead:  # before any error: the others' lost connections are its doing
+        if dead:  # a death outranks errors: it breaks the others' connections
             self._fail(what, starts, dead[0], "", "")
         errors = [(answer.time, rank) for rank, answer in answers.items() if answer.kind == "error"]
         if errors:
@@ -156,7 +156,7 @@ class Pool:
         raise RankFailure(f"rank {rank} of {self.size} failed in {what}: {summary}", rank, detail + printed)
 
     def _hang(self, what: str, starts: list[int], missing: list[int], timeout_s: float) -> None:
-        self._fork_server.signal([self._pids[rank] for rank in missing], signal.SIGUSR1)  # each dumps its stacks
+        self._fork_server.signal([self._pids[rank] for rank in missing], signal.SIGUSR1)  # dump stacks
         time.sleep(0.3)
         stacks = "".join(self._printed_by(rank, starts[rank]) for rank in missing)
         self.close()
@@ -189,7 +189,7 @@ class Pools:
         self._lock = threading.RLock()
         self._fork_server: ForkServer | None = None
         self._pools: dict[int, Pool] = {}
-        self._imported: dict[str, None] = {}  # by functions on ranks; new ranks shall have it
+        self._imported: dict[str, None] = {}  # imported on ranks so far; new ranks get these too
         self._owner = os.getpid()
 
     def run(self, size: int, call: Call, what: str, timeout_s: float) -> list[Any]:
@@ -208,7 +208,7 @@ class Pools:
 
     def end_ranks(self) -> None:
         """End all ranks; a later call has new ones forked, by the process that forked these."""
-        if os.getpid() != self._owner:  # a forked copy of the test process must not end its parent's ranks
+        if os.getpid() != self._owner:  # a fork of the test process must not end its parent's ranks
             return
         with self._lock:
             for pool in self._pools.values():

@@ -27,11 +27,11 @@ from meshfold.mesh.processes import process_group, rendezvous
 from meshfold.mesh.processes.environment import Environment
 from meshfold.mesh.testing.fork_server import worth_preloading
 
-#: The bodies of functions decorated with ``@ranks``, by module and qualified name. The module's own attribute is
-#: the wrapper that asks the pool, perhaps wrapped again by other decorators; a rank wants what is inside.
+#: Bodies of functions decorated with ``@ranks``, by module and qualified name. The module's attribute is the wrapper that
+#: asks the pool, perhaps decorated further; a rank needs the function inside.
 BODIES: dict[tuple[str, str], Callable[..., Any]] = {}
 
-#: Set in the ranks, where a decorated function simply runs.
+#: True in ranks, where a decorated function runs directly.
 SERVING = False
 
 
@@ -150,7 +150,7 @@ def _find(call: Call) -> Callable[..., Any]:
 
 
 def _load(call: Call) -> ModuleType:
-    # A script must not run its main part again: it gets another name here, yet pickles still find its classes.
+    # Import a script under another name than __main__, so that its main part does not run, but pickles find its classes.
     name = "__meshfold_main__" if call.module == "__main__" else call.module
     if name in sys.modules:
         return sys.modules[name]
@@ -176,7 +176,7 @@ def _load(call: Call) -> ModuleType:
 
 @contextmanager
 def _surroundings(call: Call) -> Iterator[None]:
-    """Context manager: the test process's search path and directory; helpers beside the test can be imported."""
+    """Context manager: use the test process's search path and directory, so that helpers next to the test can be imported."""
     sys.path[:] = [str(Path(call.file).parent), *call.search_path]
     if os.getcwd() != call.directory:
         os.chdir(call.directory)
@@ -187,7 +187,7 @@ def _surroundings(call: Call) -> Iterator[None]:
 
 
 def _reset() -> None:
-    """Restore the same state at the start of every test, whatever the last one left behind."""
+    """Reset global state at the start of every test, whatever the last one left behind."""
     torch.manual_seed(0)
     random.seed(0)
     torch.set_default_dtype(torch.float32)
@@ -203,19 +203,19 @@ def _redirect(output: str) -> None:
     os.close(target)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  for the life of the process
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    # Of the failing thread alone: another thread's Python frames change while they are read, and reading them can crash.
+    # Only the failing thread: reading another thread's Python frames while it runs can crash.
     faulthandler.enable(file=sys.stderr, all_threads=False)
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # native frames of every thread
     _show_stacks_on_request()
 
 
 def _show_stacks_on_request() -> None:
-    faulthandler.unregister(signal.SIGUSR1)  # it would not install itself again over another's handler
+    faulthandler.unregister(signal.SIGUSR1)  # else it does not reinstall itself over another handler
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
 
 
 def _render(error: BaseException, file: str) -> str:
-    """Return the traceback from the test file on, with the local variables of its last frame there."""
+    """Format the traceback from the test file on, with the local variables of the last frame there."""
     inside: TracebackType | None = error.__traceback__
     last: TracebackType | None = None
     first: TracebackType | None = None

@@ -63,7 +63,7 @@ def without_tracking() -> Any:
 
 def is_tracking_on() -> bool:
     """Return whether forwards are tracked."""
-    return None not in _parts  # a part that runs in an untracked forward is not tracked either
+    return None not in _parts  # parts of an untracked forward are not tracked
 
 
 def part() -> object:

@@ -49,7 +49,7 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
     for x, dim in here:
         if is_split(dim) or is_open(dim) or size_of(dim) == 1:
             continue
-        # Equal numbers all along a dim, such as zeros, are a piece of as many more.
+        # If all elements along a dim are equal, such as zeros, it can serve as a shard.
         if not call.is_alike(x, place):
             raise MixesError(
                 f"brings a piece together with a tensor {list(x.shape)} that is the same on every rank; dim {place} of the piece "
@@ -59,7 +59,7 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
 
 
 def _check_counted(here: list[tuple[Tensor, Dim]], place: int, split: list[Dim]) -> None:
-    """Refuse what each rank counts by itself, such as positions from 0, together with a shard."""
+    """Refuse positions that each rank counts from 0 together with a shard."""
     sharded = next((dim for dim in split if not _is_counted(dim)), None)
     counted = next((x for x, dim in here if is_split(dim) and _is_counted(dim)), None)
     if sharded is not None and counted is not None:
@@ -74,11 +74,11 @@ def _is_counted(dim: Dim) -> bool:
 
 
 def _open(call: Call, wide: list[tuple[Tensor, Dim]], place: int, size: int) -> Dim:
-    """Return the layout that dims have in common if none is split: whole, or unknown."""
+    """Return the common layout of dims of which none is split: whole, or unknown."""
     unknown = next((dim for _, dim in wide if is_unknown(dim)), None)
     known = [x for x, dim in wide if not is_open(dim) and not call.is_alike(x, place)]
     if size == 1 or not wide or (known and unknown is None) or any(isinstance(x, nn.Parameter) for x in known):
-        return whole(size)  # a weight has the size that one process has
+        return whole(size)  # a weight always has its full size
     if known:
         raise MixesError(
             f"brings a tensor whose dim {place} may be a piece together with a tensor {list(known[0].shape)} that is the same on "

@@ -44,7 +44,7 @@ def followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dims_of: 
 
 
 def _summed(what: str, several: Sequence[tuple[Dim, int]]) -> None:
-    """Check that the dims summed over are whole; one with as many elements as a whole one is whole too."""
+    """Check that summed dims are whole; an unknown dim next to a whole one is whole too."""
     known = any(is_whole(dim) and size_of(dim) > 1 for dim, _ in several)
     for dim, number in several:
         if is_split(dim) or (is_open(dim) and not known):
@@ -52,7 +52,7 @@ def _summed(what: str, several: Sequence[tuple[Dim, int]]) -> None:
 
 
 def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
-    """Return the layout of a dim that all operands have, or are broadcast along."""
+    """Return the layout of a dim that all operands have or broadcast along."""
     split = distinct_splits(dim for dim, _ in several if is_split(dim))
     size = max(size_of(dim) for dim, _ in several)
     for dim, number in several:
@@ -70,7 +70,7 @@ def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
 
 
 def _product(a: Dims, b: Dims, summed: int | None = None) -> Dims:
-    """``.. i k`` times ``.. k j``; ``summed``: the number of ``k`` in the tensor that the second is a view of."""
+    """Multiply ``.. i k`` by ``.. k j``; ``summed``: the index of ``k`` in the tensor of which the second is a view."""
     _summed("sums products over", ((a[-1], len(a) - 1), (b[-2], len(b) - 2 if summed is None else summed)))
     batch = max(len(a), len(b)) - 2
     lead = []
@@ -147,7 +147,7 @@ def _einsum(dims_of: Layout, *given: Any) -> Any:
 
 
 def _letters(term: str, rank: int) -> list[str]:
-    """Return the names of an operand's dims; those of an ellipsis are counted from the end."""
+    """Return the names of an operand's dims; dims of an ellipsis are counted from the end."""
     before, dots, behind = term.partition("...")
     count = rank - len(before) - len(behind) if dots else 0
     return [*before, *(f".{back}" for back in range(count, 0, -1)), *behind]
@@ -228,7 +228,7 @@ def _attention(
             for dims in (k, v):
                 theirs = dims[-back]
                 if enable_gqa and axes_of(theirs) == axes_of(q[-back]) and size_of(q[-back]) % size_of(theirs) == 0:
-                    continue  # fewer heads of keys and values serve several of queries each
+                    continue  # grouped-query attention: fewer heads of keys and values
                 here.append((theirs, len(q) - back))
             if len(masked) >= back and is_split(masked[-back]):
                 here.append((masked[-back], len(masked) - back))
@@ -274,7 +274,7 @@ def check_slices(dims: Dims, index: Any, is_local: Callable[[Any], bool]) -> Non
 
 
 def _takes(item: Any) -> int:
-    """Return the number of dims that an index covers."""
+    """Return the number of dims that an index consumes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1

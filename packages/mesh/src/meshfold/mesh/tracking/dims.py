@@ -242,7 +242,7 @@ def regroup(
 
 
 class _Regrouping:
-    """Assigns the factors of the old shape to the dims of the new one, from the left."""
+    """Assigns the factors of the old shape to the dims of the new shape, from the left."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _Regrouping:
         self._at, self._wants = 0, self._sizes[0] if sizes else 1
 
     def _add(self, factor: Factor) -> None:
-        """Add a factor; whole ones side by side are one."""
+        """Add a factor; merge adjacent whole factors."""
         last = self._rest[-1] if self._rest else None
         if last is not None and last.split is None and factor.split is None:
             self._rest[-1] = Factor(last.size * factor.size)
@@ -278,7 +278,7 @@ class _Regrouping:
         return tuple(normal(made) if made else whole(1) for made in self._made)
 
     def _place_single(self, factor: Factor) -> None:
-        """Place a dim of which a rank has one element: the sizes do not tell where it goes."""
+        """Place a split dim with one local element, whose destination does not follow from the sizes."""
         if self._wants > 1 or not self._sizes:
             if self._sizes:
                 self._made[self._at].append(factor)
@@ -287,24 +287,24 @@ class _Regrouping:
         if (into := self._written(factor)) is not None:
             pass
         elif self._sizes[self._at] == 1 and not self._made[self._at]:
-            # Rows of the batch come first, as where a product of matrices takes batch and heads apart again.
+            # Batch rows come first, as when a batched matmul splits batch and heads again.
             into = self._at + (0 if factor.split == ROWS else self._spare())
         elif after == len(self._sizes):
             into = self._at
         elif self._sizes[after] == 1:
             into = after
         elif self._at == 0 and len(self._sizes) == 3 and any(self._made):
-            into = self._at  # heads are merged with the batch, as for a product of matrices
+            into = self._at  # heads merged with the batch for a batched matmul
         elif factor.grain == 0 and self._made[self._at]:
-            into = self._at  # rows and tokens are merged with those before them, not with their features
+            into = self._at  # rows and tokens merge with the dims before, not with features
         else:
-            into = after  # heads are merged with their elements, or with those that share keys and values
+            into = after  # heads merge with their elements, or with their group of queries
         while into > self._at:
             self._step()
         self._made[self._at].append(factor)
 
     def _written(self, factor: Factor) -> int | None:
-        """Return the dim into which a single goes as the model's code writes the sizes; None where these do not tell."""
+        """Return the destination of a single element that the sizes in the model's code imply; None if they do not."""
         first = self._at if self._made[self._at] or self._sizes[self._at] == 1 else self._at + 1
         beyond = next((i for i in range(self._at + 1, len(self._sizes)) if self._sizes[i] != 1), len(self._sizes) - 1)
         places = range(first, beyond + 1)
@@ -314,13 +314,13 @@ class _Regrouping:
         mine = [place for place in places if axes and axes <= set(self._counted[place])]
         if len(mine) == 1:
             return mine[0]
-        # A size of 1 that is free may be this one's, read off a tensor of which nothing is known.
+        # A free size of 1 may be this one's, read from an untracked tensor.
         is_free = not self._made[self._at] and self._sizes[self._at] == 1
         is_row = factor.grain == 0 and not is_free and not mine
         return self._inferred if self._inferred in places and is_row else None
 
     def _spare(self) -> int:
-        """Return by how many the next dims of one element exceed the factors that may go there."""
+        """Return how many more dims of size 1 follow than factors that could fill them."""
         dims = next((i for i, n in enumerate(self._sizes[self._at :]) if n != 1), len(self._sizes) - self._at)
         factors = next((i for i, f in enumerate(self._rest) if f.size != 1), len(self._rest))
         return max(0, dims - factors - 1)
@@ -338,7 +338,7 @@ class _Regrouping:
                 and factor.split.kind == "block"
                 and (_is_one(factor) or (self._at == self._inferred and not factor.parts))
             ):
-                # One head a rank: of ``view(b, s, heads, d)`` the heads are what is split.
+                # One head per rank: in ``view(b, s, heads, d)`` the heads are split.
                 self._made[self._at].append(Factor(1, factor.split, (), -1))
                 factor = Factor(factor.size)
             self._step()
@@ -355,12 +355,12 @@ class _Regrouping:
 
 
 def _is_one(factor: Factor) -> bool:
-    """Return whether a rank's block may be one element of a larger kind: one head, one row."""
+    """Return True if a rank's block may be a single unit, such as one head or one row."""
     return not factor.parts and factor.grain in (0, factor.size)
 
 
 def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
-    """Return the factor as ``major`` times the rest; ``inferred``: however many there are."""
+    """Split a factor into ``major`` times the rest; ``inferred``: the number was -1 in the model's code."""
     minor = factor.size // major
     split = factor.split
     if split is None or split.is_open:
@@ -402,7 +402,7 @@ def cut(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
         if start in edges and stop in edges:
             kept = dim[0].parts[edges.index(start) : edges.index(stop)]
             return (Factor(stop - start, dim[0].split, kept if len(kept) > 1 else (), dim[0].grain),)
-    if dim[0].split is None and dim[0].size > 1 and step == 1:  # outputs of a fused layer, or sequences
+    if dim[0].split is None and dim[0].size > 1 and step == 1:  # outputs of a fused layer, or whole sequences
         inner = size // dim[0].size
         if start % inner == 0 and stop % inner == 0:
             return normal((Factor((stop - start) // inner), *dim[1:]))

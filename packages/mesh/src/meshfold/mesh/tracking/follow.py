@@ -142,7 +142,7 @@ class Tracker(TorchDispatchMode):
             self.asked = before
 
     def _open_alike(self, operands: Iterable[Tensor]) -> None:
-        """Mark dims of whole operands as alike where their elements are: transformers expands its constants to a rank's rows."""
+        """Mark dims of whole operands whose elements are all equal: transformers expands constants to a rank's rows."""
         for x in operands:
             dims = self.dims(x)
             if all(map(is_whole, dims)):
@@ -184,7 +184,7 @@ class Tracker(TorchDispatchMode):
         before = self.rows.before(func, args, kwargs, apart=ours or self._apart > 0)
         out = func(*args, **kwargs) if ours or self._off else self._followed(func, args, kwargs)
         if self._off and func is torch.ops.aten._to_copy.default:
-            self.records.put(out, self.records.dims(args[0]))  # a hook casts what a layer is given
+            self.records.put(out, self.records.dims(args[0]))  # a hook casts a layer's input
         if before is not None:
             self.rows.after(before, out)
         return out
@@ -217,7 +217,7 @@ class Tracker(TorchDispatchMode):
         def dims_of(x: Tensor) -> Dims:
             return layouts.get(id(x)) or self.records.dims(x)
 
-        if into:  # looked at before it is carried out
+        if into:  # in-place calls are checked before they run
             found = self._found(Call(**call, out=into[0], dims_of=dims_of), operands)
             check_gradients(self, name, operands, found, into)
             out = func(*args, **kwargs)
@@ -252,19 +252,19 @@ class Tracker(TorchDispatchMode):
             raise refusal(call.name, str(error), operands, self.module(), self.remedy(tuple(axes))) from None
 
     def _looked_up(self, ids: Tensor, out: Tensor) -> None:
-        """Mark rows of a table for ids that are all alike along a dim: they are a piece of as many more."""
+        """Mark looked-up rows as equal along dims in which all ids are equal; they can serve as a shard."""
         alike = [self.records.is_alike(ids, place) for place in range(ids.dim())]
         if any(alike):
             self.records.put(out, _alike_at(alike, out.shape))
 
     def _pass_on(self, func: Any, operands: list[Tensor], out: Any) -> None:
-        """Mark what is computed from weights, a batch or random numbers as varying like them."""
+        """Mark results of weights, a batch or random numbers as varying."""
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self.records.varies, operands)):
             self.records.vary(tensors_in(out))
 
 
 def _alike_at(alike: Sequence[bool], shape: Sequence[int]) -> Dims:
-    """Return the layout of a whole tensor whose elements are all alike along some of its first dims."""
+    """Return the layout of a whole tensor whose elements are equal along some of its first dims."""
     return tuple(
         (Factor(n, ALIKE),) if place < len(alike) and alike[place] and n > 1 else whole(n)
         for place, n in enumerate(shape)
@@ -295,7 +295,7 @@ def refusal(name: str, why: str, tensors: Sequence[Tensor], module: str, remedy:
 
 
 def _line() -> str:
-    """Return the innermost line outside of torch and of this project, as it is written."""
+    """Return the innermost source line outside torch and this project."""
     file, number = user_line()
     if not file:
         return "an operation"
@@ -332,7 +332,7 @@ def check_gradients(found: Tracker, name: str, operands: Sequence[Tensor], resul
     made = [x for x in tensors_in(out) if x.is_floating_point() or x.is_complex()]
     if not wanting or not made:
         return
-    # All parameters are summed over the axes of the tokens.
+    # All parameters' gradients are summed over the token axes.
     token_axes = () if found.token_split is None else found.token_split.axes
     summed = frozenset[str]().union(*map(found.records.summed, wanting))
     axes = {axis for dims in results for axis in axes_in(dims)} - {*token_axes}

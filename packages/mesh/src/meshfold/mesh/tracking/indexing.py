@@ -32,7 +32,7 @@ _choices = itertools.count(1)
 
 
 def _chosen_of(dims: Dims) -> Split | None:
-    """Return the split of positions that ``nonzero`` found among a rank's own elements."""
+    """Return the split of an index that ``nonzero`` made from a rank's own elements."""
     for dim in dims:
         for factor in dim:
             if factor.split is not None and factor.split.kind == "places":
@@ -41,19 +41,19 @@ def _chosen_of(dims: Dims) -> Split | None:
 
 
 def _has_places_of(index: Dims, dim: Dim) -> bool:
-    """Return whether an index has places that ``nonzero`` has found among this rank's own elements of a dim."""
+    """Return True if ``nonzero`` made an index from this rank's own elements of a dim."""
     own = _chosen_of(index)
     return own is not None and set(axes_of(dim)) <= set(own.axes)
 
 
 def _chosen(dims: Dims, kind: Literal["places", "chosen"], count: int) -> Dim:
-    """Return the dim of so many elements that were chosen from a tensor, by an operation of its own."""
+    """Return a dim of ``count`` elements chosen from a tensor, distinct from those of other choices."""
     axes = tuple(axis for dim in dims for axis in axes_of(dim))
     return (Factor(count, Split(axes, kind, next(_choices))),)
 
 
 def _nonzero(call: Call) -> list[Dims]:
-    """``n dims``: places of this rank's own elements."""
+    """``nonzero``: ``n dims``, indices of this rank's own elements."""
     rows, columns = call.out.shape
     return [(_chosen(call.first, "places", rows), whole(columns))]
 
@@ -91,7 +91,7 @@ def _index(call: Call) -> list[Dims]:
 
 
 def _index_put(call: Call) -> list[Dims]:
-    """Write into places of the first argument."""
+    """``index_put``: write to indices of the first argument."""
     x, indices = call.given["self"], call.given["indices"]
     dims = call.dims_of(x)
     values = call.given["values"]
@@ -108,7 +108,7 @@ def _index_put(call: Call) -> list[Dims]:
 
 
 def _written(call: Call, dims: Dims, values: Tensor) -> Dims:
-    """Return the layout of what was written into: where the values are split it must be too."""
+    """Return the layout of a written tensor: it must be split where the values are."""
     axes = {axis for dim in call.dims_of(values) for axis in axes_of(dim)}
     have = {axis for dim in dims for axis in axes_of(dim)}
     if axes - have and any(is_split(d) for d in call.dims_of(values)):
@@ -117,7 +117,7 @@ def _written(call: Call, dims: Dims, values: Tensor) -> Dims:
 
 
 def _along(call: Call) -> list[Dims]:
-    """``gather``, ``scatter``: an index for each element, along a dim that is whole."""
+    """``gather``, ``scatter``: one index per element, along a whole dim."""
     x = call.given["self"]
     dims = list(call.dims_of(x))
     number = call.number(call.given["dim"], len(dims))
@@ -153,7 +153,7 @@ def _index_select(call: Call) -> list[Dims]:
 
 
 def _index_add(call: Call) -> list[Dims]:
-    """``index_add``, ``index_copy``: the index says to which places of a dim."""
+    """``index_add``, ``index_copy``: the index selects positions of a dim."""
     dims = list(call.dims("self"))
     number = call.number(call.given["dim"], len(dims))
     index = call.dims("index")
@@ -161,7 +161,7 @@ def _index_add(call: Call) -> list[Dims]:
     if not is_whole(dims[number]):
         if not _has_places_of(index, dims[number]):
             raise at_dim("writes to places of a piece of", number, dims[number])
-    elif _chosen_of(index) is not None:  # into empty memory, as many rows as this rank has
+    elif _chosen_of(index) is not None:  # writes this rank's number of rows
         raise MixesError("writes pieces of a split tensor into one that is the same on every rank")
     elif index and not is_whole(index[0]):
         raise at_dim("writes to places that are counted on every rank by itself, along", number, index[0])
@@ -172,7 +172,7 @@ def _index_add(call: Call) -> list[Dims]:
 
 
 def _loss(call: Call) -> list[Dims]:
-    """Compute a loss of split tokens by labels that are split alike: the caller weighs each rank's mean by its labels."""
+    """Loss of split tokens by labels with the same split: the caller weights each rank's mean by its labels."""
     dims, target = call.dims("self"), call.dims("target")
     classes = 1 if len(dims) > 1 else 0
     require_whole(dims, (classes,), "looks classes up in a piece of")

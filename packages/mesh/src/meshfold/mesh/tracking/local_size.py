@@ -82,7 +82,7 @@ class LocalSize(int):
     def _refuse(self, other: Any) -> Any:
         if isinstance(other, numbers.Number):
             self.refuse()
-        return NotImplemented  # a tensor's own method answers
+        return NotImplemented  # defer to the tensor's method
 
     def _computed(self, operation: Callable[..., Any], other: Any, dim: Dim | None = None) -> Any:
         if not isinstance(other, int):
@@ -91,7 +91,7 @@ class LocalSize(int):
         return local_size(operation(self, other), tuple(dict.fromkeys((*self.axes, *axes))), dim, self.refuse)
 
     def _times(self, other: Any, *, first: bool = False) -> Dim | None:
-        """Return the dim that a view has which puts two together."""
+        """Return the dim of a view that merges two dims."""
         if self.dim is None or not isinstance(other, int) or isinstance(other, bool) or other < 1:
             return None
         theirs = other.dim if isinstance(other, LocalSize) else (Factor(int(other)),)
@@ -100,7 +100,7 @@ class LocalSize(int):
         return normal((*theirs, *self.dim) if first else (*self.dim, *theirs))
 
     def _is_part(self, number: int) -> bool:
-        """Return True if so many elements always stay together: those of a head."""
+        """Return True if this many elements always stay together, as those of a head."""
         grains = {factor.grain for factor in self.dim or () if factor.split is not None}
         return len(grains) == 1 and number > 0 and number in grains
 

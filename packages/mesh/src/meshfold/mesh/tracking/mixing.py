@@ -65,7 +65,7 @@ def _matrix(call: Call) -> list[Dims]:
 
 
 def _normed(call: Call) -> list[Dims]:
-    """Normalise over the last dims: the result lies as the input, the statistics have one number a row."""
+    """Norm over the last dims: the result has the input's layout, the statistics have one number per row."""
     dims = call.first
     count = len(call.given["normalized_shape"])
     require_whole(dims, tuple(range(len(dims) - count, len(dims))), "normalises over")
@@ -86,7 +86,7 @@ def _glu(call: Call) -> list[Dims]:
 
 
 def _grouped(call: Call) -> list[Dims]:
-    """Normalise with statistics of their own, or pool, which leaves batch and channels alone."""
+    """Group norms and pooling, which keep batch and channels."""
     dims = call.first
     rank = len(dims)
     if "batch_norm" in call.name:
@@ -103,7 +103,7 @@ def _grouped(call: Call) -> list[Dims]:
 
 
 def _looked_up(call: Call) -> list[Dims]:
-    """``searchsorted`` and its like look rows up in a whole sorted tensor."""
+    """``searchsorted`` and the like: look up in a whole sorted tensor."""
     sorted_dims = call.dims_of(call.given["sorted_sequence" if call.name == "searchsorted" else "boundaries"])
     require_whole(sorted_dims, tuple(range(len(sorted_dims))), "looks up in")
     return [call.dims_of(call.given["self"])]
@@ -127,9 +127,9 @@ _POOLS = (
 
 
 def _multiplied(call: Call, a: Dims, b: Dims, batch: int) -> Dims:
-    """``.. i k`` times ``.. k j``, with so many dims of a batch."""
+    """Multiply ``.. i k`` by ``.. k j`` with ``batch`` batch dims."""
     summed = ((a, len(a) - 1), (b, batch))
-    # Of one that is whole as many elements as of the other: what is not known of that is whole too.
+    # Both have equally many elements, so if one is whole, an unknown other is whole too.
     lacking = is_split if any(is_whole(dims[number]) for dims, number in summed) else is_open
     for dims, number in summed:
         if is_split(dims[number]) or lacking(dims[number]):
@@ -141,7 +141,7 @@ def _multiplied(call: Call, a: Dims, b: Dims, batch: int) -> Dims:
 
 
 def _batch(call: Call, *several: Dims) -> Dims:
-    """Return dims that all operands have, one by one."""
+    """Return the batch dims of all operands."""
     made = []
     for place, dims in enumerate(zip(*several, strict=True)):
         split = distinct_splits(d for d in dims if is_split(d))
@@ -170,10 +170,10 @@ def _matmul(call: Call) -> list[Dims]:
 
 
 def _attention(call: Call) -> list[Dims]:
-    """``b heads s d``; the log-sum-exp and what else comes out lie as far as their shapes tell."""
+    """Attention on ``b heads s d``; the layouts of log-sum-exp and other outputs follow from their shapes."""
     q, k, v = (call.dims(name) for name in ("query", "key", "value"))
     require_whole_attention(q, k, v)
-    # Fewer heads of keys and values serve several of queries each.
+    # Grouped-query attention: fewer heads of keys and values.
     k, v = (
         tuple(
             a if axes_of(a) == axes_of(b) and size_of(b) and size_of(a) % size_of(b) == 0 else b

@@ -50,7 +50,7 @@ def _how(split: Split) -> str:
 
 
 def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
-    """Return for each result the dim along which it is split if operands are split so; None for one that is the same."""
+    """Return, for each result, the dim along which it is split if the operands are split this way; None if it is the same."""
     if sum(x.numel() for x in call.tensors) > _MOST or any(x.is_meta for x in call.tensors):
         raise MixesError(f"works on a dim that {_how(split)}, and no rule says what it makes of that")
     first, second, both = ({}, {}, {})  # type: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
@@ -73,9 +73,9 @@ def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
 
 
 def _written_along(call: Call, split: Split) -> int | None:
-    """Return the dim along which unmarked memory is a piece, since a piece is written into it in place.
+    """Return the dim along which an unmarked tensor must be a shard, because a shard is written into it in place.
 
-    One process has the whole there, which it could not write into memory of a rank's size.
+    One process would write the whole tensor, which does not fit in memory of a rank's size.
     """
     into = call.given.get("self")
     if not isinstance(into, Tensor) or not call.function._schema.name.endswith("_"):
@@ -98,7 +98,7 @@ def _run(call: Call, given: dict[str, Any]) -> list[Tensor]:
 
 
 def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
-    """Return an argument of two ranks, and of one that has both pieces."""
+    """Return an argument as two ranks have it, and as one process with both shards has it."""
     if isinstance(value, Tensor):
         numbers = [n for n, dim in enumerate(call.dims_of(value)) if any(f.split == split for f in dim)]
         if not numbers:
@@ -114,7 +114,7 @@ def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
 
 
 def _random(like: Tensor, seed: int) -> Tensor:
-    """Return random numbers, the same on all ranks; integers in the range that a tensor has, but never all alike."""
+    """Return random numbers, the same on all ranks; integers within a tensor's range, but never all equal."""
     generator, shape = torch.Generator().manual_seed(seed), tuple(like.shape)
     if like.is_floating_point():
         made = torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1

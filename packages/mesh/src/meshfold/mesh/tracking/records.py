@@ -17,7 +17,7 @@ _Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class _Memory:
-    """The tensors that lie in one storage, which is kept from being used anew, not from being freed."""
+    """Layouts of the tensors in one storage, held weakly: its address is not reused, but its memory may be freed."""
 
     alive: StorageWeakRef
     dims: dict[_Geometry, Dims]

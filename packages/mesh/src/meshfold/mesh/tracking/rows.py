@@ -51,7 +51,7 @@ _SPREADING = ("expand", "repeat")
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """A call that is about to run, with the rows of its operands."""
+    """Call that is about to run, with the rows of its operands."""
 
     function: Any
     name: str
@@ -129,7 +129,7 @@ class Rows:
     # -- operations -----------------------------------------------------------------------------------------------------
 
     def _spread(self, rule: Rule) -> Rule:
-        """Return a rule that also marks a dim with as many elements as there are rows as the batch dim."""
+        """Return a rule that also marks a new dim with the batch's number of rows as the batch dim."""
 
         def found(call: Call) -> list[Dims]:
             dims = rule(call)[0]
@@ -168,7 +168,7 @@ class Rows:
             exchanged = call.given if call.function.namespace == "c10d" else {}
             received = [x for value in exchanged.values() for x in tensors_in(value)]
             for x in (*results, *received):
-                if not any(map(is_split, self.dims(x))):  # of the same memory it may be known
+                if not any(map(is_split, self.dims(x))):  # known from a view of the same memory
                     self.lose(x)
             return
         name = call.name
@@ -203,7 +203,7 @@ class Rows:
 
 
 def _placed(dims: Dims, shape: tuple[int, ...], *, fewer: bool) -> Dims:
-    """Return rows in the same dim of another shape; ``fewer``: or only those of this rank."""
+    """Return the rows in the same dim of another shape; ``fewer``: the dim may have shrunk to this rank's rows."""
     if why := _why_unknown(dims):
         return tuple((Factor(n, why),) for n in shape)
     made = [whole(n) for n in shape]
@@ -226,7 +226,7 @@ def _resized(dim: Dim, size: int) -> Dim:
 
 
 def _pointwise(call: Call) -> list[Dims]:
-    """Return rows where an operand has them, of several that with most dims."""
+    """Return the rows of the operand that has them; of several, the one with the most dims."""
     operands = sorted((call.dims_of(x) for x in call.tensors), key=len, reverse=True)
     return [_together(operands, tuple(out.shape)) if isinstance(out, Tensor) else () for out in as_list(call.out)]
 
@@ -243,12 +243,12 @@ def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:
 
 
 def _why_unknown(dims: Dims) -> Split | None:
-    """Return the mark of dims of which it is unknown where they have rows."""
+    """Return the mark of a tensor whose rows are in an unknown dim; None if there is none."""
     return next((factor.split for dim in dims if is_unknown(dim) for factor in dim if factor.split), None)
 
 
 def _joined(call: Call) -> Dims | None:
-    """Return the rows of several batches one behind the other, all of them alike; None for other calls."""
+    """Return the rows of a ``cat`` of equal batches; None for other calls."""
     if call.name != "cat":
         return None
     several = {call.dims_of(x) for x in call.given["tensors"]}

@@ -70,7 +70,7 @@ def counts_from_front(frame: FrameType, rank: int) -> bool:
 
 
 def _read(node: ast.AST, above: dict[ast.AST, ast.AST], places: set[int], rank: int) -> tuple[list[ast.AST], set[str]]:
-    """Return the expressions that are one of the sizes, and names that stand for one."""
+    """Return the expressions that are one of the sizes, and the variables that hold one."""
     over = above.get(node)
     if isinstance(node, ast.Call):
         assert isinstance(node.func, ast.Attribute)
@@ -107,7 +107,7 @@ def _is_float(node: ast.AST) -> bool:
 
 
 def _counts(node: ast.AST, names: set[str]) -> bool:
-    """Return whether an expression is a number computed from names."""
+    """Return True if an expression is a number computed from variables."""
     if isinstance(node, ast.Name):
         return node.id in names
     if isinstance(node, ast.BinOp):
@@ -121,7 +121,7 @@ def _counts(node: ast.AST, names: set[str]) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(file: str) -> tuple[dict[_Span, ast.AST], dict[ast.AST, ast.AST]]:
-    """Return the nodes of a file that read a shape, by where they are written, and what each node is a part of."""
+    """Return a file's nodes that read a shape, by position, and the parent of each node."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -189,7 +189,7 @@ def dim_from_front(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _indexed(index: Any) -> str:
-    """``x[..., :4]`` counts from the end, ``x[:, :4]`` from the front."""
+    """Return the indexed dim; ``x[..., :4]`` counts from the end, ``x[:, :4]`` from the front."""
     items = index if isinstance(index, tuple) else (index,)
     for place, item in enumerate(items):
         if item is Ellipsis:

@@ -123,7 +123,7 @@ class OpenSizes(TorchFunctionMode):
     def _check_random(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]) -> None:
         """Refuse to draw from a generator whose state may differ between ranks with the same data.
 
-        One that the model gives may be: what is whole is drawn from it alike.
+        A generator passed by the model is fine for whole tensors, which all ranks draw alike.
         """
         tracker, given = self._tracker, [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         pieces = sizes or any(not is_whole(dim) for x in given for dim in tracker.dims(x))
@@ -158,16 +158,16 @@ class OpenSizes(TorchFunctionMode):
             self._tracker.refuse(name, str(error), x, axes=axes)
 
     def _view_sizes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-        """Return the sizes that a view of the model's own code asks for, as they are written; other code has read plain numbers."""
+        """Return the sizes of a view as the model's code wrote them; other code has plain numbers."""
         if name not in ("view", "reshape") or not _asked_by_the_model(3):
             return None
         return sizes_given("", args, kwargs)
 
     def _refuse_failed(self, name: str, args: Any, kwargs: dict[str, Any], error: Exception) -> None:
-        """Refuse an operation that fails on a piece, with its line, since it may not fail in one process."""
+        """Refuse an operation that fails on a shard, and quote its line; in one process it might succeed."""
         if isinstance(error, MeshfoldError | torch.OutOfMemoryError | torch._C._DistError):
             return
-        if "modified inplace" in str(error):  # of a view, whatever its size: torch says what to change
+        if "modified inplace" in str(error):  # not about sizes: torch's message says what to change
             return
         given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         pieces = [x for x in given if not all(map(is_whole, self._tracker.dims(x)))]
@@ -184,7 +184,7 @@ class OpenSizes(TorchFunctionMode):
             raise refused from error
 
     def _check_values(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]) -> None:
-        """Refuse a count of a rank's elements among the values that a function computes with."""
+        """Refuse a local size as a value that a function computes with."""
         values: list[LocalSize] = []
         if name == "setitem":
             values = [*local_sizes_in(args[2:])]
@@ -199,7 +199,7 @@ class OpenSizes(TorchFunctionMode):
             values[0].refuse()
 
     def _made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
-        """Set the layout of a new tensor that was made in local sizes."""
+        """Set the layout of a new tensor that was created with local sizes."""
         tracker, rank = self._tracker, out.dim()
         if name == "arange":
             found = [*local_sizes_in(args), *local_sizes_in(tuple(kwargs.values()))]
@@ -221,7 +221,7 @@ class OpenSizes(TorchFunctionMode):
             tracker.records.name(out, tuple(dims))
 
     def _cut(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Say where a whole tensor was cut to as many elements as a rank has: which those are, each rank counts by itself."""
+        """Mark where a whole tensor was cut to a local size: every rank then has the same first elements."""
         if name not in ("getitem", "narrow", "split"):
             return
         x: Tensor = args[0]
@@ -309,7 +309,7 @@ class OpenSizes(TorchFunctionMode):
 
 
 def _sliced(rank: int, index: Any) -> Iterator[tuple[int, int, Any]]:
-    """Yield each slice of an index as (dim of the tensor, dim of the result, slice); nothing if tensors index it too."""
+    """Yield each slice of an index as (dim of the tensor, dim of the result, slice); nothing if there are tensor indices."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, Tensor | list) for item in items):
         return
@@ -328,22 +328,22 @@ def _sliced(rank: int, index: Any) -> Iterator[tuple[int, int, Any]]:
 
 
 def _asked_by_the_model(up: int) -> bool:
-    """Return whether the line that many frames up is outside known libraries."""
+    """Return True if the line that many frames up is outside known libraries."""
     return _asking(up + 1) is not None
 
 
 def _asking(up: int) -> FrameType | None:
-    """Return the frame so many up; None if it is in a known library."""
+    """Return the frame that many frames up; None if it is in a known library."""
     frame: FrameType | None = sys._getframe(up)
     while frame is not None and (frame.f_code.co_name == "__torch_function__" or _is_between(frame)):
-        frame = frame.f_back  # of another mode, which hands on what it does not answer
+        frame = frame.f_back  # another mode that passed the call on
     if frame is None or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES:
         return None
     return frame
 
 
 def _is_between(frame: FrameType) -> bool:
-    """Return whether it is a frame that torch puts around the code of modes."""
+    """Return True for a frame that torch puts around function modes."""
     return str(frame.f_globals.get("__name__", "")) in (
         "torch._compile",
         "torch._dynamo.eval_frame",

@@ -83,7 +83,7 @@ def _select(call: Call) -> list[Dims]:
 
 
 def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bool) -> Dims:
-    """Return a layout with elements of one dim; without the dim if that has one element and is not kept."""
+    """Return a layout after selecting elements of one dim; without the dim if a single one is selected and not kept."""
     made = list(dims)
     try:
         made[number] = cut(dims[number], start, stop)
@@ -91,7 +91,7 @@ def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bo
         raise at_dim(f"{error}: those of", number, dims[number]) from None
     if keep:
         return tuple(made)
-    if dims[number][0].parts and number + 1 < len(made):  # one head a rank, of queries, keys or values
+    if dims[number][0].parts and number + 1 < len(made):  # one head per rank: queries, keys or values
         made[number + 1] = normal((*made[number], *made[number + 1]))
     elif not is_whole(made[number]):
         raise at_dim("takes some of its elements by their places: those of", number, dims[number])
@@ -175,7 +175,7 @@ def _repeat(call: Call) -> list[Dims]:
 
 
 def _copy(call: Call) -> list[Dims]:
-    """Copy into the first argument, which may be empty memory as yet."""
+    """``copy_``: copy into the first argument, which may be uninitialised."""
     into, source = call.given["self"], call.given["src"]
     known = call.dims_of(into)
     operands = [(source, call.dims_of(source))]

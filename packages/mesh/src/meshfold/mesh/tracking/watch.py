@@ -131,7 +131,7 @@ class ForwardTracking:
 
 
 def _has_no_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for a plan's forward, which computes nothing."""
+    """Return True for a forward on meta tensors, as in a plan."""
     return any(isinstance(value, Tensor) and value.is_meta for value in (*args, *kwargs.values()))
 
 
@@ -163,7 +163,7 @@ class TrackedForward:
     def __enter__(self) -> Self:
         tracker = self._tracker
         tracker.module, tracker.remedy = self._where, self._remedy
-        # What belongs to a stage on another rank is a parameter of its own kind, which nobody may look at.
+        # Skip placeholders of other stages' parameters, which must not be read.
         tracker.records.vary(p for p in self._model.parameters() if type(p) is nn.Parameter)
         for value in self._given.values():
             tracker.records.vary(_tensors(value, _DEEP, set()))
@@ -183,7 +183,7 @@ class TrackedForward:
                 stack.callback(handle.remove)
             for module in self._model.modules():
                 if any(hooks.communicates(module) for hooks in self._hooks):
-                    # The last hook of the module, which sees what the others have made of its arguments.
+                    # The module's last hook, which sees the arguments that the other hooks return.
                     handle = module.register_forward_pre_hook(self._given_to, with_kwargs=True)
                     stack.callback(handle.remove)
             for hooks in self._hooks:
@@ -220,11 +220,11 @@ class TrackedForward:
                 return
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Record that a module's forward has ended, also by an exception that the model's code may catch."""
+        """Record the end of a module's forward, also by an exception that the model may catch."""
         self._ended(module)
 
     def _ended(self, module: nn.Module) -> bool:
-        """Note that a module's forward ended; return whether it was one that may communicate."""
+        """Record that a module's forward ended; return True if the module may communicate."""
         if module in self._inside:
             del self._inside[len(self._inside) - 1 - self._inside[::-1].index(module) :]
         if not self._exchanging or self._exchanging[-1][0] is not module:
@@ -234,14 +234,14 @@ class TrackedForward:
         return True
 
     def _where(self) -> str:
-        """Return the module whose forward runs."""
+        """Return the running module."""
         for module in reversed(self._own()):
             if id(module) in self._names:
                 return f"{self._names[id(module)] or '(root)'} ({type(module).__name__})"
         return ""
 
     def _own(self) -> list[nn.Module]:
-        """Return the modules whose forwards run, up to one of ours: the code that has called it is the model's."""
+        """Return the running modules up to the first of ours, whose caller is the model's code."""
         if not self._exchanging:
             return self._inside
         return self._inside[: self._inside.index(self._exchanging[0][0])]
@@ -253,7 +253,7 @@ class TrackedForward:
 
 
 def _objects(model: nn.Module) -> Iterator[Any]:
-    """Yield what modules keep beside parameters, buffers, submodules and tensors, such as caches."""
+    """Yield other attributes of modules: not parameters, buffers, submodules or tensors, but caches and the like."""
     for module in model.modules():
         for value in module.__dict__.values():
             if not type(value).__module__.startswith(_PLAIN) or type(value).__module__.startswith(_MODELS):
@@ -261,12 +261,12 @@ def _objects(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_cache(value: Any) -> bool:
-    """Return whether an object is a cache of keys and values."""
+    """Return True for a cache of keys and values."""
     return type(value).__module__.startswith(("transformers.", _MODELS))
 
 
 def _cached(tensor: Tensor) -> Dims:
-    """Return the layout of keys or values, ``.. b heads s d``: any rows and heads, all tokens of each."""
+    """Return the layout of cached keys or values ``.. b heads s d``: any rows and heads, whole tokens and features."""
     if tensor.dim() < 4:
         return unknown_dims(tensor.shape)
     *more, rows, heads, tokens, size = tensor.shape
@@ -274,7 +274,7 @@ def _cached(tensor: Tensor) -> Dims:
 
 
 def _kept_in(value: Any, deep: int, seen: set[int]) -> list[Tensor]:
-    """Return the tensors in an argument that is none itself."""
+    """Return the tensors inside an argument that is not a tensor."""
     if isinstance(value, Tensor) or value is None or isinstance(value, int | float | str | bytes | type | nn.Module):
         return []
     return _tensors(value, deep, seen)

@@ -50,14 +50,14 @@ class CallComparison:
             CollectiveError: with all calls, if they are not the same; alike on every rank.
         """
         if call.kind == "send":
-            return  # it must not wait for the other side: that one compares
+            return  # a sender must not wait: the receiver compares
         me = call.group.ranks[call.group.index]
         ranks = call.group.ranks if call.peer is None else tuple(sorted((me, call.peer)))
         keys = [self._key(call, rank) for rank in ranks]
         found = [json.loads(text) for text in self._store.multi_get(keys)]
         readers = len(ranks) if call.peer is None else 1
         read = f"{self._key(call, -1)}"
-        if readers == 1 or self._store.add(read, 1) == readers:  # the last one cleans up
+        if readers == 1 or self._store.add(read, 1) == readers:  # the last reader cleans up
             for key in (*keys, *([read] if readers > 1 else [])):
                 self._store.delete_key(key)
         different: dict[str, list[int]] = {}

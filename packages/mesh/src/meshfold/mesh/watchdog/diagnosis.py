@@ -117,7 +117,7 @@ def ranks_behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> li
 def awaited_ranks(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
     """Return the ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
     found = ranks_behind(waiting, states, me)
-    for rank in found:  # grows
+    for rank in found:  # the list grows while it is read
         state = states.get(rank)
         if state is not None and state.waiting is not None:
             found += [one for one in ranks_behind(state.waiting, states, me) if one not in found]
@@ -245,9 +245,9 @@ class Diagnosis:
     # -- within -------------------------------------------------------------------------------------------------
 
     def _is_past(self, state: RankStatus) -> bool:
-        """Return True if a rank will not reach this one's call: it has called, or waits in, what this one has not called.
+        """Return True if a rank will never join this rank's call: it has called, or waits in, one that this rank has not called.
 
-        Both run the same program. Messages may be sent before they are received.
+        Ranks run the same program, so calls come in one order; but a message may be sent before its receiver is ready.
         """
         mine, waiting = self._flight.counts, state.waiting
         if waiting is not None and self.rank in waiting.ranks and mine.get(waiting.channel, 0) < waiting.number:
@@ -277,7 +277,7 @@ class Diagnosis:
         return "\n".join([head, *lines]) + advice
 
     def _fresh_states(self, waiting: Waiting) -> tuple[dict[int, RankStatus], dict[int, str]]:
-        """Return all ranks' states, once those that matter are fresh, and the states of their processes."""
+        """Return the states of all ranks once the relevant ones are fresh, and the states of their processes."""
         first = self.read()
         deadline = time.monotonic() + 2.5 * self.interval_s
         while True:
@@ -300,6 +300,6 @@ class Diagnosis:
 
 
 def _first_line(error: Exception) -> str:
-    """Return gloo's or NCCL's message without the line of its source and advice."""
+    """Return gloo's or NCCL's message without its source line and advice."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]

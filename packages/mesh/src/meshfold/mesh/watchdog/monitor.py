@@ -101,7 +101,7 @@ class Watchdog:
             self._agreement.compare(call)
         except CollectiveError:
             raise
-        except RuntimeError as error:  # the store: somebody did not come
+        except RuntimeError as error:  # from the store: a rank did not come
             raise self.failed(call, error) from error
         finally:
             self.flight.waiting.pop(id(call), None)
@@ -126,10 +126,10 @@ class Watchdog:
         """Return the error of a call that did not finish."""
         self._raising = True
         found: list[str] = []
-        self.flight.waiting[id(call)] = call  # it is still what this rank is in, as far as others are concerned
+        self.flight.waiting[id(call)] = call  # other ranks should still see this rank in this call
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the store is gone; said below
+            with suppress(RuntimeError):  # the store has closed; reported below
                 found.append(self._diagnosis.verdict(call, error))
 
         thread = threading.Thread(target=ask, daemon=True)
@@ -155,7 +155,7 @@ class Watchdog:
             time.sleep(self._diagnosis.interval_s)
             if not self.users:
                 continue
-            with suppress(RuntimeError):  # the store may be gone: then every rank's next collective fails
+            with suppress(RuntimeError):  # the store may have closed: then every rank's next collective fails
                 self._diagnosis.publish()
                 self._follow_verdict()
                 self._stop_waiting_for_failed()
@@ -165,7 +165,7 @@ class Watchdog:
                 self._give_up(self._diagnosis.what(stuck, None))
 
     def _follow_verdict(self) -> None:
-        """End this process some time after others have ended theirs."""
+        """End this process some time after other ranks have ended."""
         text = self._diagnosis.agreed()
         if text is None or self._raising or self._failures.has_failed:
             return
@@ -176,8 +176,8 @@ class Watchdog:
             self._give_up(f"{text}\n(Rank {self.rank} was at {main_line()}.)")
 
     def _stop_waiting_for_failed(self) -> None:
-        """End what this rank waits in, if that is for one that has failed and does not go on."""
-        # A rank that catches its error and goes on has the time to say so.
+        """End this rank's wait if it is for a rank that has failed and does not continue."""
+        # Leave time for a rank that catches its error to report that it continues.
         long = 2 * self._diagnosis.interval_s
         failures = self._failures.standing_for(long)
         if not failures or self._raising:
@@ -196,7 +196,7 @@ class Watchdog:
             self._give_up(failure.message_for(self.rank, call), FAILED_CODE)
 
     def _stuck(self) -> Call | None:
-        """Return a call that should have ended long ago, or one after which the GPU has made no progress."""
+        """Return a call that is overdue, or after which the GPU has made no progress."""
         limit, now = self._diagnosis.limit_s, time.monotonic()
         call = longest_waiting(self.flight)
         if call is not None and call.since is not None and now - call.since > limit + _GRACE_S:
@@ -211,8 +211,8 @@ class Watchdog:
 
     def _at_exit(self) -> None:
         self._diagnosis.ended = True
-        with suppress(Exception):  # the store may have ended first
-            failed = getattr(sys, "last_value", None)  # what the program ends with
+        with suppress(Exception):  # the store may have closed first
+            failed = getattr(sys, "last_value", None)  # the program's last exception
             if isinstance(failed, Exception) and not self._raising:
                 self._failures.report(failed, final=True)
             self._diagnosis.publish()
@@ -241,7 +241,7 @@ class GpuProgress:
         return queue[0] if queue and time.monotonic() - self._moved > seconds else None
 
 
-_running: tuple[Any, Watchdog] | None = None  # and the world it is of
+_running: tuple[Any, Watchdog] | None = None  # (its world, the watchdog)
 
 
 def watchdog_limit(watchdog: float | None) -> float:

@@ -29,10 +29,10 @@ from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.recording.program_line import main_line, raised_at
 
-_KEY = "meshfold watch/failure "  # and the rank
-_WHO = "meshfold watch/failed"  # the ranks that ever had an error
-_ORDER = "meshfold watch/failures"  # how many errors all of them had
-_REMEMBERED = 64  # places at which this rank had errors
+_KEY = "meshfold watch/failure "  # followed by the rank
+_WHO = "meshfold watch/failed"  # ranks that had an error
+_ORDER = "meshfold watch/failures"  # total number of errors
+_REMEMBERED = 64  # error locations of this rank
 _LONGEST = 20_000  # characters of a traceback
 _REPORTED = "_meshfold_reported"
 
@@ -113,7 +113,7 @@ class Failure:
         if first is not None and first.tb_frame.f_code.co_filename == __file__:
             first = first.tb_next
         text = "".join(traceback.format_exception(type(error), error, first))
-        if len(text) > _LONGEST:  # its end says what, the last frames say where
+        if len(text) > _LONGEST:  # keep the end: the message and the last frames
             text = f"...\n{text[-_LONGEST:]}"
         words = f"{type(error).__name__}: {error}".removesuffix(": ")
         line = raised_at(error) if final else main_line()
@@ -158,15 +158,15 @@ class RankErrors:
         """
         self._rank, self._store, self._lock, self._flight = rank, store, lock, recorder
         self._key = f"{_KEY}{rank}"
-        self._seen: dict[ErrorLocation, int] = {}  # how many errors where, of the newest places
-        self._own: tuple[Failure, Call | None] | None = None  # and the last call before it
-        self._since: dict[tuple[int, int], float] = {}  # by rank and order
+        self._seen: dict[ErrorLocation, int] = {}  # number of errors at the newest locations
+        self._own: tuple[Failure, Call | None] | None = None  # with the last call before it
+        self._since: dict[tuple[int, int], float] = {}  # time of each failure by (rank, order)
 
     def report(self, error: BaseException, *, final: bool = False) -> None:
         """Report an error that leaves the library to the others, once; and again if it is ``final``."""
         if getattr(error, _REPORTED, False) and not final:
             return
-        with suppress(AttributeError):  # an exception class with slots
+        with suppress(AttributeError):  # an exception with __slots__
             setattr(error, _REPORTED, True)
         location, last = ErrorLocation.of(error, self._flight), self._last()
         number = self._seen[location] = self._seen.pop(location, 0) + 1
@@ -174,7 +174,7 @@ class RankErrors:
             del self._seen[next(iter(self._seen))]
         failure = Failure.of(error, self._rank, location, number=number, final=final)
         self._own = failure, last
-        with suppress(RuntimeError):  # without a store the others' connections break
+        with suppress(RuntimeError):  # without a store the others notice broken connections
             with self._lock:
                 failure = replace(failure, order=self._store.add(_ORDER, 1))
             self._own = failure, last
@@ -196,7 +196,7 @@ class RankErrors:
         if not any(call.since is not None and id(call) not in self._flight.waiting for call in later):
             return
         with self._lock:
-            self._store.compare_set(self._key, failure.to_json(), "")  # not one that was told since
+            self._store.compare_set(self._key, failure.to_json(), "")  # unless a newer error was reported
         if self._own is own:
             self._own = None
 
@@ -227,7 +227,7 @@ class RankErrors:
         return failure.final or failure.number > max(alike, default=0)
 
     def _publish(self, failure: Failure) -> None:
-        """Write it down, then that this rank is one that has failed."""
+        """Publish the failure, then add this rank to those that have failed."""
         with self._lock:
             self._store.set(self._key, failure.to_json())
             wanted, held = [self._rank], ""
