@@ -61,7 +61,7 @@ _UNDER_WAY = re.compile(
 
 
 def may_be_listed(name: str) -> bool:
-    """Return whether a checkpoint's index may list such a file."""
+    """Return True if a checkpoint's index may list such a file."""
     return _LISTED.fullmatch(name) is not None
 
 

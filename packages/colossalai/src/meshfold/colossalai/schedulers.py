@@ -47,7 +47,7 @@ def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
 
 
 def _all(scheduler: Any) -> Iterator[Any]:
-    """Return a scheduler and the schedulers inside it (SequentialLR, ChainedScheduler, a warm-up with a successor)."""
+    """Yield a scheduler and the schedulers inside it (SequentialLR, ChainedScheduler, a warm-up with a successor)."""
     yield scheduler
     for value in vars(scheduler).values():
         for inner in value if isinstance(value, list | tuple) else [value]:

@@ -138,7 +138,7 @@ def _fp16(value: Any, found: Translation) -> None:
 
 
 def _pipeline(parallel: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Return settings of the pipeline that are next to ``parallel`` in Colossal-AI."""
+    """Move pipeline settings that Colossal-AI has next to ``parallel`` into the entry ``pipeline``."""
     entry = parallel.get("pipeline")
     if entry is None or not given:
         return

@@ -111,7 +111,7 @@ def routers_by_name(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def balances(model: nn.Module) -> bool:
-    """Return whether a model has a router that keeps sums for a balance loss."""
+    """Return True if a model has a router that keeps sums for a balance loss."""
     return bool(_keepers(model))
 
 

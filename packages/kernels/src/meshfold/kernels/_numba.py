@@ -94,7 +94,7 @@ def torch_threads() -> Iterator[None]:
 
 
 def _queue() -> AbstractContextManager[Any]:
-    """Return True for numba's own work queue (without OpenMP and TBB), which crashes on concurrent use."""
+    """Return a lock if numba uses its own work queue (without OpenMP and TBB), which crashes on concurrent use."""
     return _one_at_a_time if numba.threading_layer() == "workqueue" else nullcontext()
 
 

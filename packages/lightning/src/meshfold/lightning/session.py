@@ -104,7 +104,7 @@ class Session:
             self._cast_inputs()
 
     def __deepcopy__(self, memo: object) -> None:
-        """Return a copy as a plain module with this rank's blocks."""
+        """Return None: a copy is a plain module with this rank's blocks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())

@@ -284,7 +284,7 @@ class Pipeline:
         return share(here, self.mesh.group(self.axis), source, self.device)
 
     def _outputs(self, works: Sequence[Microbatch]) -> Iterator[Any]:
-        """Return the model's outputs on the rank of the last stage, None elsewhere."""
+        """Yield the model's outputs on the rank of the last stage, None elsewhere."""
         plans = [self._plans.of(work) for work in works]
         program = self._programs.forward(len(works))
         return iter(self._executor.evaluate(program, works, plans))

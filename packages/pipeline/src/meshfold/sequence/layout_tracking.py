@@ -58,7 +58,7 @@ class ShardedSequenceLayout:
             found.mark(made, (*whole_dims(shape[:-1]), (Factor(shape[-1], self._split),)))
 
     def communicates(self, module: nn.Module) -> bool:
-        """Return whether a module is a loss that knows that its labels are sharded."""
+        """Return True if a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))
 
     def check_arguments(

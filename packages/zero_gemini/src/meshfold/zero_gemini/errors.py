@@ -95,7 +95,7 @@ class Faults:
 
     @property
     def is_reported(self) -> bool:
-        """Return whether an error has been reported to all ranks."""
+        """Return True if an error has been reported to all ranks."""
         return self._reported is not None or (self._everyone is None and self._mine is not None)
 
     def check(self) -> None:
@@ -130,7 +130,7 @@ class Faults:
             raise self._error(*worst, error)
 
     def _worst(self, mine: Exception | None) -> tuple[int, dict[str, Any]] | None:
-        """Return the first rank with an error, and the error described; None if there is none."""
+        """Return the first rank with an error, and the error's description; None if there is none."""
         if self._everyone is None:
             return None
         flag = torch.tensor([mine is not None], dtype=torch.int32, device=self._device)

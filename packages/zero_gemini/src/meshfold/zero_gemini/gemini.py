@@ -69,8 +69,8 @@ class Gemini(ChunkedModel):
         holds_gradients: True if the last step began when all gradients had arrived; else chunks were stepped as theirs arrived.
     """
 
-    _scale: float | Tensor = 1.0  # what gradients count times
-    _finished = False  # they are complete
+    _scale: float | Tensor = 1.0  # factor on gradients
+    _finished = False  # gradients are complete
 
     # -- a step, in order --------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Gemini(ChunkedModel):
         return names is None or set(names) >= {name for c in self._gradients for name in c.spec.names}
 
     def _changing(self, names: Collection[str] | None, what: str) -> Iterator[Tensor]:
-        """Return this rank's complete gradients of these parameters, to be changed in place; None: of all, padding included."""
+        """Yield this rank's complete gradients of these parameters, to be changed in place; None: all of them, with padding."""
         if self._speculative is not None:
             self._speculative.give_up()
         for grad, _ in self._grads(names, what):
@@ -185,7 +185,7 @@ class Gemini(ChunkedModel):
         self._flow.changed()
 
     def _grads(self, names: Collection[str] | None, what: str) -> Iterator[tuple[Tensor, int | Tensor]]:
-        """Return this rank's complete gradients, each with the number of ranks that hold the same elements."""
+        """Yield this rank's complete gradients, each with the number of ranks that hold the same elements."""
         self._keep_as_they_are(not self._flow.steps_early, what)
         self.flush()
         for chunk, shard in self._flow.shards().items():
@@ -268,7 +268,7 @@ class Gemini(ChunkedModel):
         self._publish(promised=True)
 
     def _publish(self, *, promised: bool) -> None:
-        """Publish the master weights of all chunks; of those with a pending step only with ``promised``."""
+        """Publish the master weights of all chunks; those with a pending step only if ``promised``."""
         shown = [chunk for chunk in self.chunks if promised or not chunk.step_is_pending]
         for chunk in shown:
             if self._stepper is not None and chunk in self._gradients:
@@ -289,7 +289,7 @@ class Gemini(ChunkedModel):
         self._runtime.rest()
         try:
             self._residents.move(placements)
-        finally:  # chunks before one that cannot be moved have moved
+        finally:  # even after an error some chunks have moved
             self._runtime.reread()
 
     @property
@@ -334,7 +334,7 @@ class Gemini(ChunkedModel):
         try:
             if self._stepper is not None and not self._faults.is_reported and not self.is_half_stepped:
                 self.flush()
-        finally:  # also if a step that was promised failed
+        finally:  # also if a pending step failed
             self._runtime.close()
             self._flow.close()
             self._gradients.clear()

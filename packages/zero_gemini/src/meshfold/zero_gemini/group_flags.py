@@ -28,7 +28,7 @@ class Flags:
         if device.type != "cuda":
             self._pending = all_reduce(said.to(device), group, "max", async_op=True)
             return
-        stream = _stream_of(device)  # the collective does not wait for the computation
+        stream = _stream_of(device)  # the collective does not wait for computation
         with torch.cuda.stream(stream):
             here = said.to(device, non_blocking=True)
             self._pending = all_reduce(here, group, "max", async_op=True)

@@ -56,7 +56,7 @@ def hold_lock(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator
 
 
 def is_locked(lock: Path) -> bool:
-    """Return whether a process holds a lock file, as far as the file system can tell. Changes nothing."""
+    """Return True if a process holds a lock file, as far as the file system can tell. Changes nothing."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

@@ -133,5 +133,5 @@ def finish_removal(folder: Path) -> None:
 
 
 def is_being_removed(folder: Path) -> bool:
-    """Return whether a process has begun to remove a checkpoint, and has not ended or has died at it."""
+    """Return True if a process has begun to remove a checkpoint, and has not ended or has died at it."""
     return (folder / STATE_FILE_REMOVED).exists() and not (folder / STATE_FILE).exists()

@@ -44,7 +44,7 @@ class CopyQueue(Protocol):
     """A queue of copies that the device makes."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether this queue copies a tensor."""
+        """Return True if this queue copies a tensor."""
 
     def begin(self) -> None:
         """Called by training: copies come after what it has queued so far."""

@@ -85,7 +85,7 @@ def restore_extra_state(modules: Mapping[str, nn.Module], before: Mapping[str, A
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether JSON gives the same value back."""
+    """Return True if JSON gives the same value back."""
     if isinstance(value, dict):
         return type(value) is dict and all(type(key) is str and is_plain(one) for key, one in value.items())
     if isinstance(value, list):

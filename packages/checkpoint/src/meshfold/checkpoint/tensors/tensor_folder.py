@@ -32,7 +32,7 @@ class TensorFolder:
         self._path_of = folder.joinpath if path_of is None else path_of
 
     def has(self, name: str) -> bool:
-        """Return whether the file is there and belongs to the folder."""
+        """Return True if the file is there and belongs to the folder."""
         if self._listed is not None and name not in self._listed:
             return False
         return os.path.lexists(self._path_of(name))

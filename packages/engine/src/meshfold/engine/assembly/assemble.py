@@ -235,7 +235,7 @@ def _checked(function: Callable[[], nn.Module]) -> nn.Module:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether the model has dropout: a module, or a probability in a module or a configuration."""
+    """Return True if the model has dropout: a module, or a probability in a module or a configuration."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True

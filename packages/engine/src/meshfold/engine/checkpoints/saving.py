@@ -306,7 +306,7 @@ class BackgroundSave:
         return self._error
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete. All ranks must call.
+        """Wait until the checkpoint is complete. All ranks must call.
 
         Raises:
             CheckpointError: on all ranks, the same, if any of them could not write; once.
@@ -331,7 +331,7 @@ class BackgroundSave:
                 raise
 
     def wait_until_copied(self) -> None:
-        """Return when what was saved may be changed. The engine calls it before it steps or loads.
+        """Wait until the saved tensors may be changed. The engine calls it before it steps or loads.
 
         Code that changes parameters or the optimizer's state in another way during a save must call it before; on a GPU, on
         the stream of the change.
@@ -345,7 +345,7 @@ class BackgroundSave:
         self.copied_seconds = time.perf_counter() - self._begun
 
     def join(self) -> None:
-        """Return when this rank's work for it is done."""
+        """Wait until this rank's part is done."""
         self._awaited.set()
         if self._thread is not None:
             self._thread.join()

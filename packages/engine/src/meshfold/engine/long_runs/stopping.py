@@ -82,7 +82,7 @@ class GracefulStop:
         self.asked = True
 
     def now(self) -> bool:
-        """Return whether to stop here; all ranks must call after each step, and get the same answer."""
+        """Return True if training should stop here; all ranks must call after each step, and get the same answer."""
         if self._world.mesh.world_size == 1:
             return self.asked
         asked = self._flag is not None and bool(self._flag.wait())

@@ -66,7 +66,7 @@ def claim(model: nn.Module, engine: object, *, in_chunks: bool) -> Claim:
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules that have trained parameters of their own, by name."""
+    """Yield the modules that have trained parameters of their own, by name."""
     for name, module in model.named_modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             yield name, module

@@ -232,7 +232,7 @@ class Masters:
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Return whether a module is a norm with running statistics: all of it then stays in the dtype of the master weights."""
+    """Return True if a module is a norm with running statistics: all of it then stays in the dtype of the master weights."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 

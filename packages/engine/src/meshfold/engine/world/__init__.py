@@ -205,14 +205,14 @@ def _leave(process: Process) -> None:
 
 
 def has_zero(parallel: Mapping[str, object] | ParallelSpec) -> bool:
-    """Return whether a spec, parsed or not, has the entry ``zero``."""
+    """Return True if a spec, parsed or not, has the entry ``zero``."""
     if isinstance(parallel, ParallelSpec):
         return parallel.zero is not None
     return isinstance(parallel, Mapping) and parallel.get("zero") is not None
 
 
 def has_tensor(parallel: Mapping[str, object] | ParallelSpec) -> bool:
-    """Return whether a spec, parsed or not, has the entry ``tensor``."""
+    """Return True if a spec, parsed or not, has the entry ``tensor``."""
     if isinstance(parallel, ParallelSpec):
         return parallel.tensor is not None
     return isinstance(parallel, Mapping) and parallel.get("tensor") is not None

@@ -93,7 +93,7 @@ class Pressure:
         self._there: torch.cuda.Event | None = None
 
     def found(self, *, peak_bytes: int, most_bytes: int) -> bool:
-        """Return whether some rank was short of memory in the step before the last. All ranks must call.
+        """Return True if some rank was short of memory in the step before the last. All ranks must call.
 
         Args:
             peak_bytes: the most that tensors took of this rank's device in the last step.

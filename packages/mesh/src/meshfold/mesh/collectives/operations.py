@@ -344,7 +344,7 @@ def receive(out: Tensor, group: Group, source: int) -> Transfer:
 
 
 def barrier(group: Group, device: torch.device | str = "cpu") -> None:
-    """Return once every rank of the group has called."""
+    """Wait until every rank of the group has called."""
     token = all_reduce(torch.zeros(1, device=device), group)
     if token.is_cuda:
         torch.cuda.synchronize(token.device)

@@ -148,7 +148,7 @@ class InitTrace:
         return (names or ["a tensor without a name"])[0], ref
 
     def _draws(self, ref: Ref, seen: set[tuple[int, int]], deep: bool = True) -> Iterator[tuple[int, Write]]:
-        """Return the random writes that a tensor's values depend on, with their storages, in the order they were made."""
+        """Yield the random writes that a tensor's values depend on, with their storages, in order."""
         if (ref.storage, ref.writes) in seen:
             return
         seen.add((ref.storage, ref.writes))

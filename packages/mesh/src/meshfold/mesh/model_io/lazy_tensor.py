@@ -205,7 +205,7 @@ _of_world: Any = None
 
 @report_errors
 def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
-    """Return once all of these ranks have come to read the same; at once if alone or in a simulated world.
+    """Wait until all of these ranks read the same tensor; return at once if alone or in a simulated world.
 
     Args:
         what: is read, in words.

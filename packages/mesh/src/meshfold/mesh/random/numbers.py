@@ -242,7 +242,7 @@ def _check(local: Tensor, coordinates: Sequence[Tensor], shape: Sequence[int], s
 
 
 def _windows(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Return slices that tile a shape in blocks of at most ``limit`` elements: a range of one dim, indices of the dims before."""
+    """Yield slices that tile a shape in blocks of at most ``limit`` elements: a range of one dim, indices of the dims before."""
     if math.prod(shape) == 0:
         return
     dim, inner = len(shape), 1  # inner: elements per index of dim

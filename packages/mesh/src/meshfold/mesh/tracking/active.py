@@ -62,7 +62,7 @@ def without_tracking() -> Any:
 
 
 def is_tracking_on() -> bool:
-    """Return whether forwards are tracked."""
+    """Return True if forwards are tracked."""
     return None not in _parts  # parts of an untracked forward are not tracked
 
 

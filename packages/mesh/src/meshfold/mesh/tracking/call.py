@@ -78,7 +78,7 @@ def bind_arguments(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Return the tensors of an argument or a result."""
+    """Yield the tensors in an argument or a result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

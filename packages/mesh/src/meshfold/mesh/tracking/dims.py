@@ -34,7 +34,7 @@ class Split:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a factor may be whole or a piece."""
+        """Return True if a factor may be whole or a piece."""
         return self.kind in ("alike", "unknown")
 
 
@@ -100,7 +100,7 @@ def axes_in(dims: Dims) -> set[str]:
 
 
 def is_split_first(dim: Dim, axes: tuple[str, ...]) -> bool:
-    """Return whether a dim is split over these axes first, so that ranks' pieces lie one behind the other."""
+    """Return True if a dim is split over these axes first, so that ranks' pieces lie one behind the other."""
     split = dim[0].split
     return not axes or (split is not None and split.axes[: len(axes)] == axes and not dim[0].parts)
 
@@ -116,7 +116,7 @@ def unknown_dims(shape: Iterable[int]) -> Dims:
 
 
 def is_split(dim: Dim) -> bool:
-    """Return whether a rank has a piece of the dim."""
+    """Return True if a rank has a piece of the dim."""
     return any(factor.split is not None and not factor.split.is_open for factor in dim)
 
 
@@ -136,7 +136,7 @@ def is_counted(dim: Dim) -> bool:
 
 
 def is_whole(dim: Dim) -> bool:
-    """Return whether every rank has all of the dim; only such dims may be mixed."""
+    """Return True if every rank has all of the dim; only such dims may be mixed."""
     return all(factor.split is None for factor in dim)
 
 
@@ -159,7 +159,7 @@ def _has_open(dim: Dim) -> bool:
 
 
 def any_split(dims: Dims) -> bool:
-    """Return whether a rank has a piece of the tensor."""
+    """Return True if a rank has a piece of the tensor."""
     return any(map(is_split, dims))
 
 

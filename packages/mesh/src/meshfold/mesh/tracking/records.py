@@ -101,7 +101,7 @@ class Records:
             self._at(tensor).varies = True
 
     def varies(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's values may differ in another forward, or on a rank with another batch."""
+        """Return True if a tensor's values may differ in another forward, or on a rank with another batch."""
         if tensor.requires_grad:
             return True
         memory = self._memory.get(_storage(tensor))
@@ -118,7 +118,7 @@ class Records:
         return frozenset() if memory is None else memory.summed
 
     def is_alike(self, tensor: Tensor, number: int) -> bool:
-        """Return whether a tensor is constant along a dim in every forward and on every rank; meta tensors count as such."""
+        """Return True if a tensor is constant along a dim in every forward and on every rank; meta tensors count as such."""
         if tensor.is_meta or tensor.shape[number] < 2 or tensor.stride(number) == 0:
             return True
         with torch.no_grad():

@@ -22,7 +22,7 @@ _NUMBERS = ("int", "float", "max", "min", "abs")
 
 
 def meets_float(frame: FrameType, places: Iterable[int], rank: int) -> bool:
-    """Return whether the code that reads a shape in a frame has a float on the left of one of these of its sizes.
+    """Return True if the code that reads a shape in a frame has a float on the left of one of these of its sizes.
 
     Args:
         frame: where ``x.shape`` or ``x.size()`` is read.
@@ -53,7 +53,7 @@ def meets_float(frame: FrameType, places: Iterable[int], rank: int) -> bool:
 
 
 def counts_from_front(frame: FrameType, rank: int) -> bool:
-    """Return whether the code that reads a shape in a frame counts its dims from the front, or counts more than there are."""
+    """Return True if the code that reads a shape in a frame counts its dims from the front, or counts more than there are."""
     spans, above = _parsed(frame.f_code.co_filename)
     node = spans.get(list(frame.f_code.co_positions())[frame.f_lasti // 2])
     if node is None:

@@ -31,7 +31,7 @@ class TrackingHooks(Protocol):
         """Begin a forward that is tracked, with these arguments by name or number."""
 
     def communicates(self, module: nn.Module) -> bool:
-        """Return whether a module's own code may communicate between ranks, so that it is not tracked."""
+        """Return True if a module's own code may communicate between ranks, so that it is not tracked."""
 
     def check_arguments(
         self, tracker: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

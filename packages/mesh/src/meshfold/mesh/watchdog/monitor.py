@@ -219,10 +219,10 @@ class Watchdog:
 
 
 class GpuProgress:
-    """The first call of the queue that is not over, and since when it has been that one."""
+    """The first unfinished call of the queue, and since when it has been the first."""
 
     def __init__(self, recorder: FlightRecorder) -> None:
-        """Return ``recorder``: has the queue, with an event on the GPU behind every call."""
+        """``recorder``: has the queue of calls, each followed by an event on the GPU."""
         self._flight = recorder
         self._moved = time.monotonic()
 

@@ -93,7 +93,7 @@ class Replay:
 
 
 def is_complete(times: Times, lists: Sequence[Sequence[Action]]) -> bool:
-    """Return whether all actions ran."""
+    """Return True if all actions ran."""
     return all(len(own) == len(actions) for own, actions in zip(times, lists, strict=True))
 
 

@@ -37,7 +37,7 @@ class PendingStep(Protocol):
     """An optimizer step of a chunk that runs in the background."""
 
     def is_done(self) -> bool:
-        """Return whether ``wait`` would return at once."""
+        """Return True if ``wait`` would return at once."""
 
     def wait(self) -> bool:
         """Wait for the step. Return whether the new values are there, False if the step failed."""
@@ -160,7 +160,7 @@ class Chunk:
     def exchange(self, block: Block) -> Block:
         """Swap in another block with the next values as the shard, and return the old one. Not for resident chunks."""
         own = self._own
-        assert own is not None  # the shard of a resident chunk is a part of the gathered tensor
+        assert own is not None  # a resident chunk's shard is a part of the gathered tensor
         self._own, self.shard = block, block.tensor
         return own
 
@@ -281,7 +281,7 @@ class Chunk:
     def drop_step(self) -> None:
         """Forget a pending step, if there is one. A chunk that is not resident is released."""
         if self._step is not None:
-            self.release()  # its values are those before the step
+            self.release()  # its gathered values are from before the step
             self._step = None
             self._to(ChunkState.GATHERED if self.resident else ChunkState.SHARDED)
 

@@ -22,7 +22,7 @@ from meshfold.zero_gemini.chunks.layout import (
 )
 from meshfold.zero_gemini.errors import ChunkLayoutError
 
-# In bf16: 32 to 128 MiB. Smaller ones do not fill PCIe or NVLink, larger ones begin late and hold much at once.
+# 32 to 128 MiB in bf16. Smaller chunks do not saturate PCIe or NVLink; larger ones start late and hold much memory at once.
 MIN_CHUNK_ELEMS = 16 * 2**20
 MAX_CHUNK_ELEMS = 64 * 2**20
 STEP_ELEMS = 64 * 2**10
@@ -115,22 +115,22 @@ def search_chunk_size(
     best, best_size = 0, -1
     for candidate in tried:
         size = sum(_size(group, candidate, unit) for group in groups)
-        if best_size < 0 or size <= best_size:  # later candidates are larger: they win among equals
+        if best_size < 0 or size <= best_size:  # on a tie prefer the later, larger candidate
             best, best_size = candidate, size
     waste = best_size - sum(item.numel for item in items)
     return ChunkSearch(chunk_elems=best, waste_elems=waste, waste_share=waste / best_size, candidates=len(tried))
 
 
 def _candidates(groups: Sequence[Sequence[int]], low: int, high: int, step: int, unit: int) -> list[int]:
-    """Sizes to try, ascending multiples of ``unit``."""
-    whole = round_up(max(sum(group) for group in groups), unit)  # holds the largest group in one chunk
+    """Return the sizes to try, ascending multiples of ``unit``."""
+    whole = round_up(max(sum(group) for group in groups), unit)  # one chunk for the largest group
     first = round_up(low, unit)
     last = min(max(first, high // unit * unit), whole)
     return [*range(first, last, round_up(step, unit)), last]
 
 
 def _size(padded: Sequence[int], full: int, unit: int) -> int:
-    """Elements of a group's chunks; the same as those of ``lay_out``, item by item."""
+    """Return the elements of a group's chunks, computed item by item as ``lay_out`` does."""
     size = end = 0
     for numel in padded:
         if numel > full:

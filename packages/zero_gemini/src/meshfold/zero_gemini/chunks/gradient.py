@@ -62,20 +62,20 @@ class ChunkGradient:
         self.state = GradState.EMPTY
         self._kind: BackwardRole = "more"
         self.measured: Tensor | None = None
-        self._whole: Block | None = None  # of the elements of all ranks, not reduced yet
-        self._filled: set[int] = set()  # places that are in it
-        self._arrived: set[int] = set()  # places whose gradient of this backward is there
-        self._was_sent = False  # a reduction of this backward's gradients was started
-        self._apart: Block | None = None  # as ``_whole``, of earlier backwards, on the host
-        self._owed = False  # whether something is in it
+        self._whole: Block | None = None  # the whole chunk's gradient, not reduced yet
+        self._filled: set[int] = set()  # indices of parameters in it
+        self._arrived: set[int] = set()  # indices whose gradient of this backward has arrived
+        self._was_sent = False  # this backward's gradients are being reduced
+        self._apart: Block | None = None  # like ``_whole``, from earlier backwards, on the host
+        self._owed = False  # ``_apart`` has gradients
         self._reduction: Pending | None = None
-        self._sending: Block | None = None  # what the reduction reads
-        self._flags: Flags | None = None  # which parameters were used, and whether more may come
+        self._sending: Block | None = None  # the reduction's input
+        self._flags: Flags | None = None  # parameters used, and True if more may come
         self._answers: list[bool] = []
         self._here: Block | None = None  # the shard, on the compute device
-        self._host: Block | None = None  # the shard, on the host: kept for the next step
+        self._host: Block | None = None  # the shard, on the host; reused in the next step
         self._sent: torch.cuda.Event | None = None
-        self._is_lent = False  # the optimizer may read the shard on the host
+        self._is_lent = False  # the optimizer may be reading the shard on the host
         self._name = f"gradients of {chunk.spec.names[0]} to {chunk.spec.names[-1]}"
         self.shard: Tensor | None = None
         self.used: set[int] = set()
@@ -87,7 +87,7 @@ class ChunkGradient:
 
     @property
     def _every_time(self) -> bool:
-        """True if whole gradients wait for the last micro-step in other memory than the device's."""
+        """True if whole gradients wait for the last micro-step outside the device's memory."""
         return self._wants_every_time and (self.chunk.group.size > 1 or self.tier != "device")
 
     def move(self, tier: MemoryTier) -> None:
@@ -141,19 +141,19 @@ class ChunkGradient:
                 f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the optimizer was given the first: "
                 "use torch.utils.checkpoint.checkpoint with use_reentrant=False, or clip by norm, for which gradients are held"
             )
-        # Other ranks do not wait for a second sum, and without one this rank's part would be lost.
+        # Other ranks expect no second reduction, so this rank's gradient would be lost.
         if self._was_sent and self._kind in ("last", "final") and self.chunk.group.size > 1:
             raise ChunkError(
                 f"{self.chunk.spec.names[place]!r} got a second gradient in one backward, after the first was sent to the other "
                 "ranks: use torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
-        self.collect()  # of a second gradient of one backward, after the first was sent
+        self.collect()  # a second gradient in one backward, after the first was sent
         if self._whole is None:
             self._whole = self._allocate(self.chunk.spec.size_elems)
         slot = self.chunk.spec.slots[place]
         part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel]
         more = place in self._filled
-        if gradient.dtype is not part.dtype and gradient.is_contiguous():  # which torch does at half of a GPU's rate
+        if gradient.dtype is not part.dtype and gradient.is_contiguous():  # twice as fast as torch
             write_gradient(gradient.view(-1), part, add=more)
         elif more:
             part.view_as(gradient).add_(gradient)
@@ -278,7 +278,7 @@ class ChunkGradient:
         self.collect()
         self._arrive()
         if self._apart is not None and self.chunk.device.type == "cuda":
-            stream_of(self.chunk.device).synchronize()  # copies to it and from it
+            stream_of(self.chunk.device).synchronize()  # its copies may still be running
         for block in (self._whole, self._here, self._apart):
             if block is not None:
                 block.free()
@@ -305,12 +305,12 @@ class ChunkGradient:
         return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
 
     def _keep(self, arrived: Block) -> None:
-        """Add the sum to the shard and offload it; after a final backward it stays here, for the step."""
+        """Add the sum to the shard and offload it; after a final backward it stays on the device for the step."""
         tensor = arrived.tensor
         if self._here is not None:
             tensor.add_(self._here.tensor)
             self._here.free()
-        elif self.shard is not None:  # an earlier micro-step's, which was offloaded
+        elif self.shard is not None:  # offloaded by an earlier micro-step
             tensor.add_(fetch(self.shard, self.chunk.device))
         self._here, self.shard, self.measured = arrived, tensor, None
         self.sums += 1
@@ -338,7 +338,7 @@ class ChunkGradient:
         self._here, self.shard = None, self._host.tensor
 
     def _arrive(self) -> None:
-        """Wait for the copy that is on its way to the host."""
+        """Wait for the copy to the host."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
@@ -351,7 +351,7 @@ class ChunkGradient:
     # -- whole chunks -------------------------------------------------------------------------------------------
 
     def _put_aside(self) -> None:
-        """Offload the whole gradients of this backward; nothing is sent to other ranks."""
+        """Offload this backward's whole gradients without reducing them."""
         if self.tier == "device" or self._whole is None:
             return
         whole, self._whole = self._complete(), None
@@ -363,7 +363,7 @@ class ChunkGradient:
         self._owed = True
 
     def _complete(self) -> Block:
-        """Return the whole chunk's gradient: zeros where none arrived, padding included, plus what was put aside."""
+        """Return the whole chunk's gradient: zeros where none arrived and in padding, plus offloaded gradients."""
         whole = self._whole or self._allocate(self.chunk.spec.size_elems)
         end = 0
         for place, slot in enumerate(self.chunk.spec.slots):

@@ -19,13 +19,13 @@ from meshfold.mesh import did_you_mean
 from meshfold.mesh.spec import format_table
 from meshfold.zero_gemini.errors import ChunkLayoutError
 
-# A shard starts and ends on a block of 8-bit moments (256 elements share a scale); that is at least 256 bytes in
-# every dtype, so it is also whole cache lines and vectors.
+# Shards are aligned to blocks of 8-bit moments (256 elements share a scale). That is at least 256 bytes in every dtype, so
+# also whole cache lines and vectors.
 SHARD_ALIGN_ELEMS = 256
 
-# A parameter starts on at least 64 bytes in every dtype (a cache line, an AVX-512 vector), 128 bytes in 16 bits (a
-# GPU's memory transaction). Matrix multiplication and Triton want 16. Matrices are multiples of it, so only a few
-# small or odd parameters cost anything, 63 elements each at most.
+# Parameters are aligned to at least 64 bytes in every dtype (a cache line, an AVX-512 vector), and 128 bytes in 16 bits
+# (a GPU memory transaction); matmuls and Triton need 16. Matrices are multiples of it anyway, so only small or odd
+# parameters waste anything, at most 63 elements each.
 SLOT_ALIGN_ELEMS = 64
 
 
@@ -284,7 +284,7 @@ def lay_out(
     opened: list[_Open] = []
     current: dict[Hashable, _Open] = {}
     for item in items:
-        # `full` is a multiple of the slots' alignment, so a padded item fits exactly if the item does
+        # `full` is a multiple of the slot alignment, so a padded item fits if and only if the item does
         padded = round_up(item.numel, slot_align_elems)
         if padded > full:
             chunk = _Open(item.group, size_elems=round_up(item.numel, unit))
@@ -310,7 +310,7 @@ def lay_out(
 
 @dataclass(slots=True)
 class _Open:
-    """A chunk that is being filled."""
+    """Chunk that is being filled."""
 
     group: Hashable
     size_elems: int = 0

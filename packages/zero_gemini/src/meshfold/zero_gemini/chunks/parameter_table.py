@@ -22,7 +22,7 @@ class Kind:
 
     dtype: torch.dtype
     trained: bool
-    holders: int  # 0: not the same for all elements
+    holders: int  # ranks that hold an element; 0 if that differs between elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,6 @@ def lay_out_members(
 
 
 def _size(items: Sequence[Item], ranks: int) -> int:
-    """Elements of a chunk."""
+    """Return the elements of a chunk."""
     least = min(MIN_CHUNK_ELEMS, max(LEAST_ELEMS, sum(item.numel for item in items) // PARTS))
     return search_chunk_size(items, ranks, min_elems=least, max_elems=4 * least).chunk_elems

@@ -78,7 +78,7 @@ class Shares:
         after = sum(sizes)
         for size in sizes:
             after -= size
-            behind = after / elements  # share of the elements that come later
+            behind = after / elements  # fraction of elements in later chunks
             state: MemoryTier = (
                 "disk" if behind < self.disk_optimizer else "host" if behind < self.host_optimizer else "device"
             )
@@ -103,7 +103,7 @@ class ParameterBudget:
     state: MemoryTier = "host"
 
     def __call__(self, sizes: Sequence[int]) -> list[ChunkPlacement]:
-        left = self.most_bytes - 2 * max(sizes, default=0) * self.element_bytes  # one in use, one on its way
+        left = self.most_bytes - 2 * max(sizes, default=0) * self.element_bytes  # one chunk in use, one being loaded
         placements = []
         for size in sizes:
             left -= size * self.element_bytes
@@ -150,7 +150,7 @@ def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
             if device + move.device_bytes <= most_device
             and (move.host_bytes <= 0 or host + move.host_bytes <= most_host)
         ]
-        # If no move left leaves the device, all fit: the sums above include them.
+        # If no remaining move frees device memory, all of them fit: the sums above include them.
         chosen = min(fitting or [move for move in left if move.device_bytes < 0], key=lambda move: move.host_bytes)
         left.remove(chosen)
         order.append(chosen)

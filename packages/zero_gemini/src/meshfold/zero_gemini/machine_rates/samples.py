@@ -30,7 +30,7 @@ _BYTES = 256 * MiB
 _ELEMENTS, _ELEMENTS_BESIDE_GPU = (
     2**25,
     2**26,
-)  # of the optimizer's step: 450 and 900 MB, more than caches hold
+)  # of an optimizer step: 450 and 900 MB, larger than caches
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 _ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
 _PERIOD_S, _PERIODS = 0.15, 5
@@ -110,7 +110,7 @@ def _of_gpu_alone(device: torch.device) -> Machine:
 
 
 def _gpu_memory(device: torch.device) -> float:
-    """Bytes/s of a copy on the device, reads and writes together."""
+    """Measure a copy on the device: bytes/s, reads and writes together."""
     x = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     return 2 * _BYTES / _seconds(lambda a, b: b.copy_(a), device, x)
 
@@ -127,13 +127,13 @@ def _rates_of(device: torch.device, regime: Regime) -> Machine:
         disk_bytes=0,
     )
     if device.type != "cuda":
-        # The compute device is a budget of the same memory: copies between the two are copies in it.
+        # The compute device is a part of host memory, so copies between the two are host copies.
         copy = _seconds(lambda a, b: b.copy_(a), device, torch.empty(_BYTES, dtype=torch.uint8)) or 1e-9
         rate = _BYTES / copy
         return replace(machine, gpu_memory=host, h2d=rate, d2h=rate, pcie_both=rate, collective=rate)
     up, down, both = _copies(device)
     through, cores = _together(device, regime)
-    gained = through / regime.step + (cores - cores_alone) / regime.first_pass  # elements a second
+    gained = through / regime.step + (cores - cores_alone) / regime.first_pass  # elements per second
     if gained > (WORTH_IT - 1) * cores_alone / regime.first_pass:
         machine = replace(
             machine, gpu_streaming=through, host_memory_while_streaming=cores, streaming_bytes=STREAMING_BYTES
@@ -142,12 +142,12 @@ def _rates_of(device: torch.device, regime: Regime) -> Machine:
 
 
 class _Sample:
-    """Optimizer state on the host, and how fast it is stepped there or through the device."""
+    """Optimizer state on the host, to measure steps by the cores or by the device."""
 
     def __init__(self, memory: Memory, regime: Regime) -> None:
         self.elements = _ELEMENTS if memory.device.type == "cpu" else _ELEMENTS_BESIDE_GPU
         self._regime = regime
-        self.passed = 0  # elements that the device has stepped, or is about to
+        self.passed = 0  # elements that the device has stepped or queued
         dtype = _DTYPES.get(regime.name, torch.bfloat16)
         self._kept = planes_of(dtype, regime.name)
         planes = (Plane("weights", dtype), Plane("gradient", dtype), *self._kept)
@@ -158,18 +158,18 @@ class _Sample:
         tensors = {name: block.tensor.zero_() for name, block in self._blocks.items()}
         self.gradient, self.weights = tensors.pop("gradient"), tensors.pop("weights")
         self._planes = tensors
-        # Where parameters go when they have been stepped.
+        # Stepped parameters are copied here.
         self._there = torch.empty_like(self.weights, device=memory.device) if memory.device.type == "cuda" else None
 
     def half(self) -> int:
-        """The first half of a step, by the cores, while as many parameters go to a GPU: bytes that the cores move."""
+        """Run the first half of a step on the cores while as many parameters are copied to a GPU; return the cores' bytes."""
         self._show()
         state = state_of(self.weights, self._planes)
         adam_update_parameters(state, self.gradient, _ADAM, step=1, grad_scale=1.0, start=0, seed=0)
         return round(self._regime.first_pass * self.elements)
 
     def through(self, streaming: GpuStreaming) -> Callable[[], None]:
-        """A step, by the device, and as many parameters behind it. Counts in ``passed`` as it goes."""
+        """Run a step on the device, followed by a copy of as many parameters; counts its elements in ``passed``."""
 
         def piece(_: int, state: AdamState, gradient: Tensor, begin: int) -> None:
             adam_step(state, gradient, _ADAM, step=1, grad_scale=1.0, start=begin, seed=0)
@@ -195,12 +195,12 @@ class _Sample:
 
 
 def _adam(device: torch.device, regime: Regime) -> tuple[float, float]:
-    """Bytes/s of host memory while the optimizer steps on the host and its parameters go to a GPU, if there is one.
+    """Measure host memory, bytes/s, while the optimizer steps on the host and its parameters are copied to a GPU, if any.
 
-    Of both together, and of the optimizer alone.
+    Returns (both together, the optimizer alone).
     """
     sample = _Sample(Memory(device), regime)
-    sample.half()  # makes the kernel
+    sample.half()  # compiles the kernel
     alone = _steady(sample.half)
     synchronize(device)
     sample.free()
@@ -209,10 +209,10 @@ def _adam(device: torch.device, regime: Regime) -> tuple[float, float]:
 
 
 def _steady(work: Callable[[], int]) -> float:
-    """Return the sustained bytes/s of some work: the best period, once none was faster for a while.
+    """Return the sustained bytes/s of some work: the best period, once no faster one has come for a while.
 
-    In a step threads are awake and clocks are up; in a new process they are not. Other work on the machine
-    only makes it slower.
+    In a training step threads are awake and clocks are high; in a new process they are not. Other work on the machine only
+    slows it down, so the best period counts.
     """
     best, begin = 0.0, time.perf_counter()
     better = now = begin
@@ -227,15 +227,15 @@ def _steady(work: Callable[[], int]) -> float:
 
 
 def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
-    """Bytes/s of state that passes through the device, and of host memory under the cores' halves meanwhile.
+    """Measure bytes/s of state streamed through the device, and of host memory used by the cores' halves at the same time.
 
-    Stepped parameters are copied to the device all the time. As for the cores alone, the best of several periods
-    counts: the one in which both together stepped most.
+    Stepped parameters are copied to the device all the time. The best of several periods counts: the one in which cores and
+    device together stepped most.
     """
     memory = Memory(device)
     mine, other = _Sample(memory, regime), _Sample(memory, regime)
     streaming = GpuStreaming(memory=memory)
-    other.through(streaming)()  # once before, so that no kernel is made while the clock runs
+    other.through(streaming)()  # warm up, to compile kernels before measuring
     stop = threading.Event()
 
     def feed() -> None:
@@ -270,7 +270,7 @@ def _together(device: torch.device, regime: Regime) -> tuple[float, float]:
 
 
 def _copies(device: torch.device) -> tuple[float, float, float]:
-    """Bytes/s to the device, from it, and both at once."""
+    """Measure copies to the device, from it, and both at once, bytes/s."""
     memory = Memory(device)
     blocks = [memory.allocate(_BYTES, torch.uint8, "host", "measuring") for _ in range(2)]
     a, b = (block.tensor for block in blocks)
@@ -292,7 +292,7 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
 
 
 def _collective(device: torch.device, everyone: Group) -> float:
-    """Bytes/s that a rank receives in an all-gather."""
+    """Measure the bytes/s that a rank receives in an all-gather."""
     mine = torch.zeros(64 * MiB // everyone.size, dtype=torch.uint8, device=device)
     best = min(_took(lambda: all_gather(mine, everyone, 0), device) for _ in range(3))
     return mine.numel() * (everyone.size - 1) / best
@@ -367,7 +367,7 @@ def with_observed_rates(
     """
 
     def rate(moved: Mapping[StepKind, float]) -> float:
-        """Bytes a second of steps that move so many an element, by what they do; 0 if they were of too few elements."""
+        """Return bytes/s of steps, given the bytes that each kind moves per element; 0 if there were too few elements."""
         seen = {what: timing for what, timing in timings.items() if what in moved and timing.seconds > 0}
         if sum(timing.elements for timing in seen.values()) < ENOUGH_ELEMS:
             return 0.0
@@ -393,7 +393,7 @@ def with_observed_rates(
         )
     if found := rate({"moments": regime.second_pass + both_ways}):
         machine = replace(machine, moments_memory=found)
-    if found := rate({"disk": regime.state}):  # each of its bytes is read and written
+    if found := rate({"disk": regime.state}):  # every byte is read and written
         share = found * (1 / machine.disk_read + 1 / machine.disk_write)
         machine = replace(machine, disk_read=share * machine.disk_read, disk_write=share * machine.disk_write)
     return machine

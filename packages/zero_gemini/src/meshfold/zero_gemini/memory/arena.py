@@ -19,8 +19,8 @@ from meshfold.zero_gemini.errors import ArenaError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.copies import Waiting
 from meshfold.zero_gemini.memory.pinned import PAGE_BYTES, page_locked
 
-# What the CUDA allocator rounds to: storages are made that large, so that its count is ours (but for up to 1 MiB that
-# it leaves to a block rather than split a cached segment).
+# The CUDA allocator's rounding. Storages have rounded sizes, so that its count equals ours, except for up to 1 MiB that it
+# leaves in a block rather than split a cached segment.
 ROUND_BYTES = 512
 
 
@@ -54,7 +54,7 @@ class Block:
 
     @property
     def freed(self) -> bool:
-        """Return whether its memory was given back."""
+        """Return True if its memory was given back."""
         return self._tensor is None
 
     def empty(self) -> None:
@@ -165,7 +165,7 @@ class Arena:
         return -(-numel * dtype.itemsize // self._round_bytes) * self._round_bytes
 
     def fits(self, numel: int, dtype: torch.dtype) -> bool:
-        """Return whether the budget still allows a block of ``numel`` elements."""
+        """Return True if the budget still allows a block of ``numel`` elements."""
         free = self.free_bytes
         return free is None or self.nbytes(numel, dtype) <= free
 
@@ -185,9 +185,9 @@ class Arena:
             raise ArenaError(f"arena {self.name!r}: a block of {numel} elements; it must have at least 1")
         nbytes = self.nbytes(numel, dtype)
         with self._lock:
-            self._claim(nbytes)  # before it is made, so that threads cannot exceed the budget together
+            self._claim(nbytes)  # before allocating, so that threads together stay within the budget
         try:
-            with _disable_current_modes():  # modes that count what a model's operators make leave this out
+            with _disable_current_modes():  # hidden from modes that count a model's allocations
                 storage = self._storage(nbytes)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError
             self._refused(nbytes, error)
@@ -228,7 +228,7 @@ class Arena:
             block._tensor = None
 
     def _claim(self, nbytes: int) -> None:
-        """Count bytes as used if the budget allows them; the lock is held."""
+        """Count bytes as used if the budget allows it; the caller holds the lock."""
         if self.budget_bytes is not None and self._used + nbytes > self.budget_bytes:
             raise self._exhausted(nbytes, "")
         self._used += nbytes
@@ -243,7 +243,7 @@ class Arena:
             self._used -= nbytes
 
     def _refused(self, nbytes: int, error: Exception) -> NoReturn:
-        """Withdraw a claim and raise the error of the device, out of memory as :class:`OutOfBudget`."""
+        """Withdraw a claim and raise the device's error; out of memory becomes :class:`OutOfBudget`."""
         with self._lock:
             self._used -= nbytes
             if not _is_out_of_memory(error):
@@ -260,7 +260,7 @@ class Arena:
         return held.most_common(most)
 
     def _exhausted(self, wanted: int, reason: str) -> OutOfBudget:
-        """The error to raise; the lock is held."""
+        """Return the error to raise; the caller holds the lock."""
         if self.budget_bytes is None:
             budget = "there is no budget"
         else:
@@ -290,7 +290,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _size(nbytes: int) -> str:
-    """Return a number of bytes as text: exact below 1 MiB, else in MiB or GiB."""
+    """Format a number of bytes: exact below 1 MiB, else in MiB or GiB."""
     if nbytes >= 2**30:
         return f"{nbytes / 2**30:.2f} GiB"
     if nbytes >= 2**20:

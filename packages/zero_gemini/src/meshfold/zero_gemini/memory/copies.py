@@ -57,7 +57,7 @@ class Arrival:
             self.event.synchronize()
 
     def is_over(self) -> bool:
-        """Return whether the stream has reached the mark."""
+        """Return True if the stream has reached the mark."""
         return self.event is None or self.event.query()
 
 

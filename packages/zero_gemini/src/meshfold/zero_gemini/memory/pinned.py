@@ -21,19 +21,19 @@ _PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of the 
 
 
 class _Pages(mmap.mmap):
-    """Pages that are unlocked right before they are unmapped, when nothing refers to them any more."""
+    """Pages that are unlocked right before they are unmapped, once nothing refers to them."""
 
     _unlock: Callable[[int], object] | None = None
     _address = 0
     _process = 0
 
     def advise(self, advice: str) -> None:
-        with contextlib.suppress(OSError):  # advice is optional: older kernels lack some
+        with contextlib.suppress(OSError):  # only advice: older kernels lack some kinds
             if hasattr(mmap, advice):
                 self.madvise(getattr(mmap, advice))
 
     def lock(self, address: int, nbytes: int) -> None:
-        # A fork (the workers of a data loader) would copy locked pages one by one: children do without them.
+        # A fork (workers of a data loader) would copy locked pages one by one, so children get none of them.
         self.advise("MADV_DONTFORK")
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
@@ -71,7 +71,7 @@ def page_locked(nbytes: int) -> Tensor:
         begin = torch.frombuffer(pages, dtype=torch.uint8).data_ptr() // PAGE_BYTES
         front = (next(_turns) - begin) % _STARTS * PAGE_BYTES
     storage = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=front)
-    # The first write takes the memory from the system: slow, so all of torch's threads share it.
+    # The first write faults the pages in, which is slow: share it among torch's threads.
     storage.fill_(0)
     if torch.cuda.is_available():
         pages.lock(storage.data_ptr(), nbytes)

@@ -81,7 +81,7 @@ class BlockFile:
         try:
             self._all(data[:body], offset, write=write)
         except OSError as error:
-            if error.errno != errno.EFAULT:  # some drivers' memory cannot be reached by direct I/O: copy it
+            if error.errno != errno.EFAULT:  # direct I/O cannot reach some drivers' memory: copy it
                 raise
             body = 0
         if body < len(data):
@@ -94,7 +94,7 @@ class BlockFile:
                 rest[:] = bounce[: len(rest)]
 
     def _bounce(self, nbytes: int) -> Bytes:
-        """Aligned bytes of this thread, at most one piece."""
+        """Return aligned bytes of this thread, at most one piece."""
         have: Bytes | None = getattr(self._bounces, "array", None)
         if have is None or len(have) < nbytes:
             have = self._bounces.array = aligned_empty(nbytes).numpy()
@@ -105,7 +105,7 @@ class BlockFile:
         while done < len(data):
             call = os.pwritev if write else os.preadv
             count = call(self.data, [view[done:]], offset + done)
-            if self.direct:  # go on from a page
+            if self.direct:  # continue at a page boundary
                 count -= count % ALIGN
             if count <= 0 and write:
                 raise OSError(errno.EIO, "the file system took no more bytes, without a reason")

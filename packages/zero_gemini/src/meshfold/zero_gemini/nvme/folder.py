@@ -46,10 +46,10 @@ def block_path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
 
 
 def _lock(path: Path) -> int:
-    """Open a file, or make it, for this process alone and return the descriptor that holds the lock.
+    """Open or create a file for this process alone; return the descriptor that holds the lock.
 
     Raises:
-        DiskError: it cannot be opened or created (read-only, ...), is not a plain file, or is in use.
+        DiskError: if it cannot be opened or created (read-only, ...), is not a plain file, or is in use.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CREAT
     while True:
@@ -104,7 +104,7 @@ def claim(path: Path, notes: list[str]) -> int:
 
 
 def is_others(error: DiskError, path: Path) -> bool:
-    """Return whether a file could not be opened because another store or user has it."""
+    """Return True if a file could not be opened because another store or user has it."""
     return error.errno == errno.EAGAIN or (error.errno in (errno.EACCES, errno.EPERM) and path.exists())
 
 
@@ -150,7 +150,7 @@ def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
         DiskError: says how many bytes are wanted, free and missing.
     """
     free = free_bytes(path.parent)
-    if free is not None and free < nbytes:  # raised at once: the system would fill the disk first
+    if free is not None and free < nbytes:  # fail at once: the system would fill the disk first
         raise _no_space(path, nbytes, free, OSError(errno.ENOSPC, ""))
     try:
         os.pwrite(control, first, 0)
@@ -171,7 +171,7 @@ def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
 
 
 def _fill(control: int, start: int, end: int) -> None:
-    """Reserve space by writing zeros, if the system has no call for it."""
+    """Reserve space by writing zeros, where the system has no call for it."""
     zeros = memoryview(bytes(1 << 20))
     while start < end:
         start += os.pwrite(control, zeros[: end - start], start)
@@ -235,7 +235,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[str]:
         for path in sorted(Path(folder).glob(_ANY)):
             try:
                 control = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except OSError:  # of another user, or gone already
+            except OSError:  # another user's, or already removed
                 continue
             try:
                 note = _left_behind(path, control)
@@ -250,7 +250,7 @@ def sweep(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _left_behind(path: Path, control: int) -> str:
-    """Lock a file that no process uses any more and return a note about it; empty for any other file.
+    """Lock a file that no process uses any more and return a note about it; return "" for any other file.
 
     Raises:
         OSError: if it is in use.
@@ -258,7 +258,7 @@ def _left_behind(path: Path, control: int) -> str:
     if not stat.S_ISREG(os.fstat(control).st_mode):
         return ""
     note = _as_left_behind(path, control)
-    if note:  # only if unused: others are not locked even for a moment, as a process may be about to lock them
+    if note:  # checked first: a process may be about to lock a file that is in use
         fcntl.flock(control, fcntl.LOCK_EX | fcntl.LOCK_NB)
         note = _as_left_behind(path, control)
     return note
@@ -271,6 +271,6 @@ def _as_left_behind(path: Path, control: int) -> str:
     try:
         header = Header.unpack(start, str(path))
     except DiskError:
-        return ""  # not ours, or not whole: left to the user
+        return ""  # not ours, or incomplete: leave it to the user
     size = os.fstat(control).st_blocks * 512
     return f"{path}: removed, {size:,} bytes that process {header.pid} left, which was killed."

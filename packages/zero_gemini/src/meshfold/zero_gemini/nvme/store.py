@@ -80,7 +80,7 @@ class DiskStore:
 
     @property
     def direct(self) -> bool:
-        """Return whether blocks bypass the page cache."""
+        """Return True if blocks bypass the page cache."""
         return self._file.direct
 
     @property
@@ -155,7 +155,7 @@ class Block:
     place: BlockPlace
     written: bool = False
     queue: deque[Request] = field(default_factory=deque)
-    torn: str = ""  # why its last write failed; words, as an error would hold on to its frames' tensors
+    torn: str = ""  # why its last write failed; a string, since an exception keeps its frames' tensors alive
 
 
 class BlockQueues:
@@ -170,7 +170,8 @@ class BlockQueues:
         self._owner = os.getpid()
         self._closed = False
         self._pool = _started_pool(in_flight, file)
-        # If the store is never closed its file goes with it, unless the process is killed. Work on its way keeps us alive.
+        # A store that is never closed removes its file when it is collected, unless the process is killed. Pending requests keep
+        # the store alive.
         self._finalizer = weakref.finalize(self, file.release, owner=self._owner)
 
     def usable(self) -> None:
@@ -182,7 +183,7 @@ class BlockQueues:
 
     def submit(self, request: Request) -> None:
         block = self.blocks[request.place.name]
-        self.usable()  # before the lock, which a forked child may have got in its locked state
+        self.usable()  # before the lock: a forked child may have inherited it locked
         with self._lock:
             self.usable()
             block.queue.append(request)
@@ -190,7 +191,7 @@ class BlockQueues:
                 self._launch(block)
 
     def _launch(self, block: Block) -> None:
-        """Start the requests at the head of the queue, under the lock; the last piece of each comes back here."""
+        """Start the requests at the head of the queue, under the lock. The last piece of each calls this again."""
         while block.queue:
             request = block.queue[0]
             pieces = block.place.pieces
@@ -202,7 +203,7 @@ class BlockQueues:
             for index, (start, length) in enumerate(pieces):
                 try:
                     self._pool.submit(self._piece, block, request, start, length)
-                except RuntimeError as error:  # the interpreter is on its way out
+                except RuntimeError as error:  # the interpreter is shutting down
                     request.error = DiskError(f"{self.path}: block {block.place.name!r}: {error}.")
                     request.left -= len(pieces) - index
                     break
@@ -212,7 +213,7 @@ class BlockQueues:
 
     def _piece(self, block: Block, request: Request, start: int, length: int) -> None:
         place, error = block.place, None
-        if request.error is None:  # once a piece has failed the others are not worth their time
+        if request.error is None:  # after a failed piece, skip the rest
             try:
                 self.file.move(request.data[start : start + length], place.offset + start, write=request.writes)
             except OSError as failure:
@@ -221,7 +222,7 @@ class BlockQueues:
                     f"{start} of {place.nbytes}: {failure.strerror}.",
                     failure,
                 )
-            except BaseException as failure:  # no waiter may be left waiting
+            except BaseException as failure:  # wake the waiters
                 error = DiskError(f"{self.path}: block {place.name!r} failed: {failure!r}.")
         with self._lock:
             request.error = request.error or error
@@ -235,13 +236,13 @@ class BlockQueues:
             block.torn = str(request.error or "")
             block.written |= request.error is None
         block.queue.popleft()
-        request.tensor = None  # the caller's memory is the caller's again
+        request.tensor = None  # release the caller's tensor
         request.data = request.data[:0].copy()
         request.finished.set()
         self._idle.notify_all()
 
     def drain(self) -> None:
-        """Return when nothing is pending."""
+        """Wait until nothing is pending."""
         with self._idle:
             self._idle.wait_for(lambda: not any(block.queue for block in self.blocks.values()))
 
@@ -255,7 +256,7 @@ class BlockQueues:
             self.file.sync()
         except OSError as cause:
             failure = disk_error(f"{self.path} could not be synced to disk: {cause.strerror}.", cause)
-            with self._lock:  # the system says this once, and does not say which bytes it dropped
+            with self._lock:  # reported once, without saying which bytes were lost
                 for block in self.blocks.values():
                     block.torn = str(failure)
             raise failure from cause
@@ -275,7 +276,7 @@ class BlockQueues:
 
 
 def _started_pool(in_flight: int, file: BlockFile) -> ThreadPoolExecutor:
-    """Return a pool whose threads all run, so that a system without enough threads fails before training."""
+    """Return a pool with all threads started, so that a lack of threads shows before training."""
     pool = ThreadPoolExecutor(in_flight, thread_name_prefix="meshfold-disk")
     together = threading.Barrier(in_flight + 1)
     try:
@@ -310,11 +311,11 @@ class Pending:
         self._request = request
 
     def done(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
+        """Return True if `wait` would return, or raise, at once."""
         return self._request.finished.is_set()
 
     def wait(self) -> None:
-        """Return once the block is in the file (write) or in the tensor (read). May be called again.
+        """Wait until the block is in the file (write) or in the tensor (read). May be called again.
 
         Raises:
             DiskError: names the file, the block and the reason (its ``errno`` is that of the system). The source of a

@@ -48,7 +48,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def suits(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtype: torch.dtype) -> bool:
-    """Return whether our Adam computes what a torch optimizer would: Adam or AdamW without extras, in float32 throughout."""
+    """Return True if our Adam computes what a torch optimizer would: Adam or AdamW without extras, in float32 throughout."""
     return (
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and dtype in _FLOATS
@@ -154,8 +154,8 @@ class AdamStepper(AdamValues):
         groups = self._groups_of()
         self.finish()
         late: dict[Chunk, Halves] = {}
-        on_disk = []  # what passes through the buffers, in order
-        factors: dict[torch.device, Tensor] = {}  # the factor, once on each device
+        on_disk = []  # pieces that pass through the buffers, in order
+        factors: dict[torch.device, Tensor] = {}  # the factor on each device
         steps: dict[Chunk, ChunkStep] = {}
         for chunk, gradient in gradients.items():
             factor = scale
@@ -170,7 +170,7 @@ class AdamStepper(AdamValues):
             if not self.steps_in_background(chunk):
                 step.at_once()
                 continue
-            # Late for every rank of the chunk's group, whatever lies in its shard: showing the chunk is theirs together.
+            # Deferred on every rank of the chunk's group, even if a rank's shard is empty: publishing is a collective.
             if chunk in made:
                 chunk.promise_step(_StepOfChunk(self, chunk))
                 continue
@@ -183,14 +183,14 @@ class AdamStepper(AdamValues):
                 self.disk.ring.expect(on_disk)
                 then = partial(self._get_ready, on_disk)
             self._worker.submit(late, list(reversed(late)), then)
-        # Schedulers of torch warn if they are stepped before the optimizer, which never steps itself here.
+        # torch's schedulers warn if they step before the optimizer, whose own step() is never called here.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     # -- one by one ---------------------------------------------------------------------------------------------
 
     def begin_steps(self, chunks: Sequence[Chunk]) -> None:
         for chunk in self._held:
-            chunk.wait_step()  # the last step of what this one did not use may still be pending
+            chunk.wait_step()  # chunks unused in this step may still have a pending one
         self._groups = self._groups_of()
         self._coming = [
             piece
@@ -265,7 +265,7 @@ class AdamStepper(AdamValues):
     # -- within -------------------------------------------------------------------------------------------------
 
     def _groups_of(self) -> dict[Tensor, Any]:
-        """The group of each parameter of the optimizer."""
+        """Return the group of each of the optimizer's parameters."""
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
     def _read_ahead(self) -> None:
@@ -273,7 +273,7 @@ class AdamStepper(AdamValues):
             self.disk.ring.advance()
 
     def _get_ready(self, pieces: list[Piece]) -> None:
-        """After a step: start reading what the next one needs first."""
+        """After a step, start reading the pieces that the next step needs first."""
         if self.disk is not None:
             self.disk.ring.settle()
             self.disk.ring.expect(pieces)
@@ -286,7 +286,7 @@ class AdamStepper(AdamValues):
         used: set[str],
         groups: Mapping[Tensor, Any],
     ) -> ChunkStep:
-        """The next step of a chunk."""
+        """Return the next step of a chunk."""
         return ChunkStep(
             held=self._held[chunk],
             gradient=gradient,
@@ -303,7 +303,7 @@ class AdamStepper(AdamValues):
             self._steps[part.name] += part.name in used
 
     def _runs(self, chunk: Chunk, used: set[str], groups: Mapping[Tensor, Any]) -> list[Run]:
-        """Return spans of the shard that are stepped alike, with as many neighbours as possible in one."""
+        """Return the spans of the shard with equal settings and step counts; merge neighbours."""
         parameters = self._held[chunk].weights.parameters
         runs: list[Run] = []
         key = None
@@ -335,7 +335,7 @@ class AdamStepper(AdamValues):
         self._speculative.land_all()
 
     def done_with(self, chunk: Chunk) -> None:
-        """Return once a chunk's gradient is no longer needed."""
+        """Wait until a chunk's gradient is no longer needed."""
         self.faults.keep(partial(self._worker.wait_moments, chunk))
 
     def close(self) -> None:
@@ -364,7 +364,7 @@ class AdamStepper(AdamValues):
 
 
 class _StepOfChunk:
-    """A pending host step of a chunk (:class:`meshfold.zero_gemini.chunks.chunk.PendingStep`)."""
+    """Pending host step of a chunk (:class:`meshfold.zero_gemini.chunks.chunk.PendingStep`)."""
 
     def __init__(self, stepper: AdamStepper, chunk: Chunk) -> None:
         self._stepper, self._chunk = stepper, chunk

@@ -22,7 +22,7 @@ class AdamValues(ABC):
 
     _held: dict[Chunk, Held]
     _chunks: dict[str, Chunk]  # by name
-    _steps: dict[str, int]  # of each parameter
+    _steps: dict[str, int]  # step count by parameter
 
     @abstractmethod
     def _wait(self) -> None:
@@ -45,7 +45,7 @@ class AdamValues(ABC):
         self.drop_speculative()
         held, (begin, end) = self._idle(name), self._range(name)
         weights = held.weights.tensor[begin:end]
-        # Split where the values are: half the bytes go to page-locked memory directly, and no device waits for the host.
+        # Split on the values' device: only half the bytes are copied, directly to page-locked memory, and the device never waits.
         values = held.chunk.cut(name, block).float().contiguous()
         if weights.dtype == torch.float32:
             weights.copy_(values)
@@ -127,7 +127,7 @@ class AdamValues(ABC):
                     getattr(state, key).copy_(part)
 
     def _idle(self, name: str) -> Held:
-        """Wait for work on a parameter's chunk and return its state."""
+        """Wait for the work on a parameter's chunk and return its state."""
         self._wait()
         return self._held[self._chunks[name]]
 

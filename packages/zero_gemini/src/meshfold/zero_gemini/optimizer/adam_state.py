@@ -186,7 +186,7 @@ class Held:
         self.place = place
 
     def _copy_over(self, place: MemoryTier) -> None:
-        """From memory to memory, one plane at a time."""
+        """Copy between memories, one plane at a time."""
         done: list[str] = []
         try:
             for plane in self.planes:
@@ -230,7 +230,7 @@ class Held:
         do: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Call a function with the views of each piece on disk, and those of the same elements in memory."""
+        """Call a function with the views of each piece on disk, and of the same elements in memory."""
         self._ring.expect(() if change else self._pieces)
         for piece in self._pieces:
             with self._ring.open(piece, change=change, now=True) as views:
@@ -276,10 +276,10 @@ def _tensors(blocks: Mapping[str, Block]) -> dict[str, Tensor]:
 
 
 def _seen_alone(weights: Tensor) -> Tensor:
-    """Weights through a separate storage, on the host.
+    """Return host weights through a separate storage.
 
-    The kernels access memory through NumPy, and torch never again resizes a storage that NumPy has seen; the shard's must
-    be resizable, for when the chunk is released.
+    Kernels access memory through NumPy, and torch refuses to resize a storage that NumPy has used. The shard's own storage
+    must stay resizable, to release the chunk.
     """
     return from_dlpack(weights.detach()) if weights.device.type == "cpu" else weights
 

@@ -58,7 +58,7 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Return whether a failed step has been reported."""
+        """Return True if a failed step has been reported."""
         return self._failure is not None
 
     def submit(self, steps: dict[Chunk, Halves], backward: list[Chunk], then: Work | None = None) -> None:
@@ -95,22 +95,22 @@ class Worker:
         return on_its_way is None or on_its_way.is_over()
 
     def wait_parameters(self, chunk: Chunk) -> None:
-        """Return once the chunk's parameters are written."""
+        """Wait until the chunk's parameters are written."""
         on_its_way = self._end(self._parameters.pop(chunk, None))
         if on_its_way is not None:
             on_its_way()
 
     def wait_moments(self, chunk: Chunk) -> None:
-        """Return once the chunk's whole step is done, and its gradient is no longer needed."""
+        """Wait until the chunk's whole step is done, and its gradient is no longer needed."""
         self.wait_parameters(chunk)
         self._end(self._moments.pop(chunk, None))
 
     def wait(self, but: Collection[Chunk] = ()) -> None:
-        """Return once everything is done, except the steps of some chunks."""
+        """Wait until everything is done, except the steps of some chunks."""
         for chunk in {**self._parameters, **self._moments}:
             if chunk not in but:
                 self.wait_moments(chunk)
-        while self._rest and not but:  # it may be theirs
+        while self._rest and not but:  # may belong to the excepted chunks
             self._end(self._rest.pop())
 
     def close(self) -> None:
@@ -136,17 +136,17 @@ class Worker:
             before = torch.get_num_threads()
             self._pool = ThreadPoolExecutor(1, "meshfold-step")
             self._pool.submit(_take_threads, threads_for_steps(before)).result()
-            torch.set_num_threads(before)  # what one thread sets is what later ones begin with
+            torch.set_num_threads(before)  # the last setting is the default of new threads
         return self._pool
 
 
 class _Deal:
-    """Chunks of one step, each taken by the cores or by the device, whichever is free first."""
+    """Work queue of one step's chunks; each is taken by the cores or the device, whichever is free first."""
 
     def __init__(self, steps: dict[Chunk, Halves], done: dict[Chunk, Future[Arrival | None]]) -> None:
         """Args:
-        steps: in the order in which they are needed.
-        done: called once parameters are written or being written, with a function that waits for them.
+        steps: by chunk, in the order of their use.
+        done: futures set once the parameters are written or on their way, to a function that waits for them.
         """
         self._steps, self._left = steps, [*steps]
         self._done = {chunk: done[chunk] for chunk in steps}
@@ -154,24 +154,24 @@ class _Deal:
         self._on_device: set[Chunk] = set()
 
     def to_cores(self) -> None:
-        """Take chunks until none is left."""
+        """Let the cores take chunks until none is left."""
         while (chunk := self._next(on_device=False)) is not None:
             self._do(chunk, self._steps[chunk].parameters)
 
     def to_device(self) -> None:
-        """Take chunks that the device can step until none is left."""
+        """Let the device take chunks that it can step until none is left."""
         while (chunk := self._next(on_device=True)) is not None:
             start = self._steps[chunk].on_device
-            assert start is not None  # chosen so
+            assert start is not None  # _next chose it
             self._do(chunk, start)
 
     def moments(self, chunk: Chunk) -> None:
-        """Run the second half of a chunk, unless the device has done it."""
+        """Run the second half of a chunk's step, unless the device has done it."""
         steps = self._steps[chunk]
         if steps.moments is None or (chunk in self._on_device and steps.device_does_all):
             return
         on_its_way = self._done[chunk].result()
-        if on_its_way is not None:  # the device still reads the moments as they were
+        if on_its_way is not None:  # the device still reads the old moments
             on_its_way()
         steps.moments()
 
@@ -202,9 +202,9 @@ def threads_for_steps(there: int) -> int:
 
 
 def _take_threads(count: int) -> None:
-    """Let torch, and kernels that follow its setting, use so many threads when called from this one."""
+    """Set the number of threads of torch, and of kernels that follow it, for calls from this thread."""
     import numba
 
-    numba.get_num_threads()  # where it starts its own threads it changes how many torch has
+    numba.get_num_threads()  # starting numba's threads may change torch's number
     torch.set_num_threads(count)
-    torch.get_num_threads()  # settles it: what other threads set from now on does not count here
+    torch.get_num_threads()  # fixes it for this thread: later settings elsewhere do not apply

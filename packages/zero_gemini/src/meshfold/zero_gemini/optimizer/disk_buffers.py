@@ -21,7 +21,7 @@ from meshfold.zero_gemini.memory.pinned import PAGE_BYTES
 from meshfold.zero_gemini.nvme import DiskStore, Pending
 from meshfold.zero_gemini.optimizer.master_weights import Plane, views
 
-_PAUSE_SECONDS = 2e-4  # a piece is on its way for some 20 ms
+_PAUSE_SECONDS = 2e-4  # a piece takes about 20 ms
 
 
 @dataclass(eq=False, kw_only=True)
@@ -55,13 +55,13 @@ class Piece:
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer and its contents, present or pending."""
+    """Buffer and its contents, present or pending."""
 
     block: Block
     tensor: Tensor
     piece: Piece | None = None
     pending: Pending | None = None
-    writes: bool = False  # what is pending
+    writes: bool = False  # the pending operation is a write
     dirty: bool = False  # changed since it was last written
 
 
@@ -76,7 +76,7 @@ class Ring:
     def __init__(self, count: int) -> None:
         self.count, self.nbytes = count, 0
         self._buffers: list[_Buffer] = []
-        self._order: deque[Piece] = deque()  # what will be used next
+        self._order: deque[Piece] = deque()  # pieces in the order of their use
         self._failed: dict[Piece, DiskError] = {}
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Ring:
             raise
 
     def _make(self, nbytes: int, memory: Memory) -> None:
-        # A pinned block begins on a page, as direct I/O wants it; another one is a page longer and cut to one.
+        # Direct I/O needs page alignment. Pinned blocks have it; others get an extra page and are cut.
         extra = 0 if memory.host_arena.pinned else PAGE_BYTES
         for _ in range(self.count if nbytes else 0):
             block = memory.allocate(nbytes + extra, uint8, "disk", "buffers of the disk")
@@ -117,7 +117,7 @@ class Ring:
     def _drop(self) -> None:
         self._order.clear()
         for buffer in self._buffers:
-            if buffer.pending is not None:  # what reads ahead
+            if buffer.pending is not None:  # a read ahead
                 _end(buffer.pending)
             buffer.tensor = buffer.tensor[:0].clone()
             buffer.block.free()
@@ -150,7 +150,7 @@ class Ring:
         buffer = next((buffer for buffer in self._buffers if buffer.piece is piece), None)
         if buffer is None:
             buffer = self._load(self._free(), piece)
-        # A read must be there, and what is being written must not be changed. Others that end meanwhile free buffers.
+        # Wait for a read to arrive, or for a write before changing its data. Operations that end in the meantime free buffers.
         while buffer.pending is not None and not buffer.pending.done():
             self.advance(but=buffer)
             time.sleep(_PAUSE_SECONDS)
@@ -235,7 +235,7 @@ class Ring:
     # -- within -------------------------------------------------------------------------------------------------
 
     def _free(self) -> _Buffer:
-        """Return a buffer for an unexpected piece: an idle one, else the one whose content is needed last."""
+        """Return a buffer for an unexpected piece: an idle one, else the one whose contents are needed last."""
         place = {piece: index for index, piece in enumerate(islice(self._order, self.count))}
 
         def trouble(buffer: _Buffer) -> tuple[int, bool, bool]:
@@ -287,6 +287,6 @@ class Ring:
 
 
 def _end(pending: Pending) -> None:
-    """Wait for an operation whose outcome does not matter."""
+    """Wait for an operation and ignore its outcome."""
     with suppress(DiskError):
         pending.wait()

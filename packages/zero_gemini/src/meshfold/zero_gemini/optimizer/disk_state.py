@@ -75,7 +75,7 @@ class DiskPlanes:
         self.ring = Ring(settings.buffers)
         self._stores: list[DiskStore] = []
         self._notes: list[str] = []
-        self._free: dict[int, list[Slot]] = {}  # by their bytes
+        self._free: dict[int, list[Slot]] = {}  # by size in bytes
         self._used: Counter[int] = Counter()
 
     @property
@@ -108,7 +108,7 @@ class DiskPlanes:
             self._free.setdefault(nbytes, []).append((store, str(index)))
 
     def _made(self, sizes: dict[str, int]) -> DiskStore:
-        """A file of those blocks, under the first free name: other engines may use the folder."""
+        """Create a file of those blocks under the first free name: other engines may use the folder."""
         settings = self.settings
         for number in count():
             name = f"{settings.name}-{number}" if number else settings.name
@@ -122,7 +122,7 @@ class DiskPlanes:
         raise AssertionError("count() has no end")
 
     def _say(self, notes: Iterable[str]) -> None:
-        """Add a note; the first rank also warns, once."""
+        """Add a note; the first rank also prints a warning, once."""
         for note in notes:
             self._notes.append(note)
             if self.settings.rank == 0:
@@ -166,7 +166,7 @@ class DiskPlanes:
         self._used.clear()
 
     def _cuts(self, planes: tuple[Plane, ...], elements: int) -> list[tuple[int, int, int]]:
-        """Return the first and one past the last element of each piece, and its bytes on disk; as equal as possible."""
+        """Return each piece's range of elements and bytes on disk; pieces are as equal as possible."""
         _, all_bytes = lie(planes, elements)
         count = max(1, -(-all_bytes // self.settings.piece_bytes))
         length = -(-elements // (count * BLOCK_ELEMS)) * BLOCK_ELEMS

@@ -63,7 +63,7 @@ class EarlySteps:
         if gradient.is_consumed or gradient in self._waiting:
             return
         if not gradient.is_settled:
-            gradient.offload()  # more may come: it is held
+            gradient.offload()  # more may come: keep it
             return
         self._waiting.append(gradient)
         self.go()
@@ -112,12 +112,12 @@ class EarlySteps:
 
     def _step(self, gradient: ChunkGradient) -> None:
         chunk, used = gradient.chunk, gradient.names_used
-        if gradient.has_buffer:  # where sums over micro-steps wait
+        if gradient.has_buffer:  # sums over micro-steps are kept there
             gradient.offload()
         block = gradient.hand_out()
         self.is_half = True
         if block is None:
-            assert gradient.shard is not None  # it was offloaded
+            assert gradient.shard is not None  # offloaded above
             self._stepper.step_one(chunk, gradient.shard, used, ready=gradient.on_its_way())
             gradient.lend()
         elif gradient.tier == "device":

@@ -63,7 +63,7 @@ class GeneralStepper(StepsAtOnce):
         return place
 
     def _carry(self, chunk: Chunk, place: MemoryTier) -> None:
-        """Move the optimizer's state of a chunk to a tier, one tensor at a time."""
+        """Move a chunk's optimizer state to a tier, one tensor at a time."""
         arena, moved = chunk.memory.arena(place), []
         try:
             for parameter in self._weights[chunk].parameters.values():
@@ -72,7 +72,7 @@ class GeneralStepper(StepsAtOnce):
                     if old is not None and old.arena is not arena:
                         self._replace(parameter, key, arena)
                         moved.append((parameter, key, old.arena))
-                    elif old is None and key != "step":  # torch counts steps on the CPU, whatever the device
+                    elif old is None and key != "step":  # torch keeps step counts on the CPU
                         self.optimizer.state[parameter][key] = value.to(arena.device)
         except BaseException:
             for parameter, key, before in moved:
@@ -80,7 +80,7 @@ class GeneralStepper(StepsAtOnce):
             raise
 
     def _replace(self, parameter: nn.Parameter, key: str, arena: Arena) -> None:
-        """Copy a tensor of the optimizer to an arena, and drop the old one."""
+        """Copy an optimizer tensor to an arena, and drop the old one."""
         old = self._counted[parameter][key]
         new = arena.allocate(old.tensor.numel(), old.tensor.dtype, old.purpose)
         new.tensor.copy_(old.tensor)
@@ -158,10 +158,10 @@ class GeneralStepper(StepsAtOnce):
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         parameter = self._weights[self._chunks[name]].parameters[name]
-        # torch counts steps on the CPU, whatever the device; other numbers are where the parameter is.
+        # torch keeps step counts on the CPU; other numbers are on the parameter's device.
         placement = torch.device("cpu") if key == "step" else parameter.device
         if not value.dim() and parameter.numel() == 1 and key not in self._number_keys:
-            value = value.reshape(1)  # a moment of a scalar parameter: its slice is flat
+            value = value.reshape(1)  # a scalar parameter's moment, flat like its slice
         self.optimizer.state[parameter][key] = value.to(placement, copy=True)
         self._count_one(self._weights[self._chunks[name]], parameter)
 
@@ -171,10 +171,10 @@ class GeneralStepper(StepsAtOnce):
                 yield key, value
 
     def _count_state(self) -> None:
-        """Account for the state that exists now, and no longer for what does not.
+        """Count the state that exists now, and stop counting state that is gone.
 
         Raises:
-            OutOfBudget: if the optimizer took more than there was left.
+            OutOfBudget: if the optimizer took more than was left.
         """
         for weights in self._weights.values():
             for parameter in weights.parameters.values():

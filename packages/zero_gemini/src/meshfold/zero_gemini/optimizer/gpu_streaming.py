@@ -22,10 +22,10 @@ from meshfold.zero_gemini.optimizer.master_weights import Plane, cut, lie, state
 
 SLOT_BYTES = 32 * 2**20
 SLOTS = 6
-_UP_AT_A_TIME = 2  # pieces that are queued to go up: what computation waits for comes right behind them
+_UP_AT_A_TIME = 2  # uploads queued ahead: copies that computation waits for queue behind them
 STREAMING_BYTES = SLOTS * SLOT_BYTES
 """Device memory of the pieces that are there at a time."""
-_ALIGN_ELEMS = 2**14  # of pieces: blocks of 8-bit moments share a scale
+_ALIGN_ELEMS = 2**14  # alignment of pieces, for blocks of 8-bit moments that share a scale
 
 StepPiece = Callable[[int, AdamState, Tensor, int], None]
 """Steps a piece: of which run it is, its state, its gradient, and its first element in the shard."""
@@ -33,7 +33,7 @@ StepPiece = Callable[[int, AdamState, Tensor, int], None]
 
 @dataclass(kw_only=True)
 class _Slot:
-    """A piece's place on the device, and when what was there has come down, if that is on its way."""
+    """Device memory for a piece, and the event after which its last contents have been copied back."""
 
     block: Block
     free: torch.cuda.Event | None = None
@@ -101,7 +101,7 @@ class GpuStreaming:
         if self.memory.device.type == "cuda":
             up, step, down = (torch.cuda.Stream(self.memory.device) for _ in range(3))
             self._streams = _Streams(up=up, step=step, down=down)
-            # what was queued before may still use this memory
+            # work queued earlier may still use this memory
             up.wait_stream(torch.cuda.current_stream(self.memory.device))
 
     def step(
@@ -128,7 +128,7 @@ class GpuStreaming:
         last: torch.cuda.Event | None = None
         size = self._elements(host)
         for index, (begin, end) in enumerate(spans):
-            # Pieces begin where blocks of elements that share a value do, wherever the run begins.
+            # Align pieces to blocks that share a scale, even if the run begins inside one.
             start = begin // _ALIGN_ELEMS * _ALIGN_ELEMS
             for at in range(start, end, size):
                 a, z = max(at, begin), min(at + size, end)
@@ -144,7 +144,7 @@ class GpuStreaming:
         self._slots.clear()
 
     def _elements(self, host: HostState) -> int:
-        """Return the elements of a piece: as many as a buffer holds."""
+        """Return the number of elements of a piece: as many as fit a buffer."""
         planes = host.planes_up()
         elements = self.slot_bytes // sum(-(-plane.dtype.itemsize // plane.each) for plane in planes)
         elements = max(_ALIGN_ELEMS, elements // _ALIGN_ELEMS * _ALIGN_ELEMS)
@@ -205,7 +205,7 @@ class GpuStreaming:
 
 
 def _point(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A point that a thread waits for without using a core."""
+    """Return an event for which a thread waits without using a core."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event

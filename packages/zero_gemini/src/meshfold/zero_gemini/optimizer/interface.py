@@ -91,7 +91,7 @@ class Stepper(Protocol):
         """Return True if it defers the steps of a chunk (``Chunk.promise_step``) instead of making them at once."""
 
     def done_with(self, chunk: Chunk) -> None:
-        """Return once the step of a chunk has read its gradient."""
+        """Wait until the step of a chunk has read its gradient."""
 
     def reset(self) -> None:
         """Reset the optimizer's state, as if it had not stepped yet."""
@@ -130,18 +130,18 @@ class StepsAtOnce:
         return False
 
     def done_with(self, chunk: Chunk) -> None:
-        """Return at once."""
+        """Do nothing: no step runs in the background."""
 
     def begin(self) -> None:
         """Make the optimizer's state anew if the optimizer makes it at construction; call it once its groups are filled."""
         if self._made_with_state:
-            # The same object, as schedulers refer to it.
+            # Keep the object: schedulers refer to it.
             groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
             type(self.optimizer).__init__(self.optimizer, groups, **defaults)
             self._count_state()
 
     def _count_state(self) -> None:
-        """Account for the optimizer's tensors that exist now."""
+        """Count the optimizer's tensors that exist now."""
         raise NotImplementedError
 
 
@@ -165,4 +165,4 @@ class EarlyStepper(Protocol):
         """End the backward: all chunks were stepped, or their steps are pending."""
 
     def done_with(self, chunk: Chunk) -> None:
-        """Return once the step of a chunk has read its gradient."""
+        """Wait until the step of a chunk has read its gradient."""

@@ -38,7 +38,7 @@ class Run:
 
     @property
     def in_halves(self) -> bool:
-        """Return whether parameters can be written before moments."""
+        """Return True if parameters can be written before moments."""
         return self.settings.adamw_mode or not self.settings.weight_decay
 
 
@@ -179,10 +179,10 @@ class ChunkStep:
 
     @torch.no_grad()
     def _on_device(self, streaming: GpuStreaming, *, speculative: bool = False) -> Arrival:
-        """Start all of it, or its first half, on the device (speculative: into the shadow copy); return what waits for the end."""
+        """Start the step, or its first half, on the device (speculative: into the shadow copy); return a handle to wait for it."""
         first = streaming.halves and not speculative and all(run.in_halves for run in self.runs)
         kernel = adam_update_parameters if first else adam_step
-        factor = float(self.factor)  # it is on the host: to bring it up again would wait for what the device does
+        factor = float(self.factor)  # already on the host; reading a device tensor would wait for the device
 
         def piece(index: int, state: AdamState, gradient: Tensor, begin: int) -> None:
             run = self.runs[index]
@@ -196,7 +196,7 @@ class ChunkStep:
                 seed=self.seed,
             )
 
-        with self.timings.clock("GPU streaming", self._elements):  # until the last pieces are going up
+        with self.timings.clock("GPU streaming", self._elements):  # ends when the last pieces are queued
             return streaming.step(
                 self.held.in_memory(self.gradient),
                 self.spans,

@@ -38,7 +38,7 @@ class Weights:
 
     @property
     def are_shard(self) -> bool:
-        """Return whether the master weights are the chunk's shard itself."""
+        """Return True if the master weights are the chunk's shard itself."""
         return self._own is None
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class Weights:
             OutOfBudget: if one of the arenas has less left.
         """
         was, tier = self.place, self.chunk.tier
-        if self._own is None:  # views would keep memory that the chunk gives back
+        if self._own is None:  # views would keep the chunk's memory alive
             self.tensor = self.tensor.new_empty(0)
             self._point()
         try:
@@ -90,7 +90,7 @@ class Weights:
             self._own = None
 
     def _settled(self) -> Tensor:
-        """Return their tensor; allocate or release separate memory as required by their tier and the shard's."""
+        """Return the weights' tensor; allocate or free separate memory depending on their tier and the shard's."""
         chunk, own = self.chunk, self._own
         shard_is_there = (chunk.resident or chunk.tier == "device") == (self.place == "device")
         if self.dtype == chunk.dtype and shard_is_there:
@@ -108,7 +108,7 @@ class Weights:
         return own.tensor
 
     def _point(self) -> None:
-        """Point the parameters at the weights; the objects stay the same, since an optimizer's groups refer to them."""
+        """Point the parameters at the weights; keep the objects, since the optimizer's groups refer to them."""
         for part in self.chunk.slices:
             self.parameters[part.name].data = self.tensor[part.shard_start : part.shard_start + part.length]
 

@@ -135,7 +135,7 @@ class Round:
                     place.copy_(piece)
 
     def _exchange(self, sends: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[list[Tensor]]:
-        """Return what every rank has sent to this one, each in a list of one tensor that is consumed from the front."""
+        """Exchange tensors; return one flat tensor per sender, in a list of one so that it can be consumed from the front."""
         if not self.padded:
             return [[] for _ in sends]
         device = self.chunks[0].device

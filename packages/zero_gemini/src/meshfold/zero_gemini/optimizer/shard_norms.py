@@ -68,7 +68,7 @@ def give_blocks(stepper: Stepper, facts: Mapping[str, ParameterFacts], mesh: Mes
 
 
 class _WithHolders:
-    """A shard in one piece, with how many ranks hold it."""
+    """Contiguous shard, with the number of ranks that hold it."""
 
     def __init__(self, holders: float | Tensor) -> None:
         self._holders = holders

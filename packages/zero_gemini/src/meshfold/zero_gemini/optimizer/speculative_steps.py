@@ -32,7 +32,7 @@ class SpeculativeSteps:
         self._stepper = stepper
         self._on = self._in_vain = False
         self._factor: float | None = None  # the last step's
-        self._sums: dict[ChunkGradient, int] = {}  # of what was stepped with since the last step, when it was
+        self._sums: dict[ChunkGradient, int] = {}  # number of sums of each gradient when it was stepped
         self.alike = 0
 
     def turn(self, on: bool) -> bool:
@@ -61,7 +61,7 @@ class SpeculativeSteps:
         if self._factor is None or gradient.tier != "host" or gradient.shard is None:
             return
         chunk = gradient.chunk
-        if gradient in self._sums:  # it is the sum of several backwards that could each be the last
+        if gradient in self._sums:  # a second backward added to a gradient that was already used
             self.give_up()
             return
         used = {chunk.spec.names[place] for place in gradient.used}
@@ -70,7 +70,7 @@ class SpeculativeSteps:
             self._sums[gradient] = gradient.sums
 
     def check(self) -> None:
-        """Return before a step whether gradients are still those that were used."""
+        """Before a step, give up if gradients have changed since they were used."""
         if any(gradient.sums != sums for gradient, sums in self._sums.items()):
             self.give_up()
 

@@ -13,7 +13,7 @@ from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
 
 @dataclass(eq=False)
 class _SpeculativeUpdate:
-    """A step that may be dropped; one that is no longer needed is not started."""
+    """Step that may be dropped; it is not started if it is no longer needed."""
 
     step: ChunkStep
     wanted: bool = True

@@ -137,7 +137,7 @@ class CountedState:
         places: where each chunk's are; may change.
         """
         self._tensors_of, self._places = tensors_of, places
-        self._blocks: dict[int, Block] = {}  # by identity of the tensor
+        self._blocks: dict[int, Block] = {}  # by the tensor's id
 
     def missing(self, places: Mapping[Chunk, MemoryTier]) -> Iterator[tuple[Tensor, Arena]]:
         """Yield the tensors to account for, with the arena of each, if chunks had these placements."""
@@ -227,5 +227,5 @@ def _moment(key: str, planes: Sequence[Tensor]) -> Tensor:
 
 
 def _widened(planes: Sequence[Tensor]) -> Tensor:
-    """A moment stored in fewer bits."""
+    """Return a moment that is stored in fewer bits."""
     return planes[0].float()

@@ -54,7 +54,7 @@ class WholeStepper(StepsAtOnce):
             MemoryPlanError: for a parameter split by tensor axes, if the optimizer has no ``blocks`` to get the rest from.
         """
         for name, meta in metas.items():
-            if hasattr(optimizer, "blocks"):  # it asks for what it must see
+            if hasattr(optimizer, "blocks"):  # one of ours, which requests whole-tensor sums itself
                 _refuse_other_owners(type(optimizer).__name__, name, meta, metas.values())
                 _check_block(optimizer, name, shapes[name], meta)
                 continue
@@ -67,8 +67,8 @@ class WholeStepper(StepsAtOnce):
         self._places: dict[Chunk, MemoryTier] = {}  # in the order of adoption
         self._blocks: dict[Chunk, Block] = {}
         self._counted = CountedState(self._tensors_of, self._places)
-        self._in_shard: set[Chunk] = set()  # whose shard is all the weights that there are
-        self._loaded: dict[str, dict[str, Tensor]] = {}  # what `write` took, by parameter and key
+        self._in_shard: set[Chunk] = set()  # chunks whose shard is also the master weights
+        self._loaded: dict[str, dict[str, Tensor]] = {}  # written by `write`, by parameter and key
         self._weights: dict[str, nn.Parameter] = {}
 
     # -- chunks ---------------------------------------------------------------------------------------------------
@@ -104,12 +104,12 @@ class WholeStepper(StepsAtOnce):
 
     @torch.no_grad()
     def _place(self, chunk: Chunk, place: MemoryTier) -> None:
-        """Move the owned weights of a chunk, and their optimizer state, to a tier."""
+        """Move a chunk's owned weights and their optimizer state to a tier."""
         if place == "disk":
             self._refuse_disk()
         dtype, arena = self.master_dtype(chunk), chunk.memory.arena(place)
         shown = "device" if chunk.resident else chunk.tier
-        in_shard = chunk.group.size == 1 and dtype == chunk.dtype and place == shown  # then it is all there is
+        in_shard = chunk.group.size == 1 and dtype == chunk.dtype and place == shown  # no separate weights are needed
         size = sum(self._shapes[name].numel() for name in chunk.spec.names if self.owns(name))
         taken: list[Block] = []
         try:
@@ -123,7 +123,7 @@ class WholeStepper(StepsAtOnce):
                     view.copy_(sources[name]) if name in sources else view.zero_()
             weights = [*taken]
             for value, _ in self._counted.missing({chunk: place}):
-                taken.append(arena.count(value, STATE))  # room for it, until it is there
+                taken.append(arena.count(value, STATE))  # reserve memory for state that does not exist yet
         except BaseException:
             for block in taken:
                 block.free()
@@ -148,7 +148,7 @@ class WholeStepper(StepsAtOnce):
         )
 
     def _views(self, chunk: Chunk, plane: Tensor, *, packed: bool = False) -> dict[str, Tensor]:
-        """Return the owned parameters of a chunk as views of a flat tensor, placed as in its shard, or one after another."""
+        """Return a chunk's owned parameters as views of a flat tensor, at their offsets in the shard or, ``packed``, contiguous."""
         found, end = {}, 0
         starts = {part.name: part.shard_start for part in chunk.slices}
         for name in filter(self.owns, chunk.spec.names):
@@ -159,7 +159,7 @@ class WholeStepper(StepsAtOnce):
         return found
 
     def _point(self, views: Mapping[str, Tensor]) -> None:
-        """Point the parameters at those views, and move their state there."""
+        """Point the parameters at the views, and move their state to the same tier."""
         moved = {}
         for name, view in views.items():
             if name in self._weights:
@@ -199,7 +199,7 @@ class WholeStepper(StepsAtOnce):
         return self._weights[name].detach().view(-1)
 
     def publish(self, chunk: Chunk) -> None:
-        chunk.publish()  # a step and `fill` have written the shard
+        chunk.publish()  # a step or `fill` has written the shard
 
     def gather_master(self, name: str) -> Tensor:
         """A parameter's master weights, from its owner. All ranks of its chunk's group must call."""
@@ -278,7 +278,7 @@ class WholeStepper(StepsAtOnce):
         self.begin()
 
     def _tensors_of(self, chunk: Chunk) -> Iterator[Tensor]:
-        """The optimizer's tensors of a chunk's parameters, numbers left out."""
+        """Return the optimizer's tensors for a chunk's parameters, without numbers."""
         for name in chunk.spec.names:
             if name in self._weights:
                 for value in paths.tensors_in(self.optimizer.state.get(self._weights[name], {})):
@@ -310,9 +310,9 @@ class WholeStepper(StepsAtOnce):
         if name not in self._weights:
             return
         parameter = self._weights[name]
-        # torch counts steps on the CPU, whatever the device; all else is where the parameter is.
+        # torch keeps step counts on the CPU; all else is on the parameter's device.
         placement = torch.device("cpu") if key == "step" else parameter.device
-        loaded = self._loaded.setdefault(name, {})  # the parts of a list may come in any order
+        loaded = self._loaded.setdefault(name, {})  # elements of a list may arrive in any order
         loaded[key] = value.detach().to(placement, copy=True)
         self.optimizer.state[parameter].update(paths.unflatten(loaded))
         self._counted.update()
@@ -333,7 +333,7 @@ def _refuse_split(optimizer: str, name: str, meta: ParameterMeta, shape: torch.S
 
 
 def _refuse_other_owners(optimizer: str, name: str, meta: ParameterMeta, metas: Iterable[ParameterMeta]) -> None:
-    """Refuse a parameter whose other blocks are with ranks that own other parameters, as experts over data ranks are."""
+    """Refuse a parameter split over ranks that own different parameters, such as experts spread over data ranks."""
     owners = {base_axis(axis) for one in metas for axis in one.sum_axes}
     split = [axis for axis in meta.placement.split_axes if meta.mesh.size(axis) > 1 and base_axis(axis) in owners]
     if split:
@@ -344,7 +344,7 @@ def _refuse_other_owners(optimizer: str, name: str, meta: ParameterMeta, metas: 
 
 
 def _check_block(optimizer: torch.optim.Optimizer, name: str, shape: torch.Size, meta: ParameterMeta) -> None:
-    """Ask an optimizer that has an opinion on them whether it can keep state of a block."""
+    """Let the optimizer refuse a block, if it checks blocks."""
     try:
         getattr(optimizer, "check_block", lambda *shapes: None)(shape, meta.placement.shape)
     except ValueError as error:

@@ -24,14 +24,14 @@ from meshfold.kernels import AdamSettings, adam_step
 from meshfold.zero_gemini.optimizers import slots
 from meshfold.zero_gemini.optimizers.loading import exactly
 
-# beta to the power of this is 0 in float64, so that the kernels' bias corrections are 1.
+# beta to this power is 0 in float64, so the kernels' bias corrections become 1.
 _LONG_AFTER = 2**40
 
 
 class FlatAdam(torch.optim.Optimizer):
     """Base class of :class:`HybridAdam` and :class:`CPUAdam`. Settings may differ between groups."""
 
-    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` here in place of two more passes over gradients.
+    # Lets torch.amp.GradScaler set `grad_scale` and `found_inf` here, which saves two passes over the gradients.
     _step_supports_amp_scaling = True
     elementwise = True
 
@@ -88,7 +88,7 @@ class FlatAdam(torch.optim.Optimizer):
             "regime": regime,
             "seed": seed,
         }
-        self._versions: dict[Tensor, int] = {}  # of parameters, after our last step of each
+        self._versions: dict[Tensor, int] = {}  # version of each parameter after our last step
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class FlatAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = getattr(self, "found_inf", None)  # GradScaler's: this step is to be left out
+        found_inf = getattr(self, "found_inf", None)  # set by GradScaler: skip this step
         if found_inf is not None and bool(found_inf):
             return loss
         scale = _Scale(_product(div_scale, getattr(self, "grad_scale", None)))
@@ -150,7 +150,7 @@ class FlatAdam(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self._step(parameter, group, settings, scale.on(parameter.device), start)
-                    # Where an element lies in all parameters decides its noise; scales are shared by 256.
+                    # An element's noise depends on its offset among all parameters; blocks of 256 share a scale.
                     start += -(-parameter.numel() // 256) * 256
         return loss
 
@@ -186,7 +186,7 @@ class FlatAdam(torch.optim.Optimizer):
         self._versions[parameter] = parameter._version
 
     def _dense(self, gradient: Tensor, parameter: Tensor) -> Tensor:
-        """A gradient's elements row by row, flat."""
+        """Return a gradient's elements flat, in row-major order."""
         if gradient.layout != torch.strided:
             raise RuntimeError(
                 f"{type(self).__name__} was given a sparse gradient (of a parameter of shape {list(parameter.shape)}): every "
@@ -205,13 +205,13 @@ class FlatAdam(torch.optim.Optimizer):
                     f"{_name(parameter.dtype)}: put it into a group of its own with regime='A', or convert it"
                 )
             state.update(slots.fresh(parameter, regime))
-        elif state["exp_avg"].device != parameter.device:  # the parameter was moved: its state follows
+        elif state["exp_avg"].device != parameter.device:  # the parameter was moved: move its state
             for key, value in state.items():
                 state[key] = value if key == "step" else value.to(parameter.device)
         return state
 
     def _check_parameter(self, parameter: Tensor) -> None:
-        """Raise if this optimizer cannot step on it."""
+        """Raise if this optimizer cannot step the parameter."""
         if parameter.dtype not in slots.DTYPES:
             other = (
                 "torch.optim.AdamW computes in float64"
@@ -316,7 +316,7 @@ def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> A
         ValueError: for an invalid setting.
     """
     beta1, beta2 = group["betas"]
-    # ours, torch's since 2.7, and before that the class
+    # our key, else torch's, which older saved groups lack
     decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return AdamSettings(
         lr=float(group["lr"]),

@@ -13,7 +13,7 @@ from meshfold.zero_gemini.optimizers import slots
 
 
 class _Sealed:
-    """One parameter's saved state, in a form that torch passes on unchanged."""
+    """Wrapper around one parameter's saved state, so that torch passes it on unchanged."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

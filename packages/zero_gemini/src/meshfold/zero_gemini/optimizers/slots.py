@@ -32,7 +32,7 @@ _SHARED = 256  # elements that share a scale in regime C
 def fresh(parameter: Tensor, regime: str) -> dict[str, Tensor]:
     """The state of a parameter before its first step."""
     shape, device = parameter.shape, parameter.device
-    step = {"step": torch.tensor(0.0, dtype=torch.float32)}  # counted on the CPU, as torch does
+    step = {"step": torch.tensor(0.0, dtype=torch.float32)}  # on the CPU, as in torch
 
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -126,7 +126,7 @@ def taken(parameter: Tensor, saved: Mapping[str, Any], regime: str) -> dict[str,
             f"{regime!r} has {', '.join(state)}: load what the same optimizer saved of the same parameters"
         )
     for name, own in state.items():
-        if name not in saved:  # torch's own Adam has no master weights: those are the parameter
+        if name not in saved:  # a state of torch's Adam: its parameters are the master weights
             continue
         value = saved[name]
         if name == "step":
@@ -147,5 +147,5 @@ def _quantize(state: Mapping[str, Tensor], name: str, value: Tensor) -> None:
     """Encode a floating-point moment."""
     lo = state["master_lo"].view(-1)
     kept = adam_state(torch.zeros_like(lo, dtype=torch.bfloat16), state)
-    assert isinstance(kept, QuantizedState)  # the only one with codes
+    assert isinstance(kept, QuantizedState)  # only this kind has codes
     kept.load_moment(name, row_major(value).view(-1).float())

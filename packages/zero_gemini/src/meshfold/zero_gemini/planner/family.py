@@ -40,7 +40,7 @@ def orders(workload: Workload) -> Iterator[Ints]:
     sizes = np.array([chunk.gathered_elems for chunk in workload.chunks])
     index = np.arange(n)
     yield index
-    if n < SPREAD_BELOW:  # streamed chunks between resident ones: fewer are on the GPU at once
+    if n < SPREAD_BELOW:  # alternate streamed and resident chunks: fewer are on the GPU at once
         yield np.concatenate([index[::2], index[1::2]])
         yield np.concatenate([index[1::2], index[::2]])
         yield np.array(sorted(range(n), key=lambda i: f"{i:08b}"[::-1]))
@@ -61,7 +61,7 @@ def layer_order(workload: Workload) -> Ints:
 
 
 class _Sums:
-    """Prefix sums of a table along an order; rows of each: how many, row."""
+    """Prefix sums of a table along an order, indexed by (count, row)."""
 
     def __init__(self, table: Table, order: Ints, layers: Ints, rows: slice = slice(None)) -> None:
         def prefix(steps: Floats) -> Floats:
@@ -139,12 +139,12 @@ class Family:
         return (worst, self.choice(*found)) if found else None
 
     def _frontier(self, a: int) -> list[tuple[int, int]]:
-        """(most b, k) for every k that fits."""
+        """Return (largest b, k) for every k that fits."""
         room = self.gpu - self.memory.a[a]
         b, most = 0, len(self.order) - a
         if self.problem.mode == GPU_ONLY:
             most = 0
-        while b < most:  # the most residents with nothing kept
+        while b < most:  # binary search: the most resident chunks if no layer is kept
             middle = (b + most + 1) // 2
             b, most = (middle, most) if (self.memory.b[middle] <= room).all() else (b, middle - 1)
         pairs = []

@@ -50,7 +50,7 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
         else:
             out["resident parameters"][i, (0, 1, 3)] = int(np.ceil(regime.parameter * chunk.elems))
             for first, last in gather_windows(chunk, workload):
-                # a resident shard that is the whole chunk is used where it lies
+                # a resident shard that is the whole chunk is used in place
                 out["gathered"][i, (2, 4) if alone else slice(None), first : last + 1] = gathered
         if chunk.trainable:
             out["gradients"][i] = _gradient_bytes(chunk, workload)
@@ -59,15 +59,15 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
 
 
 def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
-    """A chunk's gradient on the GPU: whole while its backward goes on, then a shard until it is on the host; option moment."""
+    """Return a chunk's gradient bytes on the GPU, (option, timestep): whole during its backward, then a shard until offloaded."""
     out = np.zeros((5, workload.moments))
     whole = int(np.ceil(workload.regime.gradient * chunk.gathered_elems))
     shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
     start, end = chunk.backward
-    summed = workload.accumulation > 1  # the sum of earlier micro-steps is there, or is fetched, to be added to
+    summed = workload.accumulation > 1  # the earlier micro-steps' sum is resident or fetched
     out[:, start : end + 1] = whole + shard * summed
     if workload.whole_gradients:
-        out[0, start : end + 1] = whole  # added to where it lies
+        out[0, start : end + 1] = whole  # added to in place
     out[:, end + 1 : end + 1 + workload.drain_moments] = shard
     if workload.clipping:
         out[0, end + 1 :] = shard
@@ -102,7 +102,7 @@ def host_and_disk_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floa
     host[:, (1, 2)] = (copies * (plane + state) + held)[:, None]
     host[:, (3, 4)] = (copies * plane + held)[:, None]
     disk[:, (3, 4)] = (copies * state)[:, None]
-    # a frozen chunk is one plane, on the GPU or on the host
+    # a frozen chunk has one plane, on the GPU or on the host
     host[:, (1, 3)] *= trainable[:, None]
     streamed = plane if workload.stage == 3 else np.zeros_like(plane)
     host[:, (2, 4)] = np.where(trainable[:, None], host[:, (2, 4)], streamed[:, None])
@@ -110,7 +110,7 @@ def host_and_disk_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floa
 
 
 def held_on_host(workload: Workload) -> bool:
-    """Return whether gradients wait on the host: for the norm, or for those of later micro-steps."""
+    """Return True if gradients wait on the host: for the norm, or for those of later micro-steps."""
     return workload.clipping or (workload.accumulation > 1 and workload.stage > 1)
 
 

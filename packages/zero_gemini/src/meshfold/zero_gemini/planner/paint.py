@@ -13,7 +13,7 @@ from meshfold.zero_gemini.planner.result import Plan
 from meshfold.zero_gemini.planner.timeline import Moment
 
 _PALETTE = ("#bab0ac", "#f28e2b", "#4e79a7", "#4fb0ab", "#59a14f", "#b07aa1")
-_INK, _FAINT, _LIMIT = "#777777", "#808080", "#e15759"  # they read on a white page and on a dark one
+_INK, _FAINT, _LIMIT = "#777777", "#808080", "#e15759"  # legible on white and on dark pages
 
 
 def formats() -> set[str]:

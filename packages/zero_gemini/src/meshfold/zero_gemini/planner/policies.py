@@ -117,7 +117,7 @@ def static(
             "that is streamed is stepped on the host; raise offload_optim_frac"
         )
     sizes = np.array([chunk.elems for chunk in workload.chunks])
-    after = np.cumsum(sizes[::-1])[::-1] - sizes  # elements of the chunks behind each
+    after = np.cumsum(sizes[::-1])[::-1] - sizes  # elements in later chunks
     chunks = np.full(len(sizes), ALL_GPU)
     chunks[after < ceil(offload_optim_frac * workload.elems)] = HOST_RESIDENT
     chunks[after < ceil(offload_param_frac * workload.elems)] = HOST_STREAMED
@@ -214,7 +214,7 @@ def _fixed(
     chunks: Ints,
     kept: Collection[str],
 ) -> Plan:
-    """Return the plan of a fixed choice, with the fastest way of clipping that fits."""
+    """Return the plan of a fixed choice, with the fastest clipping strategy that fits."""
     case = _case(workload, machine, limits)
     names = [layer.name for layer in workload.layers]
     for name in kept:

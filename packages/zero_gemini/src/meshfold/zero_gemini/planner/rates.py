@@ -86,7 +86,7 @@ class Machine:
 
 H200 = Machine(
     name="one H200, 16 cores",
-    flops=629e12,  # OPT-6.7B with recompute: 472 TFLOP/s by 6·N·tokens in 1.43 s, 8·N·tokens are done
+    flops=629e12,  # OPT-6.7B with recomputation: 472 TFLOP/s counting 6·N·tokens in 1.43 s; 8·N·tokens are executed
     gpu_memory=3.47e12,
     h2d=55.5e9,
     d2h=55.4e9,
@@ -94,11 +94,11 @@ H200 = Machine(
     host_memory=141e9,
     disk_read=3.4e9,
     disk_write=2.3e9,
-    collective=325e9,  # four of them, NCCL rings, 1 GiB
+    collective=325e9,  # four GPUs, NCCL rings, 1 GiB
     gpu_bytes=139 * GiB,
     host_bytes=125 * GiB,
     disk_bytes=60 * GiB,
-    # In-cache cost an element and core (0.86, 0.95, 3.0 ns) over 16 cores: host memory is slower except in C.
+    # Measured in cache: 0.86, 0.95 and 3.0 ns per element and core, 16 cores. Host memory is the limit except in regime C.
     cpu_optimizer={"A": 18.6e9, "B": 16.8e9, "C": 5.3e9},
 )
 """Measured on one H200 with 16 cores of its host."""

@@ -70,7 +70,7 @@ def refusal(case: Case) -> DoesNotFit:
 
 
 def _largest_moment(workload: Workload) -> str:
-    """Say when activations and temporary tensors need the most memory, and how much."""
+    """Describe when activations and temporary tensors need the most memory, and how much."""
     most = max(workload.non_model_bytes)
     moment = workload.non_model_bytes.index(most)
     half = "forward" if moment < workload.forward_moments else "backward"

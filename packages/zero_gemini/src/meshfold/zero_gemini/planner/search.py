@@ -43,14 +43,14 @@ class Found:
 
 
 class _Items:
-    """Chunks and layers alike: for each, the sums that each of its options adds. Shape of one: option row."""
+    """Chunks and layers as items; each option of an item adds to sums of time and memory. Shape of one: (option, row)."""
 
     def __init__(self, problem: Problem) -> None:
         options = list(problem.options)
         self.chunks, self.layers = len(problem.time.chunk), len(problem.time.layer)
         table = problem.memory
         most = table.base + table.chunk[:, options].max(1).sum(0) + table.layer.max(1).sum(0)
-        rows = np.isfinite(problem.limits) & (most > problem.limits)  # the others can never be exceeded
+        rows = np.isfinite(problem.limits) & (most > problem.limits)  # the other limits always hold
         self.limits = problem.limits[rows]
         self.time_base, self.memory_base = problem.time.base, table.base[rows]
         self.time = [*problem.time.chunk[:, options], *problem.time.layer]
@@ -74,7 +74,7 @@ def branch_and_bound(problem: Problem, worst: float, *, most_looked_at: int = 40
     rows, limited = len(items.time_base), len(items.limits)
     everything = _Prices(problem, items, range(count))
     everything.climb(items.time_base, items.memory_base, worst, ITERATIONS)
-    tight = np.maximum(items.limits, 1.0)  # what fills most memory first: then little is left to choose
+    tight = np.maximum(items.limits, 1.0)  # decide the largest items first, to prune early
     order = sorted(range(count), key=lambda i: -float(np.ptp(items.memory[i] / tight, axis=0).sum()))
     rest = [_Prices(problem, items, order[level:], like=everything) for level in range(count)]
     least = np.zeros((count + 1, rows + limited))
@@ -121,7 +121,7 @@ def branch_and_bound(problem: Problem, worst: float, *, most_looked_at: int = 40
 
 
 class _Prices:
-    """Weights of time rows and prices of memory rows for the items that are still open, and the bound they give.
+    """Lagrange multipliers of time and memory rows for the open items, and the bound they give.
 
     Subgradient ascent with Polyak's step, the weights of a phase projected to their simplex.
     """
@@ -140,12 +140,12 @@ class _Prices:
             self.weights, self.prices = like.weights, like.prices
 
     def priced(self) -> Floats:
-        """Return the cost of every option of every open item; item option."""
+        """Return the cost of every option of every open item, (item, option)."""
         cost: Floats = self.time @ self.weights + self.memory @ self.prices
         return cost
 
     def bound(self, sums: Floats) -> Floats:
-        """No completion of partial sums (partial, time and memory rows) is faster than this."""
+        """Return a lower bound on the time of any completion of the partial sums of time and memory."""
         rows = len(self.weights)
         memory = (sums[:, rows:] - self.limits) * self.scale
         total: Floats = sums[:, :rows] @ self.weights + memory @ self.prices + self.priced().min(1).sum()
@@ -168,7 +168,7 @@ class _Prices:
             target = worst if np.isfinite(worst) else 1.2 * float(self.value(up)) + 1e-9
             if value >= target:
                 return
-            unit = max(target, 1e-30) ** 2  # memory is in shares of its limit, time in seconds
+            unit = max(target, 1e-30) ** 2  # memory is a fraction of its limit, time in seconds
             length = stride * (target - value) / max(float(use @ use) * unit + float(up @ up), 1e-300)
             weights = weights + length * up
             for phase in self.phases:
@@ -178,7 +178,7 @@ class _Prices:
 
 
 def _padded(options: Floats, count: int) -> Floats:
-    """Repeat the last option until there are so many."""
+    """Repeat the last option up to ``count`` options."""
     return np.concatenate([options, options[-1:].repeat(count - len(options), 0)])
 
 
@@ -195,7 +195,7 @@ def _simplex(x: Floats, total: float) -> Floats:
 def every_choice(problem: Problem) -> Iterator[tuple[Floats, Ints]]:
     """Yield every choice that fits and its value, in blocks and without bounds: (values, picks), for few chunks."""
     items = _Items(problem)
-    split = max(0, len(items.time) - 7)  # the last seven are made at once
+    split = max(0, len(items.time) - 7)  # the last seven are enumerated at once
     tail = np.array(list(product(*[range(len(option)) for option in items.time[split:]])))
     time = sum((items.time[split + i][tail[:, i]] for i in range(tail.shape[1])), start=items.time_base)
     memory = sum((items.memory[split + i][tail[:, i]] for i in range(tail.shape[1])), start=items.memory_base)
@@ -229,7 +229,7 @@ class Best:
 
 
 def small(case: Case) -> bool:
-    """Return whether the best choice is searched for and proved."""
+    """Return True if the best choice is searched for and proved."""
     return len(case.workload.chunks) <= EXACT_CHUNKS and len(case.workload.layers) <= EXACT_LAYERS
 
 
@@ -285,7 +285,7 @@ def exhaustive_search(case: Case) -> Best | None:
 
 
 def _earliest_first(case: Case, best: Best) -> Best:
-    """Prefer the earliest chunks on the GPU among equal choices: free swaps with later chunks of the same size."""
+    """Among equal choices prefer early chunks on the GPU: swap with later chunks of the same size."""
     problem, choice, chunks = best.problem, best.choice, case.workload.chunks
     size = [(chunk.elems, chunk.gathered_elems, chunk.trainable) for chunk in chunks]
     tries = MOST_SWAPS

@@ -102,14 +102,14 @@ def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[
 
 
 def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
-    """Return one phase: the host's chunks are stepped during the backward."""
+    """Add one phase: the host's chunks are stepped during the backward."""
     machine, regime, down, step = loads.machine, loads.regime, loads.down, loads.regime.step * loads.elems
     through = np.zeros_like(loads.elems)
     if strategy == SPECULATIVE_STEP:
         seconds, through = loads.out_of_place()
         step = seconds * machine.host_memory
     compute = loads.forward.sum() + loads.backward.sum()
-    # A step that is over long before the forward keeps nothing waiting: where one rank decides it comes up ahead of its use.
+    # With a single rank, a step that ends well before the forward is uploaded ahead of its use, so nothing waits for it.
     early = strategy == SPECULATIVE_STEP and loads.workload.data_ranks == 1
     exposed = loads.gpu_step + (0.0 if early else loads.renewed)
     build.add("compute", base=compute, chunk=exposed, layer=loads.recompute)
@@ -123,7 +123,7 @@ def _overlapped(build: Builder, loads: Loads, strategy: str) -> None:
     )
     build.add("collectives", base=loads.gather_forward + loads.gather_backward + loads.reduce)
     first, done = loads.first, loads.done
-    later = first[None, :] >= first[:, None]  # k j: j's forward is not before k's
+    later = first[None, :] >= first[:, None]  # [k, j]: j's forward is not before k's
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
     inside = (first[None, :] <= first[:, None]) & (done[None, :] >= done[:, None])
     path = later @ loads.forward + before @ loads.backward
@@ -146,10 +146,10 @@ def _beside(
     memory: float = 0.0,
     through: tuple[Floats, Floats] | tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Return the work in parallel with a backward: copies both ways, the host's step and its part on disk; bytes, chunk option.
+    """Add the work that overlaps with a backward: copies both ways, the host's step, disk; bytes by (chunk, option).
 
-    ``memory``: bytes/s of the host's meanwhile; 0: as ever. ``through``: what goes up and down for the device's share of
-    the step, whose host memory is in ``step``.
+    ``memory``: host memory's bytes/s meanwhile; 0: the usual rate. ``through``: bytes up and down for the device's share of
+    the step; their host memory traffic is part of ``step``.
     """
     machine, down = loads.machine, loads.down
     memory = memory or machine.host_memory
@@ -162,7 +162,7 @@ def _beside(
 
 
 def _forward_alone(build: Builder, loads: Loads) -> None:
-    """Return a forward after a backward that stepped: results are copied up, and nothing else is done."""
+    """Add a forward after a backward that stepped: it only copies the results up."""
     machine, up = loads.machine, loads.up_forward
     build.add("compute", base=loads.forward.sum(), chunk=loads.renewed)
     build.add("h2d", chunk=up / machine.h2d)
@@ -171,14 +171,14 @@ def _forward_alone(build: Builder, loads: Loads) -> None:
 
 
 def _stepped_backward(build: Builder, loads: Loads) -> None:
-    """Return a backward that waits for the CPU's steps, since buffers for gradients are few."""
+    """Add a backward that waits for the CPU's steps, because there are few gradient buffers."""
     machine, down, step = loads.machine, loads.down, loads.regime.step * loads.elems
     build.add("compute", base=loads.backward.sum(), chunk=loads.gpu_step, layer=loads.recompute)
     _beside(build, loads, up=loads.up_backward, step=step, disk=loads.disk)
     build.add("collectives", base=loads.gather_backward + loads.reduce)
     done = loads.done
     before = done[None, :] <= done[:, None]  # k j: j's gradient is not after k's
-    after = done[None, :] >= done[:, None]  # k j: nor before it, so its step is
+    after = done[None, :] >= done[:, None]  # [k, j]: j's gradient, and so its step, is not before k's
     on_gpu = loads.gpu_step[:, :, None] * before.T[:, None, :]
     recompute = loads.recompute[:, :, None] * (loads.recompute_at[:, None] <= done[None, :])[:, None, :]
     host = np.maximum((step + down + 2 * loads.disk) / machine.host_memory, loads.cpu())
@@ -189,16 +189,16 @@ def _stepped_backward(build: Builder, loads: Loads) -> None:
 
 
 def _forward(build: Builder, loads: Loads, strategy: str) -> None:
-    """Return the forward with the CPU step of every chunk just before its use; the GPU steps when the norm is known."""
+    """Add the forward with each chunk's CPU step just before its use; the GPU steps once the norm is known."""
     machine, regime = loads.machine, loads.regime
     halves = strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE)
     split = loads.split if halves else np.zeros_like(loads.split)
-    # in bytes of the rate that the cores have while nothing passes through the device
+    # in bytes at the cores' rate without streaming
     split_bytes = regime.first_pass * loads.cores * split * machine.host_memory / loads.beside
     step = regime.step * (loads.elems - split) + split_bytes
     cpu = loads.cpu_of(step) if halves else loads.cpu()
     up = loads.up_forward
-    # The cores' rate beside the device's steps is one while what both have stepped goes up too.
+    # The cores' rate during streaming was measured with the upload of stepped parameters included.
     within = regime.parameter * split * (machine.gpu_streaming > 0)
     fresh, more = regime.parameter * loads.elems - within, up - np.minimum(up, within)
     through = (regime.step + regime.gradient) / 2 * (1 - loads.cores) * split
@@ -218,7 +218,7 @@ def _forward(build: Builder, loads: Loads, strategy: str) -> None:
 
 
 def _backward(build: Builder, loads: Loads, strategy: str) -> None:
-    """Return the backward of a step that clips, with the moments of the last step or with a step that will be dropped."""
+    """Add the backward of a step that clips, with the last step's moments or with a speculative step that will be dropped."""
     regime = loads.regime
     step, disk, memory = np.zeros_like(loads.elems), np.zeros_like(loads.elems), 0.0
     if strategy in (SPLIT_STEP, SPLIT_STEP_ON_DEVICE):
@@ -231,7 +231,7 @@ def _backward(build: Builder, loads: Loads, strategy: str) -> None:
 
 
 def _again_forward(build: Builder, loads: Loads) -> None:
-    """Return the forward of a later micro-step: nothing is stepped."""
+    """Add the forward of a later micro-step, without optimizer steps."""
     machine, up = loads.machine, loads.up_again
     build.add("compute", base=loads.forward.sum())
     build.add("h2d", chunk=up / machine.h2d)
@@ -240,7 +240,7 @@ def _again_forward(build: Builder, loads: Loads) -> None:
 
 
 def _again_backward(build: Builder, loads: Loads) -> None:
-    """Return its backward: the sum of gradients so far is fetched, added to and sent back."""
+    """Add its backward: the sum of gradients is fetched, added to and sent back."""
     machine, up, down = loads.machine, loads.up_backward + loads.down, loads.down
     build.add("compute", base=loads.backward.sum(), layer=loads.recompute)
     build.add("h2d", chunk=up / machine.h2d)
@@ -267,18 +267,18 @@ class Loads:
         streamed = np.array([placement != "gpu" and workload.stage == 3 for placement in PARAMETERS], dtype=float)
         disk = np.array([state == "disk" for state in STATE], dtype=float)
         self.elems = elems * train * off
-        # streamed: loaded for each window; resident: refreshed once after the CPU's step
+        # streamed: loaded for every window; resident: refreshed once after the CPU's step
         refreshed = (off - streamed) * train
         self.up_again = regime.parameter * elems * streamed * loads[:, :1]
         self.up_forward = self.up_again + regime.parameter * elems * refreshed
         self.up_backward = regime.parameter * elems * streamed * loads[:, 1:]
-        # Seconds of copies that compute waits for: of what the host steps, brought up at its first use.
+        # Seconds of copies that compute waits for: chunks stepped on the host, uploaded at their first use.
         self.renewed = regime.parameter * self.elems / machine.h2d
         self.down = regime.gradient * self.elems
         self.disk = regime.state * elems * train * disk
         self.split = elems * train * (off - disk)
         self.cores, self.beside = self._host_share(strategy)
-        # Share of the elements whose moments the cores write.
+        # Fraction of elements whose moments the cores write.
         self.moments = 1.0 if strategy == SPLIT_STEP_ON_DEVICE else self.cores
         self.gpu_step = regime.step * elems * train * (1 - off) / machine.gpu_memory
         self.forward = np.array([chunk.forward_seconds for chunk in chunks])
@@ -291,29 +291,29 @@ class Loads:
         self.gather_forward, self.gather_backward, self.reduce = self._collectives()
 
     def _collectives(self) -> tuple[float, float, float]:
-        """Seconds in which a rank receives parameters in the forward and in the backward, and sums gradients."""
+        """Return a rank's seconds of gathering parameters in forward and in backward, and of reducing gradients."""
         workload, half = self.workload, self.workload.forward_moments
         forward = backward = reduced = 0
         for chunk in workload.chunks:
             uses = [first < half for first, _ in chunk.uses]
-            others = chunk.gathered_elems - chunk.elems  # what ranks that share the chunk send
+            others = chunk.gathered_elems - chunk.elems  # received from the ranks that share the chunk
             if workload.stage == 3:
                 forward += others * sum(uses)
                 backward += others * (len(uses) - sum(uses))
-            else:  # once, when they have been stepped
+            else:  # once, after the step
                 forward += others * chunk.trainable
             reduced += others * chunk.trainable
         width, rate = self.regime.parameter, self.machine.collective
         return width * forward / rate, width * backward / rate, self.regime.gradient * reduced / rate
 
     def _host_share(self, strategy: str) -> tuple[float, float]:
-        """Return the cores' share of the host's steps before a forward, and their host-memory bytes/s meanwhile."""
+        """Return the cores' fraction of the host's steps before a forward, and their host-memory bytes/s meanwhile."""
         machine, regime = self.machine, self.regime
         if not machine.gpu_streaming:
             return 1.0, machine.host_memory
         cores = machine.host_memory_while_streaming / regime.first_pass
         passed = regime.first_pass if strategy == SPLIT_STEP_ON_DEVICE else regime.step
-        # of what only the parameters come down of more goes up: no more than there is room for, beside the parameters
+        # Uploads limit the device's share: for each element its state and gradient, and a stepped parameter.
         most = machine.h2d / ((regime.step + regime.gradient) / 2 + regime.parameter)
         return cores / (cores + min(machine.gpu_streaming / passed, most)), machine.host_memory_while_streaming
 
@@ -350,7 +350,7 @@ class Loads:
 
     def copies_after(self) -> Floats:
         """Return the seconds of copies that compute waits for after a chunk's own in the forward; chunk option chunk."""
-        later = self.first[None, :] > self.first[:, None]  # k j: j's forward is after k's
+        later = self.first[None, :] > self.first[:, None]  # [k, j]: j's forward is after k's
         copies: Floats = self.renewed[:, :, None] * later.T[:, None, :]
         return copies
 
@@ -359,7 +359,7 @@ class Loads:
 
 
 def _loads(chunk: ChunkCost, workload: Workload) -> tuple[int, int]:
-    """Return how often a streamed chunk is loaded in the forward, or ahead of it, and in the backward."""
+    """Return how often a streamed chunk is loaded in or before the forward, and in the backward."""
     turn = workload.ready_from(workload.forward_moments)
     found = gather_windows(chunk, workload)
     forward = sum(first < turn or first == 0 for first, _ in found)

@@ -46,12 +46,12 @@ def table(plan: Plan) -> str:
 
 
 def _limit(count: int) -> str:
-    """Return a limit as text."""
+    """Format a limit."""
     return "no limit" if count >= 2**60 else format_bytes(count)
 
 
 def _layer_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return runs of layers that are all kept or all recomputed: bytes of keeping, seconds of recomputing."""
+    """Return rows for runs of layers that are all kept (bytes) or all recomputed (seconds)."""
     count = sum(made.kept for made in plan.layers)
     rows: list[tuple[str, ...]] = [
         (f"layers ({count} of {len(plan.layers)} kept)", "activations", "bytes", "seconds to recompute")

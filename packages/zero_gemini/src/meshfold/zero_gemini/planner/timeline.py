@@ -99,14 +99,14 @@ def draw(plan: Plan, path: str | Path) -> Path:
 
 
 def _length(plan: Plan) -> float:
-    """Seconds of the step, or of its first micro-step of several: what the timeline shows."""
+    """Return the seconds that the timeline shows: the step, or the first of several micro-steps."""
     if plan.workload.accumulation == 1:
         return plan.seconds
     return sum(seconds for name, _, seconds in plan.phases if name in _phase_starts(plan))
 
 
 def _phase_starts(plan: Plan) -> dict[str, float]:
-    """When each phase starts, seconds, forward before backward; the likelier of two forms of an out-of-place step."""
+    """Return when each phase starts, seconds; for a speculative step, the likelier of its two forms."""
     seconds = {name: total for name, _, total in plan.phases}
     weights = {name: weight for name, weight, _ in plan.phases}
     if "step" in seconds and weights["step"] >= 0.5:
@@ -115,7 +115,7 @@ def _phase_starts(plan: Plan) -> dict[str, float]:
 
 
 def _starts(plan: Plan) -> list[float]:
-    """When each moment starts: compute in order, stretched to the seconds that the plan predicts for its half."""
+    """Return when each timestep starts: compute in order, stretched to the plan's seconds for its phase."""
     workload, half = plan.workload, plan.workload.forward_moments
     lasts = np.zeros(workload.moments)
     for chunk in workload.chunks:
@@ -127,7 +127,7 @@ def _starts(plan: Plan) -> list[float]:
     for layer, made in zip(workload.layers, plan.layers, strict=True):
         if not made.kept:
             lasts[min(layer.last + 1, workload.moments - 1)] += layer.recompute_seconds
-    lasts += 1e-12  # a moment without compute still comes before the next
+    lasts += 1e-12  # keep timesteps without compute in order
     starts = _phase_starts(plan)
     if "backward" in starts:
         whole = {name: total for name, _, total in plan.phases}

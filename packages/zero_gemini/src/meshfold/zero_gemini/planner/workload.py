@@ -43,7 +43,7 @@ class Regime:
 REGIMES = {
     "A": Regime(name="A", parameter=2, state=10, gradient=2, step=26, first_pass=18, second_pass=18),
     "B": Regime(name="B", parameter=2, state=6, gradient=2, step=18, first_pass=14, second_pass=10),
-    # two 8-bit moments with a scale in fp32 for each 256: 2 + 8/256
+    # two 8-bit moments, each with an fp32 scale per 256 elements: 2 + 8/256
     "C": Regime(
         name="C",
         parameter=2,
@@ -54,9 +54,9 @@ REGIMES = {
         second_pass=6.0625,
         overwritten=6.03125,
     ),
-    # a whole fp32 master beside the fp16 plane, which a step only writes
+    # a full fp32 master besides the fp16 parameter, which a step only writes
     "fp16": Regime(name="fp16", parameter=2, state=12, gradient=2, step=28, first_pass=20, second_pass=18),
-    # the parameter is the master
+    # the parameter is its own master
     "fp32": Regime(name="fp32", parameter=4, state=8, gradient=4, step=28, first_pass=20, second_pass=20),
 }
 """A: exact split master, fp32 moments (12 B). B: bf16 moments (8 B). C: 8-bit moments (6.03 B). fp16: 14 B. fp32: 12 B."""

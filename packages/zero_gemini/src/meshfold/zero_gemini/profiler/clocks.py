@@ -164,7 +164,7 @@ class PhaseClock:
         self._waiting, self._clock = waiting, clock
         self._watching = ExitStack()
         self._marks: list[Any] = []
-        self._stalls: list[tuple[int, Any, Any]] = []  # in which phase, from when, until when
+        self._stalls: list[tuple[int, Any, Any]] = []  # phase, start, end
 
     def begin(self) -> None:
         """Before the forward."""

@@ -59,7 +59,7 @@ class LayerWatch:
             key = _key(tensor)
             if key in known or key in inputs or key in {_key(t) for t in _own(module)}:
                 return
-            known.add(key)  # it is kept, so that no other storage gets its address
+            known.add(key)  # autograd keeps it, so its address stays unique
             seen.bytes += -(-tensor.untyped_storage().nbytes() // self._round) * self._round
 
         begin = self._clock.mark()
@@ -88,7 +88,7 @@ class LayerWatch:
 @dataclass(kw_only=True, slots=True)
 class _Seen:
     first: int
-    again: int = 0  # the moment in which it is repeated; of several calls' the last
+    again: int = 0  # the timestep of its recomputation; the last if called several times
     before: int = 0
     bytes: int = 0
     marks: list[tuple[Any, Any]] = field(default_factory=list)
@@ -106,7 +106,7 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
 @contextmanager
 def _counting(count: Callable[[Tensor], None]) -> Iterator[None]:
     """Context manager: pass each tensor that autograd saves to ``count``, and save it as usual."""
-    # Of nested hooks only the innermost are called, and checkpointing has its own.
+    # Only the innermost of nested hooks are called, and checkpointing has its own.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = outer or (_same, _same)
 

@@ -45,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._base, self.round_bytes = base_bytes, round_bytes
-        self._known: dict[int, weakref.finalize[Any, Any]] = {}  # storages that live, by address
+        self._known: dict[int, weakref.finalize[Any, Any]] = {}  # live storages, by address
         self._now = self._peak = base_bytes
 
     @property
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _see(self, tensor: Tensor, *, counts: bool) -> None:
-        """Record a new storage."""
+        """Record a storage if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -121,7 +121,7 @@ class CudaBytes:
     def __exit__(self, *error: object) -> None: ...
 
     def take(self) -> tuple[int, int]:
-        # The most of both may not have been at one time; their difference is what makes a plan of this placement right.
+        # The two peaks may be at different times, but their difference makes plans of this placement exact.
         peak = torch.cuda.max_memory_allocated(self._device) - self._model_bytes()
         torch.cuda.reset_peak_memory_stats(self._device)
         now = torch.cuda.memory_allocated(self._device) - self._model_bytes()

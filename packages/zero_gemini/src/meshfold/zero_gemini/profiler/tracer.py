@@ -50,9 +50,9 @@ class StepTracer:
         self._seen: list[_Seen] = []
         self._inside: dict[Unit, _Seen] = {}
         self._in_backward = False
-        self._most = 0  # bytes since the running moment began; what was before the first counts to it
+        self._most = 0  # peak bytes since the current timestep began; the first includes what was before
         self._arrived: Any = None
-        self._arriving = False  # between arriving at a unit and entering it
+        self._arriving = False  # between reaching a unit and entering it
         self._stack = ExitStack()
         self.layers = LayerWatch(
             clock=clock,
@@ -64,7 +64,7 @@ class StepTracer:
     def __enter__(self) -> StepTracer:
         for unit in self._units:
             module = unit.module
-            # A compiled module traces its hooks too. These must run: a graph would keep the marks of the step that made it.
+            # A compiled module would trace its hooks, and the graph would replay the marks of one step. Keep them eager.
             eager: Callable[..., Any] = torch.compiler.disable
             for handle in (
                 module.register_forward_pre_hook(eager(self._before(unit, self._arrive)), prepend=True),
@@ -123,7 +123,7 @@ class StepTracer:
         return before
 
     def _watch_inputs(self, unit: Unit) -> Callable[..., Any]:
-        """Before its forward: leave it when the gradients of its inputs have arrived."""
+        """Return a hook before a unit's forward that leaves the unit once the gradients of its inputs have arrived."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return watch_inputs(args, kwargs, lambda: self._leave(unit))
@@ -131,7 +131,7 @@ class StepTracer:
         return before
 
     def _after(self, unit: Unit, act: Callable[[Unit], None]) -> Callable[..., None]:
-        """After its forward: call ``act`` once, before the backward of this call."""
+        """Return a hook after a unit's forward that calls ``act`` once, before the backward of this call."""
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_repeated(unit) or not torch.is_grad_enabled():
@@ -156,7 +156,7 @@ class StepTracer:
         return after
 
     def _is_repeated(self, unit: Unit) -> bool:
-        """Return True if a forward that ends is a repetition by activation checkpointing in the unit's own backward."""
+        """Return True if the forward that ends is a recomputation in the unit's own backward."""
         seen = self._inside.get(unit)
         return seen is not None and not seen.by_forward
 
@@ -191,7 +191,7 @@ class StepTracer:
             seen.until = len(self._seen) - 1
 
     def _close_moment(self) -> None:
-        """End the last moment, or what came before the first."""
+        """End the current timestep, or the time before the first."""
         peak, now = self._memory.take()
         self._most = max(self._most, peak)
         if self._seen:
@@ -200,7 +200,7 @@ class StepTracer:
             self._most = 0
 
     def _most_so_far(self) -> int:
-        """Return the bytes of the current timestep."""
+        """Return the peak bytes of the current timestep."""
         self._most = max(self._most, self._memory.take()[0])
         return self._most
 
@@ -226,7 +226,7 @@ class StepTracer:
 
 @dataclass(kw_only=True, slots=True)
 class _Seen:
-    """A moment that is being recorded."""
+    """Timestep that is being recorded."""
 
     unit: str
     backward: bool

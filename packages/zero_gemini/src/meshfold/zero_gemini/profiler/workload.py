@@ -98,7 +98,7 @@ def workload_of(
         seen = visits[chunk.name]
         first = [visit for visit in seen if visit[0] < half] or [(half - 1, half - 1)]
         second = [visit for visit in seen if visit[0] >= half]
-        # what no backward came to is reduced, as zeros, when backward is over
+        # chunks that no backward reached are reduced, as zeros, at the end
         second = second or [(len(moments) - 1, len(moments) - 1)]
         costs.append(
             ChunkCost(
@@ -134,7 +134,7 @@ def workload_of(
         tokens=tokens,
         regime=regime,
         clipping=clipping,
-        strategies=(SPLIT_STEP,) if clipping else None,  # of what is on disk the whole step comes before the forward
+        strategies=(SPLIT_STEP,) if clipping else None,  # chunks on disk are stepped whole before the forward
         stage=stage,
         accumulation=accumulation,
         data_ranks=data_ranks,
@@ -157,7 +157,7 @@ def light_units(chunks: Iterable[ChunkUse]) -> frozenset[str]:
 
 
 def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
-    """Give layers that keep equal bytes equal seconds: differences are noise, and would make their order random."""
+    """Give layers with equal bytes equal seconds: differences are noise and would make their order random."""
     seconds: dict[int, list[float]] = {}
     for layer in layers:
         seconds.setdefault(layer.kept_bytes, []).append(layer.seconds)
@@ -165,7 +165,7 @@ def _alike(layers: Sequence[TracedLayer]) -> list[TracedLayer]:
 
 
 def _without_recomputing(moments: Sequence[TracedMoment], layers: Sequence[TracedLayer]) -> tuple[TracedMoment, ...]:
-    """Return the timesteps without the seconds that a plan adds for each recomputed layer."""
+    """Return the timesteps without recomputation, whose seconds plans add per layer."""
     found = list(moments)
     for layer in layers:
         i = _after(found, layer)
@@ -174,12 +174,12 @@ def _without_recomputing(moments: Sequence[TracedMoment], layers: Sequence[Trace
 
 
 def _after(moments: Sequence[TracedMoment], layer: TracedLayer) -> int:
-    """Return the timestep in which a layer was recomputed."""
+    """Return the timestep of a layer's recomputation."""
     return min(layer.last + 1, len(moments) - 1)
 
 
 def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list[tuple[int, int]]:
-    """Return runs of timesteps, first and last, in which a unit of the chunk runs; none spans forward and backward."""
+    """Return runs of timesteps (first, last) in which a unit of the chunk runs; no run spans forward and backward."""
     runs: list[tuple[int, int]] = []
     for i, moment in enumerate(moments):
         if moment.unit not in chunk.units:
@@ -193,7 +193,7 @@ def _visits(chunk: ChunkUse, moments: Sequence[TracedMoment], half: int) -> list
 
 
 def _seconds(chunks: Sequence[ChunkUse], moments: Sequence[TracedMoment]) -> dict[str, float]:
-    """Return the compute seconds of every chunk; their sum is that of the timesteps."""
+    """Return the compute seconds of every chunk; they add up to those of the timesteps."""
     found = {chunk.name: 0.0 for chunk in chunks}
     users: dict[str, dict[str, int]] = {}
     for chunk in chunks:
@@ -231,7 +231,7 @@ def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, 
         facts: its parameters, by name.
     """
     names: dict[Tensor, str] = {one.parameter: name for name, one in facts.items()}
-    users: dict[str, list[str]] = {name: [] for name in facts}  # of each parameter
+    users: dict[str, list[str]] = {name: [] for name in facts}  # by parameter
     for unit in units:
         for used in unit.parameters:
             users[names[used]].append(unit.name)

@@ -50,7 +50,7 @@ class GatherCache:
         return [chunk for number, chunk in enumerate(chunks) if number not in stays]
 
     def _next(self, chunk: Chunk, place: int) -> int | None:
-        """Return the index of the unit that uses a chunk next; None if none does in this step."""
+        """Return the index of the next unit that uses a chunk; None if no unit does in this step."""
         uses = self._uses.get(chunk, [])
         at = bisect_left(uses, place)
         return uses[at] if at < len(uses) else None

@@ -42,7 +42,7 @@ def watch_inputs(args: Any, kwargs: Any, say: Callable[[], None]) -> Any:
 
 
 class _Watched(torch.autograd.Function):
-    """The identity; says when the gradients of all the tensors it was given are there."""
+    """Identity that reports when the gradients of all its tensors have arrived."""
 
     @staticmethod
     def forward(ctx: Any, say: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:

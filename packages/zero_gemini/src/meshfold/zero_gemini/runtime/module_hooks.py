@@ -63,14 +63,14 @@ class Runtime:
         self.reread()
         self._prefetch, self._light = prefetch, light
         self._before_evaluation = before_evaluation
-        self._inside: list[Unit] = []  # entered and not left yet
-        self._behind: set[Unit] = set()  # whose backward has begun
-        self._recomputed: set[Unit] = set()  # and whose has not
+        self._inside: list[Unit] = []  # entered, not yet left
+        self._behind: set[Unit] = set()  # units whose backward has begun
+        self._recomputed: set[Unit] = set()  # recomputed units whose backward has not begun
         self._backwards = 0
-        self._unfinished: dict[Unit, None] = {}  # forwards left by an exception, as a pipeline's stages leave them
+        self._unfinished: dict[Unit, None] = {}  # forwards left by an exception, as pipeline stages do
         self.gather_cache = GatherCache()
         self.is_quiet = False
-        self._held: dict[Chunk, None] = {}  # gathered, or on their way
+        self._held: dict[Chunk, None] = {}  # gathered, or being gathered
         self._in_backward = False
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
@@ -138,9 +138,9 @@ class Runtime:
     def _start(self, module: nn.Module, args: Any) -> None:
         if self.is_quiet:
             return
-        if self._check_forward is not None and graph_task() < 0:  # else it is recomputed
+        if self._check_forward is not None and graph_task() < 0:  # skipped for recomputation
             self._check_forward()
-        if not self._in_backward:  # a forward that raised may have left units entered
+        if not self._in_backward:  # an earlier forward that raised may not have left its units
             self._unfinished.update(dict.fromkeys(self._inside))
             self._inside.clear()
             self._recomputed.clear()
@@ -160,7 +160,7 @@ class Runtime:
             self._enter(unit)
             return watch_inputs(args, kwargs, self._call(unit, args, kwargs))
 
-        # A compiled block has its graph between the hooks, not around them.
+        # Hooks of a compiled block run outside its graph.
         found: Callable[..., Any] = torch.compiler.disable(before)
         return found
 
@@ -168,9 +168,9 @@ class Runtime:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self.is_quiet:
                 return
-            if unit in self._behind:  # recomputed by activation checkpointing: its backward comes next
+            if unit in self._behind:  # recomputed on its own: its backward follows at once
                 return
-            if graph_task() >= 0:  # recomputed with others: tensors that autograd saved must stay until its backward
+            if graph_task() >= 0:  # recomputed with others: keep its parameters until its backward
                 self._recomputed.add(unit)
             elif unit in self._inside:
                 self._inside.remove(unit)
@@ -181,8 +181,8 @@ class Runtime:
         return found
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
-        """Return the hook of one call: a unit that was called twice is entered, and left, twice."""
-        begun = 0  # in which backward
+        """Return the hook of one call; a unit that is called twice is entered and left twice."""
+        begun = 0  # number of the backward that called this hook
 
         def before_backward(gradient: Tensor) -> None:
             nonlocal begun
@@ -191,7 +191,7 @@ class Runtime:
                 self._calls.begin_backward()
                 self._backwards += 1
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-                # Their own parameters may be needed at any time before a block that was not reached.
+                # Units whose forward did not finish may need their parameters at any time in backward.
                 self._unfinished.update(dict.fromkeys(self._inside))
                 for left in self._unfinished:
                     self._enter(left, again=True)
@@ -206,7 +206,7 @@ class Runtime:
         return before_backward
 
     def _call(self, unit: Unit, args: Any, kwargs: Any) -> Callable[[], None]:
-        """Count a call of a unit. Return the function to call when backward leaves it."""
+        """Count a call of a unit; return the function to call when backward leaves it."""
         is_open = self._calls.enter(unit, args, kwargs)
 
         def left() -> None:
@@ -240,11 +240,11 @@ class Runtime:
         self._release(self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead))
         for chunk in wanted:
             if chunk.step_is_pending and chunk not in self._chunks[unit]:
-                continue  # it was stepped in this backward: no entered unit reads it any more
+                continue  # stepped in this backward: no entered unit reads it again
             chunk.gather()
             self._held[chunk] = None
         for chunk in ahead:
-            # A chunk whose step is not done is gathered later: to wait for the step here would delay this unit.
+            # Do not prefetch a chunk whose step is pending: waiting for it would delay this unit.
             if chunk.can_gather_early:
                 chunk.gather()
                 self._held[chunk] = None
@@ -252,14 +252,14 @@ class Runtime:
             chunk.wait()
 
     def _evicted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return the chunks to release, of those that no entered unit needs."""
+        """Return which of the chunks that no entered unit needs should be released."""
         chunks, place = [*chunks], self.place
         if not self._seen or not self._expects(self._seen[-1]):
             return chunks
         return self.gather_cache.evicted(chunks, place)
 
     def _expects(self, unit: Unit) -> bool:
-        """Return True if this step has matched the last one so far."""
+        """Return True if this step has followed the last one's order so far."""
         place = self.place
         return 0 < place <= len(self.order) and self.order[place - 1] is unit
 

@@ -39,12 +39,12 @@ class OpenCalls:
             for chunk in chunks:
                 self._users.setdefault(chunk, []).append(unit)
         self._open: Counter[Unit] = Counter()  # calls of this step that backward has not left
-        self._unsure: set[Unit] = set()  # called in a way that hides how often backward comes
+        self._unsure: set[Unit] = set()  # units called so that their number of backwards is unknown
         self._hidden: Counter[Unit] = Counter()  # calls of reentrant checkpointing in this step
-        self._repeated: Counter[Unit] = Counter()  # and those that backward has repeated
-        self._repeating: set[Unit] = set()  # called several times; its backward may still run
+        self._repeated: Counter[Unit] = Counter()  # of these, calls that backward has repeated
+        self._repeating: set[Unit] = set()  # units called several times whose backward may still run
         self._repetition_ran = False  # a gradient came in that backward
-        self._task: int | None = None  # autograd's number of the outer backward; None before it came to a unit
+        self._task: int | None = None  # autograd's id of the outer backward; None until it reaches a unit
 
     def clear(self) -> None:
         """Forget the step."""
@@ -63,7 +63,7 @@ class OpenCalls:
 
     def enter(self, unit: Unit, args: Any, kwargs: Any) -> bool:
         """Count a call of a unit, given these arguments. Return True if backward has to leave it."""
-        # Without gradients inside of a forward that has them: reentrant checkpointing, or a call that backward never reaches.
+        # No gradients inside a forward with gradients: reentrant checkpointing, or a call that backward never reaches.
         if not torch.is_grad_enabled():
             self._unsure.add(unit)
             # Inputs of checkpointing require gradients; those of `no_grad` code (recycling, a teacher) do not.
@@ -76,7 +76,7 @@ class OpenCalls:
                 self._end_repetition()
             if self._hidden[unit] > 1:
                 self._repeating.add(unit)
-        is_open = torch.is_grad_enabled() and graph_task() < 0  # else it is recomputed in a backward
+        is_open = torch.is_grad_enabled() and graph_task() < 0  # False in a recomputation
         self._open[unit] += is_open
         return is_open
 

@@ -60,7 +60,7 @@ def _collect(name: str, module: nn.Module, units: list[Unit], *, of_blocks: bool
 
 
 def _held_by(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters of a module, and of the modules in it that are never called."""
+    """Yield the parameters of a module and of its submodules that are never called."""
     yield from (p for p in module._parameters.values() if p is not None)
     for child in module.children():
         if not _is_called(child):
@@ -68,15 +68,15 @@ def _held_by(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Return whether a module has a forward."""
-    called = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+    """Return True if a module has a forward."""
+    called = getattr(module, "_orig_mod", module)  # the module inside torch.compile's wrapper
     return type(called).forward is not nn.Module.forward
 
 
 def _collect_block(name: str, block: nn.Module, units: list[Unit]) -> None:
-    # A compiled block is one unit: hooks on modules in it would cut its graph into pieces.
+    # A compiled block is one unit: hooks inside would break its graph.
     inner = not is_compiled(block) and any(isinstance(m, nn.ModuleList | nn.Sequential) for m in block.modules())
-    if inner or not _is_called(block):  # a list in it, or nothing that could be called
+    if inner or not _is_called(block):  # a nested list, or nothing callable
         _collect(name, block, units)
         return
     parameters = tuple(dict.fromkeys(block.parameters()))

@@ -96,7 +96,7 @@ def make_stepper(
     for name, stand_in in stand_ins.items():
         if hasattr(trained[name].parameter, ROLE):
             setattr(stand_in, ROLE, getattr(trained[name].parameter, ROLE))
-    # torch refuses to make an optimizer without parameters, as for a stage whose layers are all frozen.
+    # torch refuses an optimizer without parameters, as for a stage whose layers are all frozen.
     made = make(list(stand_ins.values()) or [nn.Parameter(torch.empty(0))])
     looked_at = (trained or facts).values()
     kind = optimizer_kind(made, {(one.kind.dtype, master_dtype or one.kind.dtype) for one in looked_at})
@@ -138,7 +138,7 @@ def give_parameters(stepper: Stepper, group_names: Sequence[Sequence[str]]) -> N
 
 
 def _replace_meta(model: nn.Module, device: torch.device) -> None:
-    """Replace meta parameters by real ones, still without elements; tied parameters stay tied."""
+    """Replace meta parameters by real ones, still empty; tied parameters stay tied."""
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

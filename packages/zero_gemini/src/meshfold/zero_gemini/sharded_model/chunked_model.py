@@ -100,11 +100,11 @@ class ChunkedModel(ParameterValues):
         self.chunks: list[Chunk] = []
         self._chunk_of: dict[str, Chunk] = {}
         self._stepper: Stepper | None = None
-        # Ranks with other parameters (stages of a pipeline) have other chunks, and do not come where these come.
+        # Ranks with other parameters (stages of a pipeline) have other chunks and reach other collectives.
         others = {*apart, *(axis for p in model.parameters() for axis in metadata_on(p, mesh).only_at)}
         alike = [axis for axis in mesh.names if axis not in others]
         self._faults = Faults(mesh.group(*alike), memory.device)
-        self._promised = False  # a step whose outcome the ranks have not exchanged yet
+        self._promised = False  # the outcome of the last step is not exchanged yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)
         self._facts, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes)
@@ -150,7 +150,7 @@ class ChunkedModel(ParameterValues):
                 chunk.wait_if_resident()
         except BaseException:
             if self._stepper is not None:
-                self._stepper.close()  # its files and threads
+                self._stepper.close()  # close its files and threads
             raise
         if self._stepper is not None:
             give_parameters(self._stepper, self.group_names)
@@ -220,7 +220,7 @@ class ChunkedModel(ParameterValues):
         whole: Tensor,
         values: Callable[[str, nn.Parameter, torch.dtype], Tensor] | None,
     ) -> None:
-        """Set a parameter's initial value."""
+        """Write a parameter's initial value."""
         if whole.is_meta:
             if values is None:
                 raise ChunkError(f"{name!r} is on the meta device and nothing says its first values")
@@ -228,7 +228,7 @@ class ChunkedModel(ParameterValues):
         self._contents.fill(name, whole)
 
     def _power_sum(self, chunk: Chunk, norm_type: float, shard: Tensor) -> Tensor:
-        """Return this rank's part of a norm, from a chunk's shard of the gradient on any device."""
+        """Return this rank's contribution to a norm, from its shard of a chunk's gradient on any device."""
         alike = self._facts[chunk.spec.names[0]].kind.holders
         if alike:
             return power_sum(shard, alike, norm_type)
@@ -280,13 +280,13 @@ class ChunkedModel(ParameterValues):
         self._agree()
 
     def _check(self) -> None:
-        """Raise the error that was reported to all ranks, if any, or an error if a step was interrupted."""
+        """Raise the error that was reported to all ranks, or an error if a step was interrupted."""
         self._faults.check()
         if self._early is not None:
             self._early.check()
 
     def _agree(self) -> None:
-        """Finish the last step; raise its errors on all ranks."""
+        """Finish the last step, and raise its errors on all ranks."""
         if self._promised:
             self._promised = False
             self._faults.agree()

@@ -43,7 +43,7 @@ class Contents:
         self._stepper, self._device, self._faults = stepper, device, faults
 
     def _stepper_of(self, name: str) -> Stepper | None:
-        """Return the stepper that keeps a parameter's master weights; None if the chunk itself does."""
+        """Return the stepper that holds a parameter's master weights; None if the chunk itself does."""
         return self._stepper if self._chunk_of[name] in self._trained else None
 
     # -- master weights -------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Contents:
         self._stepper.write(name, key, self._chunk_of[name].cut(name, value) if like else value)
 
     def _attempted(self, read: Callable[[], Tensor], length: int, dtype: torch.dtype) -> Tensor:
-        """Read on this rank. If that fails, return a tensor of the same length, because the other ranks wait in a collective."""
+        """Read on this rank. After an error, return a tensor of the same length, because the other ranks wait in a collective."""
         found: list[Tensor] = []
         if not self._faults.keep(lambda: found.append(read())):
             found = [torch.full((length,), torch.nan if dtype.is_floating_point else 0, dtype=dtype)]

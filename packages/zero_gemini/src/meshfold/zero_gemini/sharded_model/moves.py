@@ -72,7 +72,7 @@ class Residents:
             for chunk, placement in placements.items()
             if placement.state == "disk" != self.placements[chunk].state and chunk in self._gradients
         )
-        synchronize(self._memory.device)  # running copies read memory that is about to be released
+        synchronize(self._memory.device)  # running copies still read memory that will be freed
         moves = [
             self._as_move(chunk, self._allowed(placement))
             for chunk, placement in placements.items()
@@ -97,7 +97,7 @@ class Residents:
         return on
 
     def _allowed(self, placement: ChunkPlacement) -> ChunkPlacement:
-        """Return the placement under this stage: stages 1 and 2 keep parameters on the device."""
+        """Return the placement adapted to the stage: stages 1 and 2 keep parameters on the device."""
         return placement if self._stage == 3 else replace(placement, parameters="device")
 
     def _reserve(self, shards: Iterable[tuple[torch.dtype, int]]) -> None:
@@ -106,7 +106,7 @@ class Residents:
                 self._stepper.reserve(shards)
 
     def _as_move(self, chunk: Chunk, placement: ChunkPlacement) -> Move[tuple[Chunk, ChunkPlacement]]:
-        """Return a chunk's move, with the bytes that it adds to both memories; those of torch optimizers' state are estimated."""
+        """Return a chunk's move, with the bytes that it adds to both memories; state of torch's optimizers is estimated."""
         elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self.placements[chunk]
         state = 0.0
         if chunk in self._gradients:
@@ -127,7 +127,7 @@ class Residents:
                 self._move(chunk, placement)
                 moved = True
         except BaseException:
-            if moved:  # on this rank, but not on another
+            if moved:  # moved here, but failed on another rank
                 self._move(chunk, was)
             raise
         self.placements[chunk] = placement

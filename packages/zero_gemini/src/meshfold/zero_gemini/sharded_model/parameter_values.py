@@ -34,7 +34,7 @@ class ParameterValues(ABC):
         """Finish every pending step."""
 
     def holds(self, parameter: Tensor) -> bool:
-        """Return whether a tensor is one of the parameters in chunks."""
+        """Return True if a tensor is one of the parameters in chunks."""
         return parameter in self._names
 
     def read(self, parameter: Tensor) -> Tensor:
@@ -103,11 +103,11 @@ class ParameterValues(ABC):
         return self._chunk_of[self._name_of(parameter)].group.axes
 
     def is_on_disk(self, parameter: Tensor, key: str | None = None) -> bool:
-        """Return whether a part of a parameter's master weights, or of one of its optimizer tensors, is on disk."""
+        """Return True if a part of a parameter's master weights, or of one of its optimizer tensors, is on disk."""
         chunk = self._chunk_of[self._name_of(parameter)]
         if chunk not in self._gradients or self._residents.placements[chunk].state != "disk":
             return False
-        # Compute weights are never on disk, and the step count is a number.
+        # Neither compute weights nor step counts are ever on disk.
         return chunk.dtype != self.master_dtype(parameter) if key is None else key != "step"
 
     def clear_state(self) -> None:

@@ -25,7 +25,7 @@ from meshfold.zero_gemini.optimizer.speculative_steps import SpeculativeSteps
 from meshfold.zero_gemini.runtime.module_hooks import Runtime
 from meshfold.zero_gemini.runtime.open_calls import OpenCalls
 
-_MOST_UNDER_WAY = 6  # reductions at a time, of a unit that has more chunks
+_MOST_UNDER_WAY = 6  # pending reductions, if a unit has more chunks
 
 
 class GradientFlow:
@@ -57,15 +57,15 @@ class GradientFlow:
         self._early, self._speculative = early, speculative
         self.takes = True
         self.kind: BackwardRole = "last"
-        self._waiting = [*reversed(gradients.values())]  # in the order of reductions
-        self._next = 0  # how many of them were reduced in this backward
-        # Reductions that have begun, with how many units were entered before.
+        self._waiting = [*reversed(gradients.values())]  # in the order of their reduction
+        self._next = 0  # number already reduced in this backward
+        # Pending reductions, each with the number of units entered before it.
         self._under_way: deque[tuple[int, ChunkGradient]] = deque()
         sizes = (chunk.spec.size_elems * gradient.dtype.itemsize for chunk, gradient in gradients.items())
         self._largest_bytes = max(sizes, default=0)
-        self._in_parts: set[ChunkGradient] = set()  # of which some came in a backward inside of this one
+        self._in_parts: set[ChunkGradient] = set()  # some of their gradients came in a nested backward
         self._in_backward = False
-        self._came = False  # a gradient did, since ``expect``
+        self._came = False  # a gradient arrived since ``expect``
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._arrival(gradient, place))
             for chunk, gradient in gradients.items()
@@ -88,7 +88,7 @@ class GradientFlow:
 
     @property
     def _speculating(self) -> SpeculativeSteps | None:
-        """Speculative steps of the current or next backward; None if it makes none."""
+        """Return the speculative steps of the current or next backward; None if it makes none."""
         is_on = self.kind == "last" and self._speculative is not None and self._speculative.are_made
         return self._speculative if is_on else None
 
@@ -97,8 +97,8 @@ class GradientFlow:
     def _arrival(self, gradient: ChunkGradient, place: int) -> Callable[[Tensor], None]:
         def arrive(parameter: Tensor) -> None:
             if isinstance(parameter.grad, GradientProxy):
-                return  # a backward outside of the engine, while the gradient here is shown
-            found, parameter.grad = parameter.grad, None  # always: autograd would add to a gradient that stays
+                return  # a backward outside the engine, while our proxy is in .grad
+            found, parameter.grad = parameter.grad, None  # always clear it: autograd would add to it
             if self.takes and found is not None:
                 if not self._in_backward:
                     self._in_backward = self._came = True
@@ -117,13 +117,13 @@ class GradientFlow:
             self._next += 1
 
     def _is_ready(self, gradient: ChunkGradient) -> bool:
-        # A unit that reentrant checkpointing calls several times brings a gradient in each of its backwards.
+        # Under reentrant checkpointing, each of a unit's several calls brings its own gradient.
         return gradient.is_full and not self._calls.will_be_repeated(gradient.chunk)
 
     def _reduce(self, gradient: ChunkGradient) -> None:
-        """Start a reduction, and finish those of earlier units, which are complete by now, to free their inputs."""
+        """Start a reduction, and finish those of earlier units, which should be complete, to free their inputs."""
         unsure = gradient in self._in_parts or self._calls.is_unsure(gradient.chunk)
-        if not gradient.is_full:  # the end of a backward, and perhaps of one inside of another
+        if not gradient.is_full:  # the end of a backward, perhaps of a nested one
             unsure |= not self._calls.is_over(gradient.chunk)
         gradient.reduce(self.kind, unsure=unsure)
         self._under_way.append((self._runtime.place, gradient))
@@ -131,9 +131,9 @@ class GradientFlow:
             self._collect_first()
 
     def _ends(self, place: int, gradient: ChunkGradient) -> bool:
-        """Return whether to finish the oldest reduction.
+        """Return True if the oldest reduction should be finished now.
 
-        The chunks of a compiled block are ready at the same time: finishing the first when the last one starts would wait.
+        A compiled block's chunks are ready at the same time: finishing the first when the last one starts would stall.
         """
         if not gradient.is_pending or place < self._runtime.place or len(self._under_way) > _MOST_UNDER_WAY:
             return True
@@ -233,7 +233,7 @@ class GradientFlow:
 
     def used(self) -> set[str]:
         """Return the names of the parameters that had a gradient on some rank. All ranks must call."""
-        shared: dict[tuple[int, ...], list[Chunk]] = {}  # chunks by the ranks that share them: one collective each
+        shared: dict[tuple[int, ...], list[Chunk]] = {}  # chunks by the ranks that share them, for one collective each
         for chunk in self._gradients:
             shared.setdefault(chunk.group.ranks, []).append(chunk)
         found: set[str] = set()
