@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshfold.align.log_probs import TokenLogProbs, TokenValues
 from meshfold.align.means import (
     Mean,
     global_mean,
@@ -13,6 +14,7 @@ from meshfold.align.means import (
     mean_over_length,
     whiten,
 )
+from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import (
     clipped_policy_losses,
     clipped_value_losses,
@@ -34,6 +36,10 @@ from meshfold.align.preference import (
 __all__ = [
     "DPO_LOSSES",
     "Mean",
+    "Objective",
+    "Terms",
+    "TokenLogProbs",
+    "TokenValues",
     "clipped_policy_losses",
     "clipped_value_losses",
     "dpo_losses",

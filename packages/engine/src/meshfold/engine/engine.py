@@ -101,7 +101,7 @@ class Engine:
             clip_grad_value: maximum absolute value of a gradient's element; not with ``clip_grad_norm``.
             gradient_accumulation: calls of ``train_step`` per optimizer step.
             loss_fn: ``loss_fn(output, batch)`` returns the mean over the batch's targets; the model is then called without
-                ``labels`` if it can be. None: ``output.loss``, the model's own.
+                ``labels`` if it can be, except by one with ``batch_fields``, entries that it alone reads. None: ``output.loss``.
             lr_scheduler: function that makes a torch scheduler for the optimizer.
             seed: of initial weights, dropout and the order of data.
             device: by default this rank's GPU, or the CPU.

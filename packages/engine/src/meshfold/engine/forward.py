@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
-from meshfold.engine.batches.loss import LossCalls, leave_out_targets
+from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
@@ -74,7 +74,12 @@ class Forward:
         own_loss = self._loss_fn is not None
         batch = self._documents.settle(batch)
         work = batches.prepare_batch(
-            batch, self._world.device, self._precision.dtype, own_loss=own_loss, aligned=self._aligned
+            batch,
+            self._world.device,
+            self._precision.dtype,
+            own_loss=own_loss,
+            aligned=self._aligned,
+            kept=fields_of(self._loss_fn) or (),
         )
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)

@@ -10,6 +10,7 @@ from meshfold.tensor_parallel.layers import (
     Linear,
     RMSNorm,
     cross_entropy,
+    log_probs,
 )
 from meshfold.tensor_parallel.lowerings import matmul_cost
 from meshfold.tensor_parallel.matmul import matmul
@@ -37,6 +38,7 @@ __all__ = [
     "draw_mesh",
     "draw_mode",
     "find_mode",
+    "log_probs",
     "matmul",
     "matmul_cost",
     "parallelize",

@@ -8,7 +8,7 @@ are weighted by their number.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +85,13 @@ class Batch:
 
 
 def prepare_batch(
-    batch: Any, device: torch.device, dtype: torch.dtype, *, own_loss: bool, aligned: bool = True
+    batch: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    own_loss: bool,
+    aligned: bool = True,
+    kept: Collection[str] = (),
 ) -> Batch:
     """Check a batch and bring it to the device; floating inputs take the model's dtype.
 
@@ -95,6 +101,7 @@ def prepare_batch(
         dtype: of floating inputs.
         own_loss: a ``loss_fn`` was given: missing labels stay missing.
         aligned: labels ``b s`` belong to the input tokens, not to a decoder with an encoder.
+        kept: entries of a dict that keep their dtype, since the loss alone reads them.
 
     Raises:
         SpecError: for a batch in none of the three forms.
@@ -112,7 +119,7 @@ def prepare_batch(
     if isinstance(batch, Mapping | Tensor):
         form = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         named = targets_key(form) or "labels"
-        fields = {name: move(value, cast=name != "labels") for name, value in form.items()}
+        fields = {name: move(value, cast=name != "labels" and name not in kept) for name, value in form.items()}
         ids = fields.get("input_ids")
         if ids is not None:
             _check_ids(ids)

@@ -32,6 +32,16 @@ class FallbackLoss:
         return self._function(output, batch)
 
 
+def fields_of(loss_fn: object) -> tuple[str, ...] | None:
+    """Return the entries of a batch that an objective reads and the model is not called with; None for any other loss.
+
+    An objective is a ``loss_fn`` with an attribute ``batch_fields``. It stands in the place of the model's own loss, so that the
+    model is called with labels, as if it computed the loss itself, and need not put its logits together.
+    """
+    fields = getattr(loss_fn, "batch_fields", None)
+    return None if fields is None else tuple(fields)
+
+
 def check_loss_fn(loss_fn: object) -> None:
     """Check that an object can be called as ``loss_fn(output, batch)``, as far as possible before the call.
 
@@ -58,13 +68,16 @@ def check_loss_fn(loss_fn: object) -> None:
 def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object) -> dict[str, Any]:
     """Return a model's keyword arguments for a loss that is not its own: without targets, if they are optional.
 
-    With them it would compute an unused loss, and return only the logits that this needs.
+    With them it would compute an unused loss, and return only the logits that this needs. An objective (:func:`fields_of`) leaves
+    them, and takes out what it alone reads.
 
     Raises:
         SpecError: for an encoder-decoder, which makes the decoder's input from them.
     """
     if loss_fn is None or isinstance(loss_fn, FallbackLoss):
         return kwargs
+    if (own := fields_of(loss_fn)) is not None:
+        return {name: value for name, value in kwargs.items() if name not in own}
     parameters = inspect.signature(model.forward).parameters
     found = [name for name in LABEL_NAMES if name in parameters and kwargs.get(name) is not None]
     if found and is_encoder_decoder(model):

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.kernels.linear_cross_entropy import Reduction, linear_cross_entropy
+from meshfold.kernels.linear_cross_entropy import (
+    Reduction,
+    VocabularyShard,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 
 if TYPE_CHECKING:
     from meshfold.kernels.fuse.heads import Head
@@ -141,6 +146,49 @@ class LazyLogits(Tensor):
             )
 
         return self.head.loss(self.rows, loss).to(self.dtype)
+
+    def log_probs(
+        self,
+        target: Tensor,
+        *,
+        ignore_index: int = -100,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        vocabulary: VocabularyShard | None = None,
+    ) -> Tensor | None:
+        """Return the log-probabilities of targets ``m``, and with ``entropy`` the entropies, computed with the head.
+
+        Args:
+            target: ``m`` for logits ``m v``.
+            ignore_index: target of a row that does not count: both are 0 there.
+            temperature: divides the logits.
+            entropy: find the entropies too.
+            vocabulary: the words of the head where ranks share them.
+
+        Returns:
+            ``1 m``, or ``2 m`` with the entropies second; None for a soft cap under a temperature, which must be computed.
+        """
+        self._check_open()
+        scale, softcap = self.cap()
+        if softcap and temperature != 1.0:
+            return None
+
+        def found(operands: Operands) -> Tensor:
+            rows, weight, bias = operands
+            logs, entropies = linear_log_probs(
+                rows,
+                weight,
+                target,
+                bias,
+                ignore_index=ignore_index,
+                scale=scale / temperature,
+                softcap=softcap,
+                entropy=entropy,
+                vocabulary=vocabulary,
+            )
+            return torch.stack([logs] if entropies is None else [logs, entropies])
+
+        return self.head.loss(self.rows, found)
 
     @classmethod
     def __torch_function__(

@@ -41,6 +41,7 @@ def use_sharded_loss(model: nn.Module, mesh: Mesh, mode: Mode, vocabulary: int) 
         found: Tensor = loss(logits, labels, num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
         return found
 
+    loss_function.sharded = CausalLMLoss(mesh, mode, vocabulary)  # type: ignore[attr-defined]  # how its logits lie
     model.loss_function = loss_function  # type: ignore[assignment]
 
 

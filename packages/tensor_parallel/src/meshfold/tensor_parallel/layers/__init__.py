@@ -2,6 +2,7 @@
 
 from meshfold.tensor_parallel.layers.embedding import Embedding, PatchEmbedding, PositionEmbedding
 from meshfold.tensor_parallel.layers.linear import Linear
+from meshfold.tensor_parallel.layers.log_probs import log_probs
 from meshfold.tensor_parallel.layers.loss import CausalLMLoss, cross_entropy
 from meshfold.tensor_parallel.layers.norm import LayerNorm, RMSNorm
 
@@ -14,4 +15,5 @@ __all__ = [
     "PositionEmbedding",
     "RMSNorm",
     "cross_entropy",
+    "log_probs",
 ]

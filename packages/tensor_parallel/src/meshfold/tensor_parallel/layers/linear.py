@@ -364,7 +364,9 @@ class Linear(ShardedLayer):
         plan, tokens = self.plan, x.shape[:-1].numel()
         lead = x.shape[:-1] if self.input_adapter is as_given else torch.Size([tokens])
         rows = tokens * self.mesh.size(*plan.x[plan.m]) // self.mesh.size(*plan.y[plan.m])
-        return (*lead_shape(lead, rows), self.weight.shape[0])
+        known = metadata(self.weight)  # under ZeRO stage 3 the weight itself may be away
+        words = self.weight.shape[0] if known is None else known.placement.local_shape(self.mesh)[0]
+        return (*lead_shape(lead, rows), words)
 
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what the local matmul multiplies: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
