@@ -28,7 +28,7 @@ __all__ = ["TokenLogProbs", "TokenValues"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenValues:
-    """What a model says of the tokens of some rows.
+    """Log-probabilities of the tokens of some rows, and entropies.
 
     Attributes:
         log_probs: ``b s``, of each label at its own place; 0 where the label does not count, and for the first token of a row.
