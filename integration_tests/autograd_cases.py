@@ -313,6 +313,27 @@ def deferred_fp8_product(recipe: str, dtype: torch.dtype) -> Called:
     return lambda x, w: products.deferred(x, w.detach(), site.ticket), (leaf(dtype, ROWS, 32), weight)
 
 
+def cast_fp8_product(ranks: int, recipe: str, waits: bool, dtype: torch.dtype) -> Called:
+    column, on, n = find_mode("1d").plans["column"], mesh(ranks), K.FP8_RECIPES[recipe].multiple
+    lowering = bind_fp8_lowering(column, on, K.FP8_RECIPES[recipe], ())
+    products, cast = lowering.cast_products(column, on), lowering.weight(column, on)
+    assert cast is not None
+    x, w = leaf(dtype, ROWS, 2 * n), leaf(dtype, n, 2 * n, seed=1)
+    cast.open()
+    operands = cast.refresh(w)
+    assert operands is not None
+    if not waits:
+        return lambda x, w: products.product(x, w, operands), (x, w)
+    weight = torch.nn.Parameter(w.detach())
+
+    def add(pairs: Sequence[MatmulOperands]) -> None:
+        for each, dy in pairs:
+            accumulate_grad(weight, weight_gradient(column, on, each, weight.detach(), dy, lowering=lowering))
+
+    site = WeightGradSite(add)
+    return lambda x, w: products.deferred(x, operands, site.ticket), (x, weight)
+
+
 NONE, BOTH = frozenset[str](), frozenset({"x", "w"})
 MATRICES = (
     Case("pipeline.runtime.deferred_linear._Product", "", 1, partial(deferred, True)),
@@ -358,6 +379,16 @@ FP8 = (
         )
         for ranks in (1, 2)
         for recipe in K.FP8_RECIPES
+    ),
+    *(
+        Case(
+            f"tensor_parallel.fp8_cast_products.bind_fp8_cast_products.{'Deferred' * waits}CastMatmul",
+            f"{recipe} on {ranks}",
+            ranks,
+            partial(cast_fp8_product, ranks, recipe, waits),
+        )
+        for waits in (False, True)
+        for ranks, recipe in ((1, "rowwise"), (2, "rowwise_hp_dw"), (1, "block128"))
     ),
     Case("engine.model.fp8_linear.Fp8Products.bind.Deferred", "", 1, partial(deferred_fp8_product, "rowwise")),
 )

@@ -380,7 +380,7 @@ def test_a_plan_says_which_layers_multiply_in_fp8() -> None:
         (in_fp8(keep=("frist",)), "no layer is called 'frist'. Did you mean 'first'?"),
         (
             dict(name="bf16", matmull="fp8"),
-            "there is no key 'matmull'. Did you mean 'matmul'? Known: matmul, recipe, keep",
+            "there is no key 'matmull'. Did you mean 'matmul'? Known: matmul, recipe, keep, cast",
         ),
     ],
 )

@@ -62,7 +62,11 @@ class TrainStep:
         self.lr_scheduler, self.steps_scheduler = built.lr_scheduler, True
         self.scaler = LossScaler(asked.precision.scale, says=built.world.mesh.rank == 0)
         self.gradients = Accumulation(
-            built.states, self.scaler, before_change=saver.before_change, stages=built.world.pipelined
+            built.states,
+            self.scaler,
+            before_change=saver.before_change,
+            stages=built.world.pipelined,
+            weights=None if built.fp8 is None else built.fp8.weights,
         )
         self.clipping, self.needs_all_gradients = asked.clip, asked.looks_at_all
         self.guard = NonFiniteGuard(asked.nonfinite, says=built.world.mesh.rank == 0)

@@ -40,6 +40,7 @@ from meshfold.kernels.fp8 import (
     Fp8Recipe,
     Fp8Tensor,
     bind_fp8_matmul,
+    fp8_cast_weight,
     fp8_input_gradient,
     fp8_output,
     fp8_product,
@@ -47,6 +48,7 @@ from meshfold.kernels.fp8 import (
     to_fp8,
 )
 from meshfold.kernels.fp8_roofline import Fp8Speeds, fp8_gain
+from meshfold.kernels.fp8_weight import Fp8Operands, Fp8Weight, fp8_operand
 from meshfold.kernels.grad_pass import (
     largest_magnitude,
     sum_of_magnitudes,
@@ -91,9 +93,11 @@ __all__ = [
     "Availability",
     "Fp8Dim",
     "Fp8Maximum",
+    "Fp8Operands",
     "Fp8Recipe",
     "Fp8Speeds",
     "Fp8Tensor",
+    "Fp8Weight",
     "KernelError",
     "Nf4Linear",
     "QuantizedState",
@@ -113,8 +117,10 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
+    "fp8_cast_weight",
     "fp8_gain",
     "fp8_input_gradient",
+    "fp8_operand",
     "fp8_output",
     "fp8_product",
     "fp8_weight_gradient",

@@ -165,18 +165,30 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
     )
 
 
-def fp8_output(x: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
-    """Compute ``y = x wᵀ``, ``m k, n k -> m n``, in the dtype of ``x``."""
+def fp8_output(x: Tensor, w: Tensor | Fp8Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
+    """Compute ``y = x wᵀ``, ``m k, n k -> m n``, in the dtype of ``x``; ``w`` may be the first of :func:`fp8_cast_weight`."""
     a = _cast(x, recipe, _over(maximum, recipe, "m", "k"))
-    b = _cast(w, recipe, _over(maximum, recipe, "n", "k"), weight=True)
+    b = w if isinstance(w, Fp8Tensor) else _cast(w, recipe, _over(maximum, recipe, "n", "k"), weight=True)
     return fp8_product(a, b, dtype=x.dtype)
 
 
-def fp8_input_gradient(dy: Tensor, w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
-    """Compute ``dx = dy w``, ``m n, n k -> m k``, in the dtype of ``dy``."""
+def fp8_input_gradient(
+    dy: Tensor, w: Tensor | Fp8Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None
+) -> Tensor:
+    """Compute ``dx = dy w``, ``m n, n k -> m k``, in the dtype of ``dy``; ``w`` may be the second of :func:`fp8_cast_weight`."""
     a = _cast(dy, recipe, _over(maximum, recipe, "m", "n"), recipe.gradient)
-    b = _cast(w.t(), recipe, _over(maximum, recipe, "k", "n"), weight=True)
+    b = w if isinstance(w, Fp8Tensor) else _cast(w.t(), recipe, _over(maximum, recipe, "k", "n"), weight=True)
     return fp8_product(a, b, dtype=dy.dtype, fast=recipe.rows)
+
+
+def fp8_cast_weight(w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """Cast a weight ``n k`` for both of its products: as ``n k`` for y and ``k n`` for dx, to the bits of a cast in each."""
+    a = _cast(w, recipe, _over(maximum, recipe, "n", "k"), weight=True)
+    if recipe.rows and not recipe.block:
+        return a, _cast(w.t(), recipe, _over(maximum, recipe, "k", "n"), weight=True)
+    # One scale for both directions: of the tensor, or of a tile with equal sides.
+    turned = a.inverse if a.tile is None else a.inverse.t().contiguous()
+    return a, Fp8Tensor(values=a.values.t().contiguous(), inverse=turned, tile=a.tile)
 
 
 def fp8_weight_gradient(dy: Tensor, x: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:

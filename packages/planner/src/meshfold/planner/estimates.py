@@ -44,7 +44,7 @@ class Memory:
     """Bytes that rank 0 holds.
 
     Attributes:
-        parameters: in the precision that the model computes with.
+        parameters: in the precision that the model computes with; also in fp8, where weights are cast once a step.
         masters: separate master weights (bf16 and fp16).
         gradients: of the master weights.
         optimizer: the optimizer's state.

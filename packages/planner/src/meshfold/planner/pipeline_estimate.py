@@ -17,8 +17,8 @@ from torch import nn
 
 from meshfold.engine.assembly import Assembled, assemble
 from meshfold.engine.batches import Shares, prepare_batch, shard_batch
-from meshfold.engine.model import PipelinedModel, PipelineSettings, recompute_blocks
-from meshfold.engine.precision import Masters, Precision, other_dtypes
+from meshfold.engine.model import PipelinedModel, PipelineSettings, fp8_cast_bytes, recompute_blocks, use_fp8
+from meshfold.engine.precision import Fp8Settings, Masters, Precision, other_dtypes
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join_world
@@ -77,6 +77,7 @@ class _Asked:
     batch_size: int
     seq_len: int
     precision: Precision
+    fp8: Fp8Settings | None
     optimizer: str
     accumulate: int
     rules: Mapping[str, str] | None
@@ -108,6 +109,7 @@ def estimate_pipeline(
     batch_size: int,
     seq_len: int,
     precision: str,
+    fp8: str | None,
     optimizer: str,
     accumulate: int,
     rules: Mapping[str, str] | None,
@@ -130,6 +132,7 @@ def estimate_pipeline(
         batch_size=batch_size,
         seq_len=seq_len,
         precision=Precision.parse(precision),
+        fp8=None if fp8 is None else Precision.parse(dict(name=precision, matmul="fp8", recipe=fp8)).fp8,
         optimizer=optimizer,
         accumulate=accumulate,
         rules=rules,
@@ -242,6 +245,11 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                 Memory.without_zero(parameters, [*states.targets.values()], asked.optimizer),
                 log.entries,
             )
+        if asked.fp8 is not None:
+            layers = use_fp8(built.model, asked.fp8, world)
+            cast = fp8_cast_bytes(built.model, asked.fp8, asked.spec, asked.accumulate)
+            layers.close()
+            memory = replace(memory, parameters=memory.parameters + cast)
         return _Rank(
             pipeline=stages.pipeline,
             stages=costs,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine import Engine
-from meshfold.engine.model import check_recompute
+from meshfold.engine.model import check_recompute, fp8_cast_bytes
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, MeshfoldError, ParallelSpec, SpecError, all_reduce, record
@@ -83,6 +83,7 @@ def estimate(
             batch_size=batch_size,
             seq_len=seq_len,
             precision=precision,
+            fp8=fp8,
             optimizer=optimizer,
             accumulate=accumulate,
             rules=rules,
@@ -92,7 +93,7 @@ def estimate(
         )
         alone = replace(spec, pipeline=None, zero=None)
         # Pipelines do not defer logits to their loss.
-        without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off", "fp8": fp8}
+        without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off"}
         return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
     begin = time.perf_counter()
     with (
@@ -133,6 +134,8 @@ def estimate(
                 recomputed=recompute == "blocks",
             )
             entries, flops, memory = zero.entries, zero.flops, zero.memory
+        cast = fp8_cast_bytes(engine.model, engine.precision.fp8, spec, accumulate)
+        memory = replace(memory, parameters=memory.parameters + cast)
         report = engine.report
         local = sum(parameter.numel() for parameter in engine.model.parameters())
         return Estimate(

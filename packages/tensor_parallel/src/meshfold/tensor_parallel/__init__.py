@@ -2,6 +2,7 @@
 
 from meshfold.tensor_parallel.convert import Placed, Report, parallelize
 from meshfold.tensor_parallel.cost import Cost, CostEntry
+from meshfold.tensor_parallel.fp8_cast_products import Fp8CastProducts, bind_fp8_cast_products
 from meshfold.tensor_parallel.fp8_matmul import bind_fp8_maximum, without_outer_ranks
 from meshfold.tensor_parallel.layers import (
     CausalLMLoss,
@@ -24,6 +25,7 @@ __all__ = [
     "Cost",
     "CostEntry",
     "Embedding",
+    "Fp8CastProducts",
     "LayerNorm",
     "Linear",
     "MatmulPlan",
@@ -32,6 +34,7 @@ __all__ = [
     "Placed",
     "RMSNorm",
     "Report",
+    "bind_fp8_cast_products",
     "bind_fp8_maximum",
     "cross_entropy",
     "draw_matmul",

@@ -6,14 +6,24 @@ the dims it was taken over, those of the batch among them, so that the rounded o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
 
-from meshfold.kernels import Fp8Dim, Fp8Maximum, Fp8Recipe, fp8_input_gradient, fp8_output, fp8_weight_gradient
-from meshfold.mesh import Mesh, collectives
+from meshfold.kernels import (
+    Fp8Dim,
+    Fp8Maximum,
+    Fp8Recipe,
+    Fp8Tensor,
+    Fp8Weight,
+    fp8_input_gradient,
+    fp8_output,
+    fp8_weight_gradient,
+)
+from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.tensor_parallel.cost import Cost
+from meshfold.tensor_parallel.fp8_cast_products import Fp8CastProducts, bind_fp8_cast_products
 from meshfold.tensor_parallel.lowerings.gather import Gather, start_gather, start_leave
 from meshfold.tensor_parallel.plan import MatmulPlan, Phase
 
@@ -81,8 +91,7 @@ class Fp8Gather:
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         coming_x, coming_w = start_gather(plan, mesh, "x", x), start_gather(plan, mesh, "w", w)
-        partial = fp8_output(coming_x.wait(), coming_w.wait(), self._recipe, self._maximum)
-        return start_leave(plan, mesh, "y", partial).wait(), None, None
+        return self._forward(plan, mesh, coming_x, coming_w.wait()), None, None
 
     def backward(
         self,
@@ -95,18 +104,55 @@ class Fp8Gather:
         wants: tuple[bool, bool],
         kept: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor | None, Tensor | None]:
-        recipe, maximum = self._recipe, self._maximum
         coming_dy = start_gather(plan, mesh, "y", dy)
         coming_w = start_gather(plan, mesh, "w", w) if wants[0] else None
+        return self._backward(plan, mesh, x, None if coming_w is None else coming_w.wait, coming_dy, wants)
+
+    def _forward(self, plan: MatmulPlan, mesh: Mesh, coming_x: Pending, w: Tensor | Fp8Tensor) -> Tensor:
+        partial = fp8_output(coming_x.wait(), w, self._recipe, self._maximum)
+        return start_leave(plan, mesh, "y", partial).wait()
+
+    def _backward(
+        self,
+        plan: MatmulPlan,
+        mesh: Mesh,
+        x: Tensor,
+        w: Callable[[], Tensor | Fp8Tensor] | None,
+        coming_dy: Pending,
+        wants: tuple[bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        recipe, maximum = self._recipe, self._maximum
         coming_x = start_gather(plan, mesh, "x", x) if wants[1] else None
         dy = coming_dy.wait()
         leaving_dx = leaving_dw = None
-        if coming_w is not None:
-            leaving_dx = start_leave(plan, mesh, "x", fp8_input_gradient(dy, coming_w.wait(), recipe, maximum))
+        if w is not None:
+            leaving_dx = start_leave(plan, mesh, "x", fp8_input_gradient(dy, w(), recipe, maximum))
         if coming_x is not None:
             leaving_dw = start_leave(plan, mesh, "w", fp8_weight_gradient(dy, coming_x.wait(), recipe, maximum))
         dx = None if leaving_dx is None else leaving_dx.wait()
         return dx, None if leaving_dw is None else leaving_dw.wait()
+
+    def weight(self, plan: MatmulPlan, mesh: Mesh) -> Fp8Weight | None:
+        """Return what casts a weight once for many products; None where each product gathers it from other ranks first."""
+        gathers = mesh.size(*(axis for _, axis in plan.steps("w"))) > 1
+        return None if gathers else Fp8Weight(self._recipe, self._maximum)
+
+    def cast_products(self, plan: MatmulPlan, mesh: Mesh) -> Fp8CastProducts:
+        """Return the products with a weight that :meth:`weight` has cast."""
+        plan.prepare(mesh)
+
+        def forward(x: Tensor, w: Fp8Tensor) -> Tensor:
+            return self._forward(plan, mesh, start_gather(plan, mesh, "x", x), w)
+
+        def backward(
+            x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool]
+        ) -> tuple[Tensor | None, Tensor | None]:
+            coming_dy = start_gather(plan, mesh, "y", dy)
+            return self._backward(plan, mesh, x, (lambda: w) if wants[0] else None, coming_dy, wants)
+
+        return mesh.once(
+            ("fp8 cast products", plan, self), lambda: bind_fp8_cast_products(self._recipe, forward, backward)
+        )
 
     def cost(
         self,

@@ -110,8 +110,9 @@ def build(
         check_given(model, world, own_loss=asked.loss_fn is not None)
     stages = PipelineSettings(loss_fn=asked.loss_fn, example=example)
     part = assemble(model, world, asked.precision, asked.seed, rules, stages)
-    fp8 = None if asked.precision.fp8 is None else use_fp8(part.model, asked.precision.fp8, world)
-    if fp8 is not None:
+    fp8 = None
+    if asked.precision.fp8 is not None:
+        fp8 = use_fp8(part.model, asked.precision.fp8, world, accumulation=asked.accumulation)
         opened.callback(fp8.close)
     compiled = None
     if asked.compile is not None:  # first: modes and checkpoints go around a graph, not into it
@@ -139,6 +140,8 @@ def build(
 
     states = make_states(part, world, asked, blocks, recompute, settled)
     opened.callback(states.close)
+    if fp8 is not None and fp8.weights is not None:
+        fp8.weights.watch(compiled)
     opened.callback(NoCopies(part.model, world).close)
     step_guard = StepGuard(states.optimizer, _BY_HAND)
     opened.callback(step_guard.close)

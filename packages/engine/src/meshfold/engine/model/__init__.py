@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshfold.engine.model.fp8_layers import use_fp8
+from meshfold.engine.model.fp8_weights import fp8_cast_bytes
 from meshfold.engine.model.ownership import AsGiven
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks, check_recompute, recompute_blocks
@@ -18,6 +20,8 @@ __all__ = [
     "WeightSource",
     "callable_parts",
     "check_recompute",
+    "fp8_cast_bytes",
     "recompute_blocks",
     "roots_of",
+    "use_fp8",
 ]

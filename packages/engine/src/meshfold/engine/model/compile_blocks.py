@@ -126,6 +126,7 @@ class CompiledBlocks:
             _check_whole(model, spec)
             blocks = {"": model}
         self.blocks = dict(blocks)
+        self.backend = settings.backend
         self._before: list[tuple[nn.Module, Any, Any]] = []
         for block in self.blocks.values():
             found = block.forward

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshfold.engine.model.fp8_linear import Fp8Products, is_plain_linear, use_fp8_products
+from meshfold.engine.model.fp8_weights import Fp8Weights, casts_once
 from meshfold.engine.precision.fp8 import KEEP, Fp8Settings
 from meshfold.engine.world import World
 from meshfold.kernels import fp8_gain
@@ -32,22 +33,28 @@ class Fp8Layers:
         recipe: its name.
         layers: names of the layers in fp8.
         kept: for each linear layer that stays in bf16 the reason.
+        weights: those that are cast once a step; None: each use casts.
     """
 
     recipe: str
     layers: tuple[str, ...] = ()
     kept: dict[str, str] = field(default_factory=dict)
+    weights: Fp8Weights | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return a line of what is in fp8, and one for each reason to stay in bf16."""
         lines = [f"fp8 ({self.recipe}): {_listed(self.layers)}"]
+        if self.weights is not None:
+            lines.append("weights are cast once a step")
         for why in dict.fromkeys(self.kept.values()):
             lines.append(f"bf16: {_listed([name for name, each in self.kept.items() if each == why])}: {why}")
         return "\n".join(lines)
 
     def close(self) -> None:
         """Switch every layer back to its own dtype."""
+        if self.weights is not None:
+            self.weights.remove()
         while self._undo:
             self._undo.pop()()
 
@@ -67,12 +74,19 @@ def check_fp8(world: World) -> None:
         )
 
 
-def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
+def use_fp8(model: nn.Module, settings: Fp8Settings, world: World, *, accumulation: int = 1) -> Fp8Layers:
     """Switch a model's linear layers to fp8 products, in place; all ranks must call.
 
+    Args:
+        model: this rank's part.
+        settings: of fp8.
+        world: its ranks.
+        accumulation: micro-steps of an optimizer step.
+
     Raises:
-        SpecError: for a name in ``keep`` that matches no layer.
+        SpecError: for a name in ``keep`` that matches no layer, or ``cast="step"`` for weights that do not stay.
     """
+    once = casts_once(settings, world.spec, accumulation)
     _check_names(model, settings)
     found = Fp8Layers(recipe=settings.recipe.name)
     split = world.spec.tensor is not None and world.spec.tensor.size > 1
@@ -80,7 +94,7 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
     reduced = None if world.data_size == 1 else bind_fp8_maximum(world.mesh, None, world.outer_axes)
     products = Fp8Products.bind(settings.recipe, reduced)
     narrow, multiple = settings.keeps_narrow(world.device), settings.recipe.multiple
-    names = []
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if not isinstance(module, Linear | nn.Linear):
             continue
@@ -105,8 +119,9 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World) -> Fp8Layers:
         if why:
             found.kept[name] = why
         else:
-            names.append(name)
-    found.layers = tuple(names)
+            layers[name] = module
+    found.layers = tuple(layers)
+    found.weights = Fp8Weights(layers) if once and layers else None
     return found
 
 

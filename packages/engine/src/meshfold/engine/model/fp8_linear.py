@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from meshfold.kernels import (
     Fp8Maximum,
     Fp8Recipe,
+    Fp8Tensor,
+    Fp8Weight,
     bind_fp8_matmul,
     fp8_input_gradient,
     fp8_output,
@@ -19,8 +21,9 @@ from meshfold.kernels import (
 )
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, defer_weight_grad
 from meshfold.mesh.tracking import is_whole, tracker, untracked, whole
+from meshfold.tensor_parallel import Fp8CastProducts, bind_fp8_cast_products
 
-_PRODUCTS = "fp8_products"
+_PRODUCTS, WEIGHT = "fp8_products", "fp8_weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +34,15 @@ class Fp8Products:
         product: of an input and a weight, differentiable.
         deferred: of an input, a weight that autograd does not see, and a ticket (:mod:`meshfold.mesh.parameters.deferred_wgrad`).
         weight_gradient: of dy and x.
+        cast: of weights that were cast before.
+        weight: makes what casts a weight once for many products.
     """
 
     product: Callable[[Tensor, Tensor], Tensor]
     deferred: Callable[[Tensor, Tensor, Tensor], Tensor]
     weight_gradient: Callable[[Tensor, Tensor], Tensor]
+    cast: Fp8CastProducts
+    weight: Callable[[], Fp8Weight]
 
     @classmethod
     def bind(cls, recipe: Fp8Recipe, maximum: Fp8Maximum | None) -> Fp8Products:
@@ -57,10 +64,18 @@ class Fp8Products:
             y: Tensor = Deferred.apply(x.reshape(-1, x.shape[-1]), w, ticket)
             return y.view(*x.shape[:-1], w.shape[0])
 
+        def backward(
+            x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool]
+        ) -> tuple[Tensor | None, Tensor | None]:
+            dx = fp8_input_gradient(dy, w, recipe, maximum) if wants[0] else None
+            return dx, fp8_weight_gradient(dy, x, recipe, maximum) if wants[1] else None
+
         return cls(
             product=bind_fp8_matmul(recipe, maximum),
             deferred=deferred,
             weight_gradient=lambda dy, x: fp8_weight_gradient(dy, x, recipe, maximum),
+            cast=bind_fp8_cast_products(recipe, lambda x, w: fp8_output(x, w, recipe, maximum), backward),
+            weight=lambda: Fp8Weight(recipe, maximum),
         )
 
 
@@ -88,8 +103,16 @@ class Fp8Linear(nn.Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         products: Fp8Products = self.__dict__[_PRODUCTS]
-        site = WeightGradSite.of(self)
-        if site is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
+        site = WeightGradSite.of(self) if torch.is_grad_enabled() and self.weight.requires_grad else None
+        weight: Fp8Weight = self.__dict__[WEIGHT]
+        cast = weight.get(self.weight)
+        if cast is not None:
+            return (
+                products.cast.product(x, self.weight, cast)
+                if site is None
+                else products.cast.deferred(x, cast, site.ticket)
+            )
+        if site is None:
             return products.product(x, self.weight)
         return products.deferred(x, self.weight.detach(), site.ticket)
 
@@ -108,7 +131,7 @@ def use_fp8_products(layer: nn.Linear, products: Fp8Products) -> Callable[[], No
     if own not in _classes:
         _classes[own] = type(own.__name__, (Fp8Linear, own), {"__module__": own.__module__})
     layer.__class__ = _classes[own]
-    layer.__dict__[_PRODUCTS] = products
+    layer.__dict__[_PRODUCTS], layer.__dict__[WEIGHT] = products, products.weight()
     add = None if site is None else site.add
     if site is not None:  # autograd computes the bias's gradient
 
@@ -122,6 +145,7 @@ def use_fp8_products(layer: nn.Linear, products: Fp8Products) -> Callable[[], No
     def restore() -> None:
         layer.__class__ = own
         layer.__dict__.pop(_PRODUCTS, None)
+        layer.__dict__.pop(WEIGHT, None)
         if site is not None and add is not None:
             site.add = add
 

@@ -30,7 +30,7 @@ from meshfold.engine.precision_names import precision_name
 from meshfold.mesh import SpecError, annotate, metadata
 from meshfold.mesh.spec import argument_checks as settings
 
-__all__ = ["LossScaler", "Masters", "Precision", "ScaleSettings", "cast_rest", "other_dtypes"]
+__all__ = ["Fp8Settings", "LossScaler", "Masters", "Precision", "ScaleSettings", "cast_rest", "other_dtypes"]
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -11,8 +11,9 @@ import torch
 from meshfold.kernels import FP8_RECIPES, Fp8Recipe
 from meshfold.mesh import SpecError, did_you_mean
 
-FP8_KEYS = ("matmul", "recipe", "keep")
+FP8_KEYS = ("matmul", "recipe", "keep", "cast")
 KEEP = ("head", "router", "narrow")
+CASTS = ("step", "use")
 _RECIPE = "rowwise_hp_dw"
 
 
@@ -24,11 +25,15 @@ class Fp8Settings:
         recipe: scales and formats of the three products.
         keep: layers that stay in bf16: ``"head"``, ``"router"``, ``"narrow"`` (those in which fp8 costs time, by
             :func:`meshfold.kernels.fp8_gain`), or parts of names such as ``"blocks.0"``.
+        cast: when weights are cast: ``"step"``, once an optimizer step, which holds two more bytes an element of a weight;
+            ``"use"``, at each use; None: once a step where micro-steps or micro-batches use them several times and they stay on the
+            device.
         asked: whether the user has written ``keep``; else ``"narrow"`` counts on GPUs alone.
     """
 
     recipe: Fp8Recipe = FP8_RECIPES[_RECIPE]
     keep: tuple[str, ...] = KEEP
+    cast: str | None = None
     asked: bool = False
 
     def keeps_narrow(self, device: torch.device) -> bool:
@@ -45,7 +50,7 @@ class Fp8Settings:
             keys: those of :data:`FP8_KEYS` that it has.
 
         Raises:
-            SpecError: for fp8 with a precision other than bf16, an unknown recipe, or keys without ``matmul``.
+            SpecError: for fp8 with a precision other than bf16, an unknown recipe or word, or keys without ``matmul``.
         """
         if not keys:
             return None
@@ -68,4 +73,10 @@ class Fp8Settings:
         keep = keys.get("keep", cls.keep)
         if isinstance(keep, str) or not isinstance(keep, tuple | list) or not all(isinstance(k, str) for k in keep):
             raise SpecError(f"precision={value!r}: keep is a tuple of names of layers, as in keep=('head', 'router')")
-        return cls(recipe=FP8_RECIPES[recipe], keep=tuple(keep), asked="keep" in keys)
+        cast = keys.get("cast")
+        if cast is not None and cast not in CASTS:
+            raise SpecError(
+                f"precision={value!r}: cast={cast!r}: write 'step' (weights are cast once an optimizer step) or 'use' (at each "
+                "use), or leave it out"
+            )
+        return cls(recipe=FP8_RECIPES[recipe], keep=tuple(keep), cast=cast, asked="keep" in keys)

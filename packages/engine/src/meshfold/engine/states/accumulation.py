@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakMethod, finalize
 
 import torch
@@ -34,6 +34,16 @@ _ADVICE = (
 _NO_OPTIMIZER = "this engine has no optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))"
 
 
+class CastWeights(Protocol):
+    """Protocol of weights in another format, made once a step: :class:`meshfold.engine.model.fp8_weights.Fp8Weights`."""
+
+    def open(self) -> None:
+        """Keep what is made from now on."""
+
+    def close(self) -> None:
+        """Let go of what was made: weights change."""
+
+
 class Accumulation:
     """Forwards and backwards since the last optimizer step.
 
@@ -55,6 +65,7 @@ class Accumulation:
         stages: bool = False,
         advice: str = _ADVICE,
         shows_none: bool = True,
+        weights: CastWeights | None = None,
     ) -> None:
         """Args:
         states: take the gradients.
@@ -63,9 +74,11 @@ class Accumulation:
         stages: this rank has one of several stages of a pipeline.
         advice: what to do with gradients instead, for messages.
         shows_none: ``parameter.grad`` is a stand-in also while there are no gradients, so that a use of it raises.
+        weights: cast once for all forwards and backwards of a step; None if none are.
         """
         self._states, self.scaler, self._before_change = states, scaler, before_change
         self._shown = ShownGradients(states, self.settle, self._are_there, advice, stages=stages)
+        self._weights = weights
         self._shows_none = shows_none and states.optimizer is not None
         self.micro_steps = self.backwards = 0
         self.summed, self.closed, self.settled = True, False, False
@@ -99,6 +112,8 @@ class Accumulation:
         self._shown.hide()
         if anew or not self._begun:
             self._begun = True
+            if self._weights is not None and not self.backwards:
+                self._weights.open()
             self._states.begin(first=not self.backwards)
 
     def break_off(self) -> None:
@@ -152,6 +167,8 @@ class Accumulation:
         if not self.backwards:
             raise TrainingError("step() without a backward() since the last one: there are no gradients")
         self._shown.check_unchanged()
+        if self._weights is not None:
+            self._weights.close()
         if self.settled:
             self._shown.hand_back()
         else:
@@ -184,6 +201,8 @@ class Accumulation:
         self._states.forget()
         self.backwards = self.micro_steps = 0
         self._begun, self.settled = self._begun and not self.settled, False
+        if self._weights is not None and not self._begun:  # else a backward may recompute with them
+            self._weights.close()
         if self._shows_none and not self.closed:
             self._shown.show()
 

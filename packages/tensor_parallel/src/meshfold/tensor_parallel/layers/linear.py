@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshfold.kernels import Fp8Recipe
+from meshfold.kernels import Fp8Recipe, Fp8Weight
 from meshfold.mesh import Layout, LayoutError, Mesh, Part, Placement, metadata
 from meshfold.mesh.collectives import bind_collect, bind_enter, bind_take, identity
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad
@@ -157,6 +157,7 @@ class Linear(ShardedLayer):
         self._batch: BatchShape | None = None
         self._site: WeightGradSite | None = None
         self._fp8: Fp8Gather | None = None
+        self.fp8_weight: Fp8Weight | None = None
         self._apart = False
         self.head_dim = 0
         weight: Tensor = module.weight  # type: ignore[assignment]
@@ -260,6 +261,7 @@ class Linear(ShardedLayer):
         ``outer_axes``: those that split the tokens beside the mode's, of data and of sequences.
         """
         self._fp8 = None if recipe is None else bind_fp8_lowering(self.plan, self.mesh, recipe, tuple(outer_axes))
+        self.fp8_weight = None
         self._bind()
 
     def defer_weight_gradient(self) -> WeightGradSite:
@@ -297,6 +299,7 @@ class Linear(ShardedLayer):
         self._alone = self._fp8 is None and (self._apart or on_one_rank(plan, mesh))
         if self._fp8 is not None:
             self._multiply = bind_product(plan, mesh, self._fp8)
+            self.fp8_weight, self._cast_products = self._fp8.weight(plan, mesh), self._fp8.cast_products(plan, mesh)
         else:
             self._multiply = functional.linear if self._apart else bind_matmul(plan, mesh, lowering=self.lowering)
         if self._site is not None:
@@ -321,11 +324,15 @@ class Linear(ShardedLayer):
         exchange, bias = self.exchange, self.bias
         if exchange is not None and self.role == "row":
             x = exchange.to_tokens(x.reshape(-1, x.shape[-1]))
-        if (
-            self._site is not None and torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x)
-        ):  # not under autocast: dw is deferred for the parameter itself, not for a cast copy
+        # Not under autocast: dw is deferred for the parameter itself, not for a cast copy.
+        site = self._site if torch.is_grad_enabled() and weight.requires_grad and not is_autocast(x) else None
+        cast = None if self.fp8_weight is None or is_autocast(x) else self.fp8_weight.get(self.weight)
+        if cast is not None:
+            products = self._cast_products
+            y = products.product(x, weight, cast) if site is None else products.deferred(x, cast, site.ticket)
+        elif site is not None:
             free = weight.detach()
-            y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), self._site.ticket)
+            y = self._multiply_deferred(x, free if self.stored == "nk" else free.t(), site.ticket)
         elif self._alone and bias is not None and bias.dtype == weight.dtype:
             y, bias = functional.linear(x, weight if self.stored == "nk" else weight.t(), bias), None
         else:
