@@ -23,7 +23,7 @@ import torch
 from benchmarks.power import PowerLog
 
 RESULTS = Path(__file__).parent / "results"
-_AVERAGED_S = 1.0
+AVERAGED_S = 1.0
 """nvidia-smi's power is an average over this time: samples in the first second of a window are of the contestant before."""
 _LAUNCH = (
     "import sys; from meshfold.mesh.processes import launch; raise SystemExit(launch(sys.argv[2:], int(sys.argv[1])))"
@@ -210,7 +210,7 @@ def timed_windows(
             for each in running:
                 first = time.time()
                 times[each.name].append(milliseconds(each.step, repeats[each.name]))  # type: ignore[arg-type]
-                windows[each.name].append((first + _AVERAGED_S, time.time()))
+                windows[each.name].append((first + AVERAGED_S, time.time()))
     power = {}
     for name, spans in windows.items():
         means = [mean for span in spans if (mean := log.mean(*span, 1))]

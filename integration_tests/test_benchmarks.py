@@ -146,6 +146,17 @@ def test_the_distance_of_two_loss_curves() -> None:
     assert distances(near | dict(final=float("nan")), bf16, settings)[0] == math.inf
 
 
+def test_steps_of_optimizers_are_measured_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert main(["bench", "optimizers", "--tiny", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    ours = {"LAMB", "Lion", "Muon", "CAME"}
+    assert ours <= found["milliseconds"].keys() and all(len(times) == 2 for times in found["milliseconds"].values())
+    assert all(0 < found["error"][name] < (0.03 if name == "Muon" else 1e-4) for name in ours), found["error"]
+    assert found["launches"]["LAMB"] > 0
+    assert "| LAMB |" in out.with_suffix(".md").read_text()
+
+
 @pytest.mark.parametrize("area", ["tensor-parallel", "attention", "pipeline"])
 def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
     area: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -172,6 +183,7 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
         "fp8",
         "fp8-curve",
         "experts",
+        "optimizers",
     ],
 )
 def test_a_result_that_could_not_be_written_is_refused_before_anything_is_measured(

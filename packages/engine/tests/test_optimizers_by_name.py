@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshfold.kernels import LAYERWISE
+from meshfold.kernels import LAYERWISE, STEP_KERNELS
 from meshfold.mesh import SpecError, all_reduce, record
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.optimizers import Lamb, Lars
+from meshfold.optimizers import Lamb, Lars, Lion, Muon
 from meshfold.zero_gemini.errors import MemoryPlanError
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
@@ -87,7 +87,59 @@ def test_norms_on_the_host_take_kernels(make: Callable[..., Any]) -> None:
     for wanted, own in zip(*found, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)
     with engine_of(dict(zero=dict(stage=2, placement="cpu")), "llama", optimizer=SMALL["lamb"]) as engine:
-        assert cast(Lamb, engine.optimizer).kernels is LAYERWISE
+        assert cast(Lamb, engine.optimizer).kernels is STEP_KERNELS
+
+
+LISTS = {name: kernel for name, kernel in STEP_KERNELS.items() if name not in LAYERWISE}
+GROUPS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.0},
+    {"always_adapt": False, "weight_decay": 0.0, "trust_clip": True},
+]
+
+
+@pytest.mark.parametrize("make", [partial(Lamb, lr=0.02, weight_decay=0.1), partial(Muon, ns_dtype="same"), Lion])
+def test_steps_over_lists_are_those_of_plain_operations(make: Callable[..., Any]) -> None:
+    """In groups with settings of their own, with one parameter a step behind; and copies are written."""
+    found = []
+    for kernels in ({}, LISTS):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((6, 5), (3, 12), (7,), (4, 4), (5,))
+        parameters = [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+        settings = (
+            GROUPS if getattr(make, "func", make) is Lamb else GROUPS[:2] if isinstance(make, partial) else GROUPS[:1]
+        )
+        groups = [{"params": parameters[place :: len(settings)], **one} for place, one in enumerate(settings)]
+        optimizer = make(groups)
+        optimizer.kernels = kernels
+        optimizer.copies = {p: torch.zeros_like(p, dtype=torch.bfloat16) for p in parameters}
+        for number in range(4):
+            for p in parameters[number == 0 :]:
+                p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            optimizer.step()
+        found.append(
+            [
+                one.detach()
+                for p in parameters
+                for one in (p, *(optimizer.state[p][key] for key in sorted(optimizer.state[p])))
+            ]
+        )
+        assert optimizer.copied == (set(parameters) if kernels else set())
+        for p in optimizer.copied:
+            assert torch.equal(optimizer.copies[p], p.to(torch.bfloat16))
+    for wanted, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "came"])
+def test_parameters_in_bfloat16_are_those_of_the_masters_after_a_step(name: str) -> None:
+    with engine_of({}, "llama", optimizer=SMALL[name] | dict(lr=0.1), precision="bf16") as engine:
+        before = [p.detach().clone() for p in engine.model.parameters()]
+        engine.train_step(*batches(1))
+        masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        rounded = sorted(float(p.detach().to(torch.bfloat16).double().sum()) for p in masters)
+        assert rounded == sorted(float(p.detach().double().sum()) for p in engine.model.parameters())
+        assert any(not torch.equal(p, was) for p, was in zip(engine.model.parameters(), before, strict=True))
 
 
 slow = pytest.mark.slow

@@ -26,6 +26,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.int64: "*i64",
+    torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
 }
@@ -133,7 +134,26 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.sum_of_magnitudes(grad.to(dtype))
         K.write_gradient(grad.to(dtype), torch.zeros(h), add=True)
         K.write_gradient(p.to(torch.bfloat16), torch.zeros(h, dtype=dtype))
+    tensors = [torch.zeros(h), torch.zeros(3, 16)]
+    numbers: dict[str, Any] = dict(betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, corrections=(0.1, 0.2))
+    for some in (tensors, [torch.zeros(5)]):
+        copies = [one.to(torch.bfloat16) for one in some]
+        K.lamb_moment_lists(some, some, some, some, **numbers)
+        for copied in (None, copies, [one.half() for one in some]):
+            K.adamw_lists(some, some, some, some, copied, lr=0.1, **numbers)
+        del (rest := dict(numbers))["betas"]
+        K.lamb_apply_lists(some, some, some, copies, torch.zeros(len(some)), **rest)
+        K.lion_lists(some, some, some, None, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
+        K.average_lists(some, some, copies, momentum=0.9, nesterov=True)
+        K.apply_lists(some, copies, copies, keep=0.9, rate=0.1)
     assert compiler.compiled == {
+        "tensor_lists._lamb_moments",
+        "tensor_lists._sum_tiles",
+        "tensor_lists._lamb_apply",
+        "tensor_lists._adamw",
+        "tensor_lists._lion",
+        "tensor_lists._average",
+        "tensor_lists._apply",
         "norms._normalise",
         "norms._row_sums",
         "norms._gradient_sums",

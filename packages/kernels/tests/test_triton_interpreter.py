@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ("test_triton_twins.py", "test_adam_triton.py")
+FILES = ("test_triton_twins.py", "test_adam_triton.py", "test_tensor_lists.py")
 
 
 @pytest.mark.parametrize("chosen", ["not torch.float16", pytest.param("torch.float16", marks=pytest.mark.slow)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the file runs on it by itself")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_triton_kernels_agree_with_the_reference_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
-    """Both files in one process: Triton takes longer to import than many of them take to run."""
+    """All files in one process: Triton takes longer to import than many of them take to run."""
     files = [str(Path(__file__).with_name(name)) for name in FILES]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [

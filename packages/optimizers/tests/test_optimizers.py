@@ -294,6 +294,17 @@ def test_newton_schulz_brings_singular_values_near_one_and_keeps_vectors() -> No
     torch.testing.assert_close(inner, torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1)), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(3, 17), (17, 3), (2, 4, 12)])
+def test_newton_schulz_of_long_matrices_multiplies_gram_matrices_to_the_same(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for steps in (1, 2, 3, 5):
+        x = matrix / matrix.norm(dim=(-2, -1), keepdim=True)
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        torch.testing.assert_close(orthogonalize(matrix, steps=steps), x, rtol=1e-10, atol=1e-11)
+
+
 class Tiny(nn.Module):
     def __init__(self, *, tied: bool) -> None:
         super().__init__()

@@ -81,6 +81,15 @@ from meshfold.kernels.norms import (
 )
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
+from meshfold.kernels.tensor_lists import (
+    STEP_KERNELS,
+    adamw_lists,
+    apply_lists,
+    average_lists,
+    lamb_apply_lists,
+    lamb_moment_lists,
+    lion_lists,
+)
 from meshfold.kernels.token_rows import sum_rows, take_rows
 
 __all__ = [
@@ -88,6 +97,7 @@ __all__ = [
     "FP8_RECIPES",
     "LAYERWISE",
     "NF4_BLOCK",
+    "STEP_KERNELS",
     "AdamSettings",
     "AdamState",
     "Availability",
@@ -107,11 +117,14 @@ __all__ = [
     "adam_step",
     "adam_update_moments",
     "adam_update_parameters",
+    "adamw_lists",
     "add_layer_norm",
     "add_rms_norm",
+    "apply_lists",
     "apply_rotary",
     "apply_rotary_",
     "available",
+    "average_lists",
     "bias_gelu",
     "bind_fp8_matmul",
     "cross_entropy",
@@ -127,7 +140,9 @@ __all__ = [
     "geglu2",
     "gradients_in_backward",
     "join_master",
+    "lamb_apply_lists",
     "lamb_direction",
+    "lamb_moment_lists",
     "largest_magnitude",
     "lars_step",
     "layer_norm",
@@ -138,6 +153,7 @@ __all__ = [
     "layer_norm_sum",
     "linear_cross_entropy",
     "linear_log_probs",
+    "lion_lists",
     "local_max",
     "loss_per_row",
     "merge_attention_",

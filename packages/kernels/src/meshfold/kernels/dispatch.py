@@ -43,6 +43,10 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "adam_step, adam_update_parameters, adam_update_moments",
         ("triton", "numba"),
     ),
+    "tensor_lists": (
+        "lamb_moment_lists, lamb_apply_lists, adamw_lists, lion_lists, average_lists, apply_lists",
+        ("triton",),
+    ),
     "layerwise": ("lamb_direction, lars_step", ("numba",)),
     "grad_pass": (
         "write_gradient, sum_of_squares, sum_of_magnitudes, largest_magnitude",

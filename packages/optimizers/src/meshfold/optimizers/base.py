@@ -21,6 +21,7 @@ __all__ = [
     "SquareSums",
     "TensorOptimizer",
     "gradient_of",
+    "rate_of",
     "square_sums",
 ]
 
@@ -61,10 +62,20 @@ class TensorOptimizer(torch.optim.Optimizer):
     Attributes:
         sight: what it must see.
         elementwise: whether that is each element alone.
+        kernels: functions that step, ``meshfold.kernels.STEP_KERNELS``; empty: torch's operations.
+        copies: of parameters in lower precision, by parameter. A step may write them besides, and adds these parameters to
+            ``copied``; those that are not there are to be copied after it.
+        copied: parameters whose copies are written; who reads it empties it.
     """
 
     sight: ClassVar[Sight] = "matrices"
     elementwise: ClassVar[bool] = False
+    kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self.copied: set[Tensor] = set()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -125,18 +136,54 @@ class TensorOptimizer(torch.optim.Optimizer):
             found.append(state[key])
         return found
 
+    def _list_kernel(self, name: str, *lists: Sequence[Tensor]) -> Callable[..., Any] | None:
+        """Return a kernel over lists of tensors if it can take these: on one device, of one dtype, contiguous."""
+        kernel, first = self.kernels.get(name), lists[0][0]
+        if kernel is None or first.dtype not in (torch.float32, torch.float64):
+            return None
+        fits = all(
+            one.dtype == first.dtype and one.device == first.device and one.is_contiguous()
+            for tensors in lists
+            for one in tensors
+        )
+        return kernel if fits else None
+
+    def _alike(self, chosen: Sequence[Tensor]) -> list[tuple[float, list[Tensor]]]:
+        """Count a step of each parameter, and return those of one count, device and dtype together, with the count."""
+        found: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in chosen:
+            found.setdefault((self._count(parameter), parameter.device, parameter.dtype), []).append(parameter)
+        return [(count, alike) for (count, _, _), alike in found.items()]
+
+    def _copies_of(self, chosen: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the copies that a kernel is to write, and count them as written; None if it cannot, or there are none."""
+        found = [self.copies[p] for p in chosen if p in self.copies]
+        if len(found) != len(chosen):
+            return None
+        if any(
+            one.dtype != found[0].dtype or not one.is_contiguous() or one.shape != p.shape
+            for one, p in zip(found, chosen, strict=True)
+        ):
+            return None
+        self.copied.update(chosen)
+        return found
+
+
+def rate_of(group: Mapping[str, Any]) -> float | None:
+    """Return a group's learning rate as a number; None if reading it would wait for a device."""
+    rate = group["lr"]
+    return None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
+
 
 class NormOptimizer(TensorOptimizer):
     """An optimizer that must see norms of whole tensors, and else each element alone.
 
     Attributes:
         square_sums: sums the squares of whole tensors; who gives the optimizer shards replaces it on the instance.
-        kernels: functions for steps on the host, ``meshfold.kernels.LAYERWISE``; empty: torch's operations.
     """
 
     sight: ClassVar[Sight] = "norms"
     square_sums: SquareSums = staticmethod(square_sums)
-    kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
     def _kernel(self, name: str, *tensors: Tensor) -> Callable[..., Any] | None:
         """Return a kernel if it can take these tensors, flattened."""
@@ -144,6 +191,16 @@ class NormOptimizer(TensorOptimizer):
         fits = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
         alike = all(one.is_contiguous() and one.dtype == first.dtype and one.device == first.device for one in tensors)
         return kernel if fits and alike else None
+
+    def _takes_sums(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether sums over this rank's shards are enough for ``square_sums``: no part of a shard counts otherwise."""
+        takes = getattr(self.square_sums, "takes_sums", None)
+        return self.square_sums is square_sums if takes is None else takes(parameters)
+
+    def _whole_sums(self, parameters: Sequence[Tensor], sums: Tensor) -> Tensor:
+        """Return sums over whole tensors, ``(rows, tensors)``, of those over shards; see :meth:`_takes_sums`."""
+        add: Callable[[Sequence[Tensor], Tensor], Tensor] | None = getattr(self.square_sums, "of_sums", None)
+        return sums if add is None else add(parameters, sums)
 
     def _norms(self, parameters: Sequence[Tensor], *rows: Sequence[Tensor]) -> list[dict[torch.device, Tensor]]:
         """Return the norms of each row's tensors, copied to every device that has parameters."""

@@ -103,7 +103,7 @@ class Blocks(Protocol):
 class WholeTensors:
     """Blocks that are whole tensors: see :class:`Blocks`."""
 
-    bucket_elements = 0
+    bucket_elements = 1 << 26
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         return tuple(parameter.shape)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import NormOptimizer, gradient_of
+from meshfold.optimizers.base import NormOptimizer, gradient_of, rate_of
 from meshfold.optimizers.settings import adam_settings
 
 __all__ = ["Lamb"]
@@ -64,14 +65,68 @@ class Lamb(NormOptimizer):
 
     def _step(self) -> None:
         groups = [(group, self._trained(group)) for group in self.param_groups]
+        if not self._step_by_lists(groups):
+            self._step_by_operations(groups)
+
+    def _step_by_lists(self, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> bool:
+        """Step in two launches a group and one for the norms, the direction computed twice; return False where that cannot be.
+
+        The host has a kernel of its own for the direction.
+        """
+        everything = [p for _, chosen in groups for p in chosen]
+        on_host = "lamb_direction" in self.kernels and any(p.device.type == "cpu" for p in everything)
+        if not everything or on_host or not self._takes_sums(everything):
+            return False
+        gradients = {p: gradient_of(p) for p in everything}
+        fits = self._list_kernel("lamb_moment_lists", everything, list(gradients.values()))
+        if fits is None or any(rate_of(group) is None for group, _ in groups):
+            return False
+        parts = []
+        for group, chosen in groups:
+            for count, alike in self._alike(chosen):
+                means, squares = self._moments(alike, "exp_avg"), self._moments(alike, "exp_avg_sq")
+                beta1, beta2 = group["betas"]
+                corrections = (1 - beta1**count, (1 - beta2**count) ** 0.5) if group["bias_correction"] else (1.0, 1.0)
+                parts.append((group, alike, means, squares, corrections))
+        sums = [
+            self.kernels["lamb_moment_lists"](
+                alike,
+                [gradients[p] for p in alike],
+                means,
+                squares,
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                corrections=corrections,
+            )
+            for group, alike, means, squares, corrections in parts
+        ]
+        stepped = [p for _, alike, *_ in parts for p in alike]
+        weights, steps = self._whole_sums(stepped, torch.cat(sums, dim=1)).sqrt().to(stepped[0].device)
+        ratios = _trust_ratio(weights, steps).split([len(alike) for _, alike, *_ in parts])
+        for (group, alike, means, squares, corrections), ratio in zip(parts, ratios, strict=True):
+            if not (group["always_adapt"] or group["weight_decay"]):
+                ratio = torch.ones_like(ratio)
+            if group["trust_clip"]:
+                ratio = ratio.clamp(max=1.0)
+            self.kernels["lamb_apply_lists"](
+                alike,
+                means,
+                squares,
+                self._copies_of(alike),
+                ratio * float(group["lr"]),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                corrections=corrections,
+            )
+        return True
+
+    def _step_by_operations(self, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> None:
         updates = {p: u for group, chosen in groups for p, u in zip(chosen, self._updates(group, chosen), strict=True)}
         adapted = [p for group, chosen in groups if group["always_adapt"] or group["weight_decay"] for p in chosen]
         weights, steps = self._norms(adapted, adapted, [updates[p] for p in adapted])
         place = {p: number for number, p in enumerate(adapted)}
-        ratios = {}
-        for device, norm in weights.items():
-            both = (norm > 0) & (steps[device] > 0)
-            ratios[device] = torch.where(both, norm / steps[device].masked_fill(~both, 1.0), 1.0)
+        ratios = {device: _trust_ratio(norm, steps[device]) for device, norm in weights.items()}
         for group, chosen in groups:
             elsewhere = []
             for p in chosen:
@@ -121,3 +176,9 @@ class Lamb(NormOptimizer):
         if group["weight_decay"]:
             torch._foreach_add_(updates, chosen, alpha=group["weight_decay"])
         return list(updates)
+
+
+def _trust_ratio(weights: Tensor, steps: Tensor) -> Tensor:
+    """Return ‖x‖ / ‖u‖ of each tensor, 1 where a norm is 0."""
+    both = (weights > 0) & (steps > 0)
+    return torch.where(both, weights / steps.masked_fill(~both, 1.0), 1.0)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import Sight, TensorOptimizer, gradient_of
+from meshfold.optimizers.base import Sight, TensorOptimizer, gradient_of, rate_of
 from meshfold.optimizers.settings import at_least, decay_rates, learning_rate
 
 __all__ = ["Lion"]
@@ -50,6 +50,11 @@ class Lion(TensorOptimizer):
                 continue
             beta1, beta2 = group["betas"]
             gradients, means = [gradient_of(p) for p in chosen], self._moments(chosen, "exp_avg")
+            kernel, rate = self._list_kernel("lion_lists", chosen, gradients), rate_of(group)
+            if kernel is not None and rate is not None:
+                settings = dict(betas=group["betas"], weight_decay=group["weight_decay"])
+                kernel(chosen, gradients, means, self._copies_of(chosen), lr=rate, **settings)
+                continue
             updates = torch._foreach_lerp(means, gradients, 1 - beta1)
             torch._foreach_sign_(updates)
             if group["weight_decay"]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import RoleOptimizer, gradient_of
+from meshfold.optimizers.base import RoleOptimizer, gradient_of, rate_of
 from meshfold.optimizers.blocks import in_buckets
 from meshfold.optimizers.newton_schulz import COEFFICIENTS, orthogonalize
 from meshfold.optimizers.roles import MATRICES
@@ -117,19 +117,16 @@ class Muon(RoleOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            matrices: dict[tuple[object, ...], list[Tensor]] = {}
+            matrices: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             others = []
             for parameter in self._trained(group):
                 if group["role"] == MATRICES or (group["role"] is None and parameter.dim() == 2):
-                    # Whole matrices are batched by shape; blocks of any shape are exchanged together.
-                    shape = None if self.blocks.bucket_elements else parameter.shape
-                    matrices.setdefault((shape, parameter.device, parameter.dtype), []).append(parameter)
+                    matrices.setdefault((parameter.device, parameter.dtype), []).append(parameter)
                 else:
                     others.append(parameter)
             for alike in matrices.values():
-                for bucket in (
-                    in_buckets(alike, self.blocks.bucket_elements) if self.blocks.bucket_elements else [alike]
-                ):
+                by_shape = sorted(alike, key=self.blocks.shape)  # those of one shape are orthogonalised in one batch
+                for bucket in in_buckets(by_shape, self.blocks.bucket_elements):
                     self._step_on_matrices(group, bucket)
             if others:
                 self._step_by_adamw(group, others)
@@ -137,35 +134,71 @@ class Muon(RoleOptimizer):
     def _step_on_matrices(self, group: dict[str, Any], alike: list[Tensor]) -> None:
         """Step matrices of one dtype."""
         gradients, means = [gradient_of(p) for p in alike], self._moments(alike, "momentum_buffer")
-        torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
-        ahead = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
         dtype = _DTYPES[group["ns_dtype"]] or alike[0].dtype
+        average = self._list_kernel("average_lists", gradients, means)
+        if average is not None:
+            ahead = [torch.empty_like(p, dtype=dtype) for p in alike]
+            average(gradients, means, ahead, momentum=group["momentum"], nesterov=group["nesterov"])
+        else:
+            torch._foreach_lerp_(means, gradients, 1 - group["momentum"])
+            looked = torch._foreach_lerp(gradients, means, group["momentum"]) if group["nesterov"] else means
+            ahead = [one.to(dtype) for one in looked]
         iterate = partial(
             orthogonalize, steps=group["ns_steps"], coefficients=group["ns_coefficients"], eps=group["ns_eps"]
         )
-        orthogonal = self.blocks.through_whole(alike, [one.to(dtype) for one in ahead], iterate)
-        updates = [one.to(alike[0].dtype) for one in orthogonal]
+        orthogonal = self.blocks.through_whole(alike, ahead, iterate)
+        del ahead
+        factors: dict[float, list[int]] = {}
+        for place, parameter in enumerate(alike):
+            factors.setdefault(_factor(group, self.blocks.shape(parameter)), []).append(place)
+        for factor, places in factors.items():
+            self._move(group, [alike[place] for place in places], [orthogonal[place] for place in places], factor)
+
+    def _move(self, group: dict[str, Any], alike: list[Tensor], updates: list[Tensor], factor: float) -> None:
+        """Let weights decay, and step by updates whose rate counts times a factor."""
+        kernel, rate = self._list_kernel("apply_lists", alike), rate_of(group)
+        if kernel is not None and rate is not None and all(one.is_contiguous() for one in updates):
+            keep = 1 - rate * group["weight_decay"]
+            kernel(alike, updates, self._copies_of(alike), keep=keep, rate=rate * factor)
+            return
+        updates = [one.to(alike[0].dtype) for one in updates]
         torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
-        for parameter, update in zip(alike, updates, strict=True):
-            update.mul_(group["lr"] * _factor(group, self.blocks.shape(parameter)))
+        torch._foreach_mul_(updates, group["lr"] * factor)
         torch._foreach_sub_(alike, updates)
 
     def _step_by_adamw(self, group: dict[str, Any], others: list[Tensor]) -> None:
         beta1, beta2 = group["adamw_betas"]
-        gradients = [gradient_of(p) for p in others]
-        means, squares = self._moments(others, "exp_avg"), self._moments(others, "exp_avg_sq")
-        counts = [self._count(p) for p in others]
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_div_(roots, [math.sqrt(1 - beta2**count) for count in counts])
-        torch._foreach_add_(roots, group["adamw_eps"])
-        updates = torch._foreach_div(means, [1 - beta1**count for count in counts])
-        torch._foreach_div_(updates, roots)
-        torch._foreach_mul_(others, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_mul_(updates, group["lr"])
-        torch._foreach_sub_(others, updates)
+        rate = rate_of(group)
+        for count, alike in self._alike(others):
+            gradients = [gradient_of(p) for p in alike]
+            means, squares = self._moments(alike, "exp_avg"), self._moments(alike, "exp_avg_sq")
+            corrections = 1 - beta1**count, math.sqrt(1 - beta2**count)
+            kernel = self._list_kernel("adamw_lists", alike, gradients, means, squares)
+            if kernel is not None and rate is not None:
+                kernel(
+                    alike,
+                    gradients,
+                    means,
+                    squares,
+                    self._copies_of(alike),
+                    lr=rate,
+                    betas=group["adamw_betas"],
+                    eps=group["adamw_eps"],
+                    weight_decay=group["weight_decay"],
+                    corrections=corrections,
+                )
+                continue
+            torch._foreach_lerp_(means, gradients, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+            roots = torch._foreach_sqrt(squares)
+            torch._foreach_div_(roots, corrections[1])
+            torch._foreach_add_(roots, group["adamw_eps"])
+            updates = torch._foreach_div(means, corrections[0])
+            torch._foreach_div_(updates, roots)
+            torch._foreach_mul_(alike, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(updates, group["lr"])
+            torch._foreach_sub_(alike, updates)
 
 
 def _factor(group: dict[str, Any], shape: tuple[int, ...]) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshfold.engine.optimizers import check_sight
 from meshfold.engine.world import World
-from meshfold.kernels import LAYERWISE
+from meshfold.kernels import STEP_KERNELS
 from meshfold.mesh import SpecError, metadata
 from meshfold.mesh.parameters import sharded_blocks, square_sums_of_blocks
 from meshfold.optimizers import OptimizerSettingError
@@ -27,9 +27,10 @@ def give_sight(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor], 
         SpecError: for one that does not ask, and would step otherwise than in one process.
     """
     tensors, asked = list(targets.values()), optimizer.__dict__
+    if hasattr(optimizer, "kernels"):
+        asked["kernels"] = STEP_KERNELS
     if getattr(optimizer, "sight", None) == "norms":
         asked["square_sums"] = square_sums_of_blocks(tensors, world.mesh, world.device)
-        asked["kernels"] = LAYERWISE
     elif hasattr(optimizer, "blocks"):
         blocks = asked["blocks"] = sharded_blocks(tensors, world.mesh, world.stage_group, world.device)
         for name, target in targets.items():

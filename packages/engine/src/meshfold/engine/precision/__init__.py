@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -224,11 +224,16 @@ class Masters:
         """Return the tensor with the master weights: a parameter's master, anything else as it is."""
         return self._of.get(tensor, tensor)
 
+    def copies(self) -> dict[Tensor, Tensor]:
+        """Return the parameters that are rounded from masters, by master."""
+        return dict(zip(self._high, self._low, strict=True))
+
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the parameters."""
-        if self._low:
-            torch._foreach_copy_(self._low, self._high)
+    def publish(self, written: Collection[Tensor] = ()) -> None:
+        """Round the masters into the parameters, but for those whose masters are given, which are there."""
+        pairs = [(low, high) for low, high in zip(self._low, self._high, strict=True) if high not in written]
+        if pairs:
+            torch._foreach_copy_([low for low, _ in pairs], [high for _, high in pairs])
 
 
 def keeps_statistics(module: nn.Module) -> bool:

@@ -53,6 +53,8 @@ class ShardedSquareSums:
         """
         self._shards, self._tensors, self._group, self._device = dict(shards), tensors, group, device
         self._indices: dict[tuple[int, ...], Tensor] = {}
+        self._alike: dict[Tensor, float | None] = {}
+        self._holders: dict[tuple[float, ...], Tensor] = {}
 
     def __deepcopy__(self, memo: object) -> ShardedSquareSums:
         """Return one for whole tensors: a copy of an optimizer is tried out on tensors of its own, by one rank."""
@@ -64,8 +66,35 @@ class ShardedSquareSums:
         sums = torch.zeros(len(rows), self._tensors, dtype=torch.float64, device=self._device)
         for row, into in zip(rows, sums.unbind(), strict=True):
             _add_squares(row, shards, into, self._index)
+        return self._added_up(sums, shards)
+
+    def takes_sums(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether :meth:`of_sums` can be called: all of a shard is held by as many ranks, and none of it is padding."""
+        return all(self._held_alike(parameter) is not None for parameter in parameters)
+
+    def of_sums(self, parameters: Sequence[Tensor], sums: Tensor) -> Tensor:
+        """Return the sums over whole tensors of those over shards, ``(rows, parameters)`` both; see the class."""
+        shards = [self._shards[parameter] for parameter in parameters]
+        key = tuple(float(self._held_alike(parameter) or 1.0) for parameter in parameters)
+        if key not in self._holders:
+            self._holders[key] = torch.tensor(key, dtype=torch.float64, device=self._device)
+        found = torch.zeros(len(sums), self._tensors, dtype=torch.float64, device=self._device)
+        places = self._index([shard.place for shard in shards])
+        found.index_add_(1, places, sums.to(self._device, torch.float64) / self._holders[key])
+        return self._added_up(found, shards)
+
+    def _added_up(self, sums: Tensor, shards: Sequence[ShardOfTensor]) -> Tensor:
         summed = operations.all_reduce(sums, self._group)
         return summed.index_select(1, self._index([shard.place for shard in shards]))
+
+    def _held_alike(self, parameter: Tensor) -> float | None:
+        """Return how many ranks hold each element of a shard; None if they differ, or some do not count."""
+        if parameter not in self._alike:
+            pieces = list(self._shards[parameter].pieces(parameter.detach()))
+            whole = len(pieces) == 1 and pieces[0][0].numel() == parameter.numel()
+            held = pieces[0][1] if whole else None
+            self._alike[parameter] = None if held is None or isinstance(held, Tensor) else float(held)
+        return self._alike[parameter]
 
     def _index(self, places: Sequence[int]) -> Tensor:
         """Return numbers as a cached tensor on the device, to save a copy from the host in every step."""
@@ -76,6 +105,9 @@ class ShardedSquareSums:
 
 
 class _WholeSquareSums(ShardedSquareSums):
+    def takes_sums(self, parameters: Sequence[Tensor]) -> bool:
+        return False
+
     def __call__(self, parameters: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]) -> Tensor:
         return torch.stack([torch.stack([one.double().square().sum() for one in row]) for row in rows])
 

@@ -110,6 +110,8 @@ class ShardedBlocks:
         """Return blocks of a function of whole matrices, which keeps shape and dtype; see the class."""
         if not all(parameter in self._metas for parameter in parameters):
             return [function(value.unsqueeze(0)).squeeze(0) for value in values]
+        if self._owners.size == 1:
+            return _by_shape(values, function)
         blocks = [self._block(parameter, self._owners) for parameter in parameters]
         items = [_Item(block, value) for block, value in zip(blocks, values, strict=True)]
         return self._computed(items, function) if items else []
@@ -160,12 +162,7 @@ class ShardedBlocks:
     def _computed(self, items: Sequence[_Item], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         mine, owners = self._owners.index, _deal(items, self._owners.size)
         wholes = self._gather(items, owners)
-        alike: dict[torch.Size, list[int]] = {}
-        for place, whole in wholes.items():
-            alike.setdefault(whole.shape, []).append(place)
-        made: dict[int, Tensor] = {}
-        for places in alike.values():
-            made.update(zip(places, function(torch.stack([wholes[i] for i in places])).unbind(), strict=True))
+        made = dict(zip(wholes, _by_shape(list(wholes.values()), function), strict=True))
         wholes.clear()
         # Send blocks of the results from each owner to all ranks.
         sends: list[list[Tensor]] = [[] for _ in self._owners.ranks]
@@ -223,6 +220,19 @@ class ShardedBlocks:
                 row[start : start + piece.numel()].copy_(piece.reshape(-1))
                 start += piece.numel()
         return [[row] for row in operations.all_to_all(buffer, self._owners, 0, 0)]
+
+
+def _by_shape(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return a function of matrices, those of one shape and device in one call."""
+    alike: dict[tuple[torch.Size, torch.device], list[int]] = {}
+    for place, matrix in enumerate(matrices):
+        alike.setdefault((matrix.shape, matrix.device), []).append(place)
+    found = list(matrices)
+    for places in alike.values():
+        stacked = torch.stack([matrices[place] for place in places])
+        for place, one in zip(places, function(stacked).unbind(), strict=True):
+            found[place] = one
+    return found
 
 
 class _Item(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.kernels import LAYERWISE
+from meshfold.kernels import STEP_KERNELS
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import ParameterMeta, ShardedSquareSums, ShardOfTensor, blocks_of, holders_factor
 from meshfold.zero_gemini.chunks.chunk import Chunk
@@ -35,6 +35,8 @@ def give_square_sums(
         device: where ranks communicate from.
     """
     optimizer: Any = stepper.optimizer
+    if hasattr(optimizer, "kernels"):
+        optimizer.kernels = STEP_KERNELS
     if getattr(optimizer, "sight", None) != "norms":
         return
     shards: dict[Tensor, ShardOfTensor] = {}
@@ -50,7 +52,6 @@ def give_square_sums(
             holders = holders[part.parameter_start : part.parameter_start + part.length]
         shards[parameter] = ShardOfTensor(place, _WithHolders(holders * factor))
     optimizer.square_sums = ShardedSquareSums(shards, len(trained), everyone, device)
-    optimizer.kernels = LAYERWISE
 
 
 def give_blocks(stepper: Stepper, facts: Mapping[str, ParameterFacts], mesh: Mesh, device: torch.device) -> None:

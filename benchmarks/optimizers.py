@@ -1,0 +1,259 @@
+"""Steps of optimizers on the parameters of a Llama of 1B: ours beside torch's, DeepSpeed's FusedLamb and dion's Muon.
+
+`meshfold bench optimizers` times all in rounds, after clocks have settled, with the power that each draws. Parameters are in
+bfloat16 with float32 masters and gradients, and a step ends when the bfloat16 ones are written, as in an engine without ZeRO.
+An optimizer is made anew in each round, so that its state does not take memory from the others. It writes JSON;
+`--report FILE.json` makes the table from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+
+import torch
+
+from benchmarks.common import (
+    AVERAGED_S,
+    add_output,
+    add_rounds,
+    check_out,
+    machine,
+    median,
+    milliseconds,
+    parse_with_tiny,
+    ratios,
+    synchronize,
+    write,
+)
+from benchmarks.optimizer_contestants import ADAMW, CHUNKED, FORWARD, LAMB, MUON, Parameters, Rival, rivals
+from benchmarks.power import PowerLog
+from benchmarks.reports import met, read_bars, table
+
+TINY = dict(
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    ffn=96,
+    words=128,
+    rows=2,
+    length=8,
+    rounds=2,
+    window_s=0.0,
+    settle_s=0.0,
+    dion=None,
+)
+JUDGED = dict(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, words=128_256)
+"""The shape that the bars are for."""
+BARS = read_bars("optimizers", ("lamb_adamw", "lamb_peer", "muon_adamw", "muon_peer"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench optimizers`."""
+    parser = argparse.ArgumentParser(prog="meshfold bench optimizers", description=__doc__.split("\n")[0])
+    for name, value in JUDGED.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument(
+        "--rows", type=int, default=8, help="sequences of the forward and backward beside which steps are"
+    )
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each")
+    parser.add_argument("--only", nargs="*", default=[], help="names of contestants, or their beginnings")
+    parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
+    parser.add_argument("--dion", type=Path, help="folder that has the package dion, where it is not installed")
+    add_rounds(parser)
+    add_output(parser, "optimizers")
+    parser.set_defaults(rounds=3, window_s=1.8)
+    options = parse_with_tiny(parser, argv, TINY)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    if options.dion is not None:
+        sys.path.insert(0, str(options.dion))
+    found = [one for one in rivals() if not options.only or one.name.startswith(tuple(options.only))]
+    if options.list or not found:
+        print("\n".join(one.name for one in rivals()))
+        return 0 if options.list else 2
+    check_out(options.out)
+    measure(found, options)
+    report(options.out)
+    return 0
+
+
+def measure(found: Sequence[Rival], options: argparse.Namespace) -> None:
+    """Try each contestant once, then time those that run in rounds, and write the result."""
+    parameters = Parameters.of(options)
+    for one in found:
+        _try(one, parameters)
+        print(f"{one.name}: {one.note or 'runs'}", flush=True)
+    running = [one for one in found if one.runs]
+    times, power = _rounds(running, parameters, options)
+    result: dict[str, Any] = dict(
+        area="optimizers",
+        machine=machine(),
+        settings={name: getattr(options, name) for name in (*JUDGED, "rows", "length", "window_s")},
+        parameters=parameters.count,
+        matrices=parameters.matrices,
+        milliseconds=times,
+        power=power,
+        least_bytes={one.name: one.least_bytes for one in running},
+        peak_bytes={one.name: one.peak_bytes for one in running},
+        launches={one.name: one.launches for one in running},
+        error={one.name: one.error for one in running},
+        notes={one.name: one.note for one in found if one.note},
+    )
+    write(options.out, result)
+
+
+def _try(rival: Rival, parameters: Parameters) -> None:
+    """Step a few times: compiles kernels, and notes the peak memory, the launches and the error, or why it cannot run."""
+    step: Callable[[], object] | None = None
+    try:
+        rival.check_small()
+        step = rival.make(parameters)
+        step()
+        rival.count_launches(step)
+        synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            synchronize()
+            rival.peak_bytes = torch.cuda.max_memory_allocated() - before
+        rival.runs = True
+    except Exception as error:  # what an optional peer raises where it cannot be built is not known
+        rival.note = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    del step  # and with it the optimizer's state
+    free()
+
+
+def _rounds(
+    running: Sequence[Rival], parameters: Parameters, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Return milliseconds a step of each round, and mean watts and MHz, by name."""
+    times: dict[str, list[float]] = {one.name: [] for one in running}
+    windows: dict[str, list[tuple[float, float]]] = {one.name: [] for one in running}
+    settle(running[0].make(parameters), options.settle_s)
+    with PowerLog() as log:
+        for _ in range(options.rounds):
+            for one in running:
+                step = one.make(parameters)
+                step()
+                repeats = max(1, round(options.window_s * 1e3 / milliseconds(step, 2)))
+                first = time.time()
+                times[one.name].append(milliseconds(step, repeats))
+                windows[one.name].append((first + AVERAGED_S, time.time()))
+                del step
+                free()
+    power = {}
+    for name, spans in windows.items():
+        means = [mean for begin, end in spans if (mean := log.mean(begin, end, 1))]
+        power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in means[0]} if means else {}
+    return times, power
+
+
+def settle(step: Callable[[], object], seconds: float) -> None:
+    """Step for so long: clocks settle."""
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        step()
+        synchronize()
+
+
+def free() -> None:
+    """Give memory of what is gone back to the device."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def report(path: Path) -> None:
+    """Write the table beside a result, and print it."""
+    found = json.loads(path.read_text())
+    settings, times = found["settings"], found["milliseconds"]
+    against = ADAMW if ADAMW in times else next(iter(times))
+    rows = []
+    for name, values in times.items():
+        power, gib, least = found["power"][name], found["peak_bytes"][name] / 2**30, found["least_bytes"][name]
+        moved = least * found["parameters"] / median(values) / 1e6
+        rows.append(
+            (
+                name,
+                f"{median(values):.2f} ({min(values):.2f}–{max(values):.2f})",
+                f"{1 / ratios(values, times[against])[0]:.3f}",
+                f"{moved:,.0f} of {least:g} B" if least else "–",
+                str(found["launches"][name] or "–"),
+                f"{gib:.2f}" if gib else "–",
+                f"{power['watts'] * median(values) / 1e3:.2f}" if power else "–",
+                f"{power['watts']:.0f}" if power else "–",
+                f"{power['mhz']:.0f}" if power else "–",
+                f"{found['error'][name]:.0e}" if found["error"][name] == found["error"][name] else "–",
+                found["notes"].get(name, ""),
+            )
+        )
+    rows += [(name, *["–"] * 9, note) for name, note in found["notes"].items() if name not in times]
+    head = (
+        "contestant",
+        "ms",
+        f"÷ {against}",
+        "GB/s",
+        "launches",
+        "GiB beside",
+        "J a step",
+        "W",
+        "MHz",
+        "error",
+        "note",
+    )
+    lines = [
+        f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",
+        "",
+        f"{found['parameters'] / 1e9:.2f} billion parameters ({found['matrices'] / 1e9:.2f} in matrices of {settings['layers']} "
+        "layers), bfloat16 with float32 masters and gradients. Median of the rounds, with the lowest and the highest. GB/s: of "
+        "the bytes a parameter that the algorithm must move. Error: of three small steps, against plain operations in float64.",
+        "",
+        *table(head, rows),
+        "",
+    ]
+    if all(settings[name] == value for name, value in JUDGED.items()):
+        lines += judged(times)
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def judged(times: dict[str, list[float]]) -> list[str]:
+    """Return a line for each bar that can be judged."""
+    lines = []
+    for adamw in (ADAMW, CHUNKED):
+        if adamw in times and LAMB in times:
+            value = ratios(times[adamw], times[LAMB])[0]
+            bar = BARS["lamb_adamw"]
+            lines.append(f"- {bar.what.format(adamw=adamw)}: {value:.3f} (bar {bar.most:g}): {met(bar.met(value))}")
+    if "DeepSpeed FusedLamb" in times and LAMB in times:
+        lines.append(BARS["lamb_peer"].line(ratios(times[LAMB], times["DeepSpeed FusedLamb"])[0], 1))
+    if {MUON, ADAMW, FORWARD} <= times.keys():
+        whole = {name: [a + b for a, b in zip(times[FORWARD], times[name], strict=True)] for name in (MUON, ADAMW)}
+        value, bar = ratios(whole[ADAMW], whole[MUON])[0], BARS["muon_adamw"]
+        lines.append(f"- {bar.what.format(adamw=ADAMW)}: {value:.3f} (bar {bar.most:g}): {met(bar.met(value))}")
+        lines.append(f"- the step of Muon alone, times that of {ADAMW}: {ratios(times[ADAMW], times[MUON])[0]:.2f}")
+    if MUON in times:
+        for peer in (name for name in times if name.startswith(("dion", "torch Muon"))):
+            value = ratios(times[MUON], times[peer])[0]
+            lines.append(
+                BARS["muon_peer"].line(value, 1, peer=peer)
+                if peer.startswith("dion")
+                else f"- Muon against {peer}: {value:.3f}"
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
