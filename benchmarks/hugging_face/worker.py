@@ -211,6 +211,8 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "ours, compiled": lambda job: ours(job, compile=True),
     "ours, whole": lambda job: ours(job, split=False),
     "ours, whole, compiled": lambda job: ours(job, split=False, compile=True),
+    "ours, whole, one CUDA graph": lambda job: ours(job, split=False, cuda_graph=True),
+    "ours, whole, compiled, one CUDA graph": lambda job: ours(job, split=False, compile=True, cuda_graph=True),
 }
 
 

@@ -83,6 +83,7 @@ class Engine:
         recompute: str | None = None,
         kernels: object = "auto",
         compile: object = False,
+        cuda_graph: object = False,
         example: Any = None,
         nonfinite: str | None = None,
         watchdog: float | None = None,
@@ -112,6 +113,8 @@ class Engine:
                 they are faster), ``"off"``, or a dict of ``norm``, ``gated``, ``rotary``, ``loss``: True, False, None (auto).
             compile: True, or ``dict(backend=..., mode=..., dynamic=...)``: torch.compile compiles every repeated block, one by
                 one. A model without repeated blocks is compiled as a whole, except under ``zero`` and ``pipeline``.
+            cuda_graph: replay forward and backward of ``train_step`` as one CUDA graph per shape of batch, for models so small that
+                launching their kernels takes longer than running them. For ``parallel=dict(data=...)`` without dropout.
             example: a small batch that ``pipeline`` needs to partition a model whose input is not token ids. Its values do not
                 matter. Under other specs it is only checked against the model's signature.
             nonfinite: what to do if the loss or the gradient of a step is nan or infinite: ``"error"``, ``"skip"`` the step, or
@@ -140,6 +143,7 @@ class Engine:
             watchdog=watchdog,
             check_collectives=check_collectives,
             compile=compile,
+            cuda_graph=cuda_graph,
         )
         with ExitStack() as opened:  # closed in reverse order
             built = build(
@@ -178,10 +182,7 @@ class Engine:
 
     @report_errors
     def run_step(self, batch: Any) -> None:
-        """Run :meth:`train_step` without reading its loss, so that the host does not wait for the device.
-
-        Reading :attr:`last` waits for the loss and the norm.
-        """
+        """Run :meth:`train_step` without reading its loss: the host does not wait for the device until :attr:`last` is read."""
         self.runner.run(batch)
 
     @property
@@ -214,7 +215,6 @@ class Engine:
         return self.runner.last
 
     # The parts of a train step, for custom training loops.
-
     @report_errors
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output on this rank's inputs, in training mode, with dropout.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,17 @@ from meshfold.engine.world import World
 from meshfold.kernels.fuse import DeferredLogits
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX, LABEL_NAMES, eval_mode, is_encoder_decoder, labels_are_shifted
+
+
+class Counted(Protocol):
+    """Number of targets that a loss is the mean of; :class:`meshfold.engine.batches.sharding.Shares` has it."""
+
+    @property
+    def count(self) -> Tensor:
+        """A scalar int64 on the device."""
+
+    def count_without(self, ignored: int) -> None:
+        """Count again, without the targets that the loss ignores."""
 
 
 class Forward:
@@ -139,7 +150,7 @@ class Forward:
         """
         return batches.loss_of(output, work, self._loss_fn)
 
-    def loss(self, work: batches.Batch, shares: Shares) -> Tensor:
+    def loss(self, work: batches.Batch, shares: Counted) -> Tensor:
         """Return this data coordinate's mean loss in float64; 0 if no target counts here.
 
         Raises:
@@ -155,12 +166,12 @@ class Forward:
             )
         return torch.where(shares.count > 0, loss, 0.0)
 
-    def _loss(self, work: batches.Batch, shares: Shares) -> Tensor:
+    def _loss(self, work: batches.Batch, shares: Counted) -> Tensor:
         """Return the loss; if only the loss reads the logits, they are never materialised in full."""
         with nullcontext() if self._logits is None else self._logits.waiting():
             return self._loss_looked_at(work, shares)
 
-    def _loss_looked_at(self, work: batches.Batch, shares: Shares) -> Tensor:
+    def _loss_looked_at(self, work: batches.Batch, shares: Counted) -> Tensor:
         """Return the loss, and observe its cross-entropy calls in the first forward."""
         if not self._looks:
             return self.loss_of(self.output(work), work)

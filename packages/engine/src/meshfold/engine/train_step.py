@@ -56,6 +56,7 @@ class TrainStep:
         """
         self._model, self._world, self._states = built.part.model, built.world, built.states
         self.stages: PipelinedModel | None = built.part.pipelined
+        self._captured = built.captured
         self._torch_dropout = built.part.torch_dropout
         self._step_guard, self._saver = built.step_guard, saver
         self.forward = built.forward
@@ -132,12 +133,30 @@ class TrainStep:
             backward(loss * self._in_step(share))
         return loss.detach() * share
 
-    def _forward_backward(self, work: Batch, shares: Shares, *, last: bool, shown: bool) -> Tensor:
-        """Accumulate a micro-step's gradient, and return this rank's share of the global loss."""
+    def _forward_backward(
+        self, work: Batch, shares: Shares, *, last: bool, shown: bool, replays: bool = True
+    ) -> Tensor:
+        """Accumulate a micro-step's gradient, and return this rank's share of the global loss.
+
+        ``replays``: the micro-step may be a replay of a captured one.
+        """
         if self.stages is not None:
             return self._through_stages(self.stages, work, shares, last=last, shown=shown)
         # If nothing else reads the gradients, the optimizer may step each one as soon as it is complete.
         kind: BackwardRole = "more" if not last else "last" if self.needs_all_gradients else "final"
+        if self._captured is None or not replays:
+            return self._eagerly(work, shares, kind, shown=shown)
+        if not self._captured.is_ready(work):
+            with self._captured.warming_up():
+                return self._eagerly(work, shares, kind, shown=shown)
+        self.gradients.begin()
+        share = shares.weight()
+        with self.gradients.taking(kind, shown=shown):
+            weight = self._in_step(share) * self.scaler.scale
+            loss = self._captured.run(work, shares.count, weight, more=shown)
+        return loss * share
+
+    def _eagerly(self, work: Batch, shares: Shares, kind: BackwardRole, *, shown: bool) -> Tensor:
         while True:
             try:
                 self.gradients.begin()
@@ -267,7 +286,7 @@ class TrainStep:
                 shares = self.forward.shares(each.work)
                 with search.looking(each.work, each.number):
                     last = each is micro_steps[-1]
-                    loss = self._forward_backward(each.work, shares, last=last, shown=False)
+                    loss = self._forward_backward(each.work, shares, last=last, shown=False, replays=False)
                 search.saw_loss(loss, each.number)
         finally:
             self.micro_step, self.gradients.micro_steps = before

@@ -87,6 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="fused kernels in the place of the model's operations (auto)",
     )
     work.add_argument("--compile", action="store_true", help="compile every block with torch.compile")
+    work.add_argument(
+        "--cuda-graph", action="store_true", help="replay forward and backward as one CUDA graph, for small models"
+    )
     steps = parser.add_argument_group("optimization")
     steps.add_argument("--steps", type=positive, metavar="N", help="optimizer steps in all (100)")
     steps.add_argument(

@@ -130,6 +130,7 @@ def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[d
             rules=settings.rules,
             recompute=settings.recompute,
             compile=settings.compile,
+            cuda_graph=settings.cuda_graph,
             kernels=settings.kernels,
             seed=settings.seed,
             device=settings.device,

@@ -45,6 +45,7 @@ class TrainSettings:
         fp8: recipe of linear layers in fp8, in a model in bf16; None for none.
         recompute: ``"blocks"`` or ``"auto"``: which activations backward recomputes; None: as the model itself does.
         compile: every block is compiled.
+        cuda_graph: forward and backward are replayed as one CUDA graph.
         seed: of weights, dropout and the order of data.
         device: ``"cpu"`` or ``"cuda"``; None for GPUs if there is one for each rank.
         nonfinite: what to do about a loss or a gradient that is nan or infinite: ``"error"``, ``"skip"``, ``"report"``.
@@ -91,6 +92,7 @@ class TrainSettings:
     fp8: str | None = None
     recompute: str | None = None
     compile: bool = False
+    cuda_graph: bool = False
     kernels: str = "auto"
     seed: int = 0
     device: str | None = None

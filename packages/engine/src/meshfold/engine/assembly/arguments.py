@@ -39,6 +39,7 @@ class Arguments:
         watchdog: seconds; None: from the environment.
         compare: whether every collective is compared between its ranks.
         compile: how repeated blocks are compiled; None if they are not.
+        cuda_graph: micro-steps are captured and replayed.
     """
 
     precision: Precision
@@ -53,6 +54,7 @@ class Arguments:
     watchdog: float | None
     compare: bool
     compile: CompileSettings | None
+    cuda_graph: bool
 
     @classmethod
     def check(
@@ -73,6 +75,7 @@ class Arguments:
         watchdog: object,
         check_collectives: object,
         compile: object,
+        cuda_graph: object,
     ) -> Arguments:
         """See :class:`meshfold.engine.Engine`, whose arguments have these names.
 
@@ -90,6 +93,8 @@ class Arguments:
             raise SpecError("lr_scheduler without an optimizer: give Engine(..., optimizer=dict(name='adamw', lr=...))")
         rules = check_kernels(kernels)
         checked_compile = CompileSettings.parse(compile)
+        if not isinstance(cuda_graph, bool):
+            raise SpecError(f"cuda_graph={cuda_graph!r}: True or False")
         limit_s, compare = check_watchdog(watchdog, check_collectives)
         return cls(
             precision=checked_precision,
@@ -104,6 +109,7 @@ class Arguments:
             watchdog=limit_s,
             compare=compare,
             compile=checked_compile,
+            cuda_graph=cuda_graph,
         )
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.assemble import Assembled, assemble, make_states
+from meshfold.engine.captured_step import CapturedSteps, check_capture
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
 from meshfold.engine.model import recompute as recomputation
@@ -52,6 +53,7 @@ class Built:
         lr_scheduler: of the optimizer; None if none was given.
         forward: calls the model.
         model_state: of the whole model, as checkpoints have it.
+        captured: captures and replays micro-steps; None if they are not captured.
     """
 
     world: World
@@ -65,6 +67,7 @@ class Built:
     lr_scheduler: Any
     forward: Forward
     model_state: ModelState
+    captured: CapturedSteps | None
 
 
 @report_errors  # outermost: errors are reported before the watchdog closes
@@ -131,6 +134,9 @@ def build(
     if blocks is not None:
         opened.callback(blocks.close)
 
+    if asked.cuda_graph:
+        check_capture(part.model, world, recomputes=blocks is not None)
+
     # Its master weights, gradients and optimizer state, and what works on them.
     schedulers: list[Any] = []
 
@@ -147,6 +153,19 @@ def build(
     opened.callback(step_guard.close)
     if states.optimizer is not None:
         opened.callback(claim(part.model, engine, in_chunks=world.spec.zero is not None).close)
+    forward = Forward(
+        part.model,
+        world,
+        asked.precision,
+        states,
+        pipelined=part.pipelined,
+        loss_fn=asked.loss_fn,
+        logits=None if fused is None else fused.logits,
+    )
+    captured = None
+    if asked.cuda_graph and states.reducer is not None:
+        captured = CapturedSteps(forward, states.reducer, part.model, world.device)
+        opened.callback(captured.close)
     return Built(
         world=world,
         part=part,
@@ -157,14 +176,7 @@ def build(
         states=states,
         step_guard=step_guard,
         lr_scheduler=schedulers[0],
-        forward=Forward(
-            part.model,
-            world,
-            asked.precision,
-            states,
-            pipelined=part.pipelined,
-            loss_fn=asked.loss_fn,
-            logits=None if fused is None else fused.logits,
-        ),
+        forward=forward,
         model_state=part.whole_state(states, world),
+        captured=captured,
     )

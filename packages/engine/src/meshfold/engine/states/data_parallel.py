@@ -15,7 +15,8 @@ in one number per parameter: the ranks that used it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -29,6 +30,19 @@ from meshfold.mesh.recording import weight_gradients
 
 BUCKET_BYTES = 25 * 2**20
 _ALIGN = 16  # elements: align gradients for vector instructions
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketGradients:
+    """The gradients of a bucket on this rank.
+
+    Attributes:
+        flat: one after the other, and a number of uses each.
+        filled: places of the parameters whose gradient is in it.
+    """
+
+    flat: Tensor
+    filled: frozenset[int]
 
 
 class Bucket:
@@ -92,6 +106,45 @@ class Bucket:
     def complete(self, place: int) -> None:
         """Record that a parameter's gradient is complete in this backward."""
         self._arrived.add(place)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Context manager: the bucket is empty inside, and afterwards as before; not while it is being reduced."""
+        before = self._flat, self._filled, self._arrived, self._used, self._summed
+        self.reset()
+        try:
+            yield
+        finally:
+            self.reset()
+            self._flat, self._filled, self._arrived, self._used, self._summed = before
+
+    def take(self) -> BucketGradients | None:
+        """Return the gradients that have arrived, which are no longer here; None if there are none."""
+        flat, filled = self._flat, frozenset(self._filled)
+        self.reset()
+        return None if flat is None else BucketGradients(flat=flat, filled=filled)
+
+    def put(self, gradients: BucketGradients | None, *, keep: bool) -> None:
+        """Add gradients that were taken, as if they had just arrived.
+
+        Args:
+            gradients: of this bucket.
+            keep: copy them, since they change before the bucket is delivered.
+        """
+        if gradients is None:
+            return
+        flat, filled = gradients.flat, set(gradients.filled)
+        if self._flat is None:
+            self._flat = flat.clone() if keep else flat
+        elif filled == self._filled:
+            self._flat[: self._total].add_(flat[: self._total])
+        else:
+            for place in filled:
+                mine, theirs = self._part(self._flat, place), self._part(flat, place)
+                mine.add_(theirs) if place in self._filled else mine.copy_(theirs)
+        self._filled |= filled
+        self._arrived |= filled
+        self._used |= filled
 
     def launch(self) -> None:
         """Start the sum over the group."""
@@ -188,6 +241,31 @@ class GradientReducer:
         self._owed = not last
         if last:
             self._launch_rest()
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Context manager around a backward whose gradients :meth:`take` takes: they are neither sent nor added to others.
+
+        Buckets must not be on their way.
+        """
+        before = self._listening, self._last, self._several
+        self._listening, self._last, self._several = True, False, False
+        with ExitStack() as stack:
+            for bucket in self.buckets:
+                stack.enter_context(bucket.set_aside())
+            try:
+                yield
+            finally:
+                self._listening, self._last, self._several = before
+
+    def take(self) -> list[BucketGradients | None]:
+        """Return the gradients of every bucket inside :meth:`set_aside`."""
+        return [bucket.take() for bucket in self.buckets]
+
+    def put(self, gradients: Sequence[BucketGradients | None], *, keep: bool) -> None:
+        """Add gradients that were taken, inside :meth:`backward`, as if they had just arrived; ``keep`` as for a bucket."""
+        for bucket, each in zip(self.buckets, gradients, strict=True):
+            bucket.put(each, keep=keep)
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
         """Record inside a backward of several that these parameters have all their gradients."""

@@ -75,6 +75,10 @@ class States(Protocol):
     all_read: bool
 
     @property
+    def reducer(self) -> GradientReducer | None:
+        """Collects whole gradients; None if they are in chunks."""
+
+    @property
     def residency(self) -> Any:
         """Controller of the placement of chunks, a :class:`meshfold.engine.zero.residency.Residency`; None without chunks."""
 

@@ -51,6 +51,7 @@ class ZeroStates:
     """
 
     all_read = True
+    reducer = None
 
     def __init__(
         self,

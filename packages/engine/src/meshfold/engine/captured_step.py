@@ -1,0 +1,277 @@
+"""Forward and backward of a micro-step as CUDA graphs: one per form of batch, replayed for every later batch of that form.
+
+A small model computes faster than the host can launch its kernels. A CUDA graph launches all of them at once. The first
+micro-steps with a form of batch run as usual, on the stream of the graph: kernels are compiled and tuned, and what a
+model looks at once is looked at. The next one is captured and replayed. Inputs are copied into the tensors that were
+captured, and gradients come out in tensors of the graph's own, which go to the buckets as if they had just arrived.
+
+Collectives are not captured: data ranks sum the gradients after the replay. On a CPU nothing can be captured, and the same
+steps run one by one, with the same inputs and the same buckets.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from meshfold.engine.assembly.assemble import has_dropout
+from meshfold.engine.errors import TrainingError
+from meshfold.mesh import SpecError
+
+if TYPE_CHECKING:
+    from meshfold.engine.batches.batch import Batch
+    from meshfold.engine.forward import Forward
+    from meshfold.engine.states.data_parallel import BucketGradients, GradientReducer
+    from meshfold.engine.world import World
+
+WARM_UP = 3
+"""Micro-steps with a form of batch before one is captured."""
+MOST_GRAPHS = 8
+"""Forms of batch that are captured. Each has its own gradients and activations."""
+
+
+def check_capture(model: nn.Module, world: World, *, recomputes: bool) -> None:
+    """Check that micro-steps can be captured, as the engine's argument ``cuda_graph`` asks.
+
+    Raises:
+        SpecError: where a replay would compute something else than the step.
+    """
+    entries = ("zero", "pipeline", "tensor", "sequence", "expert")
+    found = next((entry for entry in entries if getattr(world.spec, entry, None) is not None), None)
+    if found is not None:
+        raise SpecError(
+            f"cuda_graph=True under {found}, whose weights or collectives are not in one place for a graph: leave cuda_graph "
+            "out, or write parallel=dict(data=...) alone"
+        )
+    if has_dropout(model):
+        raise SpecError(
+            "cuda_graph=True for a model with dropout: a graph would drop the same elements in every step. Set the "
+            "probabilities to 0, or leave cuda_graph out"
+        )
+    if recomputes:
+        raise SpecError(
+            "cuda_graph=True with recompute: a recomputed forward cannot be captured. Leave one of them out"
+        )
+
+
+class CapturedSteps:
+    """The graphs of a model's micro-steps, by form of batch."""
+
+    def __init__(self, forward: Forward, reducer: GradientReducer, model: nn.Module, device: torch.device) -> None:
+        """Args:
+        forward: calls the model.
+        reducer: takes its gradients.
+        model: whose micro-steps are captured.
+        device: where they run.
+        """
+        self._forward, self._reducer, self._model, self._device = forward, reducer, model, device
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._seen: Counter[Hashable] = Counter()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._places: tuple[int, ...] = ()
+
+    def is_ready(self, work: Batch) -> bool:
+        """Record a micro-step with this batch; return True if it is to be replayed."""
+        places = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
+        if places != self._places:  # somebody has moved the weights
+            self._graphs.clear()
+            self._places = places
+        form = self._form(work)
+        self._seen[form] += 1
+        if form in self._graphs:
+            return True
+        if len(self._graphs) >= MOST_GRAPHS:
+            if len(self._graphs) == MOST_GRAPHS and self._seen[form] == WARM_UP + 1:
+                warnings.warn(
+                    f"cuda_graph=True: this is a batch of another shape than the {MOST_GRAPHS} that were captured, and runs "
+                    "without a graph: pad batches to a few lengths",
+                    stacklevel=5,
+                )
+            return False
+        return self._seen[form] > WARM_UP
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Context manager of a micro-step that is not replayed, on the stream on which others are captured."""
+        with self._on_stream():
+            yield
+
+    def run(self, work: Batch, count: Tensor, weight: Tensor, *, more: bool) -> Tensor:
+        """Replay the micro-step with a batch, after capturing it if it is the first; inside ``States.backward``.
+
+        Args:
+            work: the batch, on the device.
+            count: its targets that count: a scalar.
+            weight: factor of its mean loss in the loss whose gradient is taken: a scalar float64.
+            more: another micro-step adds to these gradients before they are used.
+
+        Returns:
+            The mean loss of the batch: a scalar float64.
+
+        Raises:
+            TrainingError: if the model cannot be captured.
+        """
+        form = self._form(work)
+        graph = self._graphs.get(form)
+        if graph is None:
+            graph = self._graphs[form] = self._capture(work, count, weight)
+        graph.fill(work, count, weight)
+        self._reducer.put(graph.replay(), keep=more)
+        return graph.loss.clone()
+
+    def close(self) -> None:
+        """Free the graphs with their memory."""
+        self._graphs.clear()
+
+    def _form(self, work: Batch) -> Hashable:
+        """Return what graphs differ by: shapes and dtypes of tensors, all other values, and the modules in training mode."""
+        leaves, tree = pytree.tree_flatten((work.args, work.kwargs, work.given, work.targets))
+        each = tuple(
+            (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+        )
+        return each, str(tree), work.name, tuple(module.training for module in self._model.modules())
+
+    def _capture(self, work: Batch, count: Tensor, weight: Tensor) -> _Graph:
+        inputs = _Inputs.like(work, count, weight)
+
+        def step() -> tuple[Tensor, Sequence[BucketGradients | None]]:
+            with self._reducer.set_aside():
+                loss = self._forward.loss(inputs.work, _Counted(inputs.count))
+                (loss * inputs.weight).backward()
+                return loss.detach(), self._reducer.take()
+
+        if self._stream is None:
+            return _Steps(inputs, step)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may copy batches and saves meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                loss, gradients = step()
+        except RuntimeError as error:
+            raise TrainingError(
+                f"cuda_graph=True: forward and backward of {type(self._model).__name__} cannot be captured: "
+                f"{str(error).strip().splitlines()[0]} A graph cannot contain what waits for the device (tensor.item(), "
+                "a branch on a tensor's value, a mask that is looked at) or copies from the host: change the model, or leave "
+                "cuda_graph out"
+            ) from error
+        return _Replayed(inputs, graph, loss, gradients)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What a loss needs to know of :class:`meshfold.engine.batches.sharding.Shares`: its count, in a graph's input."""
+
+    count: Tensor
+
+    def count_without(self, ignored: int) -> None:
+        """Raises:
+        TrainingError: always; the micro-steps before have seen what the loss ignores.
+        """
+        raise TrainingError(
+            f"cuda_graph=True: the loss ignores targets {ignored} now, and did not before: leave cuda_graph out"
+        )
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The tensors that a graph reads.
+
+    Attributes:
+        work: the batch, of tensors of its own.
+        count, weight: scalars.
+    """
+
+    work: Batch
+    count: Tensor
+    weight: Tensor
+
+    @classmethod
+    def like(cls, work: Batch, count: Tensor, weight: Tensor) -> _Inputs:
+        """Copy a micro-step's inputs; a tensor that is in a batch twice stays one."""
+        own: dict[Tensor, Tensor] = {}
+        made = pytree.tree_map_only(
+            Tensor, lambda each: own.setdefault(each, each.clone()), (work.args, work.kwargs, work.given, work.targets)
+        )
+        args, kwargs, given, targets = made
+        return cls(replace(work, args=args, kwargs=kwargs, given=given, targets=targets), count.clone(), weight.clone())
+
+    def fill(self, work: Batch, count: Tensor, weight: Tensor) -> None:
+        """Copy another micro-step's inputs of the same form into these."""
+        mine, theirs = (
+            list(pytree.tree_leaves((each.args, each.kwargs, each.given, each.targets))) for each in (self.work, work)
+        )
+        pairs = {
+            own: given for own, given in zip(mine, theirs, strict=True) if isinstance(own, Tensor)
+        }  # each tensor once
+        for own, given in (*pairs.items(), (self.count, count), (self.weight, weight)):
+            own.copy_(given)
+
+
+class _Graph:
+    """A micro-step with inputs of its own.
+
+    Attributes:
+        loss: its mean loss, after :meth:`replay`.
+    """
+
+    loss: Tensor
+
+    def __init__(self, inputs: _Inputs) -> None:
+        self._inputs = inputs
+
+    def fill(self, work: Batch, count: Tensor, weight: Tensor) -> None:
+        """Set the inputs of the next replay."""
+        self._inputs.fill(work, count, weight)
+
+    def replay(self) -> Sequence[BucketGradients | None]:
+        """Run the step; return the gradients of every bucket."""
+        raise NotImplementedError
+
+
+class _Replayed(_Graph):
+    """A captured one."""
+
+    def __init__(
+        self,
+        inputs: _Inputs,
+        graph: torch.cuda.CUDAGraph,
+        loss: Tensor,
+        gradients: Sequence[BucketGradients | None],
+    ) -> None:
+        super().__init__(inputs)
+        self._graph, self.loss, self._gradients = graph, loss, gradients
+
+    def replay(self) -> Sequence[BucketGradients | None]:
+        self._graph.replay()
+        return self._gradients
+
+
+class _Steps(_Graph):
+    """One that runs kernel by kernel, on a CPU."""
+
+    def __init__(self, inputs: _Inputs, step: Callable[[], tuple[Tensor, Sequence[BucketGradients | None]]]) -> None:
+        super().__init__(inputs)
+        self._step = step
+
+    def replay(self) -> Sequence[BucketGradients | None]:
+        self.loss, gradients = self._step()
+        return gradients
