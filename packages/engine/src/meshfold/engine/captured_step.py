@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from meshfold.engine.assembly.assemble import has_dropout
 from meshfold.engine.errors import TrainingError
 from meshfold.mesh import SpecError
 
@@ -38,8 +37,13 @@ MOST_GRAPHS = 8
 """Forms of batch that are captured. Each has its own gradients and activations."""
 
 
-def check_capture(model: nn.Module, world: World, *, recomputes: bool) -> None:
+def check_capture(world: World, *, drops: bool, recomputes: bool) -> None:
     """Check that micro-steps can be captured, as the engine's argument ``cuda_graph`` asks.
+
+    Args:
+        world: whose spec it is.
+        drops: the model has dropout.
+        recomputes: backward recomputes activations.
 
     Raises:
         SpecError: where a replay would compute something else than the step.
@@ -51,7 +55,7 @@ def check_capture(model: nn.Module, world: World, *, recomputes: bool) -> None:
             f"cuda_graph=True under {found}, whose weights or collectives are not in one place for a graph: leave cuda_graph "
             "out, or write parallel=dict(data=...) alone"
         )
-    if has_dropout(model):
+    if drops:
         raise SpecError(
             "cuda_graph=True for a model with dropout: a graph would drop the same elements in every step. Set the "
             "probabilities to 0, or leave cuda_graph out"
