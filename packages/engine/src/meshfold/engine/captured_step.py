@@ -182,7 +182,7 @@ class CapturedSteps:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What a loss needs to know of :class:`meshfold.engine.batches.sharding.Shares`: its count, in a graph's input."""
+    """Count of targets in a tensor that a graph reads, in place of :class:`meshfold.engine.batches.sharding.Shares`."""
 
     count: Tensor
 
