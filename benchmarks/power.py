@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import subprocess
 import tempfile
@@ -66,19 +67,26 @@ class PowerLog:
 
         Args:
             begin, end: seconds since the epoch.
-            gpus: how many of them, from number 0, work.
+            gpus: how many of those that this process sees, from the first, work.
 
         Returns:
             ``watts`` of all these GPUs together and ``mhz`` of one; empty without a sample of each.
         """
         watts, clocks = 0.0, []
-        for gpu in range(gpus):
+        for gpu in visible_gpus(gpus):
             found = [s for s in self.samples if s.gpu == gpu and begin <= s.at <= end]
             if not found:
                 return {}
             watts += sum(s.watts for s in found) / len(found)
             clocks.append(sum(s.mhz for s in found) / len(found))
         return {"watts": watts, "mhz": sum(clocks) / len(clocks)}
+
+
+def visible_gpus(count: int) -> list[int]:
+    """Return `nvidia-smi`'s numbers of this process's first ``count`` GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
+    words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = [int(word) for word in words if word.strip().isdigit()]
+    return numbers[:count] if len(numbers) >= count else list(range(count))
 
 
 def parse(lines: Iterable[str]) -> Iterable[Sample]:

@@ -289,7 +289,8 @@ def test_a_bar_names_only_cases_and_contestants_that_exist(tmp_path: Path, monke
             read_bars()
 
 
-def test_power_is_averaged_over_the_timed_steps() -> None:
+def test_power_is_averaged_over_the_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lines = [
         f"2026/11/22 18:40:0{s}.000, {gpu}, {watts}, 1500"
         for s, gpu, watts in [(0, 0, 100), (1, 0, 600), (2, 0, 700), (1, 1, 500), (2, 1, 500), (3, 0, 100)]
@@ -300,6 +301,8 @@ def test_power_is_averaged_over_the_timed_steps() -> None:
     assert log.mean(begin, begin + 1, 1) == {"watts": 650.0, "mhz": 1500.0}
     assert log.mean(begin, begin + 1, 2) == {"watts": 1150.0, "mhz": 1500.0}
     assert log.mean(begin, begin + 1, 3) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert log.mean(begin, begin + 1, 1) == {"watts": 500.0, "mhz": 1500.0}
 
 
 @pytest.mark.slow
