@@ -70,6 +70,7 @@ def pytest_collection_finish() -> None:
     """Leave what there is by now out of collections of garbage."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # as ranks of the pool: tests make much and leave little
     gc.enable()
 
 

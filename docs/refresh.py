@@ -88,14 +88,16 @@ def outputs(page: str) -> list[Output]:
     return found
 
 
-def run_here(page: str, name: str) -> tuple[list[str], dict[str, Any]]:
+def run_here(page: str, name: str, *wanted: str) -> tuple[list[str], dict[str, Any]]:
     """Run a page's Python in this process and folder: what each block printed, and the names it leaves.
 
-    Bash is left out, as if it printed nothing.
+    Bash is left out, as if it printed nothing. With ``wanted`` names the page ends with the block behind which it has all.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = []
     for block in running(page):
+        if wanted and namespace.keys() >= {*wanted}:
+            break
         if block.language != "python":
             printed.append("")
             continue

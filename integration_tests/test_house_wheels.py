@@ -132,8 +132,8 @@ def modules_of(package: Package) -> set[str]:
 @pytest.mark.parametrize(
     "package",
     [
-        # the one that needs least and the one that needs all
-        pytest.param(package, marks=() if package.name in ("mesh", "meshfold") else pytest.mark.slow)
+        # the one that needs least
+        pytest.param(package, marks=() if package.name == "mesh" else pytest.mark.slow)
         for package in PACKAGES
     ],
     ids=lambda package: package.name,

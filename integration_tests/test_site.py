@@ -57,9 +57,12 @@ def test_the_order_is_that_of_the_index() -> None:
     assert "modes/2d.md" in sections["Understand"]
 
 
-@pytest.mark.parametrize("page", [*DOCS, *(page for page in outside() if page.endswith(".md"))])
+OUTSIDE = outside()
+
+
+@pytest.mark.parametrize("page", [*DOCS, *(page for page in OUTSIDE if page.endswith(".md"))])
 def test_links_lead_to_files_of_the_site(page: str) -> None:
-    known = {*DOCS, *outside(), *(f"pictures/{path.name}" for path in (ROOT / "docs" / "pictures").iterdir())}
+    known = {*DOCS, *OUTSIDE, *(f"pictures/{path.name}" for path in (ROOT / "docs" / "pictures").iterdir())}
     text = with_links(page, file_of(page).read_text())
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

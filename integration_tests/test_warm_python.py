@@ -70,6 +70,7 @@ def test_an_error_is_shown_and_is_a_failure(warm: WarmPython, tmp_path: Path) ->
     assert 'wrong.py", line 2' in done.stderr and done.stderr.endswith("ValueError: no such thing\n")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("last", "code", "said"),
     [

@@ -64,14 +64,14 @@ def pictures() -> dict[str, Picture]:
     both = plan(x="m:dp k:t", w="k:t,dp n", y="m:dp,t n")
     grid = Mesh(dict(dp=2, t=2))
     found["matmul.svg"] = (f"{both}\n{grid}", lambda: draw_matmul(both, grid))
-    own = names_of("own-mode.md")
+    own = names_of("own-mode.md", "mine", "mesh")
     found["own-mode.svg"] = _mode(own["mine"], own["mesh"])
-    found["zero-plan.svg"] = _timeline(names_of("zero-plan.md")["found"].plan)
+    found["zero-plan.svg"] = _timeline(names_of("zero-plan.md", "found")["found"].plan)
     for name in SCHEDULES:
         hanayo = name == "hanayo"  # its stages are small: with fewer micro-batches their numbers can be read
         made = schedule(name, ranks=4, microbatches=4 if hanayo else 8, waves=2 if hanayo else None)
         found[f"schedule-{name}.svg"] = _schedule(simulate(made))
-    shown = names_of("pipeline.md")
+    shown = names_of("pipeline.md", "found_result", "own_result")
     found["schedule-auto.svg"] = _schedule(shown["found_result"])
     found["schedule-own.svg"] = _schedule(shown["own_result"])
     found["dispatch.svg"] = (dispatch.description(), dispatch.draw)
@@ -99,10 +99,10 @@ def _timeline(made: Plan) -> Picture:
 
 
 @functools.cache
-def names_of(page: str) -> dict[str, Any]:
-    """The names that the Python of a page leaves; what it writes goes to a folder that does not stay."""
+def names_of(page: str, *wanted: str) -> dict[str, Any]:
+    """What the Python of a page made of these names; what it writes goes to a folder that does not stay."""
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        return run_here((ROOT / "docs" / page).read_text(encoding="utf-8"), page)[1]
+        return run_here((ROOT / "docs" / page).read_text(encoding="utf-8"), page, *wanted)[1]
 
 
 ROWS, COLUMNS, SHARE = 16, 24, 0.3

@@ -493,6 +493,7 @@ def test_legacy_initialize(pipeline: int, tmp_path: Path) -> None:
 # -- 8: Llama, pretrained, saved in shards and resumed ----------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gemini", "hybrid"])
 @ranks(2)
 def test_llama_pretraining(name: str, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_code_at_the_beginning_of_a_stage_is_exact_where_its_dims_are_whole() ->
         assert verdict({**TWO, **split}, IDS, code) == "exact"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("split", "code", "quoted"), [(GRID, normed, "x.square().mean(-1"), (DEALT, averaged, "x.mean(1")]
 )

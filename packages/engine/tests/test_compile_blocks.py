@@ -183,7 +183,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "spec"),
     [

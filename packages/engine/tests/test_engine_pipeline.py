@@ -49,7 +49,7 @@ MORE_SCHEDULES: list[Case] = [
 
 
 def test_schedules() -> None:
-    compare(2, SCHEDULES, batches(3))
+    compare(2, SCHEDULES, batches(2))
 
 
 @pytest.mark.slow
@@ -80,8 +80,10 @@ MORE_COMPOSED: list[Case] = [
 ]
 
 
-def test_with_other_dimensions() -> None:
-    compare(4, COMPOSED, batches(4))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", COMPOSED, ids=str)
+def test_with_other_dimensions(case: Case) -> None:
+    compare(4, [case], batches(4))
 
 
 @pytest.mark.slow
@@ -109,6 +111,7 @@ def test_a_smaller_last_batch() -> None:
     compare(4, cases, given)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision(precision: str) -> None:
     """Masters, sums in float32, one loss scale; steps that overflow on one stage are left out on all."""

@@ -67,7 +67,7 @@ def by_torch_alone(model: str, first: dict[str, Tensor], given: list[dict[str, T
 
 @pytest.mark.parametrize(("parallel", "model"), EIGHT, ids=["data-pipe-seq", "pipe-seq-tensor"])
 def test_every_gradient_is_that_of_one_process(parallel: dict[str, Any], model: str) -> None:
-    given = batches(3, length=7)  # which two ranks cannot share evenly
+    given = batches(2, length=7)  # which two ranks cannot share evenly
     every = run_on_ranks(8, plainly_stepped, parallel, model, given)
     losses, states = by_torch_alone(model, every[0][1][0], given)
     for seen, found in every:
@@ -170,8 +170,10 @@ MORE_OF_EIGHT: list[Case] = [
 ]
 
 
-def test_with_data_and_tensor_modes() -> None:
-    compare(8, OF_EIGHT, batches(2, length=7))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("case", OF_EIGHT, ids=str)
+def test_with_data_and_tensor_modes(case: Case) -> None:
+    compare(8, [case], batches(2, length=7))
 
 
 @pytest.mark.slow
@@ -179,8 +181,10 @@ def test_with_more_tensor_modes() -> None:
     compare(8, MORE_OF_EIGHT, batches(4, length=10))
 
 
-def test_schedules_modes_and_zero() -> None:
-    compare(4, FOUR, batches(2, length=7))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_schedules_modes_and_zero(case: Case) -> None:
+    compare(4, [case], batches(2, length=7))
 
 
 @pytest.mark.slow

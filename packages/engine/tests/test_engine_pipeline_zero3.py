@@ -119,7 +119,6 @@ def test_every_gradient() -> None:
     cases: list[Case] = [
         (ordered("1f1b"), "tied", STEEP),
         (ordered("zb-h1"), "frozen", STEEP),
-        (ordered("dualpipe-v"), "tied", STEEP),
         (ordered("zb-v"), "rooted", STEEP),
     ]
     compare(4, cases, batches(1), runs)
@@ -142,6 +141,7 @@ def test_more_schedules() -> None:
         (ordered("hanayo", waves=1), "frozen", {"gradient_accumulation": 2}),
         (ordered("zb-v", zero=dict(placement="cpu")), "llama", {}),
         (ordered("dualpipe-v"), "dropping", {"clip_grad_norm": None, "clip_grad_value": 0.02}),
+        (ordered("dualpipe-v"), "tied", STEEP),
         (ordered("auto"), "tied", {}),
         (
             dict(tensor=2, pipeline=dict(size=2, schedule="zb-h1"), zero=dict(stage=3, placement="cpu")),
@@ -166,7 +166,6 @@ def test_data_ranks_with_fewer_micro_batches() -> None:
     given = [*batches(1), *batches(1, rows=3, seed=5), *batches(1, rows=1, seed=6), *batches(2, seed=7)]
     given[2]["labels"] = given[2]["input_ids"]  # its only row counts
     cases: list[Case] = [
-        (ordered("zb-h1"), "tied", {}),
         (ordered("interleaved", chunks=2), "llama", {"gradient_accumulation": 5}),
         # The smaller batch ends where the one before went on with the first chunk again, and evaluation follows.
         (ordered(one_by_one), "gpt", {}),
@@ -180,7 +179,7 @@ def test_data_ranks_with_fewer_micro_batches() -> None:
 @ranks(4)
 def test_chunks_stay_gathered_where_there_is_room() -> None:
     """The first step gathers for every use; with room for all, later ones gather each chunk once; with some, fewer."""
-    given, steps, together, states = batches(4), {}, {}, {}
+    given, steps, together, states = batches(3), {}, {}, {}
     for room in ("none", "some", "all"):
         with small_chunks():
             engine = engine_of(ordered("zb-h1"), "deep")
@@ -207,8 +206,8 @@ def test_chunks_stay_gathered_where_there_is_room() -> None:
             steps[room], together[room], states[room] = gathers, most, engine.full_state_dict()
     uses = 2 * 4  # forward and backward of four micro-batches; the last forward's last chunk is still there
     assert steps["none"][0] > (uses - 1) * (len(chunks) - 3)
-    assert steps["all"][1:] == [len(chunks)] * 3
-    assert len(chunks) < steps["some"][3] < 0.8 * steps["none"][3]
+    assert steps["all"][1:] == [len(chunks)] * 2
+    assert len(chunks) < steps["some"][2] < 0.8 * steps["none"][2]
     assert together["none"] < together["some"] <= together["none"] + 2 * max(sizes)
     assert together["all"] == sum(sizes)
     for room in ("some", "all"):  # not by a bit

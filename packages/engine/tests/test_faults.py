@@ -143,6 +143,7 @@ def break_in_saving(world: int, bad: int, folder: str, path: str, tensor: int) -
     again.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world", "bad", "tensor"), [(2, 1, 1), (4, 3, 2)])
 def test_a_disk_that_breaks_in_saving(world: int, bad: int, tensor: int, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()

@@ -82,7 +82,7 @@ def losses(
     return found, report
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [llama, gpt])
 def test_losses_are_those_of_bf16_to_one_percent(model: Callable[[], nn.Module], recipe: str) -> None:
@@ -165,7 +165,7 @@ def compare(model: Callable[[], nn.Module], recipe: str, parallel: dict[str, Any
     assert found == pytest.approx(wanted, rel=0.004)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_several_ranks_train_as_one(spec: str, recipe: str) -> None:
@@ -180,7 +180,7 @@ def compare_all(model: Callable[[], nn.Module], wanted: dict[str, list[float]], 
         assert found == pytest.approx(each, rel=0.004)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", STAGED)
 def test_stages_of_a_pipeline_train_as_one_process(spec: str) -> None:
     size, parallel = STAGED[spec]

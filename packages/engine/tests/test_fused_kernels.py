@@ -240,7 +240,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("model", "spec"), CASES, ids=[f"{model}, {spec}" for model, spec in CASES])
 @ranks(2)
 def test_on_two_ranks(model: str, spec: str) -> None:
@@ -277,6 +277,7 @@ STAGED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", STAGED)
 @ranks(2)
 def test_in_pipelines(case: str) -> None:

@@ -42,6 +42,7 @@ def test_in_two_stages(name: str) -> None:
     check(name, TWO, microbatches=2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*IN_FOUR[::4], *(pytest.param(n, marks=pytest.mark.slow) for n in IN_FOUR[2::4])])
 @ranks(4)
 def test_in_four_stages_with_weight_gradients_apart(name: str) -> None:
@@ -54,6 +55,7 @@ def test_in_stages_that_a_rank_has_two_of(name: str) -> None:
     check(name, dict(pipeline=dict(size=2, microbatches=2, schedule="zb-v")), microbatches=2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
@@ -74,6 +76,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -96,6 +99,7 @@ WITHOUT_STAGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [

@@ -202,6 +202,7 @@ def only_norms() -> nn.Module:
     return frozen(lambda name: "norm" in name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("make", [only_behind, only_before, only_norms])
 @pytest.mark.parametrize("zero", [None, dict(stage=1), dict(stage=3)], ids=["plain", "zero 1", "zero 3"])
 @ranks(4)

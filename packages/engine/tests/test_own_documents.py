@@ -166,6 +166,7 @@ def named(parallel: dict[str, Any]) -> str:
     return re.sub(r"[^\w.]+", "-", str(parallel)).strip("-")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -193,19 +194,17 @@ def test_positions_of_one_row_are_those_of_all() -> None:
             check(found, wanted, parallel)
 
 
-def test_dropout_and_recomputed_blocks() -> None:
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
+def test_dropout_and_recomputed_blocks(dropout: float) -> None:
     settings = dict(recompute="blocks")
-    for dropout in (0.0, 0.2):
-        evaluated, loss, gradients = stepped(ONE, "llama", "each row its own", WINDOW, dropout=dropout)
-        if dropout:
-            assert loss != pytest.approx(evaluated, rel=1e-6)
-        for parallel in (dict(sequence=ring(2)), dict(pipeline=2), dict(tensor=2)):
-            for found in run_on_ranks(
-                2, stepped, parallel, "llama", "each row its own", WINDOW, None, settings, dropout
-            ):
-                assert found[:2] == pytest.approx((evaluated, loss), rel=1e-9), (parallel, dropout)
-                for name, value in gradients.items():
-                    torch.testing.assert_close(found[2][name], value, rtol=0, atol=1e-9)
+    evaluated, loss, gradients = stepped(ONE, "llama", "each row its own", WINDOW, dropout=dropout)
+    if dropout:
+        assert loss != pytest.approx(evaluated, rel=1e-6)
+    for parallel in (dict(sequence=ring(2)), dict(pipeline=2), dict(tensor=2)):
+        for found in run_on_ranks(2, stepped, parallel, "llama", "each row its own", WINDOW, None, settings, dropout):
+            assert found[:2] == pytest.approx((evaluated, loss), rel=1e-9), (parallel, dropout)
+            for name, value in gradients.items():
+                torch.testing.assert_close(found[2][name], value, rtol=0, atol=1e-9)
 
 
 def own_loop(parallel: dict[str, Any]) -> tuple[float, float, dict[str, Tensor]]:

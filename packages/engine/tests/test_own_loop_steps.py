@@ -44,7 +44,7 @@ def unchanged(before: dict[str, Tensor], engine: Engine) -> bool:
     return all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spec", SPECS)

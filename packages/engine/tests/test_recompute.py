@@ -349,7 +349,7 @@ def compile_blocks(model: nn.Module, how: str) -> None:
             blocks[number] = torch.compile(block, backend=counting)  # type: ignore[assignment]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "after", "in place"])
 @pytest.mark.parametrize("zero", [{}, dict(zero=dict(stage=3, placement="cpu"))])
 @ranks(1)

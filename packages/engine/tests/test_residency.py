@@ -338,19 +338,20 @@ def test_every_placement_within_a_limit() -> None:
         trained(dict(placement="cuda", gpu_memory_limit=4 * MiB))
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "settings",
+    [dict(gradient_accumulation=2), dict(optimizer=dict(name="sgd", lr=0.1)), dict(precision="fp32")],
+    ids=str,
+)
 @ranks(1)
-def test_accumulation_and_single_precision_are_planned_too() -> None:
-    for settings in (
-        dict(gradient_accumulation=2),
-        dict(precision="fp32"),
-        dict(optimizer=dict(name="sgd", lr=0.1)),
-    ):
-        wanted = trained(dict(stage=3, placement="cuda"), steps=8, **settings)
-        found = trained(dict(stage=3, gpu_memory_limit=12 * MiB), steps=8, **settings)
-        assert_same(found, wanted)
-        assert residency(found[2]).plan is not None
-        wanted[2].close()
-        found[2].close()
+def test_accumulation_and_single_precision_are_planned_too(settings: dict[str, Any]) -> None:
+    wanted = trained(dict(stage=3, placement="cuda"), steps=8, **settings)
+    found = trained(dict(stage=3, gpu_memory_limit=12 * MiB), steps=8, **settings)
+    assert_same(found, wanted)
+    assert residency(found[2]).plan is not None
+    wanted[2].close()
+    found[2].close()
 
 
 @ranks(1)

@@ -126,7 +126,7 @@ def test_limits_are_kept_under_plans_of_any_rates(schedule: str, seeds: tuple[in
 
 def test_activations_of_all_micro_batches_under_way_are_counted() -> None:
     """1F1B's first rank holds two micro-batches at a time, its last one: GPipe's hold all four."""
-    given = batches(3)
+    given = batches(2)
     most = {}
     for schedule in ("1f1b", "gpipe"):
         for _, words in run_on_ranks(4, planned, staged(schedule, gpu_memory_limit="1MiB"), "dropping", given):

@@ -267,6 +267,7 @@ def test_the_serial_engine_is_a_plain_loop() -> None:
         torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model",
     [pytest.param(model, marks=pytest.mark.slow) if model in ("gpt", "llama") else model for model in list(MODELS)[:6]],
@@ -276,6 +277,7 @@ def test_data_and_ring(model: str) -> None:
     compare(4, model, dict(data=2, sequence=ring(2)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("model", "parallel", "settings"),
     [
@@ -296,6 +298,7 @@ def test_modes_lengths_and_accumulation(model: str, parallel: dict[str, Any], se
     compare(4, model, parallel, **settings)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
@@ -332,6 +335,7 @@ def test_eight_ranks(parallel: dict[str, Any]) -> None:
     compare(8, "dropping gpt", parallel)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "parallel", "settings"),
     [
@@ -389,6 +393,7 @@ SPECS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("way", "parallel"),
     [

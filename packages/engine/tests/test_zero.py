@@ -141,7 +141,7 @@ def described(case: tuple[int, str, tuple[int, ...], int]) -> str:
     return f"{MESHES[case[0]][1]}-{case[1]}-{case[3]}".translate(str.maketrans("", "", "'{}() "))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -219,6 +219,7 @@ def relay(legs: list[Leg], path: Path, **settings: Any) -> tuple[list[float], fl
     return seen, rate
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "legs"),
     [
@@ -255,6 +256,7 @@ CHAIN: list[Leg] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp64", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_through_every_stage_and_world_to_the_bit(precision: str, tmp_path: Path) -> None:
     for number, (size, parallel) in enumerate(CHAIN):
@@ -387,6 +389,7 @@ def where(engine: Engine) -> set[tuple[str, str]]:
     return {(placement.parameters, placement.state) for placement in states.gemini.placements.values()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("zero", "placements"),
     [

@@ -93,6 +93,7 @@ def who_holds(world: int) -> None:
             assert gemini_of(engine).holds_gradients, settings
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_held_where_something_looks_at_all_of_them(world: int) -> None:
     run_on_ranks(world, who_holds, world)

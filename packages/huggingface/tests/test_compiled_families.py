@@ -81,7 +81,7 @@ SPECS: dict[str, dict[str, Any]] = {
 FEW = [("llama", "zero 3, host"), ("gpt2", "zero 3"), ("qwen3", "tensor")]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [

@@ -117,7 +117,7 @@ def results(op: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [*out, *torch.autograd.grad(out, inputs, towards)]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*WHOLE, *PIECES])
 def test_traces_into_one_graph(name: str) -> None:
     """fullgraph=True refuses any break; aot_eager traces the backward as well."""

@@ -174,6 +174,7 @@ def gans(parallel: dict[str, Any]) -> list[Any]:
     return [parallel_run("boring", parallel, make) for make in (Pair, Untoggled)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", SPECS)
 def test_several_optimizers_train_apart(spec: str) -> None:
     found = run_on_ranks(4, gans, SPECS[spec])[0]
@@ -201,6 +202,7 @@ def in_precisions(parallel: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", SPECS)
 def test_precisions_follow_float32_as_far_as_they_can(spec: str) -> None:
     wanted = serial("transformer")
@@ -220,6 +222,7 @@ class Normed(Boring):
         self.layer = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))  # type: ignore[assignment]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("parallel", [{}, ZERO], ids=["data", "zero 3"])
 @ranks(2)

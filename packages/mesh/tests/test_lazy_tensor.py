@@ -264,7 +264,7 @@ def one_reads_alone(then: str) -> tuple[str, float]:
     return "", time.monotonic() - began
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("then", ["a collective", "one that it does not wait for", "another", "its end"])
 def test_a_rank_that_reads_alone_is_told_so_within_seconds(then: str) -> None:
     close_pools()

@@ -382,6 +382,7 @@ def test_run_under_torchrun_just_runs(
 # -- train ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("warm_commands")
 def test_train_here_and_on_ranks_and_resume_under_another_spec(
     meshfold: Run, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,10 +233,6 @@ def texts(parallel: dict[str, Any], model: str, rows: int, **settings: Any) -> l
     return [torch.tensor(sorted(set(seen))), *found]
 
 
-def all_texts(cases: list[tuple[dict[str, Any], str, int]]) -> list[list[Tensor]]:
-    return [texts(*case) for case in cases]
-
-
 RING = dict(mode="ring", size=2)
 MEGATRON = dict(mode="megatron")
 CASES: list[tuple[int, dict[str, Any], str, int]] = [
@@ -261,15 +257,13 @@ CASES: list[tuple[int, dict[str, Any], str, int]] = [
 ]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_write_the_text_of_one_process(size: int) -> None:
-    cases = [(parallel, model, rows) for count, parallel, model, rows in CASES if count == size]
-    wanted = [texts({}, model, rows, use_cache=False)[1:] for _, model, rows in cases]
-    for rank in run_on_ranks(size, all_texts, cases):
-        for (seen, *found), known, case in zip(rank, wanted, cases, strict=True):
-            assert seen.tolist() == [1, 6], case
-            assert all(map(torch.equal, found, known)), case
+@pytest.mark.few(5)
+@pytest.mark.parametrize(("size", "parallel", "model", "rows"), CASES)
+def test_ranks_write_the_text_of_one_process(size: int, parallel: dict[str, Any], model: str, rows: int) -> None:
+    wanted = texts({}, model, rows, use_cache=False)[1:]
+    for seen, *found in run_on_ranks(size, texts, parallel, model, rows):
+        assert seen.tolist() == [1, 6]
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_ranks_that_share_sequences_compute_them_anew() -> None:

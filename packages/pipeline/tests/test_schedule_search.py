@@ -58,9 +58,10 @@ def best_named(case: Case) -> float:
     return best
 
 
-def test_never_slower_than_the_best_named_schedule_on_200_cost_sets() -> None:
+@pytest.mark.parametrize(("sets", "least"), [(40, 10), pytest.param(200, 60, marks=pytest.mark.slow)])
+def test_never_slower_than_the_best_named_schedule_on_random_costs(sets: int, least: int) -> None:
     faster = refused = 0
-    for seed in range(200):
+    for seed in range(sets):
         case = random_case(seed)
         best = best_named(case)
         try:
@@ -81,8 +82,8 @@ def test_never_slower_than_the_best_named_schedule_on_200_cost_sets() -> None:
         assert found.time <= best
         assert min(found.named.values(), default=float("inf")) == best
         faster += found.time < 0.999 * best
-    assert faster > 60  # measured: 81; elsewhere a named schedule is as good
-    assert refused < 10  # measured: 0
+    assert faster > least  # measured: 12 of 40, 81 of 200; elsewhere a named schedule is as good
+    assert refused < 0.05 * sets  # measured: 0
 
 
 def test_the_bound_is_kept_where_no_named_schedule_fits() -> None:

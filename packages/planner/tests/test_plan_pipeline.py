@@ -180,6 +180,7 @@ def kept(parallel: dict[str, Any]) -> tuple[int, int]:
         return engine.mesh.index("pipe"), seen.most
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved"])
 def test_a_step_keeps_the_bytes_that_were_planned(schedule: str) -> None:
     """Between actions: activations from F to B, and what W still needs from B to W; logits on the last stage."""

@@ -123,6 +123,7 @@ def test_activation_checkpointing_is_seen() -> None:
     assert whole.plan is not None and whole.plan.policy == "cuda"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_share(stage: int) -> None:
     one = planned(dict(stage=stage, placement="cuda"))

@@ -139,31 +139,27 @@ def test_a_limit_that_recomputing_alone_meets() -> None:
     assert "recompute" not in str(raised.value)  # nothing is kept already
 
 
+@pytest.mark.parametrize("parallel", [pytest.param(dict(data=2), marks=pytest.mark.slow), dict(tensor=2)], ids=str)
 @ranks(2)
-def test_on_two_ranks_with_tensor_parallelism_and_accumulation() -> None:
-    for parallel in (dict(data=2), dict(tensor=2)):
-        seen = []
-        for recompute, zero in (
-            (None, dict(placement="cuda")),
-            ("auto", dict(gpu_memory_limit=25 * MiB // 4)),
-        ):
-            engine = Engine(
-                gpt,
-                dict(**parallel, zero=dict(stage=3, **zero)),
-                optimizer=dict(name="adamw", lr=1e-2),
-                precision="bf16",
-                gradient_accumulation=2,
-                recompute=recompute,
-            )
-            seen.append([engine.train_step(engine.shard_batch(batch(step))) for step in range(8)])
-            if recompute:
-                assert 0 < len(kept(engine)) < LAYERS, (
-                    parallel,
-                    kept(engine),
-                    plan_of(engine).peak_gpu_bytes,
-                )
-            engine.close()
-        assert seen[0] == seen[1]
+def test_on_two_ranks_with_tensor_parallelism_and_accumulation(parallel: dict[str, Any]) -> None:
+    seen = []
+    for recompute, zero in (
+        (None, dict(placement="cuda")),
+        ("auto", dict(gpu_memory_limit=25 * MiB // 4)),
+    ):
+        engine = Engine(
+            gpt,
+            dict(**parallel, zero=dict(stage=3, **zero)),
+            optimizer=dict(name="adamw", lr=1e-2),
+            precision="bf16",
+            gradient_accumulation=2,
+            recompute=recompute,
+        )
+        seen.append([engine.train_step(engine.shard_batch(batch(step))) for step in range(8)])
+        if recompute:
+            assert 0 < len(kept(engine)) < LAYERS, (parallel, kept(engine), plan_of(engine).peak_gpu_bytes)
+        engine.close()
+    assert seen[0] == seen[1]
 
 
 # -- memory that was not enough ----------------------------------------------------------------------------------------

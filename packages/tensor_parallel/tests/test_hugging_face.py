@@ -100,12 +100,14 @@ def test_model_is_the_serial_one(place: int, kind: str) -> None:
     run_on_ranks(4, compare, kind, {}, two_of_them(place), 3)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("place", "kind", "settings"), [(n, *variant) for n, variant in enumerate(VARIANTS)])
 def test_variant_is_the_serial_one(place: int, kind: str, settings: dict[str, Any]) -> None:
     """In 1d or in 2d; where a model stands here twice, in both."""
     run_on_ranks(4, compare, kind, settings, COVERING[:3:2][place % 2 :][:1], 4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "settings"), [("llama", {}), ("llama", dict(num_key_value_heads=1)), ("gpt2", {}), ("opt", {})]
 )
@@ -218,6 +220,7 @@ def test_attention_kept_whole_is_the_serial_one(kind: str) -> None:
     run_on_ranks(4, compare_whole, kind, COVERING[:1], 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["phi3", "codegen"])
 def test_attention_kept_whole_has_the_masks_of_all_rows(kind: str, turn: int) -> None:

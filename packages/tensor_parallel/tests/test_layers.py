@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensor_parallel_checks import (
     CASES,
+    COVERING,
     Case,
     alone,
     assert_gradients_equal,
@@ -475,7 +476,7 @@ def run_trials(cases: tuple[Case, ...], trials: tuple[str, ...], dtype: torch.dt
 SOME = (case("2.5d", depth=2, row=2, col=2), case("3d", a=1, b=2, c=4), case("2d", data=2, row=2, col=2))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("trial", TRIALS)
 def test_layer_is_the_serial_one(trial: str) -> None:
     assert run_on_ranks(4, run_trials, CASES[4], (trial,), torch.float64) == [len(CASES[4])] * 4
@@ -497,13 +498,8 @@ def test_every_layer_is_the_serial_one_on_eight_ranks(trial: str) -> None:
 
 
 def test_layers_are_the_serial_ones_in_float32() -> None:
-    run_on_ranks(
-        4,
-        run_trials,
-        CASES[4],
-        ("column", "row", "head", "embedding", "norms", "cross_entropy"),
-        torch.float32,
-    )
+    trials = ("column", "row", "head", "embedding", "norms", "cross_entropy")
+    run_on_ranks(4, run_trials, COVERING, trials, torch.float32)
 
 
 @pytest.mark.slow

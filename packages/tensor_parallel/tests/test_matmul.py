@@ -184,6 +184,7 @@ def test_equals_serial_in_float64(world: int, keeps: tuple[frozenset[str], ...],
     assert_close(run_on_ranks(world, check_cases, world, torch.float64, keeps, False), 1e-12, least)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("world", "keeps", "least"), [(4, KEEPS[:1], 60), (8, KEEPS[3:], 35)])
 def test_equals_serial_in_float32(world: int, keeps: tuple[frozenset[str], ...], least: int) -> None:
     assert_close(run_on_ranks(world, check_cases, world, torch.float32, keeps, False), 1e-5, least)

@@ -215,7 +215,7 @@ MODELS: dict[str, tuple[type[Model], dict[str, str]]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_the_serial_ones(name: str, turn: int) -> None:

@@ -249,7 +249,7 @@ def short_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensor_parallel_models.POSITIONS", POSITIONS)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("mode", "axes"), MESHES, ids=IDS)
 def test_a_gpt(mode: str, axes: dict[str, int]) -> None:
     vocab = 1000
@@ -261,7 +261,7 @@ def test_a_gpt(mode: str, axes: dict[str, int]) -> None:
     )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("mode", "axes"), MESHES, ids=IDS)
 def test_a_llama_with_four_key_value_heads(mode: str, axes: dict[str, int]) -> None:
     vocab = 777
@@ -273,7 +273,7 @@ def test_a_llama_with_four_key_value_heads(mode: str, axes: dict[str, int]) -> N
     )
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("mode", "axes"), MESHES, ids=IDS)
 def test_a_decoder_of_sequences(mode: str, axes: dict[str, int]) -> None:
     compare(mode, axes, lambda: Classic(hidden=HIDDEN, heads=HEADS), lambda hand: derive_classic(hand, vocab=37))

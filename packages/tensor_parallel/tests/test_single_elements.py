@@ -124,7 +124,7 @@ def verdict(layout: Case, heads: int, how: str, code: Code, rows: int, tokens: i
     return "exact"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LAYOUTS)
 @ranks(4)
@@ -140,6 +140,7 @@ def test_code_on_pieces_of_one_element(name: str, turn: int) -> None:
     assert exact >= 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", WAYS)
 @ranks(4)

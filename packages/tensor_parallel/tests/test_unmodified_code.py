@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from tensor_parallel_checks import CASES, assert_gradients_equal, gradients, mesh_of, seeded, whole_gradients
+from tensor_parallel_checks import CASES, Case, assert_gradients_equal, gradients, mesh_of, seeded, whole_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -89,23 +89,25 @@ class Blocks(nn.Module):
         return out
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("at", FOUR, ids=str)
 @ranks(4)
-def test_attention_may_take_its_width_off_its_input() -> None:
+def test_attention_may_take_its_width_off_its_input(at: Case) -> None:
+    mode, axes = at
     ids = torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(0))
     for make in (Blocks, Model):
         serial = seeded(make)
         wanted = F.cross_entropy(serial(ids).flatten(0, 1), ids.flatten())
         wanted.backward()
-        for mode, axes in FOUR:
-            if make is Model and mode == "1d+sequence":
-                continue  # code between the blocks works on whole tokens there
-            model, mesh = copy.deepcopy(serial), mesh_of(axes)
-            model.zero_grad()
-            parallelize(model, mesh, mode)
-            loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-            loss.backward()
-            assert_gradients_equal({"loss": loss}, {"loss": wanted}, f"{mode} on {axes}")
-            assert_gradients_equal(whole_gradients(model, mesh), gradients(serial), f"{mode} on {axes}")
+        if make is Model and mode == "1d+sequence":
+            continue  # code between the blocks works on whole tokens there
+        model, mesh = copy.deepcopy(serial), mesh_of(axes)
+        model.zero_grad()
+        parallelize(model, mesh, mode)
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        assert_gradients_equal({"loss": loss}, {"loss": wanted}, f"{mode} on {axes}")
+        assert_gradients_equal(whole_gradients(model, mesh), gradients(serial), f"{mode} on {axes}")
 
 
 def test_code_that_reads_the_input_too_is_refused_with_its_line() -> None:
@@ -157,24 +159,26 @@ OFFERED = {
 }
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("at", FOUR, ids=str)
 @ranks(4)
-def test_rules_for_pairs_of_linear_layers_are_offered_and_hold() -> None:
+def test_rules_for_pairs_of_linear_layers_are_offered_and_hold(at: Case) -> None:
+    mode, axes = at
     x = torch.randn(4, 6, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for name, (make, wanted) in OFFERED.items():
         serial = seeded(make)
         serial(x).square().sum().backward()
-        for mode, axes in FOUR:
-            model, mesh = copy.deepcopy(serial), mesh_of(axes)
-            model.zero_grad()
-            with pytest.raises(LayoutError) as refused:
-                parallelize(model, mesh, mode)
-            text = str(refused.value)
-            assert f"Roles are {', '.join(ROLES)}" in text
-            rules = ast.literal_eval(text.partition("rules=")[2].partition("}")[0] + "}")
-            assert rules == wanted, name
-            parallelize(model, mesh, mode, rules=rules)
-            model(x).square().sum().backward()
-            assert_gradients_equal(whole_gradients(model, mesh), gradients(serial), f"{name}, {mode} on {axes}")
+        model, mesh = copy.deepcopy(serial), mesh_of(axes)
+        model.zero_grad()
+        with pytest.raises(LayoutError) as refused:
+            parallelize(model, mesh, mode)
+        text = str(refused.value)
+        assert f"Roles are {', '.join(ROLES)}" in text
+        rules = ast.literal_eval(text.partition("rules=")[2].partition("}")[0] + "}")
+        assert rules == wanted, name
+        parallelize(model, mesh, mode, rules=rules)
+        model(x).square().sum().backward()
+        assert_gradients_equal(whole_gradients(model, mesh), gradients(serial), f"{name}, {mode} on {axes}")
 
 
 def test_no_rules_are_offered_where_none_are_known_to_work() -> None:

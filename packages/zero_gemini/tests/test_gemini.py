@@ -186,6 +186,7 @@ def compare(
     gemini.close()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_training_is_that_of_one_process(stage: int, world: int) -> None:

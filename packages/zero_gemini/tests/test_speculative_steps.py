@@ -167,6 +167,7 @@ def test_also_where_the_device_steps_some(placements: str) -> None:
     run_on_ranks(1, compare, placements, torch.bfloat16, "A", 3, True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_also_on_several_ranks(stage: int) -> None:
     run_on_ranks(2, compare, "mixed", torch.bfloat16, "A", stage, False)

@@ -26,11 +26,10 @@ from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.master_weights import Plane, planes_of, state_of
 from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB, Regime
 
-_BYTES = 256 * MiB
-_ELEMENTS, _ELEMENTS_BESIDE_GPU = (
-    2**25,
-    2**26,
-)  # of an optimizer step: 450 and 900 MB, larger than caches
+_BYTES, _BYTES_ON_HOST = 256 * MiB, 64 * MiB  # of copies with a GPU, and of copies between two places in host memory
+# Of an optimizer step: 900 MB beside a GPU, larger than caches. Without a GPU the rates only serve a rehearsal's plan,
+# many ranks share the host, and 115 MB each is more than their share of a cache.
+_ELEMENTS, _ELEMENTS_BESIDE_GPU = 2**23, 2**26
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 _ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True)
 _PERIOD_S, _PERIODS = 0.15, 5
@@ -128,8 +127,8 @@ def _rates_of(device: torch.device, regime: Regime) -> Machine:
     )
     if device.type != "cuda":
         # The compute device is a part of host memory, so copies between the two are host copies.
-        copy = _seconds(lambda a, b: b.copy_(a), device, torch.empty(_BYTES, dtype=torch.uint8)) or 1e-9
-        rate = _BYTES / copy
+        copy = _seconds(lambda a, b: b.copy_(a), device, torch.empty(_BYTES_ON_HOST, dtype=torch.uint8)) or 1e-9
+        rate = _BYTES_ON_HOST / copy
         return replace(machine, gpu_memory=host, h2d=rate, d2h=rate, pcie_both=rate, collective=rate)
     up, down, both = _copies(device)
     through, cores = _together(device, regime)
@@ -293,7 +292,7 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
 
 def _collective(device: torch.device, everyone: Group) -> float:
     """Measure the bytes/s that a rank receives in an all-gather."""
-    mine = torch.zeros(64 * MiB // everyone.size, dtype=torch.uint8, device=device)
+    mine = torch.zeros((64 if device.type == "cuda" else 16) * MiB // everyone.size, dtype=torch.uint8, device=device)
     best = min(_took(lambda: all_gather(mine, everyone, 0), device) for _ in range(3))
     return mine.numel() * (everyone.size - 1) / best
 
