@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -260,6 +261,25 @@ def test_on_two_ranks(model: str, spec: str) -> None:
     assert got == pytest.approx(want, rel=tolerance)
     for name, value in weights.items():
         assert torch.allclose(others[name], value, rtol=tolerance, atol=tolerance / 10), name
+
+
+@ranks(2)
+def test_norms_make_residual_sums_under_tensor_parallelism() -> None:
+    norms = importlib.import_module("meshfold.kernels.fuse.norms")
+    for make, spec, kind, names in (
+        (llama, "tensor", "add_rms_norm", "blocks.0.norm2 and 1 more"),
+        (hugging_face, "megatron", "add_rms_norm", "model.layers.0.post_attention_layernorm and 1 more"),
+        (partial(gpt, 0.0), "megatron", "add_layer_norm", "blocks.0.norm2 and 1 more"),
+    ):
+        want, weights, _ = trained(make, SPLIT[spec], "off")
+        with mock.patch.object(norms, kind, wraps=getattr(norms, kind)) as sums:
+            got, others, fused = trained(make, SPLIT[spec], ALWAYS)
+        assert f"residual + norm in one launch: {names}" in fused
+        # Two blocks in three steps and an evaluation, save the first of each, which is looked at. Trials have 2 x 3 rows.
+        assert sum(call.args[0].shape[:2] != (2, 3) for call in sums.call_args_list) >= 2 * 2
+        assert got == pytest.approx(want, rel=1e-9)
+        for name, value in weights.items():
+            assert torch.allclose(others[name], value, rtol=1e-9, atol=1e-12), name
 
 
 def staged(schedule: str, **more: Any) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from torch import nn
 from meshfold.kernels.fuse.activations import fuse_gated
 from meshfold.kernels.fuse.heads import DeferredLogits, defer_logits, leaves_out_logits
 from meshfold.kernels.fuse.logits import LazyLogits
-from meshfold.kernels.fuse.norms import find_norms, fuse_norms
+from meshfold.kernels.fuse.norms import Norm, find_norms, fuse_norms, offered_norms
 from meshfold.kernels.fuse.replaced import Replaced, is_compiled
 from meshfold.kernels.fuse.residual import fuse_residuals
 from meshfold.kernels.fuse.rotary import fuse_rotary
 
-__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "fuse", "is_compiled", "leaves_out_logits"]
+__all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "Norm", "fuse", "is_compiled", "leaves_out_logits"]
 
 RULES: Mapping[str, str] = {
     "norm": "RMSNorm or LayerNorm in one launch",
@@ -86,7 +86,7 @@ def fuse(
     What torch.compile has been given, a module or the whole model, keeps its own operations.
     """
     found = FusedModel()
-    norms = {} if residual is False else {module: kind for _, module, kind in find_norms(model)}
+    norms = {} if residual is False else {module: kind for _, module, kind in find_norms(model)} | offered_norms(model)
     for rule, always, apply in (
         ("norm", norm, fuse_norms),
         ("gated", gated, fuse_gated),

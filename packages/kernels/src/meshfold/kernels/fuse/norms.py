@@ -6,11 +6,11 @@ LayerNorm  (x - mean) / sqrt(mean((x - mean)**2) + eps) * weight, or * (1 + weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations, product
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Norm:
         offset: added to the weight.
         weight: the weight's name in the module.
         bias: the bias's name; empty without one.
+        enter: what the module does with its weight and its bias first, such as summing their gradients over ranks; None: nothing.
     """
 
     centred: bool
@@ -40,6 +41,7 @@ class Norm:
     offset: float
     weight: str
     bias: str
+    enter: Callable[[Tensor], Tensor] | None = None
 
     def of(self, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return the norm of every row, with a module's parameters by name."""
@@ -59,9 +61,24 @@ class Norm:
         return all(p is not None and p.dtype == x.dtype for p in own) and not is_autocast(x)
 
     def _parameters(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        weight = parameters[self.weight]
-        weight = weight.float() + self.offset if self.offset else weight
-        return weight, parameters[self.bias] if self.bias else None
+        weight, bias = parameters[self.weight], parameters[self.bias] if self.bias else None
+        if self.enter is not None:
+            weight, bias = self.enter(weight), None if bias is None else self.enter(bias)
+        return weight.float() + self.offset if self.offset else weight, bias
+
+
+@runtime_checkable
+class OffersNorm(Protocol):
+    """Protocol of a norm that runs as a kernel by itself, and lets the rule ``residual`` compute it with a sum."""
+
+    def fused_norm(self) -> Norm | None:
+        """Return the norm that the module computes of whole rows; None if a kernel cannot make the sum for it."""
+
+
+def offered_norms(model: nn.Module) -> dict[nn.Module, Norm]:
+    """Return what the modules of a model offer to the rule ``residual``."""
+    offers = ((module, module.fused_norm()) for _, module in candidates(model) if isinstance(module, OffersNorm))
+    return {module: norm for module, norm in offers if norm is not None}
 
 
 def fuse_norms(model: nn.Module, *, always: bool) -> list[ReplacedForward]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold import kernels
+from meshfold.kernels.fuse import Norm
 from meshfold.mesh import Mesh, Placement, collectives
 from meshfold.mesh.collectives import bind_enter, traceable_result
 from meshfold.tensor_parallel.layers.base import (
@@ -31,6 +32,7 @@ class _Norm(ShardedLayer):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    _CENTRED = False
 
     def _take_over(
         self,
@@ -66,6 +68,13 @@ class _Norm(ShardedLayer):
         made._take_over(norm_size(module), eps, weight, bias, mesh, mode)
         made.train(module.training)
         return made
+
+    def fused_norm(self) -> Norm | None:
+        """Return what :func:`meshfold.kernels.fuse.fuse` computes together with a residual sum; None where ranks share rows."""
+        if self.weight is None or self.eps is None or self.mesh.size(*self.columns) > 1:
+            return None
+        bias = "" if self.bias is None else "bias"
+        return Norm(centred=self._CENTRED, eps=self.eps, offset=0.0, weight="weight", bias=bias, enter=self._enter)
 
     def _normalised(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
         normalise = self._normalise_float64 if x.dtype == torch.float64 else self._normalise
@@ -106,6 +115,8 @@ class RMSNorm(_Norm):
 
 class LayerNorm(_Norm):
     """``(x − mean) / sqrt(var + eps) · weight + bias`` over the whole hidden dim. ``.. h`` to ``.. h``, local blocks."""
+
+    _CENTRED = True
 
     def __init__(
         self,
