@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshfold.align.dpo import DPO, KTO
 from meshfold.align.log_probs import TokenLogProbs, TokenValues
 from meshfold.align.means import (
     Mean,
@@ -32,17 +33,50 @@ from meshfold.align.preference import (
     reward_losses,
     simpo_losses,
 )
+from meshfold.align.records import (
+    ChatTokenizer,
+    Completion,
+    Preference,
+    Prompt,
+    TextTokenizer,
+    completion_of,
+    preference_of,
+    prompt_of,
+    read_records,
+    tokenized,
+)
+from meshfold.align.reference import AdapterReference, FrozenCopy, Reference
+from meshfold.align.reward import RewardModel, scorer
+from meshfold.align.rows import completion_rows, pack, pair_rows
+from meshfold.align.run import Trainer, fit, latest_step, step_path
+from meshfold.align.sft import SFT
 
 __all__ = [
+    "DPO",
     "DPO_LOSSES",
+    "KTO",
+    "SFT",
+    "AdapterReference",
+    "ChatTokenizer",
+    "Completion",
+    "FrozenCopy",
     "Mean",
     "Objective",
+    "Preference",
+    "Prompt",
+    "Reference",
+    "RewardModel",
     "Terms",
+    "TextTokenizer",
     "TokenLogProbs",
     "TokenValues",
+    "Trainer",
     "clipped_policy_losses",
     "clipped_value_losses",
+    "completion_of",
+    "completion_rows",
     "dpo_losses",
+    "fit",
     "gae",
     "global_mean",
     "group_advantages",
@@ -50,14 +84,23 @@ __all__ = [
     "kl_penalties",
     "kto_baseline",
     "kto_losses",
+    "latest_step",
     "leave_one_out",
     "mean_of_sequences",
     "mean_of_token_means",
     "mean_of_tokens",
     "mean_over_length",
     "odds_ratio_losses",
+    "pack",
+    "pair_rows",
+    "preference_of",
+    "prompt_of",
+    "read_records",
     "reward_losses",
     "rewards_of_tokens",
+    "scorer",
     "simpo_losses",
+    "step_path",
+    "tokenized",
     "whiten",
 ]

@@ -63,8 +63,8 @@ class TokenLogProbs:
         losses = [m for m in model.modules() if getattr(m, "causal_lm_loss", False)]
         if len(losses) == 1:
             self._take_module(losses[0])
-        elif hasattr(type(model), "loss_function"):
-            self._take_function(model)
+        elif (theirs := next((m for m in model.modules() if hasattr(type(m), "loss_function")), None)) is not None:
+            self._take_function(theirs)  # transformers' model, which peft's may have around it
         else:
             raise SpecError(
                 f"{type(model).__name__} has no loss to take log-probabilities from: give a causal language model "

@@ -180,9 +180,9 @@ class Objective:
         if self._values is not None:
             self._values.forget()
         world = engine.world
-        wanted = len(batch["labels"])
+        wanted, length = batch["labels"].shape
         batch = self._filled(batch)
-        rows, length = batch["labels"].shape
+        rows = len(batch["labels"])
         mine = engine.shard_batch(batch)
         self._kept = []
         try:
@@ -197,7 +197,7 @@ class Objective:
             values = torch.cat([torch.stack([v for v in (k.log_probs, k.entropy) if v is not None]) for k in kept], 1)
             first = sum(_rows(rows, index, world.row_size) for index in range(world.row_index))
             count = _rows(rows, world.row_index, world.row_size)
-            table[:, first : first + count] = values[:, :count].double()  # a pipeline may have repeated some
+            table[:, first : first + count, : values.shape[2]] = values[:, :count].double()  # a pipeline repeats some
         table = all_reduce(table, world.everyone)[:, :wanted] / _copies(engine)
         return TokenValues(log_probs=table[0], entropy=table[1] if self._entropy else None)
 
@@ -207,9 +207,18 @@ class Objective:
         return self._engine
 
     def _filled(self, batch: GlobalBatch) -> dict[str, Any]:
-        """Return a batch that says which labels count, with a row at least for each data coordinate: further ones do not count."""
+        """Return a batch that says which labels count, with a row at least for each data coordinate: further ones do not count.
+
+        Behind the last label that counts, rows are cut: a causal model's tokens do not see what comes after them.
+        """
         labels: Tensor = batch["labels"]
         rows, more = len(labels), max(0, self._attached().world.row_size - len(labels))
+        counts = (labels != IGNORE_INDEX).any(0).nonzero()
+        stop = max(2, int(counts.max()) + 1) if len(counts) else 2
+        batch = {
+            name: value[:, :stop] if isinstance(value, Tensor) and value.shape[:2] == labels.shape else value
+            for name, value in batch.items()
+        }
         filled = {
             name: torch.cat([value, value[:1].expand(more, *value.shape[1:])])
             if more and isinstance(value, Tensor) and value.dim() and len(value) == rows
