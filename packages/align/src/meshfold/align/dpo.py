@@ -75,9 +75,10 @@ class DPO:
         if loss not in known:
             raise SpecError(f"loss={loss!r}: use {', '.join(map(repr, known))}{did_you_mean(loss, known)}")
         self._loss, self._beta, self._gamma, self._smoothing = loss, beta, gamma, label_smoothing
+        nothing = torch.zeros(1)
         self._of_pairs(
-            *torch.zeros(4, 1), torch.ones(1), torch.ones(1)
-        )  # the settings are checked before anything starts
+            nothing, nothing, nothing, nothing, nothing, nothing
+        )  # checks the settings before anything starts
         self._pairs, self._batch, self._length = pairs, batch_size, length
         self._micro_steps, self._seed = micro_steps, seed
         self.objective = Objective(self._terms, fields=("branch", "margin", "reference_chosen", "reference_rejected"))
