@@ -3,7 +3,7 @@
 `meshfold bench optimizers` times all in rounds, after clocks have settled, with the power that each draws. Parameters are in
 bfloat16 with float32 masters and gradients, and a step ends when the bfloat16 ones are written, as in an engine without ZeRO.
 An optimizer is made anew in each round, so that its state does not take memory from the others. It writes JSON;
-`--report FILE.json` makes the table from it.
+`--report FILE.json` makes the table from it. `--case galore` trains a Llama of 7B with GaLore in 24 GiB.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 
 import torch
 
+from benchmarks import galore_memory
 from benchmarks.common import (
     AVERAGED_S,
     add_output,
@@ -54,7 +55,7 @@ TINY = dict(
 )
 JUDGED = dict(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, words=128_256)
 """The shape that the bars are for."""
-BARS = read_bars("optimizers", ("lamb_adamw", "lamb_peer", "muon_adamw", "muon_peer"))
+BARS = read_bars("optimizers", ("lamb_adamw", "lamb_peer", "muon_adamw", "muon_peer", "galore"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,6 +67,11 @@ def main(argv: Sequence[str]) -> int:
         "--rows", type=int, default=8, help="sequences of the forward and backward beside which steps are"
     )
     parser.add_argument("--length", type=int, default=2048, help="tokens of each")
+    parser.add_argument("--case", choices=("steps", "galore"), default="steps", help="galore: a Llama of 7B in 24 GiB")
+    parser.add_argument("--steps", type=int, default=6, help="of --case galore")
+    parser.add_argument("--rank", type=int, default=0, help="of its projections (1,024)")
+    parser.add_argument("--lr", type=float, default=5e-3, help="of its matrices")
+    parser.add_argument("--limit-gib", type=float, default=24.0, help="of its memory")
     parser.add_argument("--only", nargs="*", default=[], help="names of contestants, or their beginnings")
     parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
     parser.add_argument("--dion", type=Path, help="folder that has the package dion, where it is not installed")
@@ -73,8 +79,14 @@ def main(argv: Sequence[str]) -> int:
     add_output(parser, "optimizers")
     parser.set_defaults(rounds=3, window_s=1.8)
     options = parse_with_tiny(parser, argv, TINY)
+    if options.case == "galore" and options.out == parser.get_default("out"):
+        options.out = galore_memory.OUT
     if options.report is not None:
-        report(options.report)
+        galore_memory.report(options.report, BARS["galore"]) if options.case == "galore" else report(options.report)
+        return 0
+    if options.case == "galore":
+        check_out(options.out)
+        galore_memory.run(options, BARS["galore"])
         return 0
     if options.dion is not None:
         sys.path.insert(0, str(options.dion))

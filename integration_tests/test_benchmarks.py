@@ -148,13 +148,16 @@ def test_the_distance_of_two_loss_curves() -> None:
 
 def test_steps_of_optimizers_are_measured_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    assert main(["bench", "optimizers", "--tiny", "--out", str(out)]) == 0
+    assert main(["bench", "optimizers", "--tiny", "--only", "LAMB", "Lion", "Muon", "CAME", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     ours = {"LAMB", "Lion", "Muon", "CAME"}
     assert ours <= found["milliseconds"].keys() and all(len(times) == 2 for times in found["milliseconds"].values())
     assert all(0 < found["error"][name] < (0.03 if name == "Muon" else 1e-4) for name in ours), found["error"]
     assert found["launches"]["LAMB"] > 0
     assert "| LAMB |" in out.with_suffix(".md").read_text()
+    assert main(["bench", "optimizers", "--tiny", "--case", "galore", "--steps", "4", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["losses"][-1] < found["losses"][0] and 0 < found["eight_bit_bytes"] < found["state_bytes"]
 
 
 @pytest.mark.parametrize("area", ["tensor-parallel", "attention", "pipeline"])

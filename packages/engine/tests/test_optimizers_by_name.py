@@ -34,6 +34,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "came": dict(name="came", lr=1e-3, eps=(1e-12, 1e-12)),
     "muon": dict(name="muon", lr=0.02, adamw_lr=3e-3, adamw_eps=1e-4, ns_dtype="same"),
     "galore_adamw": dict(name="galore_adamw", lr=1e-2, eps=1e-4, rank=4, update_proj_gap=4),
+    "galore_8bit": dict(
+        name="galore_adamw", lr=1e-2, eps=1e-4, rank=4, update_proj_gap=4, projection="randomized", eight_bit=True
+    ),
     "galore_adafactor": dict(name="galore_adafactor", lr=1e-2, eps=(1e-12, 1e-3), beta1=0.9, rank=4, update_proj_gap=4),
 }
 TENSOR: list[dict[str, Any]] = [
@@ -222,6 +225,7 @@ DIAGONAL: dict[str, list[dict[str, Any]]] = {
     "adafactor_hf": [ZERO[2], *TENSOR_ZERO, TENSOR[1]],
     "came": [PIPELINE[1], *PIPELINE_TENSOR, TENSOR[2]],
     "galore_adamw": [ZERO[2], *PIPELINE_TENSOR, TENSOR[2]],
+    "galore_8bit": [ZERO[1], TENSOR[1]],
 }
 
 
@@ -233,7 +237,9 @@ def test_matrices(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adafactor", "adafactor_hf", "came", "muon", "galore_adamw", "galore_adafactor"])
+@pytest.mark.parametrize(
+    "name", ["adafactor", "adafactor_hf", "came", "muon", "galore_adamw", "galore_8bit", "galore_adafactor"]
+)
 def test_matrices_under_every_spec(name: str) -> None:
     specs = [{}, *ZERO, *HOST, *TENSOR, *TENSOR_ZERO, *PIPELINE, *PIPELINE_TENSOR]
     specs += [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=3)), dict(pipeline=2, zero=dict(stage=3))]
@@ -318,7 +324,7 @@ def muon_leg(*arguments: Any) -> Any:
 
 
 def galore_leg(*arguments: Any) -> Any:
-    return leg("galore_adamw", *arguments)
+    return leg("galore_8bit", *arguments)
 
 
 def test_projections_go_on_under_another_spec(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ ELSEWHERE: Mapping[str, str] = {
     "DistGaloreAwamW": "optimizer=dict(name='galore_adamw', lr=..., rank=256), which keeps states as wide as weights",
     "GaLoreAdafactor": "optimizer=dict(name='galore_adafactor', lr=..., rank=256)",
     "GaLoreAdamW": "optimizer=dict(name='galore_adamw', lr=..., rank=256)",
-    "GaLoreAdamW8bit": "optimizer=dict(name='galore_adamw', lr=..., rank=256), which keeps states as wide as weights",
+    "GaLoreAdamW8bit": "optimizer=dict(name='galore_adamw', lr=..., rank=256, eight_bit=True)",
     "get_galore_param_groups": "optimizer=dict(name='galore_adamw', lr=..., rank=256), which tells roles by itself",
     "GeminiDDP": "zero=dict(stage=3)",
     "hooks": "a loop over engine.train_step(batch), with what the hooks did in it",

@@ -7,6 +7,7 @@ from meshfold.optimizers.base import MatrixOptimizer, NormOptimizer, Sight, Squa
 from meshfold.optimizers.blocks import Blocks, Product, SumOver, WholeTensors
 from meshfold.optimizers.came import Came
 from meshfold.optimizers.galore import GaLoreAdafactor, GaLoreAdamW
+from meshfold.optimizers.in_backward import step_in_backward
 from meshfold.optimizers.lamb import Lamb
 from meshfold.optimizers.lars import Lars
 from meshfold.optimizers.lion import Lion
@@ -40,4 +41,5 @@ __all__ = [
     "role_groups",
     "roles_of",
     "square_sums",
+    "step_in_backward",
 ]
