@@ -75,6 +75,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         attn_pdrop=0.0,
         embd_pdrop=0.0,
         resid_pdrop=0.0,
+        summary_first_dropout=0.0,
         tie_word_embeddings=True,
     ),
     "tiny": dict(

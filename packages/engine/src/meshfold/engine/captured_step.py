@@ -37,12 +37,12 @@ MOST_GRAPHS = 8
 """Forms of batch that are captured. Each has its own gradients and activations."""
 
 
-def check_capture(world: World, *, drops: bool, recomputes: bool) -> None:
+def check_capture(world: World, *, drops: Sequence[str], recomputes: bool) -> None:
     """Check that micro-steps can be captured, as the engine's argument ``cuda_graph`` asks.
 
     Args:
         world: whose spec it is.
-        drops: the model has dropout.
+        drops: the model's probabilities of dropout, as ``config.attn_pdrop=0.1``.
         recomputes: backward recomputes activations.
 
     Raises:
@@ -56,9 +56,10 @@ def check_capture(world: World, *, drops: bool, recomputes: bool) -> None:
             "out, or write parallel=dict(data=...) alone"
         )
     if drops:
+        shown = ", ".join([*drops[:4], *(["..."] if len(drops) > 4 else [])])
         raise SpecError(
-            "cuda_graph=True for a model with dropout: a graph would drop the same elements in every step. Set the "
-            "probabilities to 0, or leave cuda_graph out"
+            f"cuda_graph=True for a model with dropout ({shown}): a graph would drop the same elements in every step. Set these to "
+            "0, or leave cuda_graph out"
         )
     if recomputes:
         raise SpecError(

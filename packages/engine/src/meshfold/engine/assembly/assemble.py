@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -234,16 +234,22 @@ def _checked(function: Callable[[], nn.Module]) -> nn.Module:
     return made
 
 
+def dropout_settings(model: nn.Module) -> list[str]:
+    """Return the model's probabilities of dropout above 0, in modules and configurations, as ``config.attn_pdrop=0.1``."""
+    found: dict[str, None] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            found[f"{path}.p={module.p:g}".removeprefix(".")] = None
+        for where, place in ((path, module), ("config", getattr(module, "config", None))):
+            for name, value in getattr(place, "__dict__", {}).items():
+                if "drop" in name and isinstance(value, float) and value > 0:
+                    found[f"{where}.{name}={value:g}".removeprefix(".")] = None
+    return [*found]
+
+
 def has_dropout(model: nn.Module) -> bool:
     """Return True if the model has dropout: a module, or a probability in a module or a configuration."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        for place in (module, getattr(module, "config", None)):
-            found: dict[str, Any] = getattr(place, "__dict__", {})
-            if any("drop" in name and isinstance(value, float) and value > 0 for name, value in found.items()):
-                return True
-    return False
+    return bool(dropout_settings(model))
 
 
 def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, dropout: bool) -> Report | None:

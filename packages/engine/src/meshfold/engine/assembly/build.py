@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshfold.engine.assembly.arguments import Arguments
-from meshfold.engine.assembly.assemble import Assembled, assemble, has_dropout, make_states
+from meshfold.engine.assembly.assemble import Assembled, assemble, dropout_settings, make_states
 from meshfold.engine.captured_step import CapturedSteps, check_capture
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.forward import Forward
@@ -135,7 +135,7 @@ def build(
         opened.callback(blocks.close)
 
     if asked.cuda_graph:
-        check_capture(world, drops=has_dropout(part.model), recomputes=blocks is not None)
+        check_capture(world, drops=dropout_settings(part.model), recomputes=blocks is not None)
 
     # Its master weights, gradients and optimizer state, and what works on them.
     schedulers: list[Any] = []
