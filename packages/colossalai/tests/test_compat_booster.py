@@ -483,9 +483,9 @@ def test_a_pretrained_model_that_is_made_in_a_lazy_context(tmp_path: Path) -> No
         (lambda: Booster(mixed_precision="bf17"), "there is no 'bf17'. Did you mean 'bf16'?"),
         (
             lambda: Booster(mixed_precision="bf16", plugin=GeminiPlugin()),
-            "which says the precision: write GeminiPlugin(precision='bf16')",
+            "which has a precision itself: write GeminiPlugin(precision='bf16')",
         ),
-        (lambda: Booster(plugin="gemini"), "plugin='gemini': a plugin of meshfold.colossalai"),
+        (lambda: Booster(plugin="gemini"), "plugin='gemini': give a plugin of meshfold.colossalai"),
         (lambda: Booster().no_sync(), "give the model of boost(...)"),
         (
             lambda: Booster(plugin=HybridParallelPlugin(1, 2, microbatch_size=1)).boost(gpt()),

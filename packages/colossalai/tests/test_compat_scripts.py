@@ -294,7 +294,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "deepspeed-list": (lambda: from_deepspeed([1]), r"from_deepspeed\(\[1\]\): a dict, or the path"),  # type: ignore[arg-type]
     "deepspeed-number": (
         lambda: from_deepspeed({"zero_optimization": 3}),
-        r"zero_optimization=3: a dict, with 'stage'",
+        r"zero_optimization=3: write a dict with keys such as 'stage'",
     ),
     "deepspeed-both": (
         lambda: from_deepspeed({"bf16": {"enabled": True}, "fp16": {"enabled": True}}),
@@ -342,5 +342,5 @@ def test_a_float_batch_without_a_loss_function_is_told_of_pairs() -> None:
     engine = Engine(nn.Linear(2, 2), {}, optimizer=dict(name="sgd", lr=0.1))
     with pytest.raises(SpecError, match=r"a pair \(inputs, targets\), and Engine\(\.\.\., loss_fn="):
         engine.train_step(torch.randn(4, 2))
-    with pytest.raises(SpecError, match=r"neither of them 0$"):
+    with pytest.raises(SpecError, match=r"that is not empty$"):
         Engine(lambda: build("gpt-tiny"), {}).eval_step(torch.zeros(0, 3, dtype=torch.int64))

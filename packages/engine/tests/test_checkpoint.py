@@ -246,7 +246,7 @@ def test_a_state_dict_is_that_of_a_single_process_and_goes_back_in() -> None:
     for changed, message in [
         ({**found, "extra": torch.zeros(1)}, "no 'extra'"),
         ({name: value for name, value in found.items() if name != "norm.bias"}, "has no 'norm.bias'"),
-        ({**found, "norm.bias": torch.zeros(3)}, r"'norm.bias' has shape \(3,\) in the state and \(32,\)"),
+        ({**found, "norm.bias": torch.zeros(3)}, r"'norm.bias' has shape \(3,\) in the state, but \(32,\)"),
     ]:
         with pytest.raises(CheckpointError, match=message):
             engine.load_state_dict(changed)
@@ -349,9 +349,9 @@ def test_what_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:
         engine_of("llama", {}).load(tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match="shape"):
         Engine(wide).load(tmp_path / "ckpt")
-    with pytest.raises(CheckpointError, match="optimizer AdamW, this engine has SGD"):
+    with pytest.raises(CheckpointError, match="state of AdamW, but this engine has SGD"):
         engine_of("gpt", {}, optimizer="sgd").load(tmp_path / "ckpt")
-    with pytest.raises(CheckpointError, match="2 parameter groups, this one has 1"):
+    with pytest.raises(CheckpointError, match="2 parameter groups, but this one has 1"):
         engine_of("gpt", {}, optimizer="adamw").load(tmp_path / "ckpt")
     other = engine_of("gpt", {}, optimizer="sgd")
     other.load(tmp_path / "ckpt", weights_only=True)
@@ -575,13 +575,13 @@ def test_what_is_missing_is_said_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "away").rename(path / "model-00002-of-00004.safetensors")
     index = path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00002", "model-00001"))
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged, or is another checkpoint's"):
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged or another checkpoint's"):
         engine_of("gpt", {}).load(path)
     relist(path)
     with pytest.raises(CheckpointError, match="which does not have it"):
         engine_of("gpt", {}).load(path)
     index.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"index\.json is cut off or changed: it had"):
+    with pytest.raises(CheckpointError, match=r"index\.json is truncated or changed: it had"):
         engine_of("gpt", {}).load(path)
 
 

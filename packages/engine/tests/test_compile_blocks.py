@@ -293,12 +293,12 @@ def test_inductor() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[object, dict[str, Any], str]] = {
-    "a word": ("yes", {}, r"compile='yes': True, False, or dict\(backend=..., mode=..., dynamic=...\)"),
+    "a word": ("yes", {}, r"compile='yes': write True, False, or dict\(backend=..., mode=..., dynamic=...\)"),
     "a key": (dict(back_end="eager"), {}, "there is no key 'back_end'.*backend"),
     "a back end": (dict(backend="inducter"), {}, "there is no backend 'inducter'.*inductor"),
     "a mode": (dict(mode="max-autotun"), {}, "there is no mode 'max-autotun'.*max-autotune"),
-    "a mode of another": (dict(backend="eager", mode="default"), {}, "a mode is of the back end 'inductor'"),
-    "dynamic": (dict(dynamic="yes"), {}, "dynamic is True, False or None"),
+    "a mode of another": (dict(backend="eager", mode="default"), {}, "only the back end 'inductor' has modes"),
+    "dynamic": (dict(dynamic="yes"), {}, "write dynamic=True, False or None"),
     "CUDA graphs": (
         dict(mode="reduce-overhead"),
         dict(zero=dict(stage=3)),
@@ -319,5 +319,5 @@ def test_refused_models() -> None:
         Engine(NoBlocks(), dict(zero=dict(stage=3)), optimizer=dict(name="sgd", lr=1e-2), compile=True)
     compiled = Plain()
     compiled.h[0].compile(backend="eager")
-    with pytest.raises(SpecError, match="compiled already: leave compile out"):
+    with pytest.raises(SpecError, match="already compiled: leave compile out"):
         Engine(compiled, optimizer=dict(name="sgd", lr=1e-2), compile=True)

@@ -541,7 +541,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(optimizer=dict(name="adamw", no_decay="biases")), "norms_and_biases"),
     (dict(optimizer=torch.optim.LBFGS), "LBFGS needs all gradients as one vector"),
     (dict(optimizer=dict(name=torch.optim.Adafactor), parallel=dict(tensor=1)), "Adafactor"),
-    (dict(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0)), "made already.*name=torch.optim.SGD"),
+    (
+        dict(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0)),
+        "holds parameters that the engine replaces.*name=torch.optim.SGD",
+    ),
     (dict(optimizer=lambda parameters: 3), "made 3"),
     (dict(optimizer=3), "optimizer=3"),
     (dict(lr_scheduler=lambda optimizer: None), "without an optimizer"),
@@ -567,13 +570,13 @@ def test_every_wrong_batch_is_a_clear_error() -> None:
     for batch, message in [
         (torch.zeros(2, 3), "input_ids of shape"),
         (torch.zeros(3, dtype=torch.int64), "input_ids of shape"),
-        (torch.zeros(0, 3, dtype=torch.int64), "neither of them 0"),
+        (torch.zeros(0, 3, dtype=torch.int64), "that is not empty"),
         (
             {
                 "input_ids": torch.zeros(2, 3, dtype=torch.int64),
                 "labels": torch.zeros(2, 4, dtype=torch.int64),
             },
-            "one label a token",
+            "give one label per token",
         ),
         ({}, "without a tensor"),
         ("text", "batch of type str"),

@@ -65,6 +65,6 @@ def test_one_of_which_a_rank_has_a_part_is_refused(first: str, second: str, opti
     model = gpt()
     trained(model, PARTIAL[first])
     with pytest.raises(
-        SpecError, match=r"model=GPT\(\.\.\.\): an engine that had it before has left this rank a part of it"
+        SpecError, match=r"model=GPT\(\.\.\.\): an earlier engine has left only a part of it on this rank"
     ):
         Engine(model, PARTIAL[first] if second == "the same" else dict(data=2), optimizer=optimizer)

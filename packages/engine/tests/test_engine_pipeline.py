@@ -289,7 +289,7 @@ def test_what_is_refused() -> None:
         assert engine.train_step(engine.shard_batch(ids)) > 0
     with pytest.raises(SpecError, match=r"pipeline=.*blocks"):
         engine_of(dict(pipeline=dict(size=2, schedule="interleaved", chunks=4)))  # eight stages of four blocks
-    with pytest.raises(SpecError, match="other parameter groups"):
+    with pytest.raises(SpecError, match="different parameter groups"):
         engine_of(dict(pipeline=2), "long", optimizer=grouped)
     with pytest.raises(SpecError, match=r"recompute='auto'.*placement"):
         engine_of(dict(pipeline=2, zero=dict(stage=1, placement="cpu")), recompute="auto")

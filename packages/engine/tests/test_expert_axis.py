@@ -186,8 +186,11 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(2, 2), "expert spreads the experts of a mixture over ranks, and Linear has none.* Leave expert out"),
-        (Mixture(dropout=0.1), r"expert=1\): mlp.drop is dropout among experts.* Put it after the mixture"),
+        (
+            nn.Linear(2, 2),
+            "expert spreads the experts of a mixture over ranks, but Linear has no mixture.* Leave expert out",
+        ),
+        (Mixture(dropout=0.1), r"expert=1\): mlp.drop is dropout inside experts.* Put it after the mixture"),
     ],
     ids=["no experts", "dropout"],
 )
@@ -201,17 +204,17 @@ def test_a_model_whose_experts_cannot_be_split_is_refused(model: nn.Module, mess
 @ranks(4)
 def test_what_does_not_fit_is_refused_with_what_to_write() -> None:
     with pytest.raises(
-        SpecError, match=r"mlp.experts has 6 experts, and 4 ranks .* write expert=dict\(size=1, 2, 3 or 6\)"
+        SpecError, match=r"mlp.experts has 6 experts, which 4 ranks .* write expert=dict\(size=1, 2, 3 or 6\)"
     ):
         Engine(Mixture(), dict(data=4, expert=4), loss_fn=lambda output, batch: output.mean())
     with pytest.raises(SpecError, match=r"size 3 does not divide data=4. Write size=1, 2 or 4"):
         Engine(Mixture(), dict(expert=3))
     alone = MixtureOfExperts(4, 4, 4, 2).experts
-    with pytest.raises(SpecError, match=r"the experts of Experts are its own children.* or leave tensor out"):
+    with pytest.raises(SpecError, match=r"the experts of Experts are its direct children.* or leave tensor out"):
         Engine(alone, dict(data=2, tensor=2, expert=2), loss_fn=lambda output, batch: output.mean())
     with engine_of(dict(data=2, sequence=RING, expert=2)) as engine:
         batch = {name: value[:, :6] for name, value in batches(1)[0].items()}
-        with pytest.raises(SpecError, match=r"sequences of 6 tokens are filled up to 8 .* give 8 tokens"):
+        with pytest.raises(SpecError, match=r"sequences of 6 tokens are padded to 8 .* give 8 tokens"):
             engine.train_step(engine.shard_batch(batch))
 
 

@@ -368,7 +368,7 @@ def test_a_plan_says_which_layers_multiply_in_fp8() -> None:
     ("precision", "said"),
     [
         ("fp8", "write precision=dict(name='bf16', matmul='fp8')"),
-        (dict(name="fp32", matmul="fp8"), "matmuls in fp8 are of a model in bf16"),
+        (dict(name="fp32", matmul="fp8"), "fp8 matmuls need a model in bf16"),
         (dict(name="bf16", matmul="int8"), "matmul='int8': write matmul='fp8'"),
         (dict(name="bf16", recipe="rowwise"), "recipe without matmul: add matmul='fp8'"),
         (
@@ -376,7 +376,7 @@ def test_a_plan_says_which_layers_multiply_in_fp8() -> None:
             "there is no recipe 'rowise'. Did you mean 'rowwise'? Known: rowwise, rowwise_hp_dw, tensorwise, block128",
         ),
         (in_fp8("block64"), "there is no recipe 'block64'"),
-        (in_fp8(keep="head"), "keep is a tuple of names"),
+        (in_fp8(keep="head"), "give keep a tuple of layer names"),
         (in_fp8(keep=("frist",)), "no layer is called 'frist'. Did you mean 'first'?"),
         (
             dict(name="bf16", matmull="fp8"),

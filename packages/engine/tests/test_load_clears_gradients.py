@@ -63,7 +63,7 @@ def test_with_the_state_of_another_optimizer_the_weights_are_not_taken(spec: str
     saved, other = engine_of(spec), engine_of(spec, "adamw", seed=1)
     saved.save(path)
     before = other.full_state_dict()
-    with pytest.raises(CheckpointError, match="is of the optimizer SGD, this engine has AdamW"):
+    with pytest.raises(CheckpointError, match="has the state of SGD, but this engine has AdamW"):
         other.load(path)
     after = other.full_state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

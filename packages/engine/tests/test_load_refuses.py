@@ -111,11 +111,11 @@ def cut_off(path: str) -> None:
 
 # What is other than in the checkpoint, what is done to the checkpoint before, and what is said.
 CASES: dict[str, tuple[dict[str, Any], Callable[[str], None] | None, str]] = {
-    "optimizer": (dict(optimizer=dict(name="sgd", lr=0.1)), None, "the optimizer AdamW, this engine has SGD"),
+    "optimizer": (dict(optimizer=dict(name="sgd", lr=0.1)), None, "the state of AdamW, but this engine has SGD"),
     "groups": (
         dict(optimizer={**ADAMW, "no_decay": "norms_and_biases"}),
         None,
-        "1 parameter groups, this one has 2",
+        "1 parameter groups, but this one has 2",
     ),
     "frozen": (
         dict(model=lambda: gpt(frozen="norm.weight")),
@@ -123,9 +123,9 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], None] | None, str]] = {
         "'norm.weight', which is not trained here",
     ),
     "model": (dict(model=lambda: gpt(hidden=16)), None, "has shape"),
-    "scheduler": (dict(lr_scheduler=one_after_another), None, "is of another kind than SequentialLR"),
-    "scheduler, half taken": (dict(lr_scheduler=picky), None, "is of another kind than Picky"),
-    "data": (dict(examples=24), None, "examples would be left out or come twice"),
+    "scheduler": (dict(lr_scheduler=one_after_another), None, "does not fit SequentialLR"),
+    "scheduler, half taken": (dict(lr_scheduler=picky), None, "does not fit Picky"),
+    "data": (dict(examples=24), None, "examples would be skipped or repeated"),
     "without a seed": ({}, cut_off, "its state.json has no seed, data: it is damaged"),
 }
 

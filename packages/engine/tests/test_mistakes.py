@@ -64,8 +64,8 @@ def step(engine: Engine) -> Callable[[torch.optim.Optimizer], Any]:
             dict(loss_fn=lambda output: output.sum()),
             r"loss_fn takes \(output\): it is called with the model's output",
         ),
-        (dict(loss_fn=nn.CrossEntropyLoss), "loss_fn=CrossEntropyLoss is a class: make one, and write"),
-        (dict(loss_fn="mse"), "loss_fn='mse': a function of"),
+        (dict(loss_fn=nn.CrossEntropyLoss), "loss_fn=CrossEntropyLoss is a class: make an instance, and write"),
+        (dict(loss_fn="mse"), "loss_fn='mse': give a function of"),
         (
             dict(optimizer=dict(name="adamw", lr="1e-3")),
             "lr='1e-3' is not a number; leave it out for the default, 0.001",
@@ -74,17 +74,17 @@ def step(engine: Engine) -> Callable[[torch.optim.Optimizer], Any]:
         (dict(optimizer=dict(name="sgd", momentum=True)), "momentum=True is not a number"),
         (
             dict(optimizer=dict(name="adamw", lr=1e-3, betas=0.9)),
-            r"betas=0.9: 2 values, as in betas=\(0.9, 0.999\)",
+            r"betas=0.9: give 2 values, as in betas=\(0.9, 0.999\)",
         ),
         (
             dict(optimizer=lambda own: torch.optim.SGD(Net().parameters(), lr=0.1)),
-            "other parameters than it is called with",
+            "other parameters than it is given",
         ),
         (
             dict(lr_scheduler=torch.optim.lr_scheduler.StepLR),
             "missing 1 required positional argument: 'step_size'",
         ),
-        (dict(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau), "stepped with a loss of validation"),
+        (dict(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau), "stepped with a validation loss"),
         (dict(device="cuda:99"), "device='cuda:99': torch sees (no|[0-9]+) GPUs"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value)[:24],
@@ -120,7 +120,7 @@ def test_a_name_that_is_no_argument(settings: dict[str, Any], message: str) -> N
         ("rows", "a batch of type str"),
         (
             dict(features=INPUTS),
-            r"example: Net takes \(x.*\).*, and would be called with \(features=6×4 float32\)",
+            r"example: Net takes \(x.*\).*, but would be called with \(features=6×4 float32\)",
         ),
         (((INPUTS, INPUTS), TARGETS), r"example: Net takes .* called with \(6×4 float32, 6×4 float32\)"),
     ],
@@ -145,11 +145,11 @@ def frozen() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda hidden: Net(hidden), r"is called without arguments, and takes \(hidden\): write lambda"),
-        (nn.DataParallel(Net()), "the model is a DataParallel already"),
+        (lambda hidden: Net(hidden), r"is called without arguments, but takes \(hidden\): write lambda"),
+        (nn.DataParallel(Net()), "the model is already a DataParallel"),
         (nn.Tanh, "no parameter of Tanh is to be trained: there are none"),
         (frozen, r"all are frozen \(requires_grad=False\)"),
-        ("gpt-tiny", "model='gpt-tiny': an nn.Module, or a function"),
+        ("gpt-tiny", "model='gpt-tiny': give an nn.Module, or a function"),
     ],
     ids=["wants arguments", "wrapped", "none to train", "frozen", "a name"],
 )
@@ -171,9 +171,9 @@ def test_a_module_is_trained_by_one_engine_at_a_time(place: str) -> None:
     model = Net()
     first = engine_of(model, PLACES[place])
     before = first.train_step(BATCH)
-    with pytest.raises(SpecError, match=r"Net\(\.\.\.\): another engine trains it already"):
+    with pytest.raises(SpecError, match=r"Net\(\.\.\.\): another engine already trains it"):
         engine_of(model)
-    with pytest.raises(SpecError, match=r"another engine trains its '0\.up' already"):
+    with pytest.raises(SpecError, match=r"another engine already trains its '0\.up'"):
         engine_of(nn.Sequential(model, nn.Linear(3, 3)))
     first.close()
     with engine_of(model, PLACES[place]) as second:
@@ -233,7 +233,7 @@ def test_one_engine_may_evaluate_what_another_trains(evaluates_first: bool) -> N
         ),
         (
             lambda output, batch: loss(output.detach(), batch),
-            "does not depend on any parameter that is trained",
+            "the loss depends on no trained parameter",
         ),
         (nn.CrossEntropyLoss(), r"criterion\(output, batch\[1\]\)"),
         (F.cross_entropy, "loss_fn=cross_entropy needs the targets"),
@@ -284,7 +284,7 @@ def test_values_are_shown_in_a_few_words() -> None:
 
 def test_what_cannot_be_cut_or_served() -> None:
     engine, data = engine_of(), TensorDataset(INPUTS, TARGETS)
-    with pytest.raises(SpecError, match="a batch of one number"):
+    with pytest.raises(SpecError, match="a batch without dims"):
         engine.shard_batch(torch.tensor(1.0))
     for settings, message in (
         (dict(workers=2), "no key 'workers'. Did you mean 'num_workers'"),
@@ -325,9 +325,7 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_optimizer_is_not_gone_on_from(tmp_path: Path) -> None:
     engine_of(optimizer=None).save(tmp_path / "model")
     engine = engine_of()
-    with pytest.raises(
-        CheckpointError, match=r"no state of an optimizer, and this engine has AdamW: .*weights_only=True"
-    ):
+    with pytest.raises(CheckpointError, match=r"no optimizer state, but this engine has AdamW: .*weights_only=True"):
         engine.load(tmp_path / "model")
     engine.load(tmp_path / "model", weights_only=True)
 
@@ -372,7 +370,7 @@ def test_blocks_that_nothing_comes_before() -> None:
 @ranks(2)
 def test_features_have_no_tokens_to_split() -> None:
     engine = engine_of(parallel=dict(sequence=dict(mode="ring", size=2)))
-    with pytest.raises(SpecError, match=r"without a tensor of ids \[batch, tokens\] or of features"):
+    with pytest.raises(SpecError, match=r"without a tensor of ids \[batch, tokens\] or features"):
         engine.train_step(BATCH)
 
 

@@ -250,7 +250,7 @@ def test_a_mean_over_weights_is_refused_where_the_batch_is_split() -> None:
     compare(Model(), dict(data=2), (IDS, IDS), weighted_sum)
     with (
         engine_of(Model(), dict(data=2), loss_fn=weighted) as engine,
-        pytest.raises(SpecError, match=r"cross_entropy\(weight=...\): its mean is over the weights"),
+        pytest.raises(SpecError, match=r"cross_entropy\(weight=\.\.\.\) averages by the weights"),
     ):
         engine.train_step(engine.shard_batch((IDS, IDS)))
 

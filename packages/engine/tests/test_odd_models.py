@@ -240,8 +240,8 @@ def test_what_cannot_be_trained_is_refused() -> None:
             "no parameter of Model is to be trained: all are frozen",
         ),
         (empty, dict(zero=dict(stage=1)), {}, r"parameter 'extra' of shape \(0, 3\) has no elements"),
-        (phased, {}, {}, "parameter 'phase' is of torch.complex64"),
-        (Model, {}, dict(lr_scheduler=PLATEAU), "stepped with a loss of validation"),
+        (phased, {}, {}, "parameter 'phase' is torch.complex64"),
+        (Model, {}, dict(lr_scheduler=PLATEAU), "stepped with a validation loss"),
     ):
         with pytest.raises(SpecError, match=message):
             Engine(make, parallel, optimizer="sgd", loss_fn=of_a_pair, **settings)
@@ -286,11 +286,11 @@ def test_optimizers_that_look_at_what_another_rank_has_are_refused() -> None:
     """A custom one is tried out where parameters are split, or stages have others; it is taken at its word."""
     of: dict[str, Any] = dict(precision="fp64", loss_fn=of_a_pair)
     for parallel, optimizer, message in (
-        (dict(tensor=2), Lars, "Lars looks at whole parameters, and of 'embed.weight' a rank has a part"),
-        (dict(tensor=2), Together, "Together steps on a parameter in a way that depends on others"),
-        (dict(pipeline=2), Together, "Together steps on a parameter in a way that depends on others"),
-        (dict(pipeline=2), by_place, "by their place in the list"),
-        (dict(pipeline=2, zero=dict(stage=1)), by_place, "by their place in the list"),
+        (dict(tensor=2), Lars, "Lars needs whole parameters, but a rank has only a part of 'embed.weight'"),
+        (dict(tensor=2), Together, "Together's step on a parameter depends on other parameters"),
+        (dict(pipeline=2), Together, "Together's step on a parameter depends on other parameters"),
+        (dict(pipeline=2), by_place, "by their position in the list"),
+        (dict(pipeline=2, zero=dict(stage=1)), by_place, "by their position in the list"),
     ):
         with pytest.raises(SpecError, match=message):
             Engine(Model, parallel, optimizer=optimizer, **of)

@@ -335,18 +335,18 @@ def test_plans_count_the_mask_that_is_made(parallel: dict[str, Any]) -> None:
 IDS = torch.zeros(2, 6, dtype=torch.int64)
 SECOND = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 5, 6]])
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (gpt, dict(position_ids=SECOND), "position_ids of row 1 continue with 5 at token 4"),
+    (gpt, dict(position_ids=SECOND), "position_ids of row 1 have 5 at token 4"),
     (
         gpt,
         dict(position_ids=torch.stack((torch.arange(6), torch.arange(3, 9)))),
-        "of row 1 continue with 3 at token 0",
+        "of row 1 have 3 at token 0",
     ),
     (llama, dict(position_ids=SECOND[:, 1:]), r"position_ids \[2, 5\] for tokens \[2, 6\]"),
-    (llama, dict(position_ids=torch.arange(3, 9)[None]), "row 0 continue with 3 at token 0"),
+    (llama, dict(position_ids=torch.arange(3, 9)[None]), "row 0 have 3 at token 0"),
     (
         lambda: GPT(GPTConfig(**SIZES, max_positions=3)),
         dict(position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]])),
-        "a document of 4 tokens in row 0, and the model has learned positions for 3",
+        "row 0 has a document of 4 tokens, but the model has only 3 learned positions",
     ),
     (llama, dict(cu_seq_lens_q=torch.tensor([0, 2, 6])), "give position_ids that restart"),
 ]

@@ -76,5 +76,5 @@ def test_where_labels_are_the_decoders_input_there_is_no_loss_of_ones_own() -> N
     model = gpt()
     model.config = type("Config", (), dict(is_encoder_decoder=True))()
     engine = Engine(model, loss_fn=halved)
-    with pytest.raises(SpecError, match="loss_fn with labels for GPT, an encoder and a decoder"):
+    with pytest.raises(SpecError, match="loss_fn with labels for GPT, an encoder-decoder"):
         engine.eval_step(BATCH)

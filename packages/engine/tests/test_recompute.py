@@ -317,9 +317,9 @@ def test_blocks_are_found_by_their_lists() -> None:
 def test_what_is_wrong_is_said() -> None:
     for recompute, parallel, words in (
         ("block", {}, r"recompute='block'.*Did you mean 'blocks'"),
-        (True, {}, "recompute=True: None"),
+        (True, {}, "recompute=True: write None"),
         ("auto", {}, "no entry zero"),
-        ("auto", dict(zero=dict(placement="cpu")), "placement='cpu'.*write that, or recompute='blocks'"),
+        ("auto", dict(zero=dict(placement="cpu")), "placement='cpu'.*write that entry, or recompute='blocks'"),
     ):
         with pytest.raises(SpecError, match=words):
             Engine(gpt, parallel, optimizer="adamw", recompute=recompute)  # type: ignore[arg-type]

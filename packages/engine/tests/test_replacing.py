@@ -86,7 +86,7 @@ def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> Non
     (tmp_path / "project" / "state.json").write_text(text)
     (tmp_path / "project" / "thesis.txt").write_text("ten years of work")
     for asynchronous in (False, True):
-        with pytest.raises(CheckpointError, match=r"state.json belongs to no checkpoint, or is damaged"):
+        with pytest.raises(CheckpointError, match=r"state.json is damaged or not a checkpoint's"):
             engine.save(tmp_path / "project", asynchronous=asynchronous)
     assert names(tmp_path / "project") == ["src", "state.json", "thesis.txt"]
     assert names(tmp_path) == ["project"]
@@ -400,5 +400,5 @@ def test_ranks_that_have_opened_different_checkpoints_take_none(tmp_path: Path) 
     engine.save(tmp_path / "ckpt-after")
     engine.close()
     for text, steps, same in run_on_ranks(2, load_while_it_is_replaced, str(tmp_path / "ckpt")):
-        assert "the ranks opened it, and they have opened different ones" in text
+        assert "the ranks opened it, so they opened different checkpoints" in text
         assert (steps, same) == (0, True)

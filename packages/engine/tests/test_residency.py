@@ -380,7 +380,7 @@ def test_running_out_of_memory_is_no_end() -> None:
             ids = torch.randint(128, (4, 16), generator=generator)
             losses.append(engine.train_step(engine.shard_batch(ids)))
 
-    with pytest.warns(UserWarning, match="more of .* chunks live off it"):
+    with pytest.warns(UserWarning, match="more of .* chunks are kept off it"):
         train()
     assert ("device", "device") in places(engine) and ("host", "host") in places(engine)
     assert_same((losses, engine.full_state_dict(), engine), wanted)

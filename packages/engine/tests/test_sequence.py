@@ -695,7 +695,7 @@ def hf_of_other_layers() -> nn.Module:
 
 
 REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
-    (Sums, dict(sequence=ring(2)), {}, "the loss inside of Sums cannot be told"),
+    (Sums, dict(sequence=ring(2)), {}, "the loss inside Sums would shift labels"),
     (Mixes, dict(sequence=ring(2)), dict(loss_fn=shifted_mean), "mix, a Conv1d, mixes tokens"),
     (
         Attends,
@@ -756,7 +756,7 @@ IDS = torch.zeros(2, 6, dtype=torch.int64)
 LEFT = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
 FORWARDS: list[tuple[Any, Any, dict[str, Any], str]] = [
     (Sums, shifted_mean, dict(ids=IDS), "pairs elements of two dims that are split over seq"),
-    (Sums, shifted_mean, dict(ids=IDS, labels=IDS), "the loss inside of the model cannot be told"),
+    (Sums, shifted_mean, dict(ids=IDS, labels=IDS), "the loss inside the model would shift labels"),
     (Pooled, shifted_mean, dict(ids=IDS), "mean of .* reduces over dim 1, which is split over seq"),
     (hf_llama, None, dict(input_ids=IDS, attention_mask=LEFT), "attention_mask hides tokens"),
     (

@@ -63,7 +63,7 @@ def test_an_error_under_zero_names_the_tensor_and_no_parameters() -> None:
         engine.train_step(engine.shard_batch((ids, ids)))
     notes = "\n".join(raised.value.__notes__)
     assert "logits (4 × 16 × 40,000, float32, 9.77 MiB)" in notes
-    assert "is there while the module that holds it runs" not in notes
+    assert "exists only while its module runs" not in notes
     engine.close()
 
 
@@ -125,7 +125,7 @@ def test_errors_of_others_and_own_loops_name_no_parameters(error: RuntimeError) 
         with pytest.raises(RuntimeError) as raised:
             call()
         notes = "\n".join(raised.value.__notes__)
-        assert "is there while the module that holds it runs" not in notes
+        assert "exists only while its module runs" not in notes
         assert "logits (4 × 16 × 40,000, float32, 9.77 MiB)" in notes and notes.count("fewer tokens at once") == 1
     engine.close()
 

@@ -118,7 +118,7 @@ def bind(where: str, table: Table, args: Sequence[Any], given: Mapping[str, Any]
     by_place = dict(zip(names, args, strict=False))
     for name in by_place:
         if name in given:
-            raise SpecError(f"{where}: {name} is given twice, by place and by name")
+            raise SpecError(f"{where}: {name} is given twice, by position and by name")
     return {**by_place, **given}
 
 

@@ -51,14 +51,14 @@ class Booster:
         """
         if plugin is not None and not isinstance(plugin, Plugin):
             raise SpecError(
-                f"plugin={plugin!r}: a plugin of meshfold.colossalai, such as GeminiPlugin(precision='bf16')"
+                f"plugin={plugin!r}: give a plugin of meshfold.colossalai, such as GeminiPlugin(precision='bf16')"
             )
         self.plugin = TorchDDPPlugin() if plugin is None else plugin
         if mixed_precision is not None:
             check_names("Booster: mixed_precision", [mixed_precision], _PRECISIONS)
             if self.plugin.says_precision:
                 raise SpecError(
-                    f"mixed_precision={mixed_precision!r} beside {type(self.plugin).__name__}, which says the precision: write "
+                    f"mixed_precision={mixed_precision!r} with {type(self.plugin).__name__}, which has a precision itself: write "
                     f"{type(self.plugin).__name__}(precision={_PRECISIONS[mixed_precision]!r})"
                 )
         self._device, self._precision = device, mixed_precision
@@ -87,7 +87,7 @@ class Booster:
             SpecError: for an invalid setting.
         """
         if not isinstance(model, nn.Module):
-            raise SpecError(f"boost(model={model!r}): an nn.Module")
+            raise SpecError(f"boost(model={model!r}): give an nn.Module")
         settings = self._settings(dataloader)
         stages = "pipeline" in settings.parallel
         loss = _Late(criterion) if stages and (criterion is not None or not _has_loss(model)) else None

@@ -156,7 +156,7 @@ def _flat(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
             found.update(_flat(entry, f"{path}."))
         elif path not in TABLE and any(name.startswith(f"{path}.") for name in TABLE):
             names = [name.removeprefix(f"{path}.").split(".")[0] for name in TABLE if name.startswith(f"{path}.")]
-            raise SpecError(f"{_WHAT}: {path}={entry!r}: a dict, with {names[0]!r} for one")
+            raise SpecError(f"{_WHAT}: {path}={entry!r}: write a dict with keys such as {names[0]!r}")
         elif entry != "auto":
             found[path] = entry
     return found

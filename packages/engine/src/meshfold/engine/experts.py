@@ -125,14 +125,14 @@ def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> Non
     written = spec.written or str(spec)
     if not blocks:
         raise SpecError(
-            f"{written}: expert spreads the experts of a mixture over ranks, and {type(model).__name__} has none: a mixture has "
-            "experts stacked in parameters [experts, ...] behind a router, as transformers' and meshfold.experts.MixtureOfExperts "
-            "have. Leave expert out"
+            f"{written}: expert spreads the experts of a mixture over ranks, but {type(model).__name__} has no mixture: a router "
+            "with experts stacked in parameters [experts, ...], as in transformers and meshfold.experts.MixtureOfExperts. Leave "
+            "expert out"
         )
     if spec.tensor is not None and getattr(getattr(model, "config", None), "output_router_logits", False) is True:
         raise SpecError(
-            f"{written}: config.output_router_logits=True has the model take a balance loss of a rank's own tokens, and ranks "
-            "along tensor have different ones, each of which would count as the whole. Set it to False, or leave tensor out"
+            f"{written}: with config.output_router_logits=True the model computes a balance loss from each rank's own tokens, "
+            "which differ along tensor, and each would count in full. Set it to False, or leave tensor out"
         )
     size = 1 if spec.expert is None else spec.expert.size
     for block in blocks:
@@ -140,7 +140,7 @@ def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> Non
         if number % size:
             fits = [each for each in range(1, number + 1) if number % each == 0]
             raise SpecError(
-                f"{written}: {where} has {number} experts, and {size} ranks cannot have as many each: write "
+                f"{written}: {where} has {number} experts, which {size} ranks cannot share evenly: write "
                 f"expert=dict(size={join_choices(fits)})"
             )
         drops = [
@@ -148,13 +148,13 @@ def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> Non
         ]
         if drops:
             raise SpecError(
-                f"{written}: {'.'.join(filter(None, (block.name, drops[0])))} is dropout among experts, where tokens lie in the "
-                "order of their experts: it could not drop the same elements on any number of ranks. Put it after the mixture"
+                f"{written}: {'.'.join(filter(None, (block.name, drops[0])))} is dropout inside experts, where tokens are sorted "
+                "by expert: it would drop other elements on another number of ranks. Put it after the mixture"
             )
         if spec.tensor is not None and not block.name:
             raise SpecError(
-                f"{written}: the experts of {type(model).__name__} are its own children, and under tensor the mixture must be a "
-                "module by itself, with the router and the experts in it: write it so, or leave tensor out"
+                f"{written}: the experts of {type(model).__name__} are its direct children, but under tensor the mixture must be a "
+                "separate module with the router and the experts: make it one, or leave tensor out"
             )
 
 

@@ -161,8 +161,8 @@ class Forward:
         loss = self._loss(work, shares).double()
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise SpecError(
-                "the loss does not depend on any parameter that is trained: it was computed with .detach(), .data or "
-                "torch.no_grad(), or of something else than the model's output"
+                "the loss depends on no trained parameter: compute it from the model's output, without .detach(), .data or "
+                "torch.no_grad()"
             )
         return torch.where(shares.count > 0, loss, 0.0)
 
@@ -198,6 +198,4 @@ def check_loss(loss: object) -> None:
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise SpecError(
-            f"backward({what}): a loss is a tensor of one element that was computed from the model's parameters"
-        )
+        raise SpecError(f"backward({what}): give a tensor of one element that was computed from the model's parameters")

@@ -133,13 +133,13 @@ def _check_rest(engine: Engine, state: dict[str, Any], optimizer: Mapping[str, T
     """Check that a checkpoint's state, except weights, fits the engine; change nothing."""
     takes = "load(path, weights_only=True) takes its weights"
     if lacking := [name for name in _COUNTERS if name not in state]:
-        by = "a Lightning trainer has written it" if state.get("kind") == "lightning" else "it is damaged"
+        by = "a Lightning trainer wrote it" if state.get("kind") == "lightning" else "it is damaged"
         raise CheckpointError(f"its state.json has no {', '.join(lacking)}: {by}; {takes}")
     if engine.optimizer is None:
         return
     if "optimizer" not in state:
         raise CheckpointError(
-            f"it has no state of an optimizer, and this engine has {type(engine.optimizer).__name__}: {takes}"
+            f"it has no optimizer state, but this engine has {type(engine.optimizer).__name__}: {takes}"
         )
     saved = state["optimizer"]
     saved["values"] = with_plain_names(saved["values"])
@@ -155,8 +155,8 @@ def _check_same(engine: Engine, mark: int, what: str) -> None:
     least, most = all_reduce(marks, engine.world.everyone, "min").tolist()
     if least != -most:
         raise CheckpointError(
-            f"{what}: it was replaced while the ranks opened it, and they have opened different ones: another process saves "
-            "there. Load it again, when that one has ended"
+            f"{what}: it was replaced while the ranks opened it, so they opened different checkpoints: another process saves "
+            "there. Load it again when that one has ended"
         )
 
 
@@ -168,14 +168,14 @@ def _take_schedule(scheduler: Any, state: dict[str, Any], what: str) -> None:
     except Exception as error:
         scheduler.load_state_dict(before)
         raise CheckpointError(
-            f"{what}: the state of its lr_scheduler is of another kind than {type(scheduler).__name__} "
-            f"({type(error).__name__}: {error}): give the one that it was saved with, or load(path, weights_only=True)"
+            f"{what}: the state of its lr_scheduler does not fit {type(scheduler).__name__} "
+            f"({type(error).__name__}: {error}): give the scheduler that it was saved with, or load(path, weights_only=True)"
         ) from error
 
 
 def _check_path(path: object, what: str) -> None:
     if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(f"{what}({path!r}): the path of a folder, a str or a Path")
+        raise CheckpointError(f"{what}({path!r}): give the path of a folder, a str or a Path")
 
 
 def _of_one_scheduler(engine: Engine, path: str) -> str:

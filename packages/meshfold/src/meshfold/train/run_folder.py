@@ -242,8 +242,8 @@ def read_settings(out: str) -> dict[str, Any]:
         raise SpecError(f"cannot read {path}: {error}. Remove it, and type the options of the run again") from error
     if CHECKSUM in found and not has_valid_checksum(found):
         raise SpecError(
-            f"{path} is damaged or was changed by hand: its checksum does not fit. To keep a change made by hand, remove its entry "
-            f'"{CHECKSUM}"'
+            f"{path} is damaged or was changed by hand: its checksum does not match. To keep a change made by hand, remove its "
+            f'entry "{CHECKSUM}"'
         )
     for name, field in _FIELDS.items():
         if name in found and not _is_a(found[name], str(field.type)):

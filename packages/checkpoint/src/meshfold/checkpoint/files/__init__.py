@@ -113,7 +113,7 @@ def _check_archive(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(e.file_size for e in entries) > size:
-        raise CheckpointError(f"cannot read {path}: it is a packed archive, which torch.save does not write")
+        raise CheckpointError(f"cannot read {path}: it is a compressed archive, which torch.save does not write")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

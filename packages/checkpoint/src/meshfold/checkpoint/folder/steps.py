@@ -40,7 +40,7 @@ def step_folder(folder: Path, step: int) -> Path:
         CheckpointError: for a step below 0.
     """
     if step < 0:
-        raise CheckpointError(f"step {step}: steps are counted from 0 on")
+        raise CheckpointError(f"step={step}: give a whole number from 0 up")
     return Path(folder) / f"step-{step:08}"
 
 
@@ -62,7 +62,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
         CheckpointError: for ``keep`` below 1, or if one cannot be removed.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise CheckpointError(f"keep={keep!r}: how many checkpoints stay, a whole number from 1 up")
+        raise CheckpointError(f"keep={keep!r}: give the number of checkpoints to keep, a whole number from 1 up")
     folder = Path(folder)
     found = complete_checkpoints(folder)
     if not found:

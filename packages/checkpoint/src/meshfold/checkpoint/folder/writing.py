@@ -88,7 +88,7 @@ def begin_checkpoint(
         writing.mkdir()
     except FileExistsError:
         raise OSError(
-            f"{writing} is in the way: it holds files that no checkpoint has. Move it away, or save elsewhere"
+            f"{writing} is in the way: it has files that are not a checkpoint's. Move it away, or save elsewhere"
         ) from None
     made = writing.stat()
     mine.callback(lambda: _remove(writing, made))
@@ -114,8 +114,8 @@ def check_free(target: Path, files: Iterable[str] = ()) -> None:
     there = [path.name for path in target.iterdir() if not _is_ours(path.name)]
     if (target / STATE_FILE).exists() and listed is None:
         raise OSError(
-            f"{target / STATE_FILE} belongs to no checkpoint, or is damaged, so it is unknown which of the files here are "
-            "a checkpoint's: save elsewhere, or move it away"
+            f"{target / STATE_FILE} is damaged or not a checkpoint's, so it is unknown which files here belong to a "
+            "checkpoint: save elsewhere, or move it away"
         )
     if listed is None and there:
         raise OSError(f"{target} exists and is not a checkpoint: remove it or choose another path")

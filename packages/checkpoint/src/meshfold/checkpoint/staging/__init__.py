@@ -68,7 +68,7 @@ class HostCopyQueue:
     def begin(self) -> None: ...
 
     def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
-        raise RuntimeError("without a GPU the host copies by itself")
+        raise RuntimeError("a copy queue needs a GPU: without one the host copies directly")
 
     def settle(self) -> None: ...
 

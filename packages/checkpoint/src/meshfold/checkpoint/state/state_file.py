@@ -24,7 +24,7 @@ FORMAT_WHOLE, FORMAT_SHARDED = 2, 3
 _READ = (1, FORMAT_WHOLE, FORMAT_SHARDED)
 CHECKSUM, FILES, CHECKSUMS = "checksum", "files", "sums"
 
-_ELSEWHERE = "Copy the checkpoint again from where it came, or resume from an earlier one"
+_ELSEWHERE = "Copy the checkpoint from its source again, or resume from an earlier one"
 
 
 def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,24 +53,22 @@ def parse_state(text: bytes, path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"cannot read {path}: {error}. {_ELSEWHERE}") from error
     if "format" not in state:
-        raise CheckpointError(f"{path} belongs to no checkpoint: it has no format. Another program has written it")
+        raise CheckpointError(f"{path} is not a checkpoint's: it has no format. Another program wrote it")
     if not _is_count(state["format"]) or state["format"] not in _READ:
         raise CheckpointError(
-            f"{path.parent} has format {state['format']!r}, this version of Meshfold reads up to format "
-            f"{FORMAT_SHARDED}: take a later one"
+            f"{path.parent} has format {state['format']!r}, but this version of Meshfold reads formats up to "
+            f"{FORMAT_SHARDED}: use a later version"
         )
     if CHECKSUM in state and not has_valid_checksum(state):
         raise CheckpointError(
-            f"{path} is damaged or was changed by hand: its checksum does not fit. {_ELSEWHERE}. To keep a change made by "
+            f"{path} is damaged or was changed by hand: its checksum does not match. {_ELSEWHERE}. To keep a change made by "
             f'hand, remove the entry "{CHECKSUM}"'
         )
     for key, (is_right, what) in _ENTRIES.items():
         if key in state and not is_right(state[key]):
             raise CheckpointError(f"{path} is damaged: its {key} is not {what}. {_ELSEWHERE}")
     if not any(name.startswith("model") for name in state.get(FILES, ())):
-        raise CheckpointError(
-            f"{path} belongs to no checkpoint: it lists no file of a model. Another program has written it"
-        )
+        raise CheckpointError(f"{path} is not a checkpoint's: it lists no file of a model. Another program wrote it")
     return state
 
 

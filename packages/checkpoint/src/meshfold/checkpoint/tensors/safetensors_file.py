@@ -94,7 +94,7 @@ class SafetensorsHeader:
         for name in self.order:
             described = self.announced[name]
             if described.dtype not in _NAMES:
-                raise CheckpointError(f"{name!r} is of {described.dtype}, which safetensors files cannot hold")
+                raise CheckpointError(f"{name!r} has dtype {described.dtype}, which safetensors files cannot store")
             end = offset + described.bytes
             header[name] = {
                 "dtype": _NAMES[described.dtype],
@@ -171,7 +171,7 @@ class TensorWriter:
             or described.shape != tuple(tensor.shape)
         ):
             raise CheckpointError(
-                f"{name!r} ({tensor.dtype}, {tuple(tensor.shape)}) is not what was announced to be written next"
+                f"{name!r} ({tensor.dtype}, {tuple(tensor.shape)}) is not the tensor announced as the next one"
             )
         self._left.popleft()
         data = _bytes_of(tensor)
@@ -249,7 +249,7 @@ def _regular(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a file")
     return descriptor
 
 
@@ -291,7 +291,7 @@ class TensorFile(Mapping[str, Tensor]):
                 length = int.from_bytes(file.read(8), "little")
                 if not 0 < length <= size - 8:
                     raise CheckpointError(
-                        f"{path} is damaged or no safetensors file: its header is {length} bytes in a file of {size}"
+                        f"{path} is damaged or not a safetensors file: its header is {length} bytes in a file of {size}"
                     )
                 text = file.read(length)
                 header = parse_json_object(text)
@@ -316,12 +316,12 @@ class TensorFile(Mapping[str, Tensor]):
         """
         notes = header.pop("__metadata__", None) or {}
         if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
-            raise self._odd("its notes are no texts")
+            raise self._odd("its metadata are not strings")
         if text.startswith(_BEGIN):
             at = len(_BEGIN)
             blank = text[:at] + b"0" * _DIGITS + text[at + _DIGITS :]
             if text[at : at + _DIGITS] != f"{zlib.crc32(blank):0{_DIGITS}x}".encode():
-                raise self._odd("the checksum of its header does not fit")
+                raise self._odd("the checksum of its header does not match")
         for name, entry in header.items():
             if not _is_entry(entry):
                 raise self._odd(f"it describes {name!r} as {str(entry)[:80]}")
@@ -331,17 +331,17 @@ class TensorFile(Mapping[str, Tensor]):
         for name in self._in_order:
             start, end = header[name]["data_offsets"]
             if start != at:
-                raise self._odd(f"{name!r} begins at byte {start} and the tensor before ends at byte {at}")
+                raise self._odd(f"{name!r} begins at byte {start}, but the tensor before it ends at byte {at}")
             at = end
             dtype, shape = _DTYPES.get(header[name]["dtype"]), header[name]["shape"]
             if dtype is not None and end - start != math.prod(shape) * dtype.itemsize:
                 raise self._odd(f"{name!r} of shape {shape} and dtype {header[name]['dtype']} has {end - start} bytes")
         if at > there:
             raise CheckpointError(
-                f"{self._path} is cut off: it should have {self._start + at} bytes and has {self._start + there}"
+                f"{self._path} is truncated: it should have {self._start + at} bytes and has {self._start + there}"
             )
         if at < there:
-            raise self._odd(f"{there - at} bytes at its end are of no tensor")
+            raise self._odd(f"its last {there - at} bytes belong to no tensor")
         sums = notes.get(_SUMS, "")
         known = len(sums) == _DIGITS * len(header)  # else they belong to another file, whose notes were copied
         self._sums = [sums[at : at + _DIGITS] for at in range(0, len(sums), _DIGITS)] if known else []
@@ -364,7 +364,7 @@ class TensorFile(Mapping[str, Tensor]):
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise CheckpointError(f"{name!r} in {self._path} is of dtype {entry['dtype']}, which is not known here")
+            raise CheckpointError(f"{name!r} in {self._path} has the unknown dtype {entry['dtype']}")
         return TensorInfo(dtype=dtype, shape=tuple(entry["shape"]))
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
@@ -378,8 +378,8 @@ class TensorFile(Mapping[str, Tensor]):
             found = zlib.crc32(self._bytes[self._start + start : self._start + end].numpy().data)
             if f"{found:0{_DIGITS}x}" != wanted:
                 raise CheckpointError(
-                    f"{self._path} is damaged: {name!r} has the checksum {found:0{_DIGITS}x} and was written with {wanted}. Copy "
-                    "the file again from where it came, or resume from an earlier checkpoint"
+                    f"{self._path} is damaged: {name!r} has checksum {found:0{_DIGITS}x} and was written with {wanted}. Copy "
+                    "the file again from its source, or resume from an earlier checkpoint"
                 )
 
     def __iter__(self) -> Iterator[str]:

@@ -138,7 +138,7 @@ class Clipping:
         SpecError: for anything but a number above 0, a norm other than 1, 2 and infinity, or both ways at once.
         """
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
-            raise SpecError(f"clip_norm_type={norm_type!r}: the norm is 2.0, 1.0 or math.inf")
+            raise SpecError(f"clip_norm_type={norm_type!r}: write 2.0, 1.0 or math.inf")
         if norm is not None and value is not None:
             raise SpecError(
                 f"clip_grad_norm={norm!r} and clip_grad_value={value!r}: clip by the norm or by the value, not both"

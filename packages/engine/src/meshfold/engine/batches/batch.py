@@ -135,8 +135,8 @@ def prepare_batch(
             and labels.shape != ids.shape
         ):
             raise SpecError(
-                f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}: one label a token, "
-                f"{IGNORE_INDEX} where none counts"
+                f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}: give one label per token, "
+                f"{IGNORE_INDEX} for tokens that do not count"
             )
         targets = fields.get(named)
         rest = {name: value for name, value in fields.items() if name != "input_ids"}
@@ -213,7 +213,7 @@ def check_fields(work: Batch, model: nn.Module, taken: Sequence[str] | None, *, 
         takes = f"{type(model).__name__} takes {', '.join(taken or ()) or 'nothing'}"
         instead = _INSTEAD_BESIDE_LOSS_FN if own_loss and unknown[0] in _INSTEAD_BESIDE_LOSS_FN else _INSTEAD
         raise SpecError(
-            f"the model would be called with {unknown[0]!r}, and {takes}: {instead.get(unknown[0], 'leave it out')}"
+            f"the model would be called with {unknown[0]!r}, but {takes}: {instead.get(unknown[0], 'leave it out')}"
         )
 
 
@@ -263,18 +263,18 @@ def _check_ids(ids: Any) -> None:
         pair = ""
         if isinstance(ids, Tensor) and ids.is_floating_point():
             pair = "; for a model of other inputs a pair (inputs, targets), and Engine(..., loss_fn=...)"
-        raise SpecError(f"input_ids of {shape}: give an int64 tensor [batch, sequence], neither of them 0{pair}")
+        raise SpecError(f"input_ids of {shape}: give an int64 tensor [batch, sequence] that is not empty{pair}")
 
 
 def _rows(value: Tensor | None) -> int:
     if value is None or value.dim() == 0:
         raise SpecError(
-            "a batch without a tensor that has rows: its first dim is the batch; torch.as_tensor(...) makes one of an "
+            "a batch without a tensor whose first dim is the batch: give one; torch.as_tensor(...) converts an "
             "array or a list"
         )
     if not value.shape[0]:
         raise SpecError(
-            f"a batch of 0 rows, of shape {tuple(value.shape)}: give one at least; engine.shard_batch and "
+            f"a batch of 0 rows, of shape {tuple(value.shape)}: give at least one; engine.shard_batch and "
             "engine.dataloader give a rank without rows one that does not count"
         )
     return value.shape[0]

@@ -146,8 +146,8 @@ class ShardedLoader:
             if {**was, "batch_size": 0} != {**own, "batch_size": 0} or done % self.batch_size:
                 raise SpecError(
                     f"the loader's position is {done} examples into an epoch of {_told(was)}, and this is one of {_told(own)}: "
-                    "examples would be left out or come twice. Go on with the same, or with a batch_size that divides "
-                    f"{done}; or save at the end of an epoch"
+                    "examples would be skipped or repeated. Continue with the same loader or a batch_size that divides "
+                    f"{done}, or save at the end of an epoch"
                 )
             served = done // self.batch_size
         return own["seed"], epoch, served

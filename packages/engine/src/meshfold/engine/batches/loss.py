@@ -51,10 +51,10 @@ def check_loss_fn(loss_fn: object) -> None:
     if loss_fn is None:
         return
     if not callable(loss_fn):
-        raise SpecError(f"loss_fn={loss_fn!r}: a function of the model's output and the batch")
+        raise SpecError(f"loss_fn={loss_fn!r}: give a function of the model's output and the batch")
     if isinstance(loss_fn, type):
         raise SpecError(
-            f"loss_fn={loss_fn.__name__} is a class: make one, and write loss_fn=lambda output, batch: "
+            f"loss_fn={loss_fn.__name__} is a class: make an instance, and write loss_fn=lambda output, batch: "
             f"criterion(output, batch[1]) with criterion = {loss_fn.__name__}()"
         )
     signature = settings.signature_mismatch(loss_fn, None, None)
@@ -82,8 +82,8 @@ def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object)
     found = [name for name in LABEL_NAMES if name in parameters and kwargs.get(name) is not None]
     if found and is_encoder_decoder(model):
         raise SpecError(
-            f"loss_fn with {found[0]} for {type(model).__name__}, an encoder and a decoder: it makes the decoder's input of them, "
-            "and a loss of its own. Leave loss_fn out"
+            f"loss_fn with {found[0]} for {type(model).__name__}, an encoder-decoder: it makes the decoder's input from them, and "
+            "computes its own loss. Leave loss_fn out"
         )
     spared = [name for name in found if parameters[name].default is not inspect.Parameter.empty]
     return {name: value for name, value in kwargs.items() if name not in spared}
@@ -198,16 +198,16 @@ class LossCalls(TorchFunctionMode):
             return
         if weight is not None:
             raise SpecError(
-                f"cross_entropy(weight=...): its mean is over the weights of the targets' classes, and the means of {self._parts} "
-                "are put together by how many targets each has. Take the sum, and divide by the targets that count: "
+                f"cross_entropy(weight=...) averages by the weights of the targets' classes, but the means of {self._parts} "
+                "are combined by their numbers of targets. Take the sum, and divide by the targets that count: "
                 "cross_entropy(output, targets, weight=weight, reduction='sum') / (targets != -100).sum()"
             )
         if ignore_index == IGNORE_INDEX:
             return
         if not self._exact or self.ignored not in (IGNORE_INDEX, ignore_index):
             raise SpecError(
-                f"cross_entropy(ignore_index={ignore_index}): the means of {self._parts} are put together by how many targets "
-                f"each has that are not {IGNORE_INDEX}. Write targets.masked_fill(targets == {ignore_index}, {IGNORE_INDEX}), "
+                f"cross_entropy(ignore_index={ignore_index}): the means of {self._parts} are combined by their numbers of "
+                f"targets other than {IGNORE_INDEX}. Write targets.masked_fill(targets == {ignore_index}, {IGNORE_INDEX}), "
                 "and leave ignore_index out"
             )
         self.ignored = ignore_index

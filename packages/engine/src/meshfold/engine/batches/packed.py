@@ -48,7 +48,7 @@ def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents
         raise SpecError(
             f"{_BOUNDS[0]}={list(found[0])} with {rows} × {length} tokens, whose position_ids restart at "
             f"{[list(row[:-1]) for row in told]}: give position_ids that restart at each document and leave {_BOUNDS[0]} out, "
-            "or let both say the same of one row"
+            "or make both agree, for a single row"
         )
     return by_positions
 
@@ -99,13 +99,13 @@ class OwnDocuments:
             for start, stop in pairwise(documents[row if len(documents) > 1 else 0]):
                 if int(positions[row, start]) != 0:
                     raise SpecError(
-                        f"position_ids of row {row} continue with {int(positions[row, start])} at token {start}: they count the "
-                        "tokens of each document from 0"
+                        f"position_ids of row {row} have {int(positions[row, start])} at token {start}, where a document begins: "
+                        "count the tokens of each document from 0"
                     )
                 if self._longest is not None and stop - start > self._longest:
                     raise SpecError(
-                        f"a document of {stop - start} tokens in row {row}, and the model has learned positions for "
-                        f"{self._longest}: cut it, or give the model max_positions={stop - start}"
+                        f"row {row} has a document of {stop - start} tokens, but the model has only "
+                        f"{self._longest} learned positions: cut it, or give the model max_positions={stop - start}"
                     )
 
 

@@ -30,7 +30,7 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
             batch disagree about the rows.
     """
     if isinstance(batch, Tensor) and not batch.dim():
-        raise SpecError("a batch of one number cannot be cut: the first dim of a tensor is its rows")
+        raise SpecError("a batch without dims cannot be split: give a tensor whose first dim is the batch")
     if isinstance(batch, Tensor):
         _check_rows(batch.shape[0], blocks, batch)
         mine = _cut_tensor(batch, index, blocks)
@@ -40,9 +40,7 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
         rows = max(sizes.values(), default=0)
         for name, size in sizes.items():
             if size not in (rows, 1):
-                raise SpecError(
-                    f"{name!r} has {size} rows in a batch of {rows}: every tensor of a batch has them all, or one"
-                )
+                raise SpecError(f"{name!r} has {size} rows in a batch of {rows}: give every tensor {rows} rows, or one")
         fields = {
             name: _cut_tensor(value, index, blocks) if sizes.get(name) == rows and rows else value
             for name, value in batch.items()
@@ -58,7 +56,9 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
         inputs, targets = batch
         if isinstance(targets, Tensor) and isinstance(inputs, Tensor):
             if inputs.shape[0] != targets.shape[0]:
-                raise SpecError(f"{inputs.shape[0]} rows of inputs for {targets.shape[0]} rows of targets")
+                raise SpecError(
+                    f"{inputs.shape[0]} rows of inputs, but {targets.shape[0]} rows of targets: give each input its target"
+                )
             _check_rows(inputs.shape[0], blocks, targets)
             first, second = _cut_tensor(inputs, index, blocks), _cut_tensor(targets, index, blocks)
             if first is not None and second is not None:
@@ -68,8 +68,8 @@ def shard_batch(batch: Any, index: int, blocks: int) -> Any:
             each = [shard_batch((one, targets), index, blocks) for one in inputs]  # checks each input
             return tuple(one for one, _ in each), each[0][1]
     raise SpecError(
-        f"a batch of type {type(batch).__name__} cannot be cut: give a tensor, a dict of tensors, or a pair "
-        "(inputs, targets) of tensors, of which inputs may be a tuple"
+        f"a batch of type {type(batch).__name__} cannot be split: give a tensor, a dict of tensors, or a pair "
+        "(inputs, targets) of tensors; inputs may be a tuple"
     )
 
 
@@ -91,8 +91,8 @@ def _check_rows(rows: int, blocks: int, labels: Any) -> None:
     if rows >= blocks or (rows and isinstance(labels, Tensor) and labels.dtype in _INTEGERS):
         return
     raise SpecError(
-        f"a global batch of {rows} rows for {blocks} data coordinates, and no integer labels that could say that a row "
-        f"does not count: give at least {blocks} rows"
+        f"a global batch of {rows} rows for {blocks} data ranks, without integer labels to mark a filler row as ignored: "
+        f"give at least {blocks} rows"
     )
 
 

@@ -64,7 +64,7 @@ from meshfold.engine.world import World, agree, fail_together
 
 MODEL_FILE, OPTIMIZER_FILE = "model.safetensors", "optimizer.safetensors"
 
-_ELSEWHERE = "Copy the checkpoint again from where it came, or resume from an earlier one"
+_ELSEWHERE = "Copy the checkpoint from its source again, or resume from an earlier one"
 
 
 def write_checkpoint(
@@ -220,11 +220,11 @@ class Checkpoint:
             raise CheckpointError(f"cannot read {path}: {error.strerror}. {_ELSEWHERE}") from error
         if found != size:
             self.check_still_there()
-            raise CheckpointError(f"{path} is cut off or changed: it had {size} bytes and has {found}. {_ELSEWHERE}")
+            raise CheckpointError(f"{path} is truncated or changed: it had {size} bytes and has {found}. {_ELSEWHERE}")
         if told != wanted:
             self.check_still_there()
             raise CheckpointError(
-                f"{path} is damaged, or is another checkpoint's: its checksum is {told} and was {wanted} when it was saved. "
+                f"{path} is damaged or another checkpoint's: its checksum is {told}, and was {wanted} when it was saved. "
                 f"{_ELSEWHERE}"
             )
 
@@ -272,7 +272,7 @@ class Checkpoint:
             now = None
         if now != self.mark:
             raise CheckpointError(
-                f"{self.path} was replaced while it was read: another process saves there. Load it again, when that one has ended"
+                f"{self.path} was replaced while it was read: another process saves there. Load it again when that one has ended"
             )
 
     @property

@@ -161,11 +161,13 @@ class ModelState:
         state = {name: value for name, value in state.items() if name not in extra}
         unknown = [name for name in state if name not in names]
         if unknown:
-            raise CheckpointError(f"the model has no {_some(unknown)}: this is the state of another model")
+            raise CheckpointError(f"the model has no {_some(unknown)}: the state belongs to another model")
         given = {ties.get(name, name): value for name, value in state.items()}
         missing = [name for name in sources if name not in given]
         if missing:
-            raise CheckpointError(f"the state has no {_some(missing)}, which the model needs: it is of another model")
+            raise CheckpointError(
+                f"the state has no {_some(missing)}, which the model needs: it belongs to another model"
+            )
         for name, source in sources.items():
             _check_shape(name, given[name], source.shape)
         return given
@@ -233,7 +235,7 @@ def _names_and_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[Tensor, str], d
 
 def _check_shape(name: str, whole: Tensor, wanted: tuple[int, ...]) -> None:
     if tuple(whole.shape) != wanted:
-        raise CheckpointError(f"{name!r} has shape {tuple(whole.shape)} in the state and {wanted} in the model")
+        raise CheckpointError(f"{name!r} has shape {tuple(whole.shape)} in the state, but {wanted} in the model")
 
 
 def _some(names: list[str]) -> str:

@@ -107,8 +107,8 @@ class PipelinedState(ModelState):
         settings = [[_settings(group) for group in one["groups"]] for one in told]
         if any(one != settings[0] for one in settings):
             raise SpecError(
-                "pipeline: the optimizer makes other parameter groups of one stage's parameters than of another's "
-                f"({[len(one) for one in settings]} groups): make the same groups of any parameters, empty ones too"
+                "pipeline: the optimizer makes different parameter groups for different stages "
+                f"({[len(one) for one in settings]} groups): make the same groups for any parameters, even if some are empty"
             )
         groups = []
         for parts in zip(*(one["groups"] for one in told), strict=True):

@@ -240,7 +240,7 @@ def _complete(
         gone = ended_ranks(rank for rank, _ in missing)
         if any(rank in gone and not path.exists() for rank, path in missing):
             raise CheckpointError(
-                f"rank {gone[0]} ended before it had written its part. Resume from the previous checkpoint"
+                f"rank {gone[0]} exited before it had written its part. Resume from the previous checkpoint"
             )
         now = sum(_size(path) for path in writing.iterdir())
         if now != size:
@@ -248,8 +248,8 @@ def _complete(
         elif time.monotonic() - since > PATIENCE:
             rank, path = missing[0]
             raise CheckpointError(
-                f"rank {rank} has written nothing more of {path} for {PATIENCE:.0f} s: it has died, or does not see the folder. "
-                "Let all ranks see it, and resume from the previous checkpoint"
+                f"rank {rank} has not written to {path} for {PATIENCE:.0f} s: it has died, or does not see the folder. "
+                "Use a folder that all ranks see, and resume from the previous checkpoint"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

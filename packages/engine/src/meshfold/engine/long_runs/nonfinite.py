@@ -123,8 +123,8 @@ class NonFiniteGuard:
         if mode == "error":
             forget()
             raise NonFiniteError(
-                f"{found}\nNothing was stepped: the weights are those of before. A smaller learning rate, clip_grad_norm or "
-                "another precision may help; Engine(..., nonfinite='skip') leaves such steps out"
+                f"{found}\nNothing was stepped: the weights are unchanged. A smaller learning rate, clip_grad_norm or "
+                "another precision may help; Engine(..., nonfinite='skip') skips such steps"
             )
         if self._says:
             end = " The step is left out" if mode == "skip" else ""

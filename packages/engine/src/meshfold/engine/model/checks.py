@@ -25,12 +25,12 @@ def refuse_unmade(model: nn.Module) -> None:
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise SpecError(
                 f"{name or 'the model'} is a {type(module).__name__}, whose parameters have no shape before its first call: call "
-                "the model once on a small batch before it is given to Engine, or write the layer with its sizes "
+                "the model once on a small batch before you give it to Engine, or write the layer with its sizes "
                 "(nn.Linear(8, 16) for nn.LazyLinear(16))"
             )
     if isinstance(model, torch.jit.ScriptModule) and type(model).__name__ == "TopLevelTracedModule":
         raise SpecError(
-            "the model is traced (torch.jit.trace): its code is no longer there to be called by name. Give the nn.Module that "
+            "the model is traced (torch.jit.trace), so its Python code is gone: give the nn.Module that "
             "was traced, or torch.compile it"
         )
 
@@ -43,7 +43,7 @@ def refuse_layers(model: nn.Module, world: World, precision: Precision) -> None:
         if hooked and isinstance(module, torch.jit.ScriptModule):
             raise SpecError(
                 f"{name or 'the model'} is traced or scripted (torch.jit), which takes no hooks and cannot be split, so it does "
-                f"not go with {hooked}: give the nn.Module that it was made of, or torch.compile it"
+                f"not work with {hooked}: give the nn.Module that it was made from, or torch.compile it"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             _refuse_table(name or "the model", module, world, precision)
@@ -55,21 +55,21 @@ def _refuse_table(name: str, table: nn.Embedding | nn.EmbeddingBag, world: World
     kind, written = type(table).__name__, world.spec.written or str(world.spec)
     if table.sparse:
         raise SpecError(
-            f"{name}: nn.{kind}(sparse=True) has sparse gradients, and here gradients are summed, clipped and stepped with as "
-            "dense tensors: leave sparse out"
+            f"{name}: nn.{kind}(sparse=True) has sparse gradients, but the engine sums, clips and steps with "
+            "dense ones: leave sparse out"
         )
     several = world.data_size > 1 or world.spec.zero is not None
     if table.max_norm is not None and (several or precision.dtype != precision.master_dtype):
         where = written if several else f"precision={precision.name!r}"
         raise SpecError(
             f"{name}: nn.{kind}(max_norm={table.max_norm}) rescales the rows that a forward reads, in the weights that the "
-            f"model computes with; under {where} every rank would rescale other rows, or not the ones that are trained. Leave "
-            "max_norm out, and normalise what the table returns if it matters"
+            f"model computes with; under {where} every rank would rescale other rows, or not the trained weights. Leave "
+            "max_norm out, and normalise the table's output if needed"
         )
     if table.scale_grad_by_freq and (world.data_size > 1 or world.pipelined):
         raise SpecError(
             f"{name}: nn.{kind}(scale_grad_by_freq=True) divides gradients by how often a word occurs in the batch, and under "
-            f"{written} a rank counts the words of its own part of the batch alone: leave scale_grad_by_freq out"
+            f"{written} a rank counts only the words of its own part of the batch: leave scale_grad_by_freq out"
         )
 
 
@@ -91,8 +91,8 @@ def refuse_complex(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise SpecError(
-                f"parameter {name!r} is of {parameter.dtype}, and a precision is one of real numbers: keep its real and imaginary "
-                "parts (torch.view_as_real) as a parameter, and put them together in forward (torch.view_as_complex)"
+                f"parameter {name!r} is {parameter.dtype}, but precisions are real: keep its real and imaginary "
+                "parts (torch.view_as_real) as a parameter, and combine them in forward (torch.view_as_complex)"
             )
 
 
@@ -102,8 +102,8 @@ def refuse_empty(model: nn.Module, world: World) -> None:
         shape = metadata_on(parameter, world.mesh).placement.shape
         if 0 in shape:
             raise SpecError(
-                f"zero: parameter {uncompiled_name(name)!r} of shape {tuple(shape)} has no elements, so there is nothing of it to "
-                "share out: leave it out of the model, or register it as a buffer"
+                f"zero: parameter {uncompiled_name(name)!r} of shape {tuple(shape)} has no elements to shard: "
+                "leave it out of the model, or register it as a buffer"
             )
 
 
@@ -158,14 +158,14 @@ _INSTEAD = "Copy the model before it is given to Engine, or load engine.full_sta
 
 def _no_copy_of_shards(memo: object) -> nn.Module:
     raise TrainingError(
-        "copy.deepcopy of a model under zero=dict(stage=3): its parameters are empty between the uses of a layer, and so would "
-        f"be the copy's. {_INSTEAD}"
+        "copy.deepcopy of a model under zero=dict(stage=3): its parameters are empty between uses, and the copy's would "
+        f"be empty too. {_INSTEAD}"
     )
 
 
 def _no_copy_of_stages(memo: object) -> nn.Module:
     raise TrainingError(
-        f"copy.deepcopy of a model in a pipeline: this rank has the layers of its own stages alone. {_INSTEAD}"
+        f"copy.deepcopy of a model in a pipeline: this rank has only the layers of its own stages. {_INSTEAD}"
     )
 
 
@@ -189,22 +189,22 @@ def check_model(model: object) -> None:
         wrapper = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in _WRAPPERS), None)
         if wrapper is not None:
             raise SpecError(
-                f"the model is a {wrapper} already, which sums gradients by itself: give the module as it was written "
-                "(model.module), and leave the rest to parallel=dict(data=...)"
+                f"the model is already a {wrapper}, which sums gradients itself: give the module inside it "
+                "(model.module), and let parallel=dict(data=...) do that"
             )
         partial = next((name for name, parameter in model.named_parameters() if _is_partial(parameter)), None)
         if partial is not None:
             raise SpecError(
-                f"model={type(model).__name__}(...): an engine that had it before has left this rank a part of it; {partial!r} is "
+                f"model={type(model).__name__}(...): an earlier engine has left only a part of it on this rank; {partial!r} is "
                 "not whole. Build the model again, with the weights of engine.full_state_dict() before close(), or of a checkpoint"
             )
         return
     if not callable(model):
-        raise SpecError(f"model={model!r}: an nn.Module, or a function without arguments that makes one")
+        raise SpecError(f"model={model!r}: give an nn.Module, or a function without arguments that makes one")
     signature = settings.signature_mismatch(model)
     if signature is not None:
         name = getattr(model, "__name__", type(model).__name__)
-        raise SpecError(f"model={name} is called without arguments, and takes {signature}: write lambda: {name}(...)")
+        raise SpecError(f"model={name} is called without arguments, but takes {signature}: write lambda: {name}(...)")
 
 
 def _is_partial(parameter: nn.Parameter) -> bool:

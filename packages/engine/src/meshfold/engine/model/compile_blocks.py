@@ -51,7 +51,7 @@ class CompileSettings:
             return cls()
         if not isinstance(value, Mapping):
             raise SpecError(
-                f"compile={value!r}: True, False, or dict(backend=..., mode=..., dynamic=...) as torch.compile takes them"
+                f"compile={value!r}: write True, False, or dict(backend=..., mode=..., dynamic=...) with torch.compile's values"
             )
         settings.known_keys("compile", value, value, _KEYS)
         found = cls(**value)
@@ -60,9 +60,9 @@ class CompileSettings:
         if found.mode is not None:
             _check_name(value, "mode", found.mode, [*torch._inductor.list_mode_options()])
             if found.backend != "inductor":
-                raise SpecError(f"compile={value!r}: a mode is of the back end 'inductor': leave mode or backend out")
+                raise SpecError(f"compile={value!r}: only the back end 'inductor' has modes: leave mode or backend out")
         if found.dynamic not in (None, True, False):
-            raise SpecError(f"compile={value!r}: dynamic is True, False or None (once sizes have changed)")
+            raise SpecError(f"compile={value!r}: write dynamic=True, False or None (once sizes have changed)")
         return found
 
     @property
@@ -81,7 +81,7 @@ class CompileSettings:
         if self.mode in _GRAPH_MODES and moving is not None:
             why = "parameters" if moving == "zero" else "inputs of the blocks"
             raise SpecError(
-                f"compile=dict(mode={self.mode!r}) replays CUDA graphs, which need all tensors in one place, and under {moving} "
+                f"compile=dict(mode={self.mode!r}) replays CUDA graphs, which need fixed addresses, but under {moving} "
                 f"{why} move: leave mode out, or write mode='max-autotune-no-cudagraphs'"
             )
 
@@ -115,8 +115,8 @@ class CompiledBlocks:
         """
         if any(is_compiled(module) for module in model.modules()):
             raise SpecError(
-                f"compile={settings}: {type(model).__name__} or a block of it is compiled already: leave compile out, or give the "
-                "model as it was before block.compile() or torch.compile(block)"
+                f"compile={settings}: {type(model).__name__} or one of its blocks is already compiled: leave compile out, or give "
+                "the model before block.compile() or torch.compile(block)"
             )
         self._settings = settings
         self._where = "" if blocks is None else " of this rank's stages"
@@ -166,6 +166,6 @@ def _check_whole(model: nn.Module, spec: ParallelSpec) -> None:
     entry = "zero" if spec.zero is not None else "pipeline" if spec.pipeline is not None else None
     if entry is not None:
         raise SpecError(
-            f"compile: {type(model).__name__} has no repeated blocks, which are modules of several layers, and under {entry} a "
-            f"model cannot be compiled as a whole: put them into an nn.ModuleList, or leave compile or {entry} out"
+            f"compile: {type(model).__name__} has no repeated blocks (modules of several layers), and under {entry} a "
+            f"model cannot be compiled as a whole: put its blocks into an nn.ModuleList, or leave compile or {entry} out"
         )

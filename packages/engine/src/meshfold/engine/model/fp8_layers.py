@@ -68,9 +68,9 @@ def check_fp8(world: World) -> None:
     tensor = world.spec.tensor
     if tensor is not None and tensor.overlap in ("stream", "ring"):
         raise SpecError(
-            f"precision=dict(matmul='fp8') with overlap={tensor.overlap!r}: it multiplies each piece of an operand as it arrives, "
-            "and the scale of a row is known only when all of the row is there, which the pieces split. Leave overlap out, or "
-            "write overlap='auto': matmuls in fp8 then gather their operands, and the others take the fastest way"
+            f"precision=dict(matmul='fp8') with overlap={tensor.overlap!r}: it multiplies operands piece by piece, but the fp8 "
+            "scale of a row needs the whole row. Leave overlap out, or write overlap='auto': fp8 matmuls then gather their "
+            "operands, and the others use the fastest way"
         )
 
 

@@ -24,11 +24,13 @@ def check_kernels(kernels: object) -> dict[str, bool | None] | None:
     if not isinstance(kernels, Mapping):
         hint = did_you_mean(kernels, WAYS) if isinstance(kernels, str) else ""
         raise SpecError(
-            f"kernels={kernels!r}: 'auto' (fused kernels where they pay), 'off' (the model's own operations), or a dict of "
+            f"kernels={kernels!r}: write 'auto' (fused kernels where they pay), 'off' (the model's own operations), or a dict of "
             f"{', '.join(RULES)}, as in kernels=dict(loss=False).{hint}"
         )
     settings.known_keys("kernels", kernels, kernels, RULES)
     for name, value in kernels.items():
         if not isinstance(value, bool | None):
-            raise SpecError(f"kernels=dict({name}={value!r}): True (always), False (never) or None (where it pays)")
+            raise SpecError(
+                f"kernels=dict({name}={value!r}): write True (always), False (never) or None (where it pays)"
+            )
     return dict(kernels)

@@ -53,8 +53,8 @@ def check_free(model: object) -> None:
     if taken:
         what = "it" if len(taken) == len(parts) else f"its {taken[0]!r}"
         raise SpecError(
-            f"model={type(model).__name__}(...): another engine trains {what} already, and this one would see none of its "
-            "gradients. Call close() of the other one first, or give this one a model of its own"
+            f"model={type(model).__name__}(...): another engine already trains {what}, and this one would see none of its "
+            "gradients. Call close() on the other engine first, or give this one its own model"
         )
 
 

@@ -62,8 +62,8 @@ class PipelineSettings:
         signature = signature_mismatch(model.forward, *work.args, **work.kwargs)
         if signature is not None:
             raise SpecError(
-                f"example: {type(model).__name__} takes {signature}, and would be called with "
-                f"{called(work.args, work.kwargs)}: give a batch as train_step is given"
+                f"example: {type(model).__name__} takes {signature}, but would be called with "
+                f"{called(work.args, work.kwargs)}: give a batch such as train_step gets"
             )
         return work.args, work.kwargs
 
@@ -269,8 +269,8 @@ def check_own_loop(pipelined: PipelinedModel | None, what: str) -> None:
     """
     if pipelined is not None:
         raise SpecError(
-            f"{what} under pipeline: forward and backward of micro-batches take turns there, so a training loop "
-            "of your own cannot call them separately. Call engine.train_step(batch), and engine.eval_step(batch) to evaluate"
+            f"{what} under pipeline: forwards and backwards of micro-batches interleave, so your training loop "
+            "cannot call them separately. Call engine.train_step(batch), and engine.eval_step(batch) to evaluate"
         )
 
 

@@ -46,13 +46,13 @@ def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
     if recompute not in WAYS:
         hint = did_you_mean(recompute, WAYS) if isinstance(recompute, str) else ""
         raise SpecError(
-            f"recompute={recompute!r}: None (the model's own business), 'blocks' (every block recomputes its activations) or "
-            f"'auto' (a plan says which).{hint}"
+            f"recompute={recompute!r}: write None (up to the model), 'blocks' (every block recomputes its activations) or "
+            f"'auto' (a plan chooses the blocks).{hint}"
         )
     if recompute == "auto" and (spec.zero is None or spec.zero.placement != "auto"):
         has = "no entry zero" if spec.zero is None else f"zero=dict(placement={spec.zero.placement!r})"
         raise SpecError(
-            f"recompute='auto' lets the plan of zero=dict(placement='auto') choose, and this spec has {has}: write that, or "
+            f"recompute='auto' lets the plan of zero=dict(placement='auto') choose, but this spec has {has}: write that entry, or "
             "recompute='blocks'"
         )
     return str(recompute)

@@ -74,7 +74,7 @@ def optimizer_factory(value: object, *, whole: bool = False) -> Factory | None:
         return None
     if isinstance(value, torch.optim.Optimizer):
         raise SpecError(
-            f"optimizer={type(value).__name__}(...) is made already, of parameters that the engine replaces by shards: "
+            f"optimizer={type(value).__name__}(...) holds parameters that the engine replaces by shards: "
             f"pass its class and settings, dict(name=torch.optim.{type(value).__name__}, lr=...)"
         )
     if isinstance(value, str):
@@ -106,8 +106,8 @@ def of_any_stage(factory: Factory) -> Factory:
         made = factory(parameters)
         if any(_settings_of(made) != other for other in others):
             raise SpecError(
-                "pipeline: the optimizer assigns parameters to groups by their place in the list, and each stage has a list of its "
-                "own: tell groups apart by what parameters are, as by p.dim(), or leave pipeline out"
+                "pipeline: the optimizer assigns parameters to groups by their position in the list, but every stage has its own "
+                "list: choose groups by a property of the parameters, such as p.dim(), or leave pipeline out"
             )
         return made
 
@@ -148,14 +148,14 @@ def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stage
         raise SpecError(f"optimizer: {error}") from error
     if "others" in seen:
         raise SpecError(
-            f"optimizer: {name} steps on a parameter in a way that depends on others (or on chance), and no rank has them all: if "
-            "only clipping by a global norm does that, use clip_grad_norm; if it draws random numbers for each element, let its "
-            "class say elementwise = True"
+            f"optimizer: {name}'s step on a parameter depends on other parameters (or on chance), but no rank has them all: if "
+            "this is only clipping by a global norm, use clip_grad_norm; if it draws random numbers for each element, set "
+            "elementwise = True on its class"
         )
     if split and "matrices" in seen:
         raise SpecError(
-            f"optimizer: {name} looks at whole parameters, and of {split[0]!r} a rank has a part: its step on that would not be "
-            "that of the whole. Use an elementwise one such as adamw, or leave tensor parallelism out"
+            f"optimizer: {name} needs whole parameters, but a rank has only a part of {split[0]!r}, on which its step would "
+            "differ. Use an elementwise optimizer such as adamw, or leave tensor parallelism out"
         )
 
 
@@ -179,8 +179,8 @@ def scheduler_of(factory: object, optimizer: torch.optim.Optimizer | None) -> Sc
         )
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise SpecError(
-            "lr_scheduler made ReduceLROnPlateau, which is stepped with a loss of validation, and the engine's is stepped by "
-            "itself: make it of engine.optimizer in your loop, and call its step(engine.eval_step(batch))"
+            "lr_scheduler made ReduceLROnPlateau, which must be stepped with a validation loss, but the engine steps its scheduler "
+            "after every step: make it from engine.optimizer in your loop, and call its step(engine.eval_step(batch))"
         )
     if made.optimizer is not optimizer:
         raise SpecError(f"lr_scheduler made a {type(made).__name__} of another optimizer. Give {_SCHEDULER}")
@@ -198,7 +198,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
     no_decay = rest.pop("no_decay", None)
     if no_decay not in (None, NO_DECAY):
         raise SpecError(
-            f"optimizer={value!r}: no_decay is {NO_DECAY!r} or left out.{did_you_mean(str(no_decay), [NO_DECAY])}"
+            f"optimizer={value!r}: write no_decay={NO_DECAY!r}, or leave it out.{did_you_mean(str(no_decay), [NO_DECAY])}"
         )
     defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name not in _OURS}
     for key in rest.keys() & _ELSEWHERE.keys():
@@ -233,7 +233,9 @@ def _check_setting(value: object, key: str, setting: object, default: object) ->
     """Check that a setting has the type of its default; torch fails later in a comparison that does not name it."""
     if isinstance(default, tuple):
         if not isinstance(setting, tuple | list) or len(setting) != len(default):
-            raise SpecError(f"optimizer={value!r}: {key}={setting!r}: {len(default)} values, as in {key}={default!r}")
+            raise SpecError(
+                f"optimizer={value!r}: {key}={setting!r}: give {len(default)} values, as in {key}={default!r}"
+            )
     elif _is_number(default) and not _is_number(setting):
         raise SpecError(
             f"optimizer={value!r}: {key}={setting!r} is not a number; leave it out for the default, {default!r}"
@@ -260,7 +262,7 @@ def check_optimizer_class(cls: object, value: object, whole: bool) -> None:
     if name in _WHOLE or getattr(cls, "sight", None) == "matrices":
         named = f"write optimizer=dict(name={name.lower()!r}), which does; or " if name.lower() in OPTIMIZERS else ""
         raise SpecError(
-            f"optimizer={value!r}: {name} does not treat each element on its own, so it cannot step on shards of tensor "
+            f"optimizer={value!r}: {name} is not elementwise, so it cannot step on shards of tensor "
             f"parallelism: {named}leave the entry tensor out; with zero=dict(stage=1) each matrix is stepped "
             f"whole by one rank. {known}"
         )
@@ -279,7 +281,7 @@ def _check(factory: Factory, value: object, whole: bool) -> None:
     stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     if not stepped <= {id(parameter) for parameter in tried}:
         raise SpecError(
-            f"optimizer={value!r} makes a {type(made).__name__} of other parameters than it is called with, which are this "
+            f"optimizer={value!r} makes a {type(made).__name__} of other parameters than it is given, which are this "
             f"rank's shards: write lambda parameters: {type(made).__name__}(parameters, lr=...)"
         )
 

@@ -63,9 +63,11 @@ class ScaleSettings:
         for name in ("growth_interval", "hysteresis"):
             settings.count(name, getattr(self, name))
         if self.growth_factor < 1:
-            raise SpecError(f"growth_factor={self.growth_factor!r}: the scale grows by a factor from 1 up")
+            raise SpecError(f"growth_factor={self.growth_factor!r}: give a factor from 1 up, by which the scale grows")
         if self.backoff_factor >= 1:
-            raise SpecError(f"backoff_factor={self.backoff_factor!r}: the scale shrinks by a factor below 1")
+            raise SpecError(
+                f"backoff_factor={self.backoff_factor!r}: give a factor below 1, by which the scale shrinks"
+            )
         if self.min_scale > self.max_scale:
             raise SpecError(f"min_scale={self.min_scale!r} is above max_scale={self.max_scale!r}")
         if self.initial_scale < self.min_scale:
@@ -165,7 +167,9 @@ class Precision:
         ):
             raise SpecError(f"precision={value!r}: it is called {name!r} here. Known: {', '.join(_DTYPES)}")
         if written in ("fp8", "float8"):
-            raise SpecError(f"precision={value!r}: fp8 is of matmuls: write precision=dict(name='bf16', matmul='fp8')")
+            raise SpecError(
+                f"precision={value!r}: fp8 is for matmuls only: write precision=dict(name='bf16', matmul='fp8')"
+            )
         name, rest = settings.named("precision", value, _DTYPES)
         fp8 = Fp8Settings.parse(value, name, {key: rest.pop(key) for key in FP8_KEYS if key in rest})
         known = {field.name: None for field in fields(ScaleSettings)} if name == "fp16" else {}

@@ -56,7 +56,7 @@ class Fp8Settings:
             return None
         if name != "bf16":
             raise SpecError(
-                f"precision={value!r}: matmuls in fp8 are of a model in bf16: write dict(name='bf16', matmul='fp8')"
+                f"precision={value!r}: fp8 matmuls need a model in bf16: write dict(name='bf16', matmul='fp8')"
             )
         if "matmul" not in keys:
             raise SpecError(f"precision={value!r}: {', '.join(keys)} without matmul: add matmul='fp8', or leave it out")
@@ -72,7 +72,7 @@ class Fp8Settings:
             )
         keep = keys.get("keep", cls.keep)
         if isinstance(keep, str) or not isinstance(keep, tuple | list) or not all(isinstance(k, str) for k in keep):
-            raise SpecError(f"precision={value!r}: keep is a tuple of names of layers, as in keep=('head', 'router')")
+            raise SpecError(f"precision={value!r}: give keep a tuple of layer names, as in keep=('head', 'router')")
         cast = keys.get("cast")
         if cast is not None and cast not in CASTS:
             raise SpecError(

@@ -74,8 +74,8 @@ class Incoming:
         tokens = next((x for x in given.values() if isinstance(x, Tensor) and _has_tokens(x)), None)
         if tokens is None:
             self._refuse(
-                "the model was called without a tensor of ids [batch, tokens] or of features [batch, tokens, ...], and tokens "
-                "are what is split"
+                "the model was called without a tensor of ids [batch, tokens] or features [batch, tokens, ...], whose tokens "
+                "could be split"
             )
         rows, length = tokens.shape[:2]
         sharding = sequence_sharding(length, self._mesh, self._mode)
@@ -102,19 +102,17 @@ class Incoming:
         for name in _CACHES:
             if given.get(name) is not None and given[name] is not False:
                 self._refuse(
-                    f"the model was called with {name}, and a split sequence goes through it as a whole: generate by "
+                    f"the model was called with {name}, but a split sequence must pass through it in one forward: generate with "
                     "meshfold.models.generate, or with use_cache=False"
                 )
         for name in _LAST_TOKENS:
             if given.get(name):
                 self._refuse(
-                    f"the model was called with {name}={given[name]!r}, and the last tokens are another rank's"
+                    f"the model was called with {name}={given[name]!r}, but the last tokens are on another rank"
                 )
         for name in _TARGETS:
             if isinstance(given.get(name), Tensor):
-                self._refuse(
-                    f"the model was called with {name!r}: give labels that are not moved yet as 'labels', or use a loss_fn"
-                )
+                self._refuse(f"the model was called with {name!r}: give unshifted labels as 'labels', or use a loss_fn")
 
     def _drop_mask(self, given: dict[str, Any], length: int) -> None:
         """Drop masks without effect; refuse the others."""
@@ -131,8 +129,8 @@ class Incoming:
             counted = targets is None or bool(((targets != IGNORE_INDEX) & ~real).any())
             if not bool(real.all()) and (counted or not behind):
                 self._refuse(
-                    f"attention_mask hides tokens that count, or that others see: pad on the right, with the label {IGNORE_INDEX}, "
-                    "or make sequences of one length"
+                    "attention_mask hides tokens that count in the loss or that others see: pad on the right, with the label "
+                    f"{IGNORE_INDEX}, or give sequences of one length"
                 )
             given["attention_mask"] = None
 
@@ -151,8 +149,8 @@ class Incoming:
             self._refuse("position_ids that do not count the tokens from 0 are for causal models: leave them out")
         if masked:
             self._refuse(
-                "position_ids that begin anew at packed documents come with an attention_mask, with which transformers lets "
-                "documents see each other: leave attention_mask out"
+                "position_ids restart at packed documents, but with an attention_mask transformers lets documents see each other: "
+                "leave attention_mask out"
             )
         labels = given.get("labels")
         if self._own and isinstance(labels, Tensor) and labels.shape == (rows, length):
@@ -205,10 +203,10 @@ class Labels:
         if self.kind:
             return
         raise SpecError(
-            f"{self._written}: the loss inside of {name} cannot be told that labels were moved by one token before they were split "
-            "to ranks, which it cannot do on a part of a sequence. Let the model return logits and give Engine(..., loss_fn=...), "
-            "which gets those of whole sequences; or let it call a module with the attribute causal_lm_loss = True that leaves "
-            "labels where they are while its attribute shifts is False, as meshfold.models.loss.CausalLMLoss"
+            f"{self._written}: the loss inside {name} would shift labels within a part of a sequence; they must be shifted before "
+            "the split, and the loss cannot be told so. Let the model return logits and give Engine(..., loss_fn=...), which gets "
+            "whole sequences; or let it call a module with the attribute causal_lm_loss = True that does not shift labels while "
+            "its attribute shifts is False, such as meshfold.models.loss.CausalLMLoss"
         )
 
     def moved(self, given: dict[str, Any]) -> Tensor | None:
@@ -238,8 +236,8 @@ class Labels:
             if not isinstance(value, Tensor) or tuple(value.shape) != (rows, sharding.length):
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise SpecError(
-                    f"{self._written}: {name} {shape} for tokens {(rows, sharding.length)}: where a sequence is split, each "
-                    "token has its own label"
+                    f"{self._written}: {name} {shape} for tokens {(rows, sharding.length)}: with a split sequence, give one label "
+                    "per token"
                 )
         moved = self.moved(found)
         assert moved is not None  # labels were given

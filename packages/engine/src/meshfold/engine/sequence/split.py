@@ -82,8 +82,8 @@ class SplitSequence:
         ranks, length = self._ranks, now.sharding.length
         if self._balances and module.training and now.sharding.local * ranks != length:
             raise SpecError(
-                f"{self._written}: sequences of {length} tokens are filled up to {now.sharding.local * ranks} for {ranks} ranks, "
-                f"and a balance loss of experts would count what was filled in: give {now.sharding.local * ranks} tokens"
+                f"{self._written}: sequences of {length} tokens are padded to {now.sharding.local * ranks} for {ranks} ranks, "
+                f"and the experts' balance loss would count the padding: give {now.sharding.local * ranks} tokens"
             )
         self._attention.begin(now)
         self._now = now
@@ -139,7 +139,7 @@ class SplitAttention:
 def _drawn(calls: FunctionalDropout, q: Tensor, p: float) -> WeightDropout:
     """Return the dropout of the next attention's weights, the same as in one process."""
     if calls.part is None:
-        raise LayoutError("attention that drops weights ran outside of the model that it is part of")
+        raise LayoutError("attention with dropout ran outside its model's forward: call the model")
     seed, key, first_row, first_head, heads = calls.part.draw_weights(q)
     return WeightDropout(p=p, seed=seed, key=key, heads=heads, first_row=first_row, first_head=first_head)
 
@@ -164,7 +164,7 @@ class Outgoing:
             return map_tensors(output, lambda _, value: self._whole(value, now), deep=True)
         share, place = now.share, _place_of_loss(output)
         if place is None:
-            self._refuse(f"the model was given labels and returned {type(output).__name__} without a loss")
+            self._refuse(f"the model was given labels but returned {type(output).__name__} without a loss")
         return map_tensors(
             output,
             lambda name, value: self._loss(value, share) if name == place else self._beside(name, value, now),
@@ -177,7 +177,7 @@ class Outgoing:
         """Return the mean over whole sequences from the means over each rank's tokens, the same on every rank."""
         if mine.dim():
             self._refuse(
-                f"the model was given labels and returned a loss of shape {tuple(mine.shape)}: a mean is a scalar"
+                f"the model was given labels but returned a loss of shape {tuple(mine.shape)}: return the mean, a scalar"
             )
         # If no token counts, the mean is 0/0.
         part = torch.where(share > 0, mine.double() * share, 0.0)
@@ -187,8 +187,8 @@ class Outgoing:
         local = now.sharding.local
         if value.dim() < 2 or value.shape[0] != now.rows or value.shape[1] != local:
             self._refuse(
-                f"the model returned a tensor {list(value.shape)}, and where a sequence is split each rank's outputs have to lie "
-                f"along its tokens, here [{now.rows}, {local}, ...], so that they can be put together"
+                f"the model returned a tensor {list(value.shape)}, but with a split sequence outputs must have this rank's "
+                f"tokens, here [{now.rows}, {local}, ...], to be joined"
             )
         return now.sharding.join(gather(value, self._mesh, 1, self._axes), 1)
 

@@ -107,7 +107,7 @@ class Accumulation:
         if self.settled:
             raise TrainingError(
                 "a forward or backward after the gradients were clipped and before step(): gradients are complete once "
-                "parameter.grad was used. Clip once, after the last backward of a step; or call zero_grad() before this one"
+                "parameter.grad was used. Clip once, after the last backward of a step, or call zero_grad() first"
             )
         self._shown.hide()
         if anew or not self._begun:
@@ -165,7 +165,7 @@ class Accumulation:
         if optimizer is None:
             raise TrainingError(_NO_OPTIMIZER)
         if not self.backwards:
-            raise TrainingError("step() without a backward() since the last one: there are no gradients")
+            raise TrainingError("step() without a backward() since the last step: there are no gradients")
         self._shown.check_unchanged()
         if self._weights is not None:
             self._weights.close()
@@ -292,8 +292,8 @@ class ShownGradients:
         for parameter in self._states.trained:
             if parameter.grad is not None and not isinstance(parameter.grad, GradientProxy):
                 raise TrainingError(
-                    f"parameter.grad of a parameter of shape {tuple(parameter.shape)} was assigned before step(), which would not "
-                    "see it: change it in place, as in parameter.grad.mul_(0.5)"
+                    f"parameter.grad of a parameter of shape {tuple(parameter.shape)} was assigned before step(), which would "
+                    "ignore it: change it in place, as in parameter.grad.mul_(0.5)"
                 )
 
     def hand_back(self) -> None:
@@ -330,7 +330,7 @@ class ShownGradients:
     def norm(self, places: Sequence[int], norm_type: float) -> Tensor:
         if self._stages and len(set(places)) < len(self._states.trained):
             raise TrainingError(
-                "a norm of some of the parameters' gradients under a pipeline, whose stages have other parameters: give "
+                "the norm of some gradients under a pipeline, whose stages have different parameters: give "
                 "torch.nn.utils.clip_grad_norm_ all of model.parameters()"
             )
         with self.complete("the norm"):
@@ -352,7 +352,7 @@ class ShownGradients:
     def clear(self) -> None:
         if _call(self._are_there):
             raise TrainingError(
-                "zero_grad(set_to_none=False) on the model or an optimizer would not reach the gradients, which the engine has: "
+                "zero_grad(set_to_none=False) on the model or an optimizer does not reach the gradients, which the engine holds: "
                 "call engine.zero_grad()"
             )
 
@@ -360,9 +360,7 @@ class ShownGradients:
         with self.complete(what):
             gradient = self._states.gradient(place)
         if gradient is None:
-            raise TrainingError(
-                f"{what} was called on parameter.grad, which is in chunks that ranks share: {self._advice}"
-            )
+            raise TrainingError(f"{what} was called on parameter.grad, which is sharded in chunks: {self._advice}")
         return gradient
 
     def _stand_in(self, place: int, parameter: nn.Parameter) -> GradientProxy:
@@ -380,7 +378,7 @@ class ShownGradients:
     def _check(self, what: str) -> None:
         if not _call(self._settle):
             raise TrainingError(
-                f"{what} of parameter.grad was asked for, and there are no gradients now: {self._advice}"
+                f"{what} of parameter.grad was requested, but there are no gradients now: {self._advice}"
             )
 
     def _multiply(self) -> None:

@@ -118,12 +118,12 @@ def check(optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> N
     own, groups = type(optimizer).__name__, len(optimizer.param_groups)
     if description["class"] != own:
         raise CheckpointError(
-            f"the checkpoint is of the optimizer {description['class']}, this engine has {own}: use that one, or "
+            f"the checkpoint has the state of {description['class']}, but this engine has {own}: use {description['class']}, or "
             "load(path, weights_only=True)"
         )
     if groups != len(description["groups"]):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(description['groups'])} parameter groups, this one has "
+            f"the checkpoint's optimizer has {len(description['groups'])} parameter groups, but this one has "
             f"{groups}: give the optimizer the same settings, or load(path, weights_only=True)"
         )
 
@@ -131,8 +131,9 @@ def check(optimizer: torch.optim.Optimizer, description: Mapping[str, Any]) -> N
         for key, value in plain_settings(own_group).items():
             if key in saved and not _is_like(saved[key], value):
                 raise CheckpointError(
-                    f"the checkpoint's optimizer has {key}={saved[key]!r} in group {number}, and here it is {value!r}: it is "
-                    "damaged, or of another version of the optimizer. load(path, weights_only=True) takes its weights"
+                    f"the checkpoint's optimizer has {key}={saved[key]!r} in group {number}, but here it is {value!r}: the "
+                    "checkpoint is damaged, or from another version of the optimizer. load(path, weights_only=True) takes "
+                    "its weights"
                 )
 
 

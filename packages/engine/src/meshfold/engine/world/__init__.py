@@ -300,11 +300,11 @@ def check_watchdog(watchdog: object, check_collectives: object) -> tuple[float |
         isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or not 0 <= watchdog < math.inf
     ):
         raise SpecError(
-            f"watchdog={watchdog!r}: seconds after which a collective that does not finish ends the job, such as 600; "
+            f"watchdog={watchdog!r}: give the seconds after which an unfinished collective ends the job, such as 600; "
             "0 for no watchdog"
         )
     if check_collectives is not None and not isinstance(check_collectives, bool):
-        raise SpecError(f"check_collectives={check_collectives!r}: True to compare calls between ranks, or False")
+        raise SpecError(f"check_collectives={check_collectives!r}: write True to compare calls between ranks, or False")
     return (None if watchdog is None else float(watchdog)), bool(check_collectives)
 
 

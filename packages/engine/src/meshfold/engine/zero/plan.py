@@ -257,8 +257,8 @@ def _by_size(spec: ZeroSpec, budget: float, sizes: Sizes, room: float) -> Shares
         if needed > MOST * budget:
             raise MemoryPlanError(
                 f"zero: {sizes.elements:,} parameters in regime {spec.regime!r} take {sizes.all:.3g} bytes each with their "
-                f"gradient, {own * sizes.all / 2**30:,.0f} GiB a rank, and there are {budget / 2**30:,.0f} GiB of the device and "
-                f"{room / 2**30:,.0f} of the host: take regime 'B' or 'C', name a folder with offload_path, or use more ranks"
+                f"gradient, {own * sizes.all / 2**30:,.0f} GiB per rank, but there are {budget / 2**30:,.0f} GiB on the device and "
+                f"{room / 2**30:,.0f} on the host: use regime 'B' or 'C', name a folder with offload_path, or use more ranks"
             )
     if free >= 0 and over <= 0:
         return Shares(host_optimizer=optimizer, disk_optimizer=disk)

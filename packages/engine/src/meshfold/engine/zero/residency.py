@@ -291,9 +291,9 @@ class Residency:
             torch.cuda.empty_cache()
         moved, fewer = max(0, len(there) - len(self._on_device())), len(kept) - len(self._kept())
         warnings.warn(
-            f"The device ran out of memory; {moved} more of {len(self._gemini.chunks)} chunks live off it"
-            f"{f', and {fewer} more blocks recompute,' if fewer > 0 else ''} from now on. A lower gpu_memory_limit would have been "
-            "planned with.",
+            f"The device ran out of memory; {moved} more of {len(self._gemini.chunks)} chunks are kept off it"
+            f"{f', and {fewer} more blocks recompute,' if fewer > 0 else ''} from now on. Set a lower gpu_memory_limit to plan for "
+            "this from the start.",
             stacklevel=4,
         )
 
@@ -311,8 +311,8 @@ class Residency:
             self._pressure.forget()
         elif self._world.mesh.rank == 0:
             warnings.warn(
-                "A rank came to the end of its device's memory: what lives there was planned again for all, with less. A lower "
-                "gpu_memory_limit would have been planned with.",
+                "A rank nearly ran out of device memory: placements were planned again on all ranks, with less. Set a lower "
+                "gpu_memory_limit to plan for this from the start.",
                 stacklevel=6,
             )
 
@@ -439,11 +439,11 @@ class Residency:
         try:
             self._gemini.move({chunk: ChunkPlacement(parameters="host", state=away) for chunk in self._gemini.chunks})
         except DiskError as full:
-            full.add_note(f"All that can be was to leave the device and the host, because no plan fits: {error}")
+            full.add_note(f"Everything movable was to leave the device and the host, because no plan fits: {error}")
             raise
         torch.cuda.empty_cache()
         if self._world.mesh.rank == 0:
-            warnings.warn(f"{error} Everything that can be is off the device now.", stacklevel=6)
+            warnings.warn(f"{error} Everything movable is now off the device.", stacklevel=6)
 
 
 _PLACES: dict[str, MemoryTier] = {"gpu": "device", "host": "host", "disk": "disk", "none": "host"}

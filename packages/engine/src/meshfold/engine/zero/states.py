@@ -90,7 +90,7 @@ class ZeroStates:
         others = other_dtypes(model, precision)
         if others and spec.regime != "A":
             raise SpecError(
-                f"zero: regime={spec.regime!r} with {_first_norm(model)}, which stays in float32 in a model in 16 bits: write "
+                f"zero: regime={spec.regime!r} with {_first_norm(model)}, which stays in float32 in a 16-bit model: write "
                 "regime='A', or give the model GroupNorm or LayerNorm"
             )
         if world.device.type == "cuda":
@@ -242,16 +242,16 @@ class ZeroStates:
         released = [name for name, p in self._model.named_parameters() if p.data.numel() == 0]
         if released:
             error.add_note(
-                f"Under zero stage 3 a parameter is there while the module that holds it runs; now {len(released)} are not, such "
-                f"as {released[0]}. If a module computes with a parameter of another one, move the computation into that one's "
+                f"Under zero stage 3 a parameter exists only while its module runs; now {len(released)} are released, such "
+                f"as {released[0]}. If a module computes with another module's parameter, move the computation into that module's "
                 "forward, or tie the parameter; or use stage 2."
             )
 
     def can_relieve(self, error: BaseException) -> bool:
         if self.gemini.is_half_stepped:
             error.add_note(
-                "Some chunks had made the optimizer's step by then and others had not, so training cannot continue from here: make "
-                "the engine anew and resume from the last checkpoint."
+                "Some chunks had made their optimizer step by then and others had not, so training cannot continue from here: make "
+                "a new engine and resume from the last checkpoint."
             )
             return False
         return self.residency.can_relieve(error)

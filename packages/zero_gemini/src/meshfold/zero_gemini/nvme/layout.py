@@ -55,7 +55,7 @@ class Header:
             raise DiskError(f"{where} is truncated: {len(page)} bytes are left, not even its header of {ALIGN}.")
         fixed, check = page[: _HEADER.size], page[_HEADER.size : HEADER_BYTES]
         if _CHECK.pack(zlib.crc32(fixed)) != check or page[HEADER_BYTES:].strip(b"\0"):
-            raise DiskError(f"{where} is damaged: the checksum of its header does not fit.")
+            raise DiskError(f"{where} is damaged: the checksum of its header does not match.")
         _, version, pid = _HEADER.unpack(fixed)
         if version != VERSION:
             raise DiskError(f"{where} has format {version}, and this Meshfold reads format {VERSION}.")
