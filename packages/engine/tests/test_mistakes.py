@@ -260,7 +260,7 @@ def test_a_criterion_of_output_and_batch_is_a_loss() -> None:
         ((INPUTS.numpy(), TARGETS.numpy()), SpecError, "torch.as_tensor"),
         ((INPUTS[:, :3], TARGETS), RuntimeError, "the model was called with (6×3 float32)"),
         ((INPUTS.long(), TARGETS), RuntimeError, "the model was called with (6×4 int64)"),
-        (dict(inputs=INPUTS), SpecError, "called with 'inputs', and Net takes x: leave it out"),
+        (dict(inputs=INPUTS), SpecError, "called with 'inputs', but Net takes x: leave it out"),
         ((INPUTS, TARGETS + 9), IndexError, "output = 6×3 float32, batch = (6×4 float32, 6 int64)"),
     ],
     ids=["no rows", "arrays", "too narrow", "integers", "a name", "labels"],
@@ -399,7 +399,7 @@ def test_what_a_model_does_not_take_is_told_before_it_is_called() -> None:
                 "attention_mask",
                 "GPT takes input_ids, labels, position_ids: leave it out. Rows .* labels with -100",
             ),
-            ("weights", "called with 'weights', and GPT takes input_ids, labels, position_ids: leave it out"),
+            ("weights", "called with 'weights', but GPT takes input_ids, labels, position_ids: leave it out"),
         ):
             with pytest.raises(SpecError, match=said):
                 engine.train_step({"input_ids": ids, name: torch.ones_like(ids)})

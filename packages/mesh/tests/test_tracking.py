@@ -217,7 +217,7 @@ def test_views_of_split_tokens() -> None:
 def test_a_literal_number_of_groups_is_refused_and_an_open_one_is_not() -> None:
     columns: Dims = (whole(3), block(8, ("p",), (), -1))
     assert regroup(columns, (3, 4, 2), inferred=1) == (whole(3), (Factor(4, P),), whole(2))
-    with pytest.raises(MixesError, match="write -1 in place of 2"):
+    with pytest.raises(MixesError, match="write -1 instead of 2"):
         regroup(columns, (3, 2, 4), inferred=2)
 
 
@@ -233,7 +233,7 @@ def test_what_is_trained_and_the_same_on_every_rank_meets_no_pieces() -> None:
             lambda: weight.exp().expand(4, 3) + x,
             lambda: table + weight,
         ):
-            with pytest.raises(LayoutError, match="differs along p: each rank would have a part of its gradient"):
+            with pytest.raises(LayoutError, match="differs along p: each rank would get only a part of the gradient"):
                 code()
         x * weight.detach() + table.exp()
         with torch.no_grad():
@@ -257,7 +257,7 @@ def test_only_what_is_alike_in_every_forward_is_taken_for_a_piece() -> None:
     for fill in ("number", "row"):
         model(torch.randn(4, 3), fill, torch.ones(4, 3))
     for fill in ("batch", "places", "chance"):
-        with pytest.raises(LayoutError, match="brings a piece together with a tensor"):
+        with pytest.raises(LayoutError, match="combines a shard with a tensor"):
             model(torch.randn(4, 3), fill, torch.ones(4, 3))
 
 
@@ -284,7 +284,7 @@ def test_a_constant_that_was_expanded_to_the_rows_of_a_rank_multiplies_pieces() 
         assert torch.equal(model(x, constant), torch.arange(3.0)[:, None] * x)
         with pytest.raises(LayoutError, match="dim 0, which is split over p"):
             model(x, constant, summed=True)
-    with pytest.raises(LayoutError, match="brings a piece together with what is no such piece"):
+    with pytest.raises(LayoutError, match="combines a shard with a tensor that is not split in the same way"):
         model(x, "other")
 
 

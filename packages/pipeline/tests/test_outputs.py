@@ -37,14 +37,14 @@ FORMS: dict[str, Any] = {
     "attributes": lambda logits: SimpleNamespace(logits=logits, best=logits.argmax(-1)),
 }
 WRONG: dict[str, tuple[Any, str]] = {
-    "slots": (Odd, "cannot be put together"),
-    "complex": (lambda logits: torch.complex(logits, logits), "cannot be put together"),
+    "slots": (Odd, "cannot be joined"),
+    "complex": (lambda logits: torch.complex(logits, logits), "cannot be joined"),
     "other lengths": (
         lambda logits: logits.flatten(1)[:, : 1 + int(logits[0, 0, 0] * 1e6) % 50],
-        "cannot be put together",
+        "cannot be joined",
     ),
-    "nothing": (lambda logits: None, "cannot be put together"),
-    "a number": (lambda logits: SimpleNamespace(loss=logits.mean()), "no tensor with rows"),
+    "nothing": (lambda logits: None, "cannot be joined"),
+    "a number": (lambda logits: SimpleNamespace(loss=logits.mean()), "no tensor whose first dim is the batch"),
 }
 
 

@@ -449,7 +449,7 @@ class Hears(Ends):
 
 @ranks(2)
 def test_tensors_that_no_block_of_a_rank_returns_are_refused() -> None:
-    said = r"block 0 returns \(1, 8, 16\) and \(1, 1, 16\) and block 1 \(1, 8, 16\): .* Let all blocks return alike"
+    said = r"block 0 returns \(1, 8, 16\) and \(1, 1, 16\), but block 1 \(1, 8, 16\): .* Let all blocks return the same form"
     with pytest.raises(LayoutError, match=said):
         Pipeline(Hears(Named(pair=True, more=True), Named()), Mesh({"pipe": 2}), microbatches=1)
 
@@ -494,7 +494,7 @@ def test_what_does_not_travel_is_refused_and_travels_as_an_argument() -> None:
     plan = pipeline.plan_of(work)
     if mesh.rank == 1:
         received = [torch.zeros(2, SEQUENCE, WIDTH)]
-        with pytest.raises(LayoutError, match=r"nothing but nan of finite inputs.*between the blocks of blocks"):
+        with pytest.raises(LayoutError, match=r"returns only NaN for finite inputs.*between the blocks of blocks"):
             pipeline._stages[1].forward(0, work, plan, received)
     assert Pipeline(Residual(again=True), mesh, microbatches=2).step(tokens(4)).isfinite()
 

@@ -92,7 +92,7 @@ def test_finer_cuts_keep_the_model() -> None:
     assert fine.stages == 4
     assert fine.forward == [1, 1, 2, 2]
     assert (fine.backward_input, fine.send, fine.kept) == (1.5, 0.1, [0.5, 0.5, 1, 1])
-    with pytest.raises(ScheduleError, match="differs from border to border"):
+    with pytest.raises(ScheduleError, match="differs between stage borders"):
         Costs(send=[1, 2]).finer(2)
 
 

@@ -180,7 +180,7 @@ def test_attention_to_something_else_than_the_split_tokens_is_refused() -> None:
     mesh, model = Mesh({"seq": 2}), Crossed(torch.tanh)
     with (
         sequence_parallel(model, mesh, "ring"),
-        pytest.raises(LayoutError, match="dim 2 is not that of the tokens"),
+        pytest.raises(LayoutError, match="dim 2 is not the split dim of tokens"),
     ):
         model(torch.zeros(2, 2, dtype=torch.int64))
 
@@ -195,6 +195,6 @@ def test_attention_of_one_head_without_a_dim_for_it_is_told_what_to_write() -> N
     mesh, model = Mesh({"seq": 2}), Single(torch.tanh)
     with (
         sequence_parallel(model, mesh, "ring"),
-        pytest.raises(LayoutError, match=r"for one head query\.unsqueeze\(1\)"),
+        pytest.raises(LayoutError, match=r"for one head pass query\.unsqueeze\(1\)"),
     ):
         model(torch.zeros(2, 2, dtype=torch.int64))

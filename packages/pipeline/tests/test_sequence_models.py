@@ -256,7 +256,7 @@ def test_attention_out_of_reach_is_refused(model: nn.Module) -> None:
 
 def test_attention_by_hand_is_noticed() -> None:
     x, model = torch.randn(1, 4, 8), ByHand()
-    with sequence_parallel(model, Mesh({})), pytest.raises(LayoutError, match="saw its own tokens"):
+    with sequence_parallel(model, Mesh({})), pytest.raises(LayoutError, match="saw only its own tokens"):
         model(x)
     model(x)
 

@@ -25,12 +25,12 @@ WRONG: list[tuple[dict[str, int], dict[str, Any], str]] = [
     (FOUR, dict(mode="ring_ulysses"), "axis ring × ulysses, but .* over seq: write mode='ring'"),
     ({"ring": 2, "ulysses": 2}, dict(mode="ring"), "write mode='ring_ulysses'"),
     (FOUR, dict(order="zig-zag"), "Did you mean 'zigzag'"),
-    (FOUR, dict(length=30), "each of 4 ranks 8 of them .32 with padding., and q has 4"),
+    (FOUR, dict(length=30), "each of 4 ranks 8 of them .32 with padding., but q has 4"),
     (FOUR, dict(length=0), "at least one"),
     (FOUR, dict(window=0), "window=0"),
     (FOUR, dict(window=2.5), "window=2.5"),
     (FOUR, dict(documents=(0, 4)), "end with the length of the sequence, here 16"),
-    (FOUR, dict(documents=(0, 9, 4, 16)), "rise"),
+    (FOUR, dict(documents=(0, 9, 4, 16)), "increase"),
     (FOUR, dict(dropout=0.1), "dropout=0.1.*set the model's attention dropout to 0"),
     (FOUR, dict(kernel="flesh"), "Did you mean 'flash'"),
     (FOUR, dict(kernel="cudnn"), "does not run on cpu"),
@@ -52,7 +52,7 @@ def test_settings(axes: dict[str, int], given: dict[str, Any], what: str) -> Non
 @pytest.mark.parametrize(
     ("shapes", "what"),
     [
-        (((1, 4, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8)), "b and s alike"),
+        (((1, 4, 4, 8), (1, 5, 2, 8), (1, 5, 2, 8)), "the same b and s"),
         (((1, 4, 8), (1, 4, 8), (1, 4, 8)), r"q must be \[b, s, heads, d\]"),
         (((1, 4, 4, 8), (1, 4, 3, 8), (1, 4, 3, 8)), "3 heads of keys divide the 4 of queries"),
         (((1, 4, 4, 8), (1, 4, 2, 6), (1, 4, 2, 8)), "equally wide"),

@@ -154,10 +154,10 @@ def test_shards_and_labels() -> None:
     ("documents", "what"),
     [
         ((0, 3), "ends? with|end with"),
-        ((1, 8), "begin with 0"),
-        ((0, 5, 5, 8), "rise"),
+        ((1, 8), "start at 0"),
+        ((0, 5, 5, 8), "increase"),
         ((8,), "cumulative"),
-        ((0, 9, 8), "rise"),
+        ((0, 9, 8), "increase"),
     ],
 )
 def test_documents_that_are_none_are_refused(documents: tuple[int, ...], what: str) -> None:

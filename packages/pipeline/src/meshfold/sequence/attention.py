@@ -136,12 +136,14 @@ def _check(
 ) -> None:
     if dropout and not isinstance(dropout, WeightDropout):
         raise LayoutError(
-            f"dropout={dropout!r}: kernels draw by the place in a tile, and ranks could not drop what a single process does: set "
-            "the model's attention dropout to 0, or say which weights fall by WeightDropout, as the engine does"
+            f"dropout={dropout!r}: kernels draw by position in a tile, so ranks would drop other weights than a single process: "
+            "set the model's attention dropout to 0, or choose the dropped weights by WeightDropout, as the engine does"
         )
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3]:
-        raise LayoutError(f"q must be [b, s, heads, d], k and v [b, s, kv_heads, d] with b and s alike, got {shapes}")
+        raise LayoutError(
+            f"q must be [b, s, heads, d], k and v [b, s, kv_heads, d] with the same b and s, got {shapes}"
+        )
     if q.shape[3] != k.shape[3] or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise LayoutError(
             f"heads of q and k must be equally wide, and the {k.shape[2]} heads of keys divide the {q.shape[2]} of "
@@ -152,11 +154,11 @@ def _check(
     if q.shape[1] != sharding.local:
         raise LayoutError(
             f"a sequence of {sharding.length} tokens in {sharding.order} order gives each of {sharding.ranks} ranks "
-            f"{sharding.local} of them ({sharding.padded} with padding), and q has {q.shape[1]}: shard it by shard_sequence, and "
-            "give attention the length of the whole sequence if that does not divide"
+            f"{sharding.local} of them ({sharding.padded} with padding), but q has {q.shape[1]}: shard it by shard_sequence, and "
+            "give attention the whole sequence's length if the ranks do not divide it"
         )
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise LayoutError(f"window={window!r}: a token sees a whole number of tokens from 1 (itself) up")
+        raise LayoutError(f"window={window!r}: give the number of tokens that a token sees, from 1 (itself) up")
 
 
 def traffic(

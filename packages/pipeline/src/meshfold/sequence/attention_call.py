@@ -75,15 +75,15 @@ class AttentionSettings:
         """
         if self.causal is None and masked:
             raise LayoutError(
-                "the model gives its attention a mask, which it made for the tokens of one rank: say what it stands for by "
+                "the model passes attention a mask that it made for one rank's tokens: describe the mask by "
                 "sequence_parallel(..., causal=True) or causal=False, with window= or documents= where it has them; "
                 "pad at the end and give the length instead of masking padding"
             )
         rows = documents_by_row(self.documents)
         if len(rows) > 1 and len(rows) != q.shape[0]:
             raise LayoutError(
-                f"{len(rows)} rows with documents of their own, and attention sees {q.shape[0]} of them here: pack all rows alike "
-                "where other axes split or fill up the batch"
+                f"{len(rows)} rows have different documents, but attention gets {q.shape[0]} rows here: pack all rows alike "
+                "if other axes split or pad the batch"
             )
         given: dict[str, Any] = dict(
             causal=causal if self.causal is None else self.causal,
@@ -149,7 +149,7 @@ class AttentionMode(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func in _SEALED:
             raise LayoutError(
-                "torch.nn.MultiheadAttention attends in a way that cannot be carried out over ranks: write the attention with "
+                "torch.nn.MultiheadAttention cannot attend over a split sequence: write the attention with "
                 "torch.nn.functional.scaled_dot_product_attention"
             )
         if func is torch.arange and (found := self._count(*args, **kwargs)) is not None:
@@ -170,13 +170,13 @@ class AttentionMode(TorchFunctionMode):
     ) -> Tensor:
         if query.dim() != 4:
             raise LayoutError(
-                f"attention over a split sequence needs queries [b, heads, s, d], and the model's are {list(query.shape)}: give "
-                "scaled_dot_product_attention four dims, for one head query.unsqueeze(1), key.unsqueeze(1) and value.unsqueeze(1), "
-                "and take .squeeze(1) of what it returns"
+                f"attention over a split sequence needs queries [b, heads, s, d], but the model's are {list(query.shape)}: give "
+                "scaled_dot_product_attention four dims; for one head pass query.unsqueeze(1), key.unsqueeze(1) and "
+                "value.unsqueeze(1), and use .squeeze(1) on the result"
             )
         if not enable_gqa and query.shape[1] != key.shape[1]:
             raise LayoutError(
-                f"the model has {query.shape[1]} heads of queries and {key.shape[1]} of keys: call "
+                f"the model has {query.shape[1]} heads of queries but {key.shape[1]} of keys: call "
                 "scaled_dot_product_attention(..., enable_gqa=True), or repeat the keys and values for each head of queries"
             )
         out = self._settings().attend(

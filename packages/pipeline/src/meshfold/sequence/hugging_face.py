@@ -83,7 +83,7 @@ def attend(
     unknown = [name for name in _UNKNOWN if others.get(name) is not None]
     if unknown:
         raise LayoutError(
-            f"{type(module).__name__} wants {', '.join(unknown)}, which attention over a split sequence does not have"
+            f"{type(module).__name__} needs {', '.join(unknown)}, which attention over a split sequence does not support"
         )
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
@@ -112,6 +112,6 @@ def no_mask(*args: Any, attention_mask: Tensor | None = None, **others: Any) -> 
         hides = not bool(attention_mask.all())
     if hides:
         raise LayoutError(
-            "attention_mask hides tokens, and attention over a split sequence knows padding at the end of the whole sequence "
-            "alone: leave attention_mask out, and give sequence_parallel the length without padding"
+            "attention_mask hides tokens, but attention over a split sequence supports only padding at the end of the whole "
+            "sequence: leave attention_mask out, and give sequence_parallel the length without padding"
         )

@@ -93,14 +93,14 @@ def track_attention(q: Tensor, k: Tensor, v: Tensor, attend: Callable[[], Tensor
         if not _has_tokens(dims[2], found.token_split):
             found.refuse(
                 "scaled_dot_product_attention",
-                f"is given {what} whose dim 2 is not that of the tokens that are split over ranks",
+                f"gets {what} whose dim 2 is not the split dim of tokens",
                 x,
                 axes=found.token_split.axes,
             )
         if is_split(dims[3]):
             found.refuse(
                 "scaled_dot_product_attention",
-                f"attends with pieces of {what}",
+                f"attends with shards of {what}",
                 x,
                 axes=found.token_split.axes,
             )

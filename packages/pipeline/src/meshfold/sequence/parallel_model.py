@@ -92,9 +92,9 @@ class SequenceParallel:
             )
         if self._shifts_labels and given.get("labels") is not None and given.get("shift_labels") is None:
             raise LayoutError(
-                "the model moves labels by one token, which a shard of a sequence cannot: move them before they are sharded, by "
-                "next_tokens(labels), and give the model shift_labels= and num_items_in_batch= as well (Hugging Face), or take "
-                "the loss of its logits by loss_share(logits, targets, mesh, mode)"
+                "the model shifts labels by one token, which is impossible in a shard of a sequence: shift them before sharding, "
+                "by next_tokens(labels), and give the model shift_labels= and num_items_in_batch= as well (Hugging Face), or "
+                "compute the loss from its logits by loss_share(logits, targets, mesh, mode)"
             )
         self._local, self._attended = tokens.shape[1], False
         self._tracked.mark_arguments(given.values(), self._local)
@@ -105,8 +105,8 @@ class SequenceParallel:
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._attended:
             raise LayoutError(
-                f"{type(model).__name__} attended to nothing that sequence_parallel could see, so each rank saw its own tokens "
-                "alone: let it call torch.nn.functional.scaled_dot_product_attention"
+                f"{type(model).__name__} made no attention call that sequence_parallel could intercept, so each rank saw only its "
+                "own tokens: let it call torch.nn.functional.scaled_dot_product_attention"
             )
 
     def _swap(self) -> AttentionMode:
@@ -124,7 +124,7 @@ class SequenceParallel:
         found = self._positions("cpu")
         if found.shape[0] > 1:
             raise LayoutError(
-                "the model counts positions itself, once for all rows, and rows have documents of their own: pack them alike"
+                "the model counts positions once for all rows, but rows have different documents: pack all rows alike"
             )
         return found[0]
 
@@ -167,8 +167,8 @@ class _NoMasks:
         windows = {getattr(module, "window", None) for module in self._masks}
         if len(windows) > 1:
             raise LayoutError(
-                f"the model's masks have the windows {sorted(map(str, windows))}, and attention over a split sequence has one "
-                "for all layers: give them one"
+                f"the model's masks have the windows {sorted(map(str, windows))}, but attention over a split sequence has one "
+                "for all layers: use the same window everywhere"
             )
         self.window: int | None = next(iter(windows), None)
         for module in self._masks:

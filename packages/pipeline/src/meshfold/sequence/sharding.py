@@ -190,7 +190,7 @@ def check_documents(documents: Sequence[int] | Tensor, length: int) -> tuple[int
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length or not rising:
         shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ..., {values[-1]}]"
         raise LayoutError(
-            f"documents={shown}: cumulative lengths begin with 0, rise, and end with the length of the sequence, "
+            f"documents={shown}: cumulative lengths start at 0, increase, and end with the length of the sequence, "
             f"here {length}; two documents of 3 and 5 tokens are (0, 3, 8)"
         )
     return bounds
@@ -239,9 +239,7 @@ def sequence_mode(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
             "belongs to meshfold.tensor_parallel, tensor=dict(mode='1d', ...) with sequence=dict(mode='megatron')"
         )
     if mode not in MODES:
-        raise LayoutError(
-            f"mode={mode!r}: sequence parallelism knows {', '.join(map(repr, MODES))}.{did_you_mean(str(mode), MODES)}"
-        )
+        raise LayoutError(f"mode={mode!r}: write one of {', '.join(map(repr, MODES))}.{did_you_mean(str(mode), MODES)}")
     found = MODES[mode]
     others = [axis for axis in ("seq", "ring", "ulysses") if axis not in found.axes and mesh.size(axis) > 1]
     if others:

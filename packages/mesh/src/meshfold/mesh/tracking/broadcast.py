@@ -42,17 +42,17 @@ def _dim(call: Call, operands: list[tuple[Tensor, Dims]], place: int, size: int)
     if len(split) > 1:
         _check_counted(here, place, split)
         raise MixesError(
-            f"brings together tensors whose dim {place} is split in two ways, over {_axes(split[0])} and over {_axes(split[1])}"
+            f"combines tensors whose dim {place} is split in two ways, over {_axes(split[0])} and over {_axes(split[1])}"
         )
     if size_of(found) != size:
-        raise MixesError(f"spreads a piece of dim {place}, which is split over {_axes(found)}")
+        raise MixesError(f"broadcasts a shard of dim {place}, which is split over {_axes(found)}")
     for x, dim in here:
         if is_split(dim) or is_open(dim) or size_of(dim) == 1:
             continue
         # If all elements along a dim are equal, such as zeros, it can serve as a shard.
         if not call.is_alike(x, place):
             raise MixesError(
-                f"brings a piece together with a tensor {list(x.shape)} that is the same on every rank; dim {place} of the piece "
+                f"combines a shard with a tensor {list(x.shape)} that is the same on every rank; dim {place} of the shard "
                 f"is split over {_axes(found)}"
             )
     return found
@@ -64,7 +64,7 @@ def _check_counted(here: list[tuple[Tensor, Dim]], place: int, split: list[Dim])
     counted = next((x for x, dim in here if is_split(dim) and _is_counted(dim)), None)
     if sharded is not None and counted is not None:
         raise MixesError(
-            f"brings a piece together with a tensor {list(counted.shape)} that is the same on every rank; dim {place} of the piece "
+            f"combines a shard with a tensor {list(counted.shape)} that is the same on every rank; dim {place} of the shard "
             f"is split over {_axes(sharded)}"
         )
 
@@ -81,7 +81,7 @@ def _open(call: Call, wide: list[tuple[Tensor, Dim]], place: int, size: int) -> 
         return whole(size)  # a weight always has its full size
     if known:
         raise MixesError(
-            f"brings a tensor whose dim {place} may be a piece together with a tensor {list(known[0].shape)} that is the same on "
+            f"combines a tensor whose dim {place} may be split with a tensor {list(known[0].shape)} that is the same on "
             "every rank"
         )
     return unknown or next((dim for _, dim in wide if is_open(dim)), whole(size))

@@ -116,8 +116,6 @@ def require_whole_attention(queries: Dims, keys: Dims, values: Dims) -> None:
 def at_dim(what: str, number: int, dim: Dim) -> MixesError:
     """Return the error of an operation that mixes a dim."""
     how = (
-        f"which is split over {', '.join(axes_of(dim))}"
-        if is_split(dim)
-        else "of which nothing tells whether a rank has all of it"
+        f"which is split over {', '.join(axes_of(dim))}" if is_split(dim) else "of which a rank may have all or a part"
     )
     return MixesError(f"{what} dim {number}, {how}")

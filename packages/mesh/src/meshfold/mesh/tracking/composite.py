@@ -59,7 +59,7 @@ def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
         other = not is_split(dim) and not is_open(dim) and size_of(dim) > 1
         if split and (len(split) > 1 or other or size_of(split[0]) != size):
             raise at_dim(
-                "brings a piece together with what is no such piece, along",
+                "combines a shard with a tensor that is not split in the same way, along",
                 number,
                 split[0] if not is_split(dim) else dim,
             )
@@ -176,7 +176,7 @@ def _repeat(dims_of: Layout, input: Tensor, repeats: Any, dim: int | None = None
     def found() -> Dims:
         dims, number = list(dims_of(input)), dim % input.dim()
         if is_open(dims[number]):
-            raise at_dim("repeats a piece along", number, dims[number])
+            raise at_dim("repeats a shard along", number, dims[number])
         dims[number] = normal((*dims[number], Factor(int(repeats))))
         return tuple(dims)
 
@@ -221,7 +221,7 @@ def _attention(
         masked = () if attn_mask is None else dims_of(attn_mask)
         for number in range(max(0, len(masked) - 2), len(masked)):
             if is_split(masked[number]):
-                raise at_dim("attends with pieces of the mask:", number, masked[number])
+                raise at_dim("attends with a mask that is split along", number, masked[number])
         lead = []
         for back in range(len(q), 2, -1):
             here = [(q[-back], len(q) - back)]
@@ -269,8 +269,8 @@ def check_slices(dims: Dims, index: Any, is_local: Callable[[Any], bool]) -> Non
             if item.start == 0 and item.start in named:
                 named.remove(item.start)
             if named and item.indices(size) == (0, size, 1):
-                raise at_dim("takes some of its elements by their places: those of", number, dims[number])
-        number += _takes(item)
+                raise at_dim("selects elements by position in", number, dims[number])
+                number += _takes(item)
 
 
 def _takes(item: Any) -> int:
@@ -283,7 +283,7 @@ def _takes(item: Any) -> int:
 def check_length(dims: Dims, number: int, start: int, length: int) -> None:
     """Refuse a ``narrow``, or a ``split`` into one part, as :func:`check_slices` does."""
     if is_split(dims[number]) and start == 0 and length >= size_of(dims[number]):
-        raise at_dim("takes some of its elements by their places: those of", number, dims[number])
+        raise at_dim("selects elements by position in", number, dims[number])
 
 
 __all__ = ["UNFLATTEN", "MixesError", "check_length", "check_slices", "followed"]

@@ -347,7 +347,7 @@ class _Regrouping:
             self._wants //= factor.size
             return
         if factor.size % self._wants:
-            raise MixesError("takes pieces of a split dim apart at places that are no dim's")
+            raise MixesError("reshapes a split dim across the borders of its shards")
         major, minor = _apart(factor, self._wants, self._at == self._inferred)
         self._made[self._at].append(major)
         self._wants = 1
@@ -366,13 +366,13 @@ def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
     if split is None or split.is_open:
         return Factor(major, split), Factor(minor, split)
     if split.kind != "block":
-        raise MixesError("takes tokens apart that are split over ranks")
+        raise MixesError("reshapes tokens that are split over ranks")
     if not factor.parts:
         known = factor.grain == 0 or (factor.grain > 0 and minor % factor.grain == 0)
         if not known and not inferred:
             raise MixesError(
-                f"takes a piece apart in {major} times {minor}, numbers that are of the whole dim (write -1 in place of {major} "
-                f"if it is {minor} that every rank has)"
+                f"reshapes a shard to {major} × {minor}, the sizes of the whole dim (write -1 instead of {major} "
+                f"if every rank has {minor})"
             )
         return Factor(major, split, (), -1), Factor(minor)
     one = factor.parts[0]
@@ -380,7 +380,7 @@ def _apart(factor: Factor, major: int, inferred: bool) -> tuple[Factor, Factor]:
         return Factor(major), Factor(minor, split, (), factor.grain)
     if all(part % minor == 0 for part in factor.parts):
         return Factor(major, split, tuple(part // minor for part in factor.parts), -1), Factor(minor)
-    raise MixesError("takes the outputs of a fused layer apart within one of them")
+    raise MixesError("reshapes the outputs of a fused layer across their borders")
 
 
 def cut(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
@@ -406,4 +406,4 @@ def cut(dim: Dim, start: int, stop: int, step: int = 1) -> Dim:
         inner = size // dim[0].size
         if start % inner == 0 and stop % inner == 0:
             return normal((Factor((stop - start) // inner), *dim[1:]))
-    raise MixesError("takes some of its elements by their places")
+    raise MixesError("selects elements by position")

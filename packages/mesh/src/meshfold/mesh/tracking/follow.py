@@ -340,8 +340,8 @@ def check_gradients(found: Tracker, name: str, operands: Sequence[Tensor], resul
         if missing := sorted((axes | summed) - axes_in(found.dims(x)) - found.records.summed(x)):
             found.refuse(
                 name,
-                f"brings a tensor {list(x.shape)} that is the same on every rank, and is trained or was made of what is, together "
-                f"with one that differs along {', '.join(missing)}: each rank would have a part of its gradient",
+                f"combines a tensor {list(x.shape)} that needs a gradient and is the same on every rank with one that differs "
+                f"along {', '.join(missing)}: each rank would get only a part of the gradient",
                 *operands,
                 axes=tuple(missing),
             )

@@ -26,7 +26,7 @@ from meshfold.mesh.tracking.dims import (
     whole,
 )
 
-_TAKES = "takes some of its elements by their places: those of"
+_TAKES = "selects elements by position in"
 _BOOLS = (torch.bool, torch.uint8)
 _choices = itertools.count(1)
 
@@ -73,7 +73,7 @@ def _index(call: Call) -> list[Dims]:
     if any(i is not None and i.dtype in _BOOLS for i in indices):
         mask, *others = indices
         if others or mask.dim() != x.dim():
-            raise MixesError("chooses elements of a piece by a mask of some dims")
+            raise MixesError("selects elements of a shard by a mask of some dims")
         return _masked(call, x, mask)
     at = [place for place, index in enumerate(indices) if index is not None]
     looked = [(indices[place], call.dims_of(indices[place])) for place in at]
@@ -103,7 +103,7 @@ def _index_put(call: Call) -> list[Dims]:
         if not _has_places_of(call.dims_of(index), dims[place]):
             if index.dtype in _BOOLS and index.dim() == x.dim() and call.dims_of(index) == dims:
                 return [dims]
-            raise at_dim("writes to places of a piece of", place, dims[place])
+            raise at_dim("writes to positions in a shard of", place, dims[place])
     return [_written(call, dims, values)]
 
 
@@ -112,7 +112,7 @@ def _written(call: Call, dims: Dims, values: Tensor) -> Dims:
     axes = {axis for dim in call.dims_of(values) for axis in axes_of(dim)}
     have = {axis for dim in dims for axis in axes_of(dim)}
     if axes - have and any(is_split(d) for d in call.dims_of(values)):
-        raise MixesError("writes pieces of a split tensor into one that is the same on every rank")
+        raise MixesError("writes a shard into a tensor that is the same on every rank")
     return dims
 
 
@@ -131,7 +131,7 @@ def _along(call: Call) -> list[Dims]:
             rest.append(dim)
         elif is_split(mine) or is_split(dim):
             if mine != dim and not (is_split(dim) and not is_split(mine) and call.name.startswith("scatter")):
-                raise at_dim("brings a piece together with what is no such piece, along", place, mine)
+                raise at_dim("combines a shard with a tensor that is not split in the same way, along", place, mine)
             rest.append(dim)
         else:
             known = is_whole(mine) and is_whole(dim)
@@ -160,11 +160,11 @@ def _index_add(call: Call) -> list[Dims]:
     source = call.dims("source")
     if not is_whole(dims[number]):
         if not _has_places_of(index, dims[number]):
-            raise at_dim("writes to places of a piece of", number, dims[number])
+            raise at_dim("writes to positions in a shard of", number, dims[number])
     elif _chosen_of(index) is not None:  # writes this rank's number of rows
-        raise MixesError("writes pieces of a split tensor into one that is the same on every rank")
+        raise MixesError("writes a shard into a tensor that is the same on every rank")
     elif index and not is_whole(index[0]):
-        raise at_dim("writes to places that are counted on every rank by itself, along", number, index[0])
+        raise at_dim("writes to positions that each rank counts from 0, along", number, index[0])
     for place, dim in enumerate(source):
         if place != number and is_split(dim) and not is_split(dims[place]):
             dims[place] = dim
@@ -175,11 +175,11 @@ def _loss(call: Call) -> list[Dims]:
     """Loss of split tokens by labels with the same split: the caller weights each rank's mean by its labels."""
     dims, target = call.dims("self"), call.dims("target")
     classes = 1 if len(dims) > 1 else 0
-    require_whole(dims, (classes,), "looks classes up in a piece of")
+    require_whole(dims, (classes,), "looks up classes in a shard of")
     rows = tuple(dim for place, dim in enumerate(dims) if place != classes)
     alike = len(rows) == len(target) and all(len(distinct_splits(pair)) == 1 for pair in zip(rows, target, strict=True))
     if not alike:
-        raise MixesError("brings a piece together with labels that are no such piece")
+        raise MixesError("combines a shard with labels that are not split in the same way")
     if int(call.given.get("reduction", 1)):
         for place, dim in enumerate(rows):
             if any(f.split is not None and f.split.kind != "tokens" for f in dim):

@@ -146,7 +146,7 @@ def _batch(call: Call, *several: Dims) -> Dims:
     for place, dims in enumerate(zip(*several, strict=True)):
         split = distinct_splits(d for d in dims if is_split(d))
         if len(split) > 1 or (split and any(not is_split(d) and not _free(d) for d in dims)):
-            raise at_dim("brings a piece together with what is no such piece, along", place, split[0])
+            raise at_dim("combines a shard with a tensor that is not split in the same way, along", place, split[0])
         made.append(split[0] if split else dims[0])
     return tuple(made)
 

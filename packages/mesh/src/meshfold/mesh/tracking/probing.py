@@ -36,7 +36,7 @@ def try_on_pieces(call: Call) -> list[Dims]:
             if number is not None:
                 size = outs[place].shape[number]
                 if made[place][number] != (Factor(size),):
-                    raise _mixes(call, split, "it joins two split dims in one")
+                    raise _mixes(call, split, "it merges two split dims")
                 made[place][number] = (Factor(size, split),)
     return [check_axes_once(tuple(dims)) for dims in made]
 
@@ -52,7 +52,7 @@ def _how(split: Split) -> str:
 def _along(call: Call, split: Split, outs: list[Tensor]) -> list[int | None]:
     """Return, for each result, the dim along which it is split if the operands are split this way; None if it is the same."""
     if sum(x.numel() for x in call.tensors) > _MOST or any(x.is_meta for x in call.tensors):
-        raise MixesError(f"works on a dim that {_how(split)}, and no rule says what it makes of that")
+        raise MixesError(f"works on a dim that {_how(split)}, and there is no rule for that")
     first, second, both = ({}, {}, {})  # type: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     for name, value in call.given.items():
         number = _written_along(call, split) if name == "self" else None
@@ -104,7 +104,7 @@ def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
         if not numbers:
             return value.clone(), value.clone(), value.clone()
         if len(numbers) > 1 or len(call.dims_of(value)[numbers[0]]) > 1:
-            raise _mixes(call, split, "it takes apart what was put together of several dims")
+            raise _mixes(call, split, "it splits a dim that was merged from several")
         one, other = _random(value, 1), _random(value, 2)
         return one, other, torch.cat([one, other], numbers[0])
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
@@ -135,7 +135,7 @@ def _found(call: Call, split: Split, a: Tensor, b: Tensor, c: Tensor) -> int | N
                 return number
     if a.shape == b.shape == c.shape and _alike(a, c) and _alike(b, c):
         return None
-    raise _mixes(call, split, "it computes something else than on both together")
+    raise _mixes(call, split, "its results differ from those on the whole")
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

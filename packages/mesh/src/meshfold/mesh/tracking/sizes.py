@@ -131,9 +131,9 @@ class OpenSizes(TorchFunctionMode):
             return
         tracker.refuse(
             name,
-            f"draws random numbers that ranks along {', '.join(tracker.random_axes)} do not draw alike. Draw them outside of the "
-            "model and give them to its forward, or draw what is whole from a torch.Generator that every rank seeds alike; "
-            "nn.Dropout and F.dropout are the same on all ranks",
+            f"draws random numbers that differ between ranks along {', '.join(tracker.random_axes)}. Draw them outside the "
+            "model and pass them to its forward, or draw whole tensors from a torch.Generator with the same seed on every rank; "
+            "nn.Dropout and F.dropout are already the same on all ranks",
             *given,
             axes=tracker.random_axes,
         )
@@ -149,7 +149,7 @@ class OpenSizes(TorchFunctionMode):
             given = {**dict(zip(_SLICES[name], args[1:], strict=False)), **kwargs}
             number, length = given.get("dim", 0) % x.dim(), given.get("length")
             if is_split(dims[number]) and given.get("chunks", 0) > x.shape[number]:
-                raise at_dim("takes apart in more parts than a rank has elements", number, dims[number])
+                raise at_dim("splits into more parts than a rank has elements of", number, dims[number])
             if isinstance(length, int) and not isinstance(length, LocalSize):
                 start = given.get("start", 0)
                 check_length(dims, number, 0 if isinstance(start, Tensor) else start, length)
@@ -179,7 +179,7 @@ class OpenSizes(TorchFunctionMode):
         over = f"split over {', '.join(axes)}" if axes else "that may be split"
         text = " ".join(str(error).split()) or type(error).__name__
         try:
-            self._tracker.refuse(name or "a function", f"fails on a piece, {over} ({text})", *given, axes=axes)
+            self._tracker.refuse(name or "a function", f"fails on a shard, {over} ({text})", *given, axes=axes)
         except LayoutError as refused:
             raise refused from error
 
@@ -302,7 +302,7 @@ class OpenSizes(TorchFunctionMode):
     def _refuse_size(self, dim: Dim, what: str) -> NoReturn:
         axes = axes_of(dim)
         over = f"split over {', '.join(axes)}"
-        self._tracker.refuse("size", f"computes with {what}, of which a rank has a piece, {over}", axes=axes)
+        self._tracker.refuse("size", f"computes with {what}, of which a rank has a shard, {over}", axes=axes)
 
     def _local(self, size: int, dim: Dim, what: str) -> int:
         return local_size(size, axes_of(dim), dim, lambda: self._refuse_size(dim, what))

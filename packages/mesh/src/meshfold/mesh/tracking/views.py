@@ -88,13 +88,13 @@ def _chosen(dims: Sequence[Dim], number: int, start: int, stop: int, *, keep: bo
     try:
         made[number] = cut(dims[number], start, stop)
     except MixesError as error:
-        raise at_dim(f"{error}: those of", number, dims[number]) from None
+        raise at_dim(f"{error} in", number, dims[number]) from None
     if keep:
         return tuple(made)
     if dims[number][0].parts and number + 1 < len(made):  # one head per rank: queries, keys or values
         made[number + 1] = normal((*made[number], *made[number + 1]))
     elif not is_whole(made[number]):
-        raise at_dim("takes some of its elements by their places: those of", number, dims[number])
+        raise at_dim("selects elements by position in", number, dims[number])
     del made[number]
     return tuple(made)
 
@@ -108,7 +108,7 @@ def _slice(call: Call) -> list[Dims]:
     try:
         dims[number] = cut(dims[number], first, max(first, last), by)
     except MixesError as error:
-        raise at_dim(f"{error}: those of", number, dims[number]) from None
+        raise at_dim(f"{error} in", number, dims[number]) from None
     return [tuple(dims)]
 
 
@@ -146,7 +146,7 @@ def _cat(call: Call) -> list[Dims]:
         operands.append((x, tuple(dims)))
     piece = next((dim for dim in joined if not is_whole(dim)), None)
     if piece is not None and len(given) > 1:
-        raise at_dim("puts pieces one behind the other along", number, piece)
+        raise at_dim("concatenates shards along", number, piece)
     made = list(broadcast_dims(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape))))
     made[number] = joined[0] if len(given) == 1 else whole(call.out.shape[number])
     return [tuple(made)]
@@ -206,7 +206,7 @@ def _as_strided(call: Call) -> list[Dims]:
     same = tuple(call.out.shape) == tuple(x.shape) and call.out.stride() == x.stride()
     if same and call.out.storage_offset() == x.storage_offset():
         return [call.dims_of(x)]
-    raise MixesError("looks at the memory of a piece in its own way")
+    raise MixesError("reinterprets the memory of a shard")
 
 
 RULES: dict[str, Rule] = {

@@ -46,13 +46,13 @@ class OutputForm:
             others = [leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | bool | None)]
             if others:
                 raise ChainError(
-                    f"a {kind} returns a {type(others[0]).__name__}, and what is in it cannot be seen: let blocks return a tensor, "
+                    f"a {kind} returns a {type(others[0]).__name__}, whose contents are unknown: let blocks return a tensor, "
                     "or a tuple, list or dict of tensors"
                 )
             shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
             raise ChainError(
-                f"a {kind} turns {tuple(given.shape)} into {shapes}: a model is cut into stages between blocks that keep the shape "
-                "of what they are given"
+                f"a {kind} turns {tuple(given.shape)} into {shapes}: a model can be cut into stages only between blocks that keep "
+                "the shape of their input"
             )
         without_values = (TensorPlaceholder(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(spec=spec, leaves=tuple(without_values), place=place)
@@ -131,8 +131,8 @@ class OutputForms:
             for own in ranks:
                 if not any(self._alike(other, index) for other in own):
                     raise ChainError(
-                        f"block {index} returns {form} and block {own[0]} {self._seen.get(own[0], 'something else')}: ranks whose "
-                        "own blocks return no such tensors cannot stand in for it. Let all blocks return alike"
+                        f"block {index} returns {form}, but block {own[0]} {self._seen.get(own[0], 'something else')}: ranks "
+                        "without a block of the same form cannot stand in for it. Let all blocks return the same form"
                     )
 
     def _alike(self, one: int, other: int) -> bool:

@@ -70,7 +70,7 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
             f"blocks={name!r} of {type(model).__name__} is not an nn.ModuleList or nn.Sequential of blocks with parameters"
         )
     raise LayoutError(
-        f"{type(model).__name__} has no nn.ModuleList or nn.Sequential in which a block repeats, so it cannot be cut "
+        f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of repeated blocks, so it cannot be cut "
         f"into stages: put its layers into an nn.ModuleList"
     )
 
@@ -177,7 +177,7 @@ def shallow_twin(module: nn.Module, made: dict[nn.Module, nn.Module] | None = No
         if "_orig_mod" in module._modules:
             kind = type(module._modules["_orig_mod"]).__name__
             raise LayoutError(
-                f"a compiled {kind} is in the model several times: write block.compile() in place of torch.compile(block)"
+                f"a compiled {kind} is in the model several times: write block.compile() instead of torch.compile(block)"
             )
         twin = made[module] = object.__new__(type(module))
         for name, value in module.__dict__.items():

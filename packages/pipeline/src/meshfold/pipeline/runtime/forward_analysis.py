@@ -107,8 +107,8 @@ def analyze_forward(
                 raise
             except Exception as error:
                 raise ExampleError(
-                    f"to see what {type(model).__name__} does before its blocks it was called with "
-                    f"{_described(example)}, and raised {type(error).__name__}: {error}"
+                    f"{type(model).__name__} was called with {_described(example)}, to see what it does before its blocks, "
+                    f"and raised {type(error).__name__}: {error}"
                 ) from error
             found = ForwardAnalysis(uses=_used(model, seen, beside, weights, loose, {-1: entering}))
         partial_forward.forget()

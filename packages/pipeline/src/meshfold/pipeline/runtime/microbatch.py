@@ -72,7 +72,7 @@ def split(
     """
     rows = rows_of(batch)
     if not 1 <= count <= rows:
-        raise SpecError(f"a batch of {rows} rows cannot be cut into {count} micro-batches of one row at least")
+        raise SpecError(f"a batch of {rows} rows cannot be cut into {count} micro-batches: give each at least one row")
     sizes = _sizes(rows, count, unit)
     if isinstance(batch, list):
         batch = tuple(batch)

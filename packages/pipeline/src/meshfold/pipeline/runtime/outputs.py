@@ -52,8 +52,8 @@ def share(outputs: Sequence[Any] | None, group: Group, source: int, device: torc
     if int(count) == _NONE:
         why = "on the last stage's rank" if error is None else error
         raise SpecError(
-            f"the model's outputs of several micro-batches cannot be put together: {why}. Return tensors whose first dim is the "
-            "rows, alone, in a tuple or in an object with attributes"
+            f"the outputs of several micro-batches cannot be joined: {why}. Return tensors whose first dim is the "
+            "batch, alone, in a tuple or in an object with attributes"
         ) from error
     names, tensors = [], []
     for place in range(int(count)):
@@ -63,7 +63,7 @@ def share(outputs: Sequence[Any] | None, group: Group, source: int, device: torc
         names.append(name)
         tensors.append(broadcast(given, group, source))
     if not names:
-        raise SpecError("the model's output has no tensor with rows to hand out")
+        raise SpecError("the model's output has no tensor whose first dim is the batch: return one")
     if names == [""]:
         return tensors[0]
     if all(name.isdigit() for name in names):

@@ -78,9 +78,9 @@ class TransferPlan:
         for stage, (first, stop) in enumerate(pairwise(bounds)):
             if not any(first <= index < stop for index in self.slots):
                 raise ChainError(
-                    f"stage {stage} has blocks {first} to {stop - 1} of {blocks or 'the model'}, and the model's forward calls "
-                    f"none of them (it calls {', '.join(map(str, self.slots))}): use fewer stages, or take blocks that are not "
-                    "called out of the list"
+                    f"stage {stage} has blocks {first} to {stop - 1} of {blocks or 'the model'}, but the model's forward calls "
+                    f"none of them (it calls {', '.join(map(str, self.slots))}): use fewer stages, or remove uncalled blocks "
+                    "from the list"
                 )
 
 
@@ -296,9 +296,8 @@ class PartialForward:
         assert run is not None  # checked by the gate
         if index < run.at:
             raise ChainError(
-                f"block {index} is called after block {run.at}: a model is cut into stages along its list of blocks, so each is "
-                "called in the order of that list. Call them in that order; a block that runs again after others can be in the "
-                "list a second time"
+                f"block {index} is called after block {run.at}: stages follow the list of blocks, so call the blocks in that "
+                "order; a block that runs again later can be in the list a second time"
             )
         before, run.at = run.at, index
         if run.looking:
@@ -306,8 +305,8 @@ class PartialForward:
         slots = run.plan.slots.get(index)
         if slots is None:
             raise ChainError(
-                f"block {index} is called now, and was not when the forward was looked at: which blocks a model calls may depend "
-                "on shapes and on its mode, and neither on values nor on chance"
+                f"block {index} is called now, but was not when the forward was observed: which blocks a model calls may depend "
+                "on shapes and on its mode, but not on values or random numbers"
             )
         if index < run.first:
             run.elsewhere[self._first_place(index)] += 1
@@ -374,13 +373,13 @@ class PartialForward:
             run.crossings.setdefault(index, Crossing.now([*travels.values()]))
         if not travels and before < 0:
             raise ChainError(
-                f"no layer runs before block {index}, which is called with the model's input as it is, and what travels between "
-                "stages is what layers make: leave the first layer out of the list of blocks (an embedding, or a first "
+                f"no layer runs before block {index}, which gets the model's input unchanged, but stages exchange the outputs of "
+                "layers: leave the first layer out of the list of blocks (an embedding, or a first "
                 "nn.Linear, called before it)"
             )
         if not travels:
             raise ChainError(
-                f"nothing that block {index} is called with depends on what runs before it: its blocks are no chain, and "
+                f"no input of block {index} depends on the blocks before it: the blocks are not a chain and "
                 f"cannot be cut into stages"
             )
         if index >= run.stop:
@@ -414,8 +413,8 @@ class PartialForward:
                 raise
             raise ChainError(
                 f"block {here}, a {type(block).__name__}, cannot be called as block {index} is ({type(error).__name__}: {error}). "
-                "Blocks of a pipeline take the same arguments and keep the shape of what they are given, and a forward must not "
-                "ask for a block's class: those of other stages are stand-ins. Let all blocks be called alike"
+                "Blocks of a pipeline must take the same arguments and keep their input's shape, and a forward must not "
+                "check a block's class, since blocks of other stages are stand-ins. Call all blocks in the same way"
             ) from error
         return OutputForm.of(output, hidden, type(block).__name__)
 

@@ -248,8 +248,8 @@ def _check_buffers(model: nn.Module, changed: set[Tensor], ranks_of: Callable[[s
             ranks.setdefault(buffer, set()).update(ranks_of(name))
             if len(ranks[buffer]) > 1:
                 raise LayoutError(
-                    f"the forward changes the buffer {name!r}, and its module is in stages on several ranks, each of which "
-                    "would change its own copy: give every place a module of its own, or use fewer stages"
+                    f"the forward changes the buffer {name!r}, but its module is in stages on several ranks, each of which "
+                    "would change its own copy: use a separate module in every place, or fewer stages"
                 )
 
 
@@ -297,8 +297,8 @@ def _check_not_compiled(around: Sequence[nn.Module]) -> None:
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             name = type(module._modules.get("_orig_mod", module)).__name__
             raise LayoutError(
-                f"{name} is compiled as a whole, and a stage runs a part of its forward: compile the blocks in place of the model, "
-                "as for block in model.blocks: block.compile()"
+                f"{name} is compiled as a whole, but a stage runs a part of its forward: compile the blocks instead of the model, "
+                "as in: for block in model.blocks: block.compile()"
             )
 
 

@@ -187,7 +187,7 @@ class Stage:
 
     def _backward(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
         if key not in self._held:
-            raise MeshfoldError(f"stage {self.number} has no forward of micro-batch {key} to go back through")
+            raise MeshfoldError(f"stage {self.number} has no forward of micro-batch {key}: run it before its backward")
         live = self._held.pop(key)
         pairs = [
             (output[0], gradient.to(output[1]))
@@ -208,14 +208,14 @@ class Stage:
         lost = [tensor for tensor in made if tensor.is_floating_point() and bool(tensor.isnan().all())]
         if lost and all(bool(tensor.isfinite().all()) for tensor in received):
             why = bypassed(self._partition.blocks.name, f"block {self.first}")
-            raise LayoutError(f"stage {self.number} makes nothing but nan of finite inputs: {why}")
+            raise LayoutError(f"stage {self.number} returns only NaN for finite inputs: {why}")
 
     def _check(self, output: Sequence[Tensor], plan: TransferPlan) -> None:
         for tensor, slot in zip(output, self.outputs(plan), strict=True):
             if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
                 raise MeshfoldError(
-                    f"stage {self.number} passes on {tuple(tensor.shape)} of {tensor.dtype} where {slot.shape} of "
-                    f"{slot.dtype} was expected: blocks must keep the shape and dtype of what they are given"
+                    f"stage {self.number} returns {tuple(tensor.shape)} of {tensor.dtype} where {slot.shape} of "
+                    f"{slot.dtype} was expected: blocks must keep the shape and dtype of their input"
                 )
 
 

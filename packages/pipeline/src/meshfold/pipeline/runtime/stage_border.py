@@ -87,8 +87,8 @@ def check_handed_on(block: int, began: Layouts, leaves: Mapping[int, Tensor]) ->
         if len(before) == len(now) and before != now:
             raise LayoutError(
                 f"block {block}, the first of a stage, is called with a tensor {list(leaves[place].shape)} {_split(now)}, and the "
-                f"first block of the stage before with one {_split(before)}: blocks of a pipeline return a tensor that is split "
-                "over ranks as the one they are given. Turn it back at the end of the block, or use a spec without pipeline"
+                f"first block of the stage before with one {_split(before)}: blocks of a pipeline must return a tensor that is "
+                "split over ranks like their input. Restore the layout at the end of the block, or use a spec without pipeline"
             )
 
 

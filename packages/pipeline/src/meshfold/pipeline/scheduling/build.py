@@ -216,7 +216,7 @@ class Programs:
             SpecError: for another schedule than ``auto``.
         """
         if self._source != "auto":
-            raise SpecError(f"costs change nothing about schedule {self._source!r}: only 'auto' looks at them")
+            raise SpecError(f"costs do not affect schedule {self._source!r}: only 'auto' uses them")
         self._options["costs"] = costs
         self._known = {key: known for key, known in self._known.items() if not key[1]}
 

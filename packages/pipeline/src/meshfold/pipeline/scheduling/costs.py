@@ -64,7 +64,7 @@ class Costs:
             ScheduleError: if ``send`` differs between borders: the cost of the new borders is then unknown.
         """
         if not isinstance(self.send, int | float):
-            raise ScheduleError("send differs from border to border: measure the finer cut, or give one number.")
+            raise ScheduleError("send differs between stage borders: measure the finer cut, or give one number.")
 
         def cut(value: Number) -> Number:
             if isinstance(value, int | float):
