@@ -76,7 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)
     from meshfold.engine.world import require_runnable
     from meshfold.mesh import ParallelSpec
-    from meshfold.planner import estimate, explain_misfit, find_machine, step_times, suggest_change
+    from meshfold.planner import (
+        choose_attention,
+        estimate,
+        explain_misfit,
+        find_machine,
+        step_times,
+        suggest_change,
+    )
     from meshfold.train.model_choice import choose_model, longest
 
     spec = ParallelSpec.parse(parallel, arguments.ranks)
@@ -115,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     found = estimated(spec, arguments.recompute)
+    attention = choose_attention(found, machine, precision, lambda changed: estimated(changed, arguments.recompute))
     took = step_times(found, machine, precision)
     _write_pictures(found, arguments.timeline, arguments.trace)
     if arguments.json:
@@ -124,12 +132,17 @@ def run(arguments: argparse.Namespace) -> int:
             "seq_len": seq_len,
             "precision": precision,
         }
-        print(json.dumps(words | _answer(found, took, machine), indent=1, default=str))
+        answer = words | _answer(found, took, machine)
+        if attention is not None:
+            answer["attention"] = {"by_tokens": attention.by_tokens, "why": attention.why}
+        print(json.dumps(answer, indent=1, default=str))
     else:
         print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}\n")
         _show(found, took, machine, report=arguments.report)
         if found.fp8:
             print(f"\n{found.fp8}\ntimes are those of bf16")
+        if attention is not None:
+            print(f"\noverlap='auto': {attention.why}")
         _note_defaults(arguments, seq_len)
     reason = explain_misfit(found, machine)
     if reason:

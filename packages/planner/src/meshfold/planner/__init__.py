@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshfold.planner.attention_choice import AttentionChoice, choose_attention
     from meshfold.planner.estimates import Estimate, Memory, Times, Traffic, step_times
     from meshfold.planner.machines import (
         MACHINES,
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 __all__ = [
     "MACHINES",
     "PEAK_TFLOPS",
+    "AttentionChoice",
     "Estimate",
     "Host",
     "Machine",
     "Memory",
     "Times",
     "Traffic",
+    "choose_attention",
     "estimate",
     "explain_misfit",
     "find_machine",
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "attention_choice": ("AttentionChoice", "choose_attention"),
     "estimates": ("Estimate", "Memory", "Times", "Traffic", "step_times"),
     "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
     "planner": ("estimate", "explain_misfit", "fits", "plan_memory", "suggest_change"),
