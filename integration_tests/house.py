@@ -34,7 +34,7 @@ SIBLINGS: dict[str, set[str]] = {
     "engine": _PARALLEL,
     "planner": _INTEGRATION,
     "huggingface": {*_INTEGRATION, "models"},
-    "align": {*_INTEGRATION, "models"},
+    "align": {*_INTEGRATION, "models", "inference"},
     "lightning": _INTEGRATION,
     "colossalai": _INTEGRATION,
     "meshfold": {*_INTEGRATION, "models", "planner", "huggingface", "inference", "align"},

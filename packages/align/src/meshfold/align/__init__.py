@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshfold.align.dpo import DPO, KTO
+from meshfold.align.grpo import GRPO, GRPO_KINDS
 from meshfold.align.log_probs import TokenLogProbs, TokenValues
 from meshfold.align.means import (
     Mean,
@@ -24,6 +25,7 @@ from meshfold.align.policy import (
     kl_penalties,
     rewards_of_tokens,
 )
+from meshfold.align.ppo import PPO
 from meshfold.align.preference import (
     DPO_LOSSES,
     dpo_losses,
@@ -47,6 +49,8 @@ from meshfold.align.records import (
 )
 from meshfold.align.reference import AdapterReference, FrozenCopy, Reference
 from meshfold.align.reward import RewardModel, scorer
+from meshfold.align.rewards import Rewards
+from meshfold.align.rollout import EngineRollouts, Rollout
 from meshfold.align.rows import completion_rows, pack, pair_rows
 from meshfold.align.run import Trainer, fit, latest_step, step_path
 from meshfold.align.sft import SFT
@@ -54,11 +58,15 @@ from meshfold.align.sft import SFT
 __all__ = [
     "DPO",
     "DPO_LOSSES",
+    "GRPO",
+    "GRPO_KINDS",
     "KTO",
+    "PPO",
     "SFT",
     "AdapterReference",
     "ChatTokenizer",
     "Completion",
+    "EngineRollouts",
     "FrozenCopy",
     "Mean",
     "Objective",
@@ -66,6 +74,8 @@ __all__ = [
     "Prompt",
     "Reference",
     "RewardModel",
+    "Rewards",
+    "Rollout",
     "Terms",
     "TextTokenizer",
     "TokenLogProbs",

@@ -1,0 +1,122 @@
+"""Rewards of completions: Python functions with TRL's signature, each completion scored once, on one rank.
+
+    def short(completions, **kwargs):
+        return [-len(text) for text in completions]
+
+A function gets ``prompts`` and ``completions`` (texts; for prompts of messages a message of the assistant), ``completion_ids``, and
+the other columns of the records by name, a value a completion. It returns a number for each, or None for one that it cannot score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.align.records import Completion, Prompt, TextTokenizer
+from meshfold.align.reward import RewardModel
+from meshfold.engine import Engine
+from meshfold.mesh import SpecError
+from meshfold.mesh.collectives import all_gather_object
+
+__all__ = ["Rewards"]
+
+
+class Rewards:
+    """The sum of several rewards of each completion."""
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any] | RewardModel],
+        tokenizer: TextTokenizer,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """Args:
+            functions: with TRL's signature; or a trained :class:`meshfold.align.RewardModel`, on all ranks.
+            tokenizer: makes texts of tokens.
+            weights: factor of each; None: 1.
+
+        Raises:
+            SpecError: for no functions, or other than one weight each.
+        """
+        if not functions or not all(callable(f) or isinstance(f, RewardModel) for f in functions):
+            raise SpecError(
+                "rewards: give a list of functions (prompts, completions, **columns) -> numbers, at least one"
+            )
+        if weights is not None and len(weights) != len(functions):
+            raise SpecError(f"{len(weights)} weights for {len(functions)} rewards: give one each")
+        self._functions, self._tokenizer = functions, tokenizer
+        self._weights = [1.0] * len(functions) if weights is None else list(weights)
+        self.names = _names(functions)
+
+    def __call__(self, engine: Engine, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Return rewards ``n`` in float64, the same on every rank; NaN where no function scored. All ranks must call.
+
+        Args:
+            engine: whose data coordinates share the work.
+            prompts: of each completion.
+            tokens: of each completion, without the prompt.
+
+        Raises:
+            SpecError: on all ranks, if a function fails, or returns another number of rewards.
+        """
+        world, count = engine.world, len(tokens)
+        here = range(count * world.row_index // world.row_size, count * (world.row_index + 1) // world.row_size)
+        leads = world.mesh.rank == world.members[0]  # of the ranks with these rows one calls
+        mine: list[tuple[int, list[float]]] = []
+        failure = ""
+        if leads and len(here):
+            try:
+                mine = self._of_functions([prompts[i] for i in here], [tokens[i] for i in here], here.start)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        table = torch.full((len(self._functions), count), math.nan, dtype=torch.float64)
+        for found, failed in all_gather_object((mine, failure), world.everyone, engine.device):
+            if failed:
+                raise SpecError(f"a reward function failed: {failed}")
+            for number, values in found:
+                table[:, number] = torch.tensor(values, dtype=torch.float64)
+        for place, function in enumerate(self._functions):
+            if isinstance(function, RewardModel):
+                table[place] = function.scores([_whole(p, t) for p, t in zip(prompts, tokens, strict=True)]).double()
+        weights = torch.tensor(self._weights, dtype=torch.float64)[:, None]
+        total = (weights * table).nansum(0)
+        return total.masked_fill(table.isnan().all(0), math.nan)
+
+    def _of_functions(
+        self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], first: int
+    ) -> list[tuple[int, list[float]]]:
+        texts = [self._tokenizer.decode(list(ids)) for ids in tokens]
+        completions = [
+            [{"role": "assistant", "content": text}] if isinstance(prompt.given, list) else text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        names = {name for prompt in prompts for name in prompt.columns}
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in sorted(names)}
+        found = [[math.nan] * len(self._functions) for _ in tokens]
+        for place, function in enumerate(self._functions):
+            if isinstance(function, RewardModel):
+                continue
+            values = function(
+                prompts=[prompt.given for prompt in prompts],
+                completions=completions,
+                completion_ids=[list(ids) for ids in tokens],
+                **columns,
+            )
+            if len(values) != len(tokens):
+                raise SpecError(f"{self.names[place]} returned {len(values)} rewards for {len(tokens)} completions")
+            for row, value in zip(found, values, strict=True):
+                row[place] = math.nan if value is None else float(value)
+        return [(first + number, row) for number, row in enumerate(found)]
+
+
+def _names(functions: Sequence[Any]) -> list[str]:
+    return [getattr(function, "__name__", type(function).__name__) for function in functions]
+
+
+def _whole(prompt: Prompt, tokens: Sequence[int]) -> Completion:
+    counts = (False,) * len(prompt.ids) + (True,) * len(tokens)
+    return Completion(ids=(*prompt.ids, *tokens), counts=counts)
