@@ -94,8 +94,23 @@ def test_dispatch_equals_one_process_on_4() -> None:
     compare("any", 4, 0.6)
 
 
+def one_row(k: int, dtype: torch.dtype) -> None:
+    """One token of rank 0 goes to k experts of rank 1, so a message is a single row; its bytes need not be aligned."""
+    group = Mesh({"expert": 2}).group("expert")
+    n = 1 - group.index
+    tokens, weights = torch.ones(n, HIDDEN, dtype=dtype), torch.full((n, k), 0.5, dtype=dtype).requires_grad_()
+    index = (torch.arange(k) + EXPERTS // 2).expand(n, k)
+    y = dispatch(tokens, index, weights, lambda rows, ends, counts: 2 * rows, experts=EXPERTS, group=group)
+    close(y, torch.full((n, HIDDEN), float(k), dtype=dtype))
+    y.sum().backward()
+    close(weights.grad, torch.full((n, k), 2.0 * HIDDEN, dtype=dtype))
+
+
 @ranks(2)
 def test_dispatch_equals_one_process_on_2() -> None:
+    for k in (1, 3):
+        for dtype in (torch.float64, torch.bfloat16):
+            one_row(k, dtype)
     for kind in KINDS:
         compare(kind, 2, None)
     compare("one", 2, 1.5)

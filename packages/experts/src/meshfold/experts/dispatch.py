@@ -181,14 +181,19 @@ class _Routing(torch.autograd.Function):
         size = weights.shape[1] * weights.element_size()
         message = torch.cat([weights.contiguous().view(torch.uint8), numbers.contiguous().view(torch.uint8)], 1)
         arrived = exchange_rows(message, group, sends, receives).wait()
-        theirs = arrived[:, size:].contiguous().view(numbers.dtype)
+        theirs = _columns(arrived, size, message.shape[1], numbers.dtype)
         if is_simulated():
             theirs = numbers.clone()
         ctx.mark_non_differentiable(theirs)
-        return arrived[:, :size].contiguous().view(weights.dtype), theirs
+        return _columns(arrived, 0, size, weights.dtype), theirs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dweights: Tensor, _: Tensor) -> Any:
         group, sends, receives = ctx.way
         return exchange_rows(dweights, group, receives, sends).wait(), None, None, None, None
+
+
+def _columns(message: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Return columns of bytes as numbers. A copy: a single row counts as contiguous, however its bytes are aligned."""
+    return message[:, begin:end].clone(memory_format=torch.contiguous_format).view(dtype)
