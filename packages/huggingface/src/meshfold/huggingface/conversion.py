@@ -31,6 +31,7 @@ from meshfold.huggingface import decoder_names
 from meshfold.huggingface.decoder_names import Step, unchanged
 from meshfold.huggingface.folder_config import read_raw_config
 from meshfold.huggingface.folder_writer import SHARD_BYTES, FolderWriter
+from meshfold.huggingface.upcycling import upcycled
 from meshfold.huggingface.weight_names import model_of, to_files
 from meshfold.models import DecoderConfig
 
@@ -96,6 +97,8 @@ def convert_folder(
     names: str | None = None,
     config: DecoderConfig | None = None,
     shard_bytes: int = SHARD_BYTES,
+    experts: int | None = None,
+    top_k: int = 2,
 ) -> Converted:
     """Write the model in one folder into another, as one or the other kind.
 
@@ -108,15 +111,22 @@ def convert_folder(
         names: of a checkpoint: ``"hf"`` as in the folder, ``"meshfold"`` for our own GPT or Llama. None: as in the source.
         config: of our own model, for a checkpoint that does not know it (written before this version).
         shard_bytes: of a file of weights of a Hugging Face folder.
+        experts: write a mixture that computes the same, with so many copies of each feed-forward; into a Hugging Face folder.
+        top_k: experts a token of that mixture.
 
     Raises:
         CheckpointError: if it cannot be read or written, or has no equivalent there.
+        SpecError: for numbers of experts that do not fit.
     """
     came, place = Path(source), None if like is None else Path(like)
     if place is not None and not (place / "config.json").is_file():
         raise CheckpointError(f"{place} has no config.json: name a folder of a Hugging Face model")
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if experts is not None and to != "hf":
+        raise CheckpointError(
+            "a mixture is written into a Hugging Face folder (to='hf'); convert that to a checkpoint then"
+        )
     kind = kind_of(came)
     if kind == "hf":
         given, state = open_weights(came), None
@@ -143,6 +153,9 @@ def convert_folder(
             steps = to_files(model_of(described["config"]), given)
         else:
             steps = unchanged(given)
+        if experts is not None:
+            steps, theirs = upcycled(steps, None if described is None else described["config"], experts, top_k)
+            described = {"kind": "hf", "config": theirs}
         steps = cast_to(steps, dtype)
         return _write_folder(target, given, steps, described, place, shard_bytes)
     if names == "meshfold" and not own:

@@ -5,6 +5,7 @@
   meshfold convert ~/models/llama start --to checkpoint --names meshfold
   meshfold convert ~/models/opt opt-safe                            # .bin to safetensors
   meshfold convert runs/a/checkpoint whole --to checkpoint          # rectangles to whole tensors
+  meshfold convert ~/models/llama mixture --experts 8 --top-k 2     # a dense model to a mixture of experts
 
 Tensors are converted one by one. A checkpoint may be of any spec; only its model is written (to keep optimizer state
 again, load it into an engine and save). Tensors keep their bytes unless --dtype says otherwise.
@@ -16,7 +17,7 @@ import argparse
 import json
 from pathlib import Path
 
-from meshfold.cli.arguments import Failure, byte_size, read_changes
+from meshfold.cli.arguments import Failure, byte_size, positive, read_changes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of a file of weights: 5GB, 200MiB (5GB)",
     )
+    parser.add_argument(
+        "--experts",
+        type=positive,
+        metavar="N",
+        help="upcycle: a mixture with N copies of each feed-forward, which computes the same",
+    )
+    parser.add_argument("--top-k", type=positive, metavar="K", help="with --experts: experts a token (2)")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
@@ -68,6 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.names is not None and arguments.to != "checkpoint":
         raise Failure(
             f"--names {arguments.names} goes with --to checkpoint: a Hugging Face folder has Hugging Face's names"
+        )
+    if arguments.experts is None and arguments.top_k is not None:
+        raise Failure(f"--top-k {arguments.top_k} goes with --experts, the number of copies of each feed-forward")
+    if arguments.experts is not None and arguments.to != "hf":
+        raise Failure(
+            f"--experts {arguments.experts} writes a Hugging Face folder: leave --to checkpoint out, then convert what is written: "
+            f"meshfold convert {arguments.target} CHECKPOINT --to checkpoint"
         )
     if arguments.changes and arguments.model is None:
         raise Failure(f"--set {' '.join(arguments.changes)}: name the preset that it changes with --model")
@@ -87,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         names=arguments.names,
         config=config,
         shard_bytes=arguments.shard_size,
+        experts=arguments.experts,
+        top_k=arguments.top_k or 2,
     )
     if arguments.json:
         print(json.dumps(dict(target=str(Path(arguments.target)), **done.__dict__)))
