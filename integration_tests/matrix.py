@@ -105,6 +105,8 @@ DIMENSIONS: dict[str, dict[str, Value]] = {
     },
 }
 MODELS = ("gpt", "llama")
+MIXTURE = "mixture"
+"""A model of its own, for members with experts over ranks."""
 
 # Values that cannot stand together, each with words of the error: what a user reads.
 REFUSED: list[tuple[Callable[[Mapping[str, str]], bool], str]] = [
@@ -118,11 +120,13 @@ class Member:
 
     Attributes:
         values: of every dimension, :data:`OFF` where it is left out.
-        model: of :data:`MODELS`.
+        model: of :data:`MODELS`, or :data:`MIXTURE`.
+        experts: how many ranks share the experts of a mixture; they are among those of data, sequence and tensor. 0: no entry.
     """
 
     values: tuple[str, ...]
     model: str
+    experts: int = 0
 
     @property
     def at(self) -> dict[str, str]:
@@ -135,7 +139,7 @@ class Member:
         found: Entry = {}
         for dimension, value in self.at.items():
             found |= {} if value == OFF else DIMENSIONS[dimension][value].entry
-        return found
+        return {**found, "expert": dict(size=self.experts)} if self.experts else found
 
     @property
     def ranks(self) -> int:
@@ -146,7 +150,7 @@ class Member:
     def name(self) -> str:
         """A test's id."""
         named = [f"{d} {v}" for d, v in self.at.items() if v != OFF]
-        return ", ".join([self.model, *named])
+        return ", ".join([self.model, *named, *([f"experts {self.experts}"] if self.experts else [])])
 
     @property
     def refusal(self) -> str | None:
@@ -214,3 +218,24 @@ def long() -> tuple[Member, ...]:
         yield from member.meetings(4)
 
     return (*four, *covering(members(8), wanted))
+
+
+@functools.cache
+def mixtures(ranks: int) -> tuple[Member, ...]:
+    """Members with a mixture on so many ranks: experts over 2, 4 and 8 beside every value that has room for them."""
+
+    def candidates() -> Iterator[Member]:
+        for member in members(ranks):
+            stages = 1 if member.at["pipeline"] == OFF else DIMENSIONS["pipeline"][member.at["pipeline"]].ranks
+            for size in (2, 4, 8):
+                if member.model == MODELS[0] and ranks // stages % size == 0:
+                    yield replace(member, model=MIXTURE, experts=size)
+
+    def wanted(member: Member) -> Iterator[Any]:
+        on = [(d, v) for d, v in member.at.items() if v != OFF]
+        yield from ((member.experts, *pair) for pair in on)
+        if ranks == 4:
+            yield from member.meetings(2)
+
+    seen = {one for member in mixtures(4) for one in wanted(member)} if ranks > 4 else set()
+    return tuple(covering(candidates(), lambda member: (one for one in wanted(member) if one not in seen)))

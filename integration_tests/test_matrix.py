@@ -34,7 +34,7 @@ from integration_tests.composition import (
     train_and_go_on,
 )
 from integration_tests.house import ROOT
-from integration_tests.matrix import OFF, Member, long, short
+from integration_tests.matrix import DIMENSIONS, OFF, Member, long, mixtures, short
 from integration_tests.matrix import members as members_of
 from integration_tests.results import BEGIN, END, PAGE, Found, read, summary, write
 from meshfold.mesh.testing import run_on_ranks
@@ -144,6 +144,35 @@ def test_what_is_chosen_has_every_pair() -> None:
     dimensions = {frozenset(d for d, _ in pair) for pair in pairs}
     alone = [frozenset(d for d, v in member.at.items() if v != OFF) for member in short()]
     assert {pair for pair in dimensions if "model" not in pair} <= set(alone)
+
+
+def mixture_members() -> list[Any]:
+    """Two mixtures with few steps, then all of them, on four ranks and on eight."""
+    every = [*successors(mixtures(4)), *successors(mixtures(8))]
+    return [
+        *(pytest.param(*pair, FEW_STEPS, ONE_MORE, id=pair[0].name) for pair in (every[0], every[12])),
+        *(
+            pytest.param(*pair, STEPS, MORE, id=f"{pair[0].name}, {STEPS} steps", marks=pytest.mark.slow)
+            for pair in every
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("member", "following", "steps", "more"), mixture_members())
+def test_a_mixture_trains_as_one_process_and_goes_on_with_experts_on_other_ranks(
+    member: Member, following: Member, steps: int, more: int, tmp_path: Path
+) -> None:
+    spec, then, folder = member.spec, following.spec, str(tmp_path / "checkpoint")
+    runs = run_on_ranks(member.ranks, train_and_go_on, member.model, spec, then, folder, steps, more)
+    check(agree([first for first, _ in runs]), member.model, steps)
+    check(agree([second for _, second in runs]), member.model, more, done=steps)
+
+
+def test_mixtures_have_experts_beside_every_value_that_has_room() -> None:
+    chosen = {(member.experts, d, v) for ranks in (4, 8) for member in mixtures(ranks) for d, v in member.at.items()}
+    for dimension, values in DIMENSIONS.items():
+        for value in values:
+            assert (2, dimension, value) in chosen or (4, dimension, value) in chosen, (dimension, value)
 
 
 def check_bf16_on_rank(cases: list[tuple[Spec, str]]) -> list[Run]:
