@@ -43,10 +43,12 @@ DIAGONAL: list[Case] = [
     (4, "plain", dict(expert=2, tensor=GRID)),
     (4, "plain", dict(data=2, expert=4, sequence=RING)),
     (4, "unbalanced", dict(data=2, expert=2, pipeline=2, zero=zero(1))),
+    (4, "starved", dict(data=2, tensor=2, expert=dict(size=2, tensor=2), zero=zero(2))),
+    (4, "plain", dict(data=4, expert=dict(size=1, tensor=2), zero=zero(3))),
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("count", "model", "parallel"), DIAGONAL, ids=str)
 def test_losses_norms_and_gradients_are_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
     """SGD without momentum: weights after a step are the gradients, clipped by the norm of all of them."""
@@ -65,6 +67,10 @@ def products() -> list[Case]:
         parallel |= {} if stage == 0 else dict(zero=zero(stage))
         models = ("unbalanced",) if pipeline > 1 else ("plain", "starved")
         found += [(data * tensor * pipeline, model, parallel) for model in models]
+    shared: list[dict[str, Any]] = [dict(data=8), dict(data=4, tensor=2), dict(data=2, sequence=RING, tensor=2)]
+    for parallel, size, stage in product(shared, (1, 2, 4), (0, 1, 2, 3)):
+        more = {} if stage == 0 else dict(zero=zero(stage))
+        found.append((8, "starved", dict(**parallel, expert=dict(size=size, tensor=2), **more)))
     return found
 
 
@@ -108,6 +114,17 @@ def test_ranks_have_their_experts_and_the_metadata_say_so() -> None:
         assert dense.sum_axes == ("data",)
         first = EXPERTS // 2 * (engine.mesh.rank % 2)
         assert torch.equal(experts.down, built("plain").blocks[0].mlp.experts.down[first : first + EXPERTS // 2])
+
+
+@ranks(4)
+def test_ranks_that_share_an_expert_have_the_same_rows_of_its_gate_and_up() -> None:
+    with engine_of(dict(data=4, expert=dict(size=1, tensor=2))) as engine:
+        experts, whole = engine.model.blocks[0].mlp.experts, built("plain").blocks[0].mlp.experts
+        rows = 5 * (engine.mesh.rank % 2) + torch.arange(5)
+        assert torch.equal(experts.gate_up, whole.gate_up[:, torch.cat([rows, rows + 10])])
+        assert torch.equal(experts.down, whole.down[:, :, rows])
+        meta = metadata(experts.gate_up)
+        assert meta is not None and meta.placement.axes == ((), ("data%2",), ()) and meta.sum_axes == ("data/2",)
 
 
 @ranks(4)
@@ -161,6 +178,7 @@ def test_a_run_goes_on_under_any_expert_size_and_none(tmp_path: Path, stage: int
     others: list[tuple[int, dict[str, Any]]] = [
         (4, dict(data=4, expert=4)),
         (4, dict(data=2, expert=4, tensor=2, zero=zero(2))),
+        (4, dict(data=4, expert=dict(size=2, tensor=2), zero=zero(1))),
         (2, dict(data=2)),
     ]
     for count, parallel in others:
@@ -173,9 +191,9 @@ def test_a_run_goes_on_under_any_expert_size_and_none(tmp_path: Path, stage: int
 
 
 class Mixture(nn.Module):
-    def __init__(self, *, experts: int = 6, dropout: float = 0.0) -> None:
+    def __init__(self, *, experts: int = 6, ffn: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
-        self.mlp = MixtureOfExperts(4, 4, experts, 2)
+        self.mlp = MixtureOfExperts(4, ffn, experts, 2)
         self.mlp.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -209,6 +227,8 @@ def test_what_does_not_fit_is_refused_with_what_to_write() -> None:
         Engine(Mixture(), dict(data=4, expert=4), loss_fn=lambda output, batch: output.mean())
     with pytest.raises(SpecError, match=r"size 3 does not divide data=4. Write size=1, 2 or 4"):
         Engine(Mixture(), dict(expert=3))
+    with pytest.raises(SpecError, match=r"inner size of 5, of which 2 .* write expert=dict\(size=2, tensor=1 or 5\)"):
+        Engine(Mixture(ffn=5), dict(data=4, expert=dict(size=2, tensor=2)), loss_fn=lambda output, batch: output.mean())
     alone = MixtureOfExperts(4, 4, 4, 2).experts
     with pytest.raises(SpecError, match=r"the experts of Experts are its direct children.* or leave tensor out"):
         Engine(alone, dict(data=2, tensor=2, expert=2), loss_fn=lambda output, batch: output.mean())

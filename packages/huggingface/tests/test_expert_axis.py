@@ -58,7 +58,11 @@ def compare(count: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def test_every_family_over_two_ranks() -> None:
-    compare(2, [(family, dict(data=2, expert=2)) for family in FAMILIES])
+    cases: list[tuple[str, dict[str, Any]]]
+    cases = [(family, dict(data=2, expert=2)) for family in FAMILIES]
+    # Interleaved gates, biases and transposed weights; and none of these.
+    cases += [(family, dict(data=2, expert=dict(size=1, tensor=2))) for family in ("gpt-oss", "mixtral")]
+    compare(2, cases)
 
 
 def test_a_family_with_each_other_entry() -> None:

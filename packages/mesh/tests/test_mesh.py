@@ -88,11 +88,18 @@ def test_factors_of_an_axis() -> None:
     assert mesh.groups("tensor/2") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert mesh.groups("tensor/2", "tensor%2") == mesh.groups("tensor")
     assert [mesh.index("tensor%2", "tensor/2", rank=rank) for rank in range(4)] == [0, 2, 1, 3]
+    line = Mesh({"t": 8})
+    assert [line.index("t%4/2", rank=rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert line.groups("t%4/2") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert line.groups("t/2", "t%4/2", "t%2") == [list(range(8))]
+    assert line.spanned("t%2", "t%4/2", "t/2") == ("t/2", "t%4/2", "t%2")
 
 
 def test_a_factor_must_divide() -> None:
     with pytest.raises(SpecError, match="'tensor/3': axis 'tensor' has size 4, which 3 does not divide"):
         Mesh({"tensor": 4}).size("tensor/3")
+    with pytest.raises(SpecError, match="'tensor%2/4': its factor tensor%2 has size 2, which 4 does not divide"):
+        Mesh({"tensor": 4}).size("tensor%2/4")
 
 
 def test_an_axis_that_is_not_there_has_size_one() -> None:

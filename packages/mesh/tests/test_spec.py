@@ -311,7 +311,7 @@ def _fit_experts(parallel: dict[str, Any]) -> dict[str, Any]:
     """Let experts divide the ranks, if it is known how many there are."""
     if {"data", "expert"} <= set(parallel):
         size = parallel["expert"]
-        parallel["data"] *= size["size"] if isinstance(size, dict) else size
+        parallel["data"] *= size["size"] * size.get("tensor", 1) if isinstance(size, dict) else size
     return parallel
 
 
@@ -445,10 +445,69 @@ def test_every_size_that_divides_the_ranks_is_folded_and_every_other_refused(
     assert mesh.size(*spec.expert_data_axes) == data * seq * tensor // size
 
 
+@pytest.mark.parametrize(
+    ("parallel", "experts", "parts", "copies"),
+    [
+        (dict(data=8, expert=dict(size=2, tensor=2)), ("data%4/2",), ("data%2",), ("data/2",)),
+        (dict(data=4, expert=dict(size=2, tensor=2)), ("data/2",), ("data%2",), ()),
+        (dict(data=4, expert=dict(size=1, tensor=2)), (), ("data%2",), ("data/2",)),
+        (dict(data=4, expert=dict(size=1, tensor=4)), (), ("data",), ()),
+        (dict(data=4, tensor=2, expert=dict(size=4, tensor=2)), ("data",), ("tensor",), ()),
+        (dict(data=4, tensor=2, expert=dict(size=2, tensor=4)), ("data/2",), ("data%2", "tensor"), ()),
+        (dict(data=2, tensor=4, expert=dict(size=2, tensor=2)), ("data",), ("tensor%2",), ("tensor/2",)),
+    ],
+)
+def test_experts_are_shared_by_the_nearest_ranks(
+    parallel: dict[str, Any], experts: tuple[str, ...], parts: tuple[str, ...], copies: tuple[str, ...]
+) -> None:
+    spec = ParallelSpec.parse(parallel)
+    assert (spec.expert_axes, spec.expert_tensor_axes, spec.expert_data_axes) == (experts, parts, copies)
+    assert spec.expert is not None and ParallelSpec.parse(spec.to_dict()) == spec
+    mesh = Mesh(spec.axes, rank=0)
+    for group in mesh.groups(*experts, *parts):  # in mesh order, neighbours share an expert
+        numbers = [(mesh.index(*experts, rank=rank), mesh.index(*parts, rank=rank)) for rank in sorted(group)]
+        assert numbers == [(e, p) for e in range(spec.expert.size) for p in range(spec.expert.tensor)]
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4)),
+    size=st.integers(1, 6),
+    sharing=st.integers(2, 6),
+)
+@settings(max_examples=100, deadline=None)
+def test_shared_experts_are_folded_with_neighbours_or_refused(
+    sizes: tuple[int, int, int], size: int, sharing: int
+) -> None:
+    data, seq, tensor = sizes
+    entry = dict(size=size, tensor=sharing)
+    parallel = dict(data=data, sequence=dict(mode="ring", size=seq), tensor=tensor, expert=entry)
+    if data * seq * tensor % (size * sharing):
+        with pytest.raises(SpecError, match=r"does not divide .* Write "):
+            ParallelSpec.parse(parallel)
+        return
+    try:
+        spec = ParallelSpec.parse(parallel)
+    except SpecError:  # neighbours would not share experts
+        with pytest.raises(SpecError, match=r"cannot be shared by .* Write tensor="):
+            ParallelSpec.parse(parallel)
+        return
+    mesh = Mesh(spec.axes, rank=0)
+    axes = (*spec.expert_axes, *spec.expert_tensor_axes)
+    assert (mesh.size(*spec.expert_axes), mesh.size(*spec.expert_tensor_axes)) == (size, sharing)
+    assert mesh.size(*axes, *spec.expert_data_axes) == mesh.world_size
+    for group in mesh.groups(*axes):
+        places = [mesh.index(*axes, rank=rank) for rank in sorted(group)]
+        assert places == list(range(size * sharing))
+
+
 def test_describe_says_where_experts_are() -> None:
     spec = ParallelSpec.parse(dict(data=4, tensor=2, expert=dict(size=2)))
     expert = "expert         2  data%2    4 copies of each expert, no ranks of their own"
     assert spec.describe().splitlines()[3] == expert
+    shared = ParallelSpec.parse(dict(data=8, expert=dict(size=2, tensor=2))).describe().splitlines()[2]
+    assert (
+        shared == "expert         4  data%4/2 data%2  2 copies of each expert, each over 2 ranks, no ranks of their own"
+    )
     open_spec = ParallelSpec.parse(dict(expert=3))
     assert "folded out of data once the world size is known" in open_spec.describe()
     assert "one copy of each expert" in open_spec.with_world_size(3).describe()

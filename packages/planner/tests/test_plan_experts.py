@@ -41,7 +41,10 @@ def run(parallel: dict[str, Any]) -> tuple[int, dict[tuple[str, tuple[str, ...]]
         return sum(p.nbytes for p in engine.model.parameters()), found
 
 
-@pytest.mark.parametrize("parallel", [dict(data=4, expert=2), dict(data=2, expert=2, tensor=2)], ids=str)
+SHARED: dict[str, Any] = dict(data=4, expert=dict(size=2, tensor=2))
+
+
+@pytest.mark.parametrize("parallel", [dict(data=4, expert=2), dict(data=2, expert=2, tensor=2), SHARED], ids=str)
 def test_memory_and_traffic_are_those_of_a_run(parallel: dict[str, Any]) -> None:
     held, sent = run_on_ranks(4, run, parallel)[0]
     plan = planned(parallel)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.world import World
-from meshfold.mesh import ParameterMeta, Placement, SpecError, all_reduce, annotate
+from meshfold.mesh import ParameterMeta, Part, Placement, SpecError, all_reduce, annotate
 from meshfold.mesh.collectives import adjoint_pair, bind_leave
 from meshfold.mesh.parameters import copy_parameter_hooks
 from meshfold.mesh.spec import join_choices
@@ -134,9 +134,15 @@ def _check(model: nn.Module, blocks: Sequence[ExpertBlock], world: World) -> Non
             f"{written}: with config.output_router_logits=True the model computes a balance loss from each rank's own tokens, "
             "which differ along tensor, and each would count in full. Set it to False, or leave tensor out"
         )
-    size = 1 if spec.expert is None else spec.expert.size
+    size, sharing = (1, 1) if spec.expert is None else (spec.expert.size, spec.expert.tensor)
     for block in blocks:
         where, number = block.experts_name or type(model).__name__, block.num_experts
+        if block.ffn % sharing:
+            fits = [each for each in range(1, block.ffn + 1) if block.ffn % each == 0]
+            raise SpecError(
+                f"{written}: experts of {where} have an inner size of {block.ffn}, of which {sharing} ranks cannot have equal "
+                f"parts: write expert=dict(size={size}, tensor={join_choices(fits[:12])})"
+            )
         if number % size:
             fits = [each for each in range(1, number + 1) if number % each == 0]
             raise SpecError(
@@ -165,8 +171,7 @@ def _split(block: ExpertBlock, world: World, made: dict[Tensor, nn.Parameter]) -
     for name in block.layout.names:
         whole = block.experts.get_parameter(name)
         if whole not in made:
-            axes = (spec.expert_axes, *(() for _ in whole.shape[1:]))
-            made[whole] = _shard(whole, Placement(shape=tuple(whole.shape), axes=axes), world)
+            made[whole] = _shard(whole, _placement(block, name, world), world)
         block.experts._parameters[name] = made[whole]
     if spec.tensor is not None:
         stacked = set(made.values())
@@ -176,8 +181,25 @@ def _split(block: ExpertBlock, world: World, made: dict[Tensor, nn.Parameter]) -
                 place = Placement(shape=shape, axes=((),) * len(shape))
                 meta = ParameterMeta(mesh=mesh, placement=place, sum_axes=world.token_axes, own_sum_axes=True)
                 annotate(parameter, meta)
-    forward: Any = DispatchingForward(block, world.expert_group)
+    sharing = 1 if spec.expert is None else spec.expert.tensor
+    forward: Any = DispatchingForward(block, world.expert_group, sharing=sharing)
     block.experts.forward = forward
+
+
+def _placement(block: ExpertBlock, name: str, world: World) -> Placement:
+    """Return where a stacked parameter lies: experts over their axes, the inner dim over those of ranks that share an expert."""
+    layout, spec = block.layout, world.spec
+    shape = tuple(block.experts.get_parameter(name).shape)
+    inner = {layout.gate_up: 2 if layout.transposed else 1, layout.down: 1 if layout.transposed else 2}
+    if layout.gate_up_bias is not None:
+        inner[layout.gate_up_bias] = 1
+    axes = [spec.expert_axes, *(() for _ in shape[1:])]
+    parts: dict[int, tuple[Part, ...]] = {}
+    if (dim := inner.get(name)) is not None:
+        axes[dim] = spec.expert_tensor_axes
+        if name != layout.down and not layout.interleaved:  # a rank has the same rows of gate and up
+            parts[dim] = (Part(size=block.ffn), Part(size=block.ffn))
+    return Placement(shape=shape, axes=tuple(axes), parts=parts)
 
 
 def _shard(whole: Tensor, placement: Placement, world: World) -> nn.Parameter:
@@ -187,7 +209,9 @@ def _shard(whole: Tensor, placement: Placement, world: World) -> nn.Parameter:
     else:
         local = placement.shard(whole.detach(), world.mesh)
     block = nn.Parameter(local, requires_grad=whole.requires_grad)
-    sums = world.spec.expert_data_axes
+    # The last bias is whole on all ranks that share an expert, each of which adds a part of it.
+    shared = tuple(axis for axis in world.spec.expert_tensor_axes if axis not in placement.split_axes)
+    sums = (*world.spec.expert_data_axes, *shared)
     annotate(block, ParameterMeta(mesh=world.mesh, placement=placement, sum_axes=sums, own_sum_axes=True))
     copy_parameter_hooks(whole, block)
     return block

@@ -56,20 +56,24 @@ def expert_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return torch.where(valid, before.gather(0, bins.t()).t() + repeats, -1), counts
 
 
-def rank_places(index: Tensor, experts_each: int, ranks: int) -> tuple[Tensor, Tensor]:
+def rank_places(index: Tensor, experts_each: int, ranks: int, sharing: int = 1) -> tuple[Tensor, Tensor]:
     """Give one row to every rank that works on a token, however many of the token's experts it has.
 
     Args:
-        index: [n, k] whole numbers; rank r has the experts from r·experts_each on; numbers outside have no rank.
+        index: [n, k] whole numbers; rank r has the experts from r // sharing · experts_each on; numbers outside have no rank.
+        sharing: how many neighbouring ranks have parts of the same experts: a token goes to all of them.
 
     Returns:
         places [n, ranks] and counts [ranks], as in :class:`Places`.
     """
     tokens = index.shape[0]
-    valid = (index >= 0) & (index < experts_each * ranks)
-    owner = torch.where(valid, index // experts_each, ranks).long()
-    chosen = torch.zeros(ranks + 1, tokens, dtype=torch.int64, device=index.device)
-    chosen = chosen.scatter_(0, owner.t(), 1)[:ranks]
+    blocks = ranks // sharing
+    valid = (index >= 0) & (index < experts_each * blocks)
+    owner = torch.where(valid, index // experts_each, blocks).long()
+    chosen = torch.zeros(blocks + 1, tokens, dtype=torch.int64, device=index.device)
+    chosen = chosen.scatter_(0, owner.t(), 1)[:blocks]
+    if sharing > 1:
+        chosen = chosen.repeat_interleave(sharing, 0)
     before, counts = _before(chosen)
     return torch.where(chosen == 1, before, -1).t().contiguous(), counts
 

@@ -5,6 +5,9 @@ That rank runs them, weights their outputs and adds them up, and one row comes b
 elements for a token and a remote rank, whatever k is; backward sends the same. Beside them go the numbers of rows (one small
 all-to-all, the one place where the host waits for the device) and, with each row, its k weights and expert numbers.
 
+Ranks may also share each expert, whose inner dim is then split over neighbours: a token goes to all of these, each gives a part
+of the output, and the parts add up where all that comes back does.
+
 Gradients are exact: those of an expert's parameters sum over the tokens of all ranks of the group, as the sum of the ranks'
 losses wants.
 """
@@ -37,6 +40,7 @@ def dispatch(
     *,
     experts: int,
     group: Group | None = None,
+    sharing: int = 1,
     capacity: float | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
@@ -46,16 +50,17 @@ def dispatch(
         tokens: [n, h] of this rank; n may be 0 and may differ between ranks.
         index: [n, k] whole numbers: the experts of each token, 0 to experts - 1; others count as none.
         weights: [n, k], any floating dtype.
-        run: applies this rank's experts.
-        experts: the number of all experts; rank i of the group has the i-th of as many blocks as there are ranks.
+        run: applies this rank's experts, or its part of each.
+        experts: the number of all experts; rank i of the group has the (i // sharing)-th of as many blocks as there are such.
         group: None, or a group of one rank: all experts are here, and nothing is sent.
+        sharing: how many neighbouring ranks have parts of the same experts, whose outputs add up to these experts'.
         capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
             ranks; the outputs of further ones are left out. None: none are.
         meanwhile: is called once, while tokens travel; so does what autograd records of it, backward. Such as a shared expert.
 
     Raises:
         SpecError: if the ranks do not divide the experts.
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit, or ``sharing`` does not divide the ranks.
     """
     if tokens.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != tokens.shape[0]:
         raise ValueError(
@@ -63,21 +68,25 @@ def dispatch(
             f"and {list(weights.shape)}"
         )
     ranks = 1 if group is None else group.size
-    experts_each = experts_of_each(experts, ranks)
+    if ranks % sharing:
+        raise ValueError(
+            f"{ranks} ranks, of which {sharing} share each expert: the first number must be a multiple of the second"
+        )
+    experts_each = experts_of_each(experts, ranks // sharing)
     if capacity is not None:
         index = within_capacity(index, experts, capacity, group)
     if group is None or ranks == 1:
         if meanwhile is not None:
             meanwhile()
         return _here(tokens, index, weights, run, experts, index.numel(), None)
-    places, outgoing = rank_places(index, experts_each, ranks)
-    sends, receives, counts = _sizes(index, outgoing, experts_each, group)
+    places, outgoing = rank_places(index, experts_each, ranks, sharing)
+    sends, receives, counts = _sizes(index, outgoing, experts_each, group, sharing)
     pairs = pairs_of(places, sum(sends))
     travelling = Exchange(group, sends, receives)
     started = travelling.start(take_rows(tokens, pairs, places))
     carried = take_rows(weights, pairs, places)
     # Numbered from the first expert of the rank that receives them.
-    numbers = index.index_select(0, pairs // ranks) - (pairs % ranks * experts_each).unsqueeze(1)
+    numbers = index.index_select(0, pairs // ranks) - (pairs % ranks // sharing * experts_each).unsqueeze(1)
     arrived, mine = _Routing.apply(carried, numbers.to(torch.int32), group, sends, receives)
     if meanwhile is not None:
         meanwhile()
@@ -135,21 +144,26 @@ def _here(
     return sum_rows(outputs.to(tokens.dtype), found.pairs, found.places, weights)
 
 
-def _sizes(index: Tensor, outgoing: Tensor, experts_each: int, group: Group) -> tuple[list[int], list[int], list[int]]:
+def _sizes(
+    index: Tensor, outgoing: Tensor, experts_each: int, group: Group, sharing: int
+) -> tuple[list[int], list[int], list[int]]:
     """Exchange sizes: rows to each rank, rows from each, pairs of each local expert. Only here does the host wait for the device.
 
     Tokens on the meta device go to experts as evenly as random choice would send them. In a simulated world others send what this
     rank sends to them.
     """
-    experts = experts_each * group.size
+    blocks = group.size // sharing
+    experts = experts_each * blocks
     if index.is_meta:
         tokens, each = index.shape
         missed = math.comb(experts - experts_each, each) / math.comb(experts, each)
         rows = [round(tokens * (1 - missed))] * group.size
-        return rows, rows, _evenly(tokens * each, experts_each)
+        return rows, rows, _evenly(tokens * each * sharing, experts_each)
     safe = torch.where((index >= 0) & (index < experts), index, experts).long().flatten()
     wanted = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
-    wanted = wanted.scatter_add_(0, safe, torch.ones_like(safe))[:experts].view(group.size, experts_each)
+    wanted = wanted.scatter_add_(0, safe, torch.ones_like(safe))[:experts].view(blocks, experts_each)
+    if sharing > 1:
+        wanted = wanted.repeat_interleave(sharing, 0)
     leaving = torch.cat([outgoing.unsqueeze(1), wanted], 1)
     incoming = all_to_all(leaving, group, 0, 0)
     if is_simulated():

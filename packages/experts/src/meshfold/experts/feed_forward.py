@@ -24,6 +24,7 @@ class ExpertLayout:
         gate_up_bias: ``[e, 2·ffn]``; None without.
         down_bias: ``[e, h]``; None without.
         transposed: both matrices lie the other way round: ``[e, h, 2·ffn]`` and ``[e, ffn, h]``.
+        interleaved: gate and up take turns along the dim of both; else gate is its first half.
         gate: the gated activation.
     """
 
@@ -32,6 +33,7 @@ class ExpertLayout:
     gate_up_bias: str | None = None
     down_bias: str | None = None
     transposed: bool = False
+    interleaved: bool = False
     gate: Gate
 
     @property
@@ -41,7 +43,12 @@ class ExpertLayout:
 
 
 def feed_forward(
-    layout: ExpertLayout, experts: nn.Module, rows: Tensor, ends: Tensor, counts: Sequence[int] | None = None
+    layout: ExpertLayout,
+    experts: nn.Module,
+    rows: Tensor,
+    ends: Tensor,
+    counts: Sequence[int] | None = None,
+    sharing: int = 1,
 ) -> Tensor:
     """Run each expert on its rows: ``[m, h] -> [m, h]``, not weighted.
 
@@ -51,15 +58,19 @@ def feed_forward(
         rows: sorted by expert.
         ends: [e] int32: the row after the last of each expert.
         counts: the same as numbers of rows, where the host knows them.
+        sharing: the experts have one of so many parts of their inner dim; each rank adds as small a part of the last bias.
     """
 
-    def linear(x: Tensor, weight: str, bias: str | None) -> Tensor:
+    def linear(x: Tensor, weight: str, bias: str | None, parts: int = 1) -> Tensor:
         matrix: Tensor = experts.get_parameter(weight)
         y = grouped_matmul(x, matrix if layout.transposed else matrix.transpose(1, 2), ends, counts)
-        return y if bias is None else y + _of_rows(experts.get_parameter(bias), ends, x.shape[0])
+        if bias is None:
+            return y
+        shift = _of_rows(experts.get_parameter(bias), ends, x.shape[0])
+        return y + (shift if parts == 1 else shift / parts)
 
     hidden = layout.gate(linear(rows, layout.gate_up, layout.gate_up_bias))
-    return linear(hidden, layout.down, layout.down_bias)
+    return linear(hidden, layout.down, layout.down_bias, sharing)
 
 
 def _of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:

@@ -90,13 +90,17 @@ class DispatchingForward:
     It takes the parameters that the module has when it is called: this rank's block. A deep copy of the module has one of its own.
     """
 
-    def __init__(self, block: ExpertBlock, group: Group | None, capacity: float | None = None) -> None:
+    def __init__(
+        self, block: ExpertBlock, group: Group | None, capacity: float | None = None, sharing: int = 1
+    ) -> None:
         """Args:
         block: whose experts they are.
         group: the ranks; None for this one alone.
+        sharing: how many neighbours in the group have parts of the same experts, along their inner dim.
         capacity: see :func:`meshfold.experts.dispatch`; None: the one that the experts have.
         """
         self.experts, self.layout, self.number, self.group = block.experts, block.layout, block.num_experts, group
+        self.sharing = sharing
         own = getattr(block.experts, "capacity", None)
         self.capacity = own if capacity is None and isinstance(own, int | float) else capacity
 
@@ -114,9 +118,10 @@ class DispatchingForward:
             self._run,
             experts=self.number,
             group=self.group,
+            sharing=self.sharing,
             capacity=self.capacity,
             meanwhile=meanwhile,
         )
 
     def _run(self, rows: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-        return feed_forward(self.layout, self.experts, rows, ends, counts)
+        return feed_forward(self.layout, self.experts, rows, ends, counts, self.sharing)

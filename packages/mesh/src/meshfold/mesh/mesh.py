@@ -18,14 +18,15 @@ from meshfold.mesh.group import Group
 
 T = TypeVar("T")
 
-_FACTOR = re.compile(r"(?P<axis>[A-Za-z][A-Za-z0-9_]*)(?P<kind>[/%])(?P<size>[1-9][0-9]*)")
+_FACTOR = re.compile(r"(?P<axis>[A-Za-z][A-Za-z0-9_]*)(%(?P<minor>[1-9][0-9]*))?(/(?P<major>[1-9][0-9]*))?")
 
 
 class Mesh:
     """Named axes with sizes; ranks are row-major over them, so the last axis varies fastest.
 
     Several meshes may live in one process. A token for an axis is its name, or a factor of it:
-    ``"tensor/2"`` is its major factor of size 2 (``i // (n/2)``), ``"tensor%2"`` its minor one (``i % 2``).
+    ``"tensor/2"`` is its major factor of size 2 (``i // (n/2)``), ``"tensor%2"`` its minor one (``i % 2``), and ``"tensor%4/2"``
+    the major factor of size 2 of its minor one of size 4 (``i % 4 // 2``).
     An axis that the mesh does not have counts as size 1, so code need not check which axes exist.
 
     >>> mesh = Mesh({"data": 2, "row": 2, "col": 2})
@@ -132,7 +133,9 @@ class Mesh:
 
     def spanned(self, *axes: str) -> tuple[str, ...]:
         """Return the axes in mesh order without those of size 1: the name of a group in records and plans."""
-        return tuple(sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), "%" in a)))
+        return tuple(
+            sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), -self._factor(a)[2]))
+        )
 
     def group(self, *axes: str) -> Group:
         """Return this process's group along the axes, with its process group (made at the first call, then kept).
@@ -244,13 +247,18 @@ class Mesh:
     def _factor(self, axis: str) -> tuple[str, int, int]:
         """Return (base axis, size, divisor): coordinate along the token = (coordinate // divisor) % size."""
         factor = _FACTOR.fullmatch(axis)
-        if factor is None:
+        if factor is None or (factor["minor"] is None and factor["major"] is None):
             return axis, self.axes.get(axis, 1), 1
-        base, size = factor["axis"], int(factor["size"])
+        base = factor["axis"]
         whole = self.axes.get(base, 1)
-        if whole % size:
-            raise SpecError(f"{axis!r}: axis {base!r} has size {whole}, which {size} does not divide")
-        return base, size, whole // size if factor["kind"] == "/" else 1
+        minor = whole if factor["minor"] is None else int(factor["minor"])
+        size = minor if factor["major"] is None else int(factor["major"])
+        if whole % minor:
+            raise SpecError(f"{axis!r}: axis {base!r} has size {whole}, which {minor} does not divide")
+        if minor % size:
+            of = f"axis {base!r}" if minor == whole else f"its factor {base}%{minor}"
+            raise SpecError(f"{axis!r}: {of} has size {minor}, which {size} does not divide")
+        return base, size, minor // size
 
     def _index(self, at: Mapping[str, int], axes: tuple[str, ...]) -> int:
         index = 0

@@ -60,7 +60,7 @@ class World:
     @property
     def expert_group(self) -> Group:
         """Ranks that together have all experts of a layer, each different ones; this rank alone without ``expert``."""
-        return self.mesh.group(*self.spec.expert_axes)
+        return self.mesh.group(*self.spec.expert_axes, *self.spec.expert_tensor_axes)
 
     @property
     def everyone(self) -> Group:

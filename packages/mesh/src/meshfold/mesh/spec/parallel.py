@@ -138,7 +138,7 @@ class ParallelSpec:
 
     def _check_experts(self) -> None:
         if self.expert is not None:
-            self.expert.check(self._without_pipeline)
+            self.expert.fold(self._without_pipeline)
 
     @property
     def _without_pipeline(self) -> dict[str, int]:
@@ -155,10 +155,15 @@ class ParallelSpec:
         return () if self.expert is None else self.expert.fold(self._without_pipeline)[0]
 
     @property
+    def expert_tensor_axes(self) -> tuple[str, ...]:
+        """The axes, or factors of axes, whose ranks hold parts of the same experts."""
+        return () if self.expert is None else self.expert.fold(self._without_pipeline)[1]
+
+    @property
     def expert_data_axes(self) -> tuple[str, ...]:
         """The other axes of data, sequence and tensor, or the rest of their factors: their ranks hold the same experts."""
         folded = ExpertSpec(size=1) if self.expert is None else self.expert
-        return folded.fold(self._without_pipeline)[1]
+        return folded.fold(self._without_pipeline)[2]
 
     @property
     def axes(self) -> dict[str, int]:
@@ -251,7 +256,7 @@ def _table(spec: ParallelSpec) -> str:
         attention = "" if spec.tensor.attention is None else f", attention by {spec.tensor.attention}"
         add("tensor", spec.tensor.axes, spec.tensor.mode_name + attention + overlap)
     if spec.expert is not None:
-        rows.append(("expert", str(spec.expert.size), *_expert_places(spec, spec.expert)))
+        rows.append(("expert", str(spec.expert.ranks), *_expert_places(spec, spec.expert)))
     if spec.zero is not None:
         rows.append(("zero", "", "", _zero_settings(spec.zero)))
     order = f"rank order {' > '.join(shown)}, the last varies fastest" if shown else "one rank"
@@ -262,11 +267,14 @@ def _table(spec: ParallelSpec) -> str:
 def _expert_places(spec: ParallelSpec, expert: ExpertSpec) -> tuple[str, str]:
     """Return the axes over which experts are spread, and how many ranks have a copy of each."""
     ranks = math.prod(spec._without_pipeline.values())
-    if ranks % expert.size:
+    if ranks % expert.ranks:
         return "", "folded out of data once the world size is known"
-    copies = ranks // expert.size
+    copies = ranks // expert.ranks
     each = "one copy" if copies == 1 else f"{copies} copies"
-    return " ".join(spec.expert_axes), f"{each} of each expert, no ranks of their own"
+    shared = f", each over {expert.tensor} ranks" if expert.tensor > 1 else ""
+    return " ".join(
+        (*spec.expert_axes, *spec.expert_tensor_axes)
+    ), f"{each} of each expert{shared}, no ranks of their own"
 
 
 def _zero_settings(zero: ZeroSpec) -> str:
