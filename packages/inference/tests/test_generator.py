@@ -44,7 +44,8 @@ def test_greedy_texts_are_those_of_transformers(kind: str) -> None:
         assert torch.allclose(torch.tensor(logprobs), exact, atol=2e-5)
 
 
-def test_requests_in_random_order_are_those_one_by_one() -> None:
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_requests_in_random_order_are_those_one_by_one(ahead: int) -> None:
     model = own("llama").eval()
     chance = random.Random(3)
     kinds = [
@@ -65,7 +66,7 @@ def test_requests_in_random_order_are_those_one_by_one() -> None:
             one.step()
         alone.append(request)
     # A pool that is too small for all, so that some are evicted.
-    generator = Generator(model, tokens=72, page_size=4, most_rows=6, chunk=9)
+    generator = Generator(model, tokens=72, page_size=4, most_rows=6, chunk=9, ahead=ahead)
     order = chance.sample(range(32), 32)
     found: dict[int, Request] = {}
     heard: dict[int, list[int]] = {}
@@ -138,6 +139,15 @@ def test_stop_strings_end_a_text_and_are_cut_off() -> None:
     assert (cut.text, cut.finish) == (free.text[:first], "stop")
     assert cut.tokens == free.tokens[: first + 2]
     assert generator.scheduler.pages.used == 0
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_compiled_blocks_write_the_same_texts(kind: str) -> None:
+    model = model_of(kind)
+    generator = Generator(model, page_size=4, most_rows=2, compile="aot_eager")
+    given = prompts(3)
+    assert generator.generate(given, sampling=GREEDY).tokens == [greedy(model, prompt, 8) for prompt in given]
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -69,7 +70,11 @@ class Rows:
 
 
 class Pool:
-    """Keys and values of all layers of a rank."""
+    """Keys and values of all layers of a rank.
+
+    Attributes:
+        triton: single tokens attend by the Triton kernel on a GPU.
+    """
 
     def __init__(self, layers: Sequence[LayerShape], pages: int, size: int, device: torch.device) -> None:
         """Args:
@@ -78,6 +83,7 @@ class Pool:
         size: tokens of a page.
         """
         self.pages, self.size, self.device = pages, size, device
+        self.triton = find_spec("triton") is not None
         self.layers = [
             torch.zeros(2, pages + 1, layer.kv_heads, size, layer.d, dtype=layer.dtype, device=device)
             for layer in layers
@@ -112,15 +118,26 @@ class Pool:
         kept = self.layers[layer]
         singles = rows.tables.shape[0]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        kept[0][rows.page, :, rows.offset] = k
-        kept[1][rows.page, :, rows.offset] = v
-        out = (
-            [attend_singles(q[:singles], kept, rows.tables, rows.positions[:singles], scale, window)] if singles else []
-        )
+        fused = singles if self._fuses(q) else 0
+        out = []
+        if fused:
+            from meshfold.inference.attention_triton import attend_new  # which needs Triton
+
+            mine = (x[:singles] for x in (q, k, v))
+            out.append(attend_new(*mine, kept, rows.tables, rows.positions[:singles], scale, window))
+        if fused < q.shape[0]:
+            kept[0][rows.page[fused:], :, rows.offset[fused:]] = k[fused:]
+            kept[1][rows.page[fused:], :, rows.offset[fused:]] = v[fused:]
+        if singles and not fused:
+            out.append(attend_singles(q[:singles], kept, rows.tables, rows.positions[:singles], scale, window))
         for chunk in rows.chunks:
             these = slice(chunk.row, chunk.row + chunk.count)
             out.append(_attend_chunk(q[these], k[these], v[these], kept, chunk, scale, window))
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _fuses(self, q: Tensor) -> bool:
+        """Return True if the Triton kernel takes such queries."""
+        return self.triton and q.is_cuda and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 def attend_singles(

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.inference.cache import Chunk, LayerShape, Pool, Rows
+from meshfold.inference.compiled import CompiledBlocks
+from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.routing import head_of, routed
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
@@ -36,13 +38,14 @@ class Runner(Protocol):
 
 
 @contextmanager
-def ready(model: nn.Module) -> Iterator[None]:
-    """Context manager: a model in eval mode, uncompiled, whose rows have one token each."""
+def ready(model: nn.Module, *, eager: bool = True) -> Iterator[None]:
+    """Context manager: a model in eval mode, uncompiled if ``eager``, whose rows have one token each."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(eval_mode(model))
         stack.enter_context(padding_for_decoding(model))
-        stack.enter_context(_uncompiled())
+        if eager:
+            stack.enter_context(_uncompiled())
         yield
 
 
@@ -59,11 +62,24 @@ class PagedForward:
         pool: keys and values of this rank.
     """
 
-    def __init__(self, model: nn.Module, pages: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pages: int,
+        size: int,
+        device: torch.device,
+        *,
+        longest: int,
+        most: int,
+        compile: str = "",
+    ) -> None:
         """Args:
         model: a module whose attention can be routed.
         pages, size: of the pool.
         device: of the model.
+        longest: tokens of the longest sequence.
+        most: tokens that are computed behind one another before the host reads them.
+        compile: backend of torch.compile for the blocks, when sequences go on with a token each; empty for none.
 
         Raises:
             SpecError: if its logits by pages are not those that it computes by itself.
@@ -73,15 +89,23 @@ class PagedForward:
         self._chosen: Tensor | None = None
         self._number: dict[nn.Module, int] = {}
         self._multiple = row_multiple(model, 1)
+        self._width, self._most = min(-(-longest // size), pages), most
+        self._batches: dict[int, DecodeBatch] = {}
+        self._words = 0
         shapes = self._shapes()
         self.pool = Pool(shapes, pages, size, device)
+        self._blocks = CompiledBlocks(model, self._number, compile) if compile else None
         self._check()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Context manager: the model is ready, and its attention routed to the pool."""
+    def entered(self, *, compiled: bool = False) -> Iterator[None]:
+        """Context manager: the model is ready, and its attention routed to the pool; its blocks compiled, if that is wanted."""
         with ExitStack() as stack:
-            stack.enter_context(ready(self.model))
+            if compiled and self._blocks is not None:
+                stack.enter_context(self._blocks.entered())
+                stack.enter_context(ready(self.model, eager=False))
+            else:
+                stack.enter_context(ready(self.model))
             stack.enter_context(routed(self.model, self._attend))
             stack.enter_context(without_tracking())
             head = head_of(self.model)
@@ -141,6 +165,26 @@ class PagedForward:
         rows = Rows(numbers[2], numbers[3], numbers[1], tables, tuple(chunks))
         return numbers[0], rows, torch.tensor(last, dtype=torch.int64).to(self.device)
 
+    def run_ahead(self, step: Step, steps: int) -> list[Sampled]:
+        """Run a step of sequences with one token each, and those that follow it, for all of them; return what each samples."""
+        spans = step.decode
+        count = -(-bucket(len(spans)) // self._multiple) * self._multiple
+        batch = self._batches.get(count)
+        if batch is None:
+            batch = DecodeBatch(count, self._width, self._most, self.pool.size, self.pool.spare, self.device)
+            self._batches[count] = batch
+        found: list[Sampled] = []
+        settings = sampling_rows([span.request.sampling for span in spans], self.device)
+        batch.load(spans, steps, seen_words(spans, settings, self._words))
+        if batch.captured:
+            rolled = batch.run(steps, None)
+        else:
+            with self.entered(compiled=True):
+                rolled = batch.run(steps, self.logits)
+        for tokens, logprobs in zip(*rolled, strict=True):
+            found.append((tokens[: len(spans)], logprobs[: len(spans)]))
+        return found
+
     def run(self, step: Step) -> Sampled:
         """Run a step."""
         with self.entered():
@@ -181,7 +225,7 @@ class PagedForward:
 
         with ready(self.model), routed(self.model, attend), without_tracking():
             zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
-            self.logits(zeros, Rows(zeros, zeros, zeros, zeros.view(-1, 1)))
+            self._words = self.logits(zeros, Rows(zeros, zeros, zeros, zeros.view(-1, 1))).shape[-1]
         if not shapes:
             raise SpecError(f"{type(self.model).__name__} calls no attention that can be routed to pages")
         return shapes

@@ -14,7 +14,7 @@ from meshfold.inference.pages import Pages
 from meshfold.inference.routing import unrouted_reason
 from meshfold.inference.sampling import Sampling, request_seed
 from meshfold.inference.schedule import Request, Scheduler, ids_of
-from meshfold.mesh import SpecError
+from meshfold.mesh import MeshfoldError, SpecError
 from meshfold.mesh.spec import argument_checks as settings
 
 MOST_TOKENS = 4096
@@ -68,6 +68,8 @@ class Generator:
         page_size: int = 16,
         most_rows: int = 32,
         chunk: int = 512,
+        ahead: int | None = None,
+        compile: bool | str = False,
         share_prefixes: bool = True,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
@@ -77,6 +79,10 @@ class Generator:
         page_size: tokens of a page.
         most_rows: sequences that run at once.
         chunk: tokens of prompts and sequences that one forward computes at most.
+        ahead: tokens of running sequences that are computed before the host reads any; what a sequence gets behind its end is
+            dropped. By default 8 on a GPU, else 1.
+        compile: compile blocks for running sequences, by Inductor or a backend of this name: the first token of each number of rows
+            takes long, those that follow are faster on a GPU.
         share_prefixes: requests in flight that begin with the same tokens share their pages.
         decode: makes text of token ids, as a tokenizer's method does; needed for stop strings and text.
 
@@ -99,13 +105,23 @@ class Generator:
             )
         chunk = max(settings.count("chunk", chunk), most_rows)
         self._decode = decode
+        self._ahead = settings.count("ahead", ahead) if ahead is not None else 8 if device.type == "cuda" else 1
         self.version, self._requests = 0, 0
         self.runner: Runner
         self.reason = unrouted_reason(self._module) if isinstance(model, nn.Module) else "it is a pipeline"
         if not self.reason:
             try:
-                self.runner = PagedForward(model, pages, page_size, device)
-            except SpecError as error:
+                longest = min(self.longest or pages * page_size, pages * page_size)
+                self.runner = PagedForward(
+                    model,
+                    pages,
+                    page_size,
+                    device,
+                    longest=longest,
+                    most=self._ahead,
+                    compile=compile if isinstance(compile, str) else "inductor" if compile else "",
+                )
+            except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
                 self.reason = str(error)
         if self.reason:
             self.runner = WholeForward(model, device)
@@ -218,13 +234,24 @@ class Generator:
         step = self.scheduler.plan()
         if not step.spans:
             return []
-        requests = [span.request for span in step.spans if span.samples]
-        tokens, logprobs = self.runner.run(step)
-        self.scheduler.commit(step, tokens, logprobs)
-        pieces = [Piece(r, (token,), (logprob,)) for r, token, logprob in zip(requests, tokens, logprobs, strict=True)]
-        self._texts(piece.request for piece in pieces)
+        if isinstance(self.runner, PagedForward) and not step.prefill:
+            sampled = self.runner.run_ahead(step, self.scheduler.ahead(step, self._ahead))
+        else:
+            sampled = [self.runner.run(step)]
+        samplers = [span.request for span in step.spans if span.samples]
+        new: dict[Request, tuple[list[int], list[float]]] = {request: ([], []) for request in samplers}
+        for tokens, logprobs in sampled:
+            mine = [row for row, request in enumerate(samplers) if not request.finish]
+            if not mine and samplers:
+                break
+            for row in mine:
+                new[samplers[row]][0].append(tokens[row])
+                new[samplers[row]][1].append(logprobs[row])
+            self.scheduler.commit(step, [tokens[row] for row in mine], [logprobs[row] for row in mine])
+            self._texts(samplers[row] for row in mine)
+            step = self.scheduler.next_step(step)
         self._rest()
-        return pieces
+        return [Piece(request, tuple(tokens), tuple(logprobs)) for request, (tokens, logprobs) in new.items()]
 
     def _rest(self) -> None:
         """Forget what pages hold once nothing runs: the weights may change before the next request."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import SpecError
@@ -77,6 +78,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def _own(layer: nn.Module, attend: Attend, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    @torch.compiler.disable
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         return attend(layer, *flat, scale=None, window=window).view(q.shape)
@@ -113,6 +115,7 @@ def _registered(model: nn.Module, attend: Attend) -> Iterator[None]:
             _routes.pop(module, None)
 
 
+@torch.compiler.disable
 def _attend(
     module: nn.Module,
     query: Tensor,

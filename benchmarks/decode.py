@@ -1,0 +1,325 @@
+"""Milliseconds a generated token of a Llama of 8B's shape on one GPU: ours beside transformers with a static cache, compiled.
+
+`meshfold bench decode` generates a text of --new tokens for each of --batch sequences, greedily, and divides its time by --new.
+It writes JSON; `--report FILE.json` makes the table from it. Column *error*: log-probs of the generated tokens, less those of
+one forward of the whole text by the same model, the largest difference. The bound is the bytes of the weights that a token
+reads, by the --bandwidth of the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import Contestant, add_output, add_rounds, check_out, measure, median, parse_with_tiny, ratios
+from benchmarks.reports import ratio, read_bars, table
+
+TINY = dict(
+    vocabulary=256,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    ffn=128,
+    layers=2,
+    prompt=8,
+    new=6,
+    batch=2,
+    rounds=2,
+    window_s=0.0,
+    settle_s=0.0,
+    dtype="float32",
+    backend="aot_eager",
+)
+JUDGED = dict(vocabulary=128256, hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=32)
+"""The model that the bars are for."""
+OURS, ON_THEIRS, PEER = "ours", "ours, on transformers' model", "transformers, static cache, compiled"
+EAGER, BATCHING = "transformers, dynamic cache", "transformers, continuous batching"
+BARS = read_bars("decode", ("speed", "transformers"))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench decode`."""
+    parser = argparse.ArgumentParser(prog="meshfold bench decode", description=__doc__.split("\n")[0])
+    for name, value in JUDGED.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=256, help="tokens that are generated after it")
+    parser.add_argument("--ahead", type=int, default=8, help="tokens computed before the host reads any")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--bandwidth", type=float, default=4.24, help="TB/s that the GPU's memory reaches (H200: 4.24)")
+    parser.add_argument("--only", metavar="NAME,NAME", help="contestants whose names begin so; see --list")
+    parser.add_argument("--list", action="store_true", help="names of the contestants")
+    add_rounds(parser)
+    add_output(parser, "decode")
+    options = parse_with_tiny(parser, argv, TINY)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    if options.list:
+        print("\n".join(makers(options)))
+        return 0
+    check_out(options.out)
+    torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
+    found = list(contestants(options))
+    options.gpu = torch.cuda.is_available()
+    options.weight_bytes = weight_bytes(options)
+    measure(
+        "decode",
+        found,
+        options,
+        settings=(
+            *JUDGED,
+            "batch",
+            "prompt",
+            "new",
+            "ahead",
+            "page_size",
+            "dtype",
+            "backend",
+            "bandwidth",
+            "weight_bytes",
+        ),
+    )
+    report(options.out)
+    return 0
+
+
+def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
+    """Return what makes each contestant, by name; models are made when they are first needed."""
+    made: dict[str, Any] = {}
+
+    def model(kind: str) -> Any:
+        if kind not in made:
+            made[kind] = own_model(options) if kind == "own" else their_model(options)
+        return made[kind]
+
+    found: dict[str, Callable[[], Contestant]] = {
+        OURS: lambda: ours(OURS, model("own"), options),
+        f"{OURS}, blocks compiled": lambda: ours(
+            f"{OURS}, blocks compiled", model("own"), options, compile=options.backend
+        ),
+        ON_THEIRS: lambda: ours(ON_THEIRS, model("theirs"), options),
+        f"{ON_THEIRS}, compiled": lambda: ours(
+            f"{ON_THEIRS}, compiled", model("theirs"), options, compile=options.backend
+        ),
+        PEER: lambda: theirs(PEER, model("theirs"), options, cache_implementation="static"),
+        EAGER: lambda: theirs(EAGER, model("theirs"), options),
+        BATCHING: lambda: batching(model("theirs"), options),
+    }
+    return found
+
+
+def contestants(options: argparse.Namespace) -> Iterator[Contestant]:
+    """Yield those that are asked for; one that cannot run has the reason as its note."""
+    wanted = options.only.split(",") if options.only else None
+    for name, make in makers(options).items():
+        if wanted is None or any(name == word or name.startswith(f"{word},") for word in wanted):
+            try:
+                made = make()
+                if made.step is not None:
+                    made.step()
+                yield made
+            except Exception as error:  # whatever a peer raises, or ours on a machine that lacks something
+                yield Contestant(name, note=f"{type(error).__name__}: {(str(error) or '?').splitlines()[0][:300]}")
+
+
+def ours(name: str, model: nn.Module, options: argparse.Namespace, **settings: Any) -> Contestant:
+    """Return our generator over a model."""
+    from meshfold.inference import Generator, Sampling
+
+    room = options.batch * (-(-(options.prompt + options.new) // options.page_size) + 1) * options.page_size
+    generator = Generator(
+        model,
+        tokens=room,
+        page_size=options.page_size,
+        most_rows=options.batch,
+        chunk=max(options.batch * options.prompt, 512),
+        ahead=options.ahead,
+        **settings,
+    )
+    sampling = Sampling(temperature=0.0, max_new_tokens=options.new)
+    given = prompts(options).tolist()
+
+    def step() -> Any:
+        return generator.generate(given, sampling=sampling)
+
+    note = generator.reason
+    if options.batch > 1 and options.prompt > 2:
+        note = note or "prompts differ, so none shares a page"
+    return Contestant(name, step, note=note, error=error_of(model, given, step()))
+
+
+def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) -> Contestant:
+    """Return transformers' own generation."""
+    ids = prompts(options).to(model.device)
+
+    def step() -> Any:
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=options.new,
+            min_new_tokens=options.new,
+            do_sample=False,
+            pad_token_id=0,
+            **settings,
+        )
+
+    return Contestant(name, step)
+
+
+def batching(model: Any, options: argparse.Namespace) -> Contestant:
+    """Return transformers' continuous batching, with its own choice of cache and graphs."""
+    from transformers import GenerationConfig
+
+    given = prompts(options).tolist()
+    settings = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def step() -> Any:
+        return model.generate_batch(given, generation_config=settings)
+
+    return Contestant(BATCHING, step)
+
+
+def prompts(options: argparse.Namespace) -> Tensor:
+    """Return random prompts, ``batch prompt``."""
+    random = torch.Generator().manual_seed(1)
+    return torch.randint(1, options.vocabulary, (options.batch, options.prompt), generator=random)
+
+
+@torch.no_grad()
+def error_of(model: Any, given: list[list[int]], found: Any) -> float:
+    """Return the largest difference of the log-probs of the first text from those of one forward of it."""
+    device = next(model.parameters()).device
+    text = torch.tensor([given[0] + found.tokens[0]], device=device)
+    logits = model.eval()(text).logits[0, len(given[0]) - 1 : -1].float()
+    exact = logits.log_softmax(-1).gather(1, text[0, len(given[0]) :, None])[:, 0]
+    return float((exact - torch.tensor(found.logprobs[0], device=device)).abs().max())
+
+
+def own_model(options: argparse.Namespace) -> nn.Module:
+    """Return our Llama with random weights."""
+    from meshfold.models import LlamaConfig, build
+
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        ffn=options.ffn,
+        max_positions=options.prompt + options.new + 1,
+        tie=False,
+    )
+    return made_here(lambda: build(config), options)
+
+
+def their_model(options: argparse.Namespace) -> Any:
+    """Return transformers' Llama with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        intermediate_size=options.ffn,
+        max_position_embeddings=options.prompt + options.new + 1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return made_here(lambda: LlamaForCausalLM(config), options)
+
+
+def made_here(make: Callable[[], nn.Module], options: argparse.Namespace) -> nn.Module:
+    """Return a model in eval mode, made on the GPU where there is one, in the wanted dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, options.dtype))
+    torch.manual_seed(0)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return make().eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def weight_bytes(options: argparse.Namespace) -> int:
+    """Return the bytes of the weights that every token reads: all but the embedding table."""
+    head = options.hidden // options.heads
+    block = options.hidden * (2 * options.heads + 2 * options.kv_heads) * head + 3 * options.hidden * options.ffn
+    wide: int = getattr(torch, options.dtype).itemsize
+    return int(options.layers * block + options.hidden * options.vocabulary) * wide
+
+
+def report(path: Path) -> None:
+    """Write the table beside a result, and print it."""
+    found = json.loads(path.read_text())
+    settings, times = found["settings"], found["milliseconds"]
+    bound = settings["weight_bytes"] / (settings["bandwidth"] * 1e9)
+    peer = times.get(PEER)
+    rows = []
+    for name, values in times.items():
+        tokens = [value / settings["new"] for value in values]
+        power, gib = found["power"][name], found["peak_bytes"][name] / 2**30
+        error = found["error"][name]
+        rows.append(
+            (
+                name,
+                f"{median(tokens):.3f} ({min(tokens):.3f}–{max(tokens):.3f})",
+                f"{settings['batch'] * 1e3 / median(tokens):,.0f}",
+                f"{bound / median(tokens):.0%}",
+                ratio(values, peer) if peer else "–",
+                f"{gib:.2f}" if gib else "–",
+                f"{power['watts']:.0f}" if power else "–",
+                f"{error:.1e}" if error == error else "–",
+                found["notes"].get(name, ""),
+            )
+        )
+    rows += [(name, *["–"] * 7, note) for name, note in found["notes"].items() if name not in times]
+    head = (
+        "contestant",
+        "ms a token",
+        "tokens/s",
+        "of the bound",
+        f"{PEER} ÷ this",
+        "GiB beside weights",
+        "W",
+        "error",
+        "note",
+    )
+    lines = [
+        f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",
+        "",
+        f"{settings['layers']} blocks, hidden {settings['hidden']:,}, heads {settings['heads']} and {settings['kv_heads']}, ffn "
+        f"{settings['ffn']:,}, {settings['vocabulary']:,} words, {settings['dtype']}; {settings['batch']} sequences of "
+        f"{settings['prompt']} + {settings['new']} tokens, greedy, prefill included. Bound: "
+        f"{settings['weight_bytes'] / 1e9:.2f} GB at {settings['bandwidth']:g} TB/s, {bound:.2f} ms.",
+        "",
+        *table(head, rows),
+        "",
+    ]
+    best = min((n for n in times if n.startswith(OURS)), key=lambda n: median(times[n]), default="")
+    if best and settings["batch"] == 1 and all(settings[name] == value for name, value in JUDGED.items()):
+        lines.append(BARS["speed"].line(1e3 * settings["new"] / median(times[best]), 1, best=best))
+        if peer:
+            lines.append(BARS["transformers"].line(ratios(times[best], peer)[0], 1, best=best))
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

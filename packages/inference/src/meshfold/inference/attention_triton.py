@@ -1,0 +1,196 @@
+"""Attention of single tokens over pages in Triton: a program reads a part of the pages of one sequence, for one head of keys.
+
+All query heads that share a head of keys are computed together (GQA), and a long sequence is split over several programs, whose
+results a second kernel combines (flash decoding: Dao et al., 2023). The keys and values of the new token are written by the
+program that reads its page; so the pool is read once, and nothing else runs before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = 1.4426950408889634
+_BLOCK = 64
+
+
+@triton.jit
+def _attend(
+    q,
+    k,
+    v,
+    keys,
+    values,
+    tables,
+    positions,
+    out,
+    most,
+    total,
+    scale,
+    window,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    page_stride,
+    head_stride,
+    table_row,
+    d,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    heads = tl.num_programs(1) * GROUP
+    position = tl.load(positions + row)
+    first = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK
+    blocks = (position - first) // BLOCK + 1
+    each = (blocks + SPLITS - 1) // SPLITS * BLOCK
+    start = first + split * each
+    stop = tl.minimum(start + each, position + 1)
+
+    group, feature, token = tl.arange(0, PADDED), tl.arange(0, D), tl.arange(0, BLOCK)
+    mine, inside = group < GROUP, feature < d
+    query = tl.load(
+        q + row * q_row + (head * GROUP + group)[:, None] * q_head + feature[None, :],
+        mask=mine[:, None] & inside[None, :],
+        other=0.0,
+    )
+    new_k = tl.load(k + row * k_row + head * k_head + feature, mask=inside, other=0.0)
+    new_v = tl.load(v + row * v_row + head * v_head + feature, mask=inside, other=0.0)
+    if (start <= position) & (position < start + each):
+        page = tl.load(tables + row * table_row + position // SIZE)
+        there = page * page_stride + head * head_stride + (position % SIZE) * d + feature
+        tl.store(keys + there, new_k, mask=inside)
+        tl.store(values + there, new_v, mask=inside)
+
+    largest = tl.full((PADDED,), -float("inf"), tl.float32)
+    sums = tl.zeros((PADDED,), tl.float32)
+    acc = tl.zeros((PADDED, D), tl.float32)
+    for at in range(start, stop, BLOCK):
+        place = at + token
+        seen = (place <= position) & (place > position - window)
+        old = (seen & (place < position))[:, None] & inside[None, :]
+        page = tl.load(tables + row * table_row + place // SIZE, mask=seen, other=0)
+        where = (page * page_stride + head * head_stride + (place % SIZE) * d)[:, None] + feature[None, :]
+        new = (place == position)[:, None]
+        key = tl.where(new, new_k[None, :], tl.load(keys + where, mask=old, other=0.0))
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        score = tl.where(seen[None, :], score, -float("inf"))
+        higher = tl.maximum(largest, tl.max(score, 1))
+        shrink = tl.exp2(largest - higher)
+        weight = tl.exp2(score - higher[:, None])
+        sums = sums * shrink + tl.sum(weight, 1)
+        value = tl.where(new, new_v[None, :], tl.load(values + where, mask=old, other=0.0))
+        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        largest = higher
+
+    at = row * heads + head * GROUP + group
+    if SPLITS == 1:
+        there = out + at[:, None] * d + feature[None, :]
+        tl.store(there, (acc / sums[:, None]).to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+    else:
+        part = at * SPLITS + split
+        tl.store(out + part[:, None] * d + feature[None, :], acc, mask=mine[:, None] & inside[None, :])
+        tl.store(most + part, largest, mask=mine)
+        tl.store(total + part, sums, mask=mine)
+
+
+@triton.jit
+def _combine(parts, most, total, out, d, D: tl.constexpr, SPLITS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64)
+    split, feature = tl.arange(0, SPLITS), tl.arange(0, D)
+    inside = feature < d
+    largest = tl.load(most + at * SPLITS + split)
+    share = tl.exp2(largest - tl.max(largest, 0))
+    sums = tl.sum(share * tl.load(total + at * SPLITS + split), 0)
+    part = tl.load(parts + (at * SPLITS + split)[:, None] * d + feature[None, :], mask=inside[None, :], other=0.0)
+    y = tl.sum(part * share[:, None], 0) / sums
+    tl.store(out + at * d + feature, y.to(out.dtype.element_ty), mask=inside)
+
+
+def attend_new(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    splits: int | None = None,
+) -> Tensor:
+    """Keep the keys and values of one token of each of many sequences, and attend with it: ``b heads d`` -> ``b heads d``.
+
+    Args:
+        q: queries ``b heads d``; k, v: ``b kv_heads d`` of the pool's dtype.
+        kept: ``2 pages kv_heads size d``, contiguous.
+        tables: ``b w`` int64, the pages of each sequence.
+        positions: ``b`` int64, of the tokens; the page of each is in its row of ``tables``.
+        scale: of the scores.
+        window: a token sees itself and ``window - 1`` before; None: all before.
+        splits: programs that share a sequence, a power of two; None to choose.
+    """
+    b, heads, d = q.shape
+    kv_heads, size = kept.shape[2], kept.shape[3]
+    group = heads // kv_heads
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if splits is None:
+        splits = _splits(b * kv_heads, tables.shape[1] * size, q)
+    wide = triton.next_power_of_2(max(d, 16))
+    out = torch.empty(b, heads, d, dtype=q.dtype, device=q.device)
+    parts, most, total = out, out, out
+    if splits > 1:
+        parts = torch.empty(b, heads, splits, d, dtype=torch.float32, device=q.device)
+        most, total = torch.empty(2, b, heads, splits, dtype=torch.float32, device=q.device)
+    _attend[(b, kv_heads, splits)](
+        q,
+        k,
+        v,
+        kept[0],
+        kept[1],
+        tables,
+        positions,
+        parts,
+        most,
+        total,
+        scale * _LOG2_E,
+        (1 << 40) if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        kept.stride(1),
+        kept.stride(2),
+        tables.stride(0),
+        d,
+        GROUP=group,
+        PADDED=max(triton.next_power_of_2(group), 16),
+        D=wide,
+        SIZE=size,
+        BLOCK=_BLOCK,
+        SPLITS=splits,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=3 if wide <= 128 else 2,
+    )
+    if splits > 1:
+        _combine[(b * heads,)](parts, most, total, out, d, D=wide, SPLITS=splits, num_warps=4)
+    return out
+
+
+def _splits(programs: int, tokens: int, like: Tensor) -> int:
+    """Return how many programs share a sequence of at most so many tokens, so that all multiprocessors read."""
+    units = torch.cuda.get_device_properties(like.device).multi_processor_count if like.is_cuda else 8
+    most = min(max(2 * units // programs, 1), max(tokens // _BLOCK, 1), 64)
+    return 1 << (most.bit_length() - 1)

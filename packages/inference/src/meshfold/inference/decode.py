@@ -1,0 +1,149 @@
+"""The step of sequences that go on, a token each, for a batch of a fixed number of rows: nothing of it leaves the device.
+
+Ids, positions, page tables, settings and results lie in buffers that stay where they are. A token's id is fed back, its place
+counted up and its page looked up on the device, so several tokens are computed behind one another before the host reads any.
+On a GPU the whole of it, from the embedding to the drawn token, is one CUDA graph for each number of rows and each set of the
+parts of sampling that are wanted; elsewhere the same code runs as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from meshfold.inference.cache import Rows
+from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
+from meshfold.inference.schedule import Span
+
+Logits = Callable[[Tensor, Rows], Tensor]
+"""ids ``b`` and what attention needs -> logits ``b v``"""
+_IDLE = Sampling(temperature=0.0)
+
+
+def bucket(rows: int) -> int:
+    """Return the number of rows of the batch that takes so many sequences: a power of two, or a multiple of 8 from 16 on."""
+    if rows > 16:
+        return -(-rows // 8) * 8
+    return 1 << (rows - 1).bit_length()
+
+
+class DecodeBatch:
+    """Buffers of a batch of so many rows, and the graphs over them."""
+
+    def __init__(self, rows: int, width: int, most: int, size: int, spare: int, device: torch.device) -> None:
+        """Args:
+        rows: of the batch.
+        width: pages of the longest sequence.
+        most: tokens that are computed behind one another.
+        size: tokens of a page.
+        spare: the page that takes what no sequence wants.
+        device: of the buffers.
+        """
+        self._rows, self._width, self._most, self._size, self._spare = rows, width, most, size, spare
+        self._ids, self._positions, self._step = (
+            torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, rows, 1)
+        )
+        self._going = torch.zeros(rows, dtype=torch.int64, device=device)  # 1 for a row with a sequence
+        self._tables = torch.full((rows, width), spare, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(most, rows, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(most, rows, dtype=torch.float64, device=device)
+        self._settings = sampling_rows([_IDLE] * rows, device)
+        self._seen: Tensor | None = None
+        self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
+        self._captures = device.type == "cuda"
+
+    def load(self, spans: Sequence[Span], steps: int, seen: Tensor | None) -> None:
+        """Fill the buffers.
+
+        Args:
+            spans: the sequences, each with its last token.
+            steps: tokens that will be computed.
+            seen: ``b v`` bool, words that the sequences have, if some have a penalty on them.
+        """
+        idle = self._rows - len(spans)
+        numbers = torch.tensor(
+            [
+                [*(span.request.slice(span.start, span.stop)[0] for span in spans), *[0] * idle],
+                [*(span.start for span in spans), *[0] * idle],
+                [*[1] * len(spans), *[0] * idle],
+            ]
+        )
+        for buffer, values in zip((self._ids, self._positions, self._going), numbers, strict=True):
+            buffer.copy_(values)
+        # A row that goes on behind its last page, since the host has not seen yet that it has ended, writes to the spare one.
+        used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
+        listed = [[*span.request.pages[:used], *[self._spare] * (used - len(span.request.pages))] for span in spans]
+        tables = torch.tensor(listed + [[self._spare] * used] * idle)
+        self._tables[:, :used].copy_(tables)
+        self._used = self._width if self._captures else used
+        given = sampling_rows([span.request.sampling for span in spans] + [_IDLE] * idle, torch.device("cpu"))
+        for name, value in vars(given).items():
+            if isinstance(value, Tensor):
+                getattr(self._settings, name).copy_(value)
+        self._settings = replace(
+            self._settings, draws=given.draws, truncates=given.truncates, penalizes=given.penalizes
+        )
+        if seen is not None:
+            if self._seen is None or self._seen.shape[1] != seen.shape[1]:
+                self._seen = torch.zeros(self._rows, seen.shape[1], dtype=torch.bool, device=seen.device)
+            self._seen[: len(spans)].copy_(seen)
+        self._step.zero_()
+
+    @property
+    def captured(self) -> bool:
+        """True if there is a graph for what was loaded."""
+        return self._settings.parts in self._graphs
+
+    def run(self, steps: int, logits: Logits | None) -> tuple[list[list[int]], list[list[float]]]:
+        """Compute tokens behind one another.
+
+        Args:
+            steps: how many.
+            logits: the model; None if there is a graph for what was loaded.
+
+        Returns:
+            Tokens and log-probs, ``steps b``.
+        """
+        for _ in range(steps):
+            graph = self._graphs.get(self._settings.parts)
+            if graph is not None:
+                graph.replay()
+            elif logits is not None:
+                self._advance(logits)
+                if self._captures:
+                    self._capture(logits)
+        return self._tokens[:steps].tolist(), self._logprobs[:steps].tolist()
+
+    def _advance(self, logits: Logits) -> None:
+        """Compute one token of every row."""
+        place = torch.div(self._positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
+        page = self._tables.gather(1, place.unsqueeze(1)).squeeze(1)
+        page = torch.where(self._positions < self._width * self._size, page, self._spare)
+        rows = Rows(page, self._positions % self._size, self._positions, self._tables[:, : self._used])
+        found = logits(self._ids, rows)
+        settings: SamplingRows = self._settings
+        tokens, logprobs = sample(found, self._positions + 1, settings, self._seen)
+        if settings.penalizes and self._seen is not None:
+            self._seen.scatter_(1, tokens.unsqueeze(1), True)
+        self._tokens.index_copy_(0, self._step, tokens.unsqueeze(0))
+        self._logprobs.index_copy_(0, self._step, logprobs.double().unsqueeze(0))
+        self._ids.copy_(tokens)
+        self._positions.add_(self._going)
+        self._step.add_(1)
+
+    def _capture(self, logits: Logits) -> None:
+        """Make a graph of a step; what the model cannot do in one keeps running step by step."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._advance(logits)
+        except RuntimeError as error:
+            self._captures = False
+            reason = (str(error) or type(error).__name__).split("\n")[0]
+            warnings.warn(f"no CUDA graph of a generated token, which is slower: {reason}", stacklevel=2)
+            return
+        self._graphs[self._settings.parts] = graph

@@ -1,0 +1,56 @@
+"""The Triton kernel against the reference: on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1.
+
+``test_attention.py`` runs this file in a process of its own, since the interpreter must be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from meshfold.inference.attention_triton import attend_new
+from meshfold.inference.cache import attend_singles
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def compare(dtype: torch.dtype, heads: int, kv_heads: int, d: int, size: int, window: int | None, splits: int) -> None:
+    random = torch.Generator().manual_seed(heads + d + size)
+    lengths = [1, size + 1, 70, 130]
+    b, width = len(lengths), -(-max(lengths) // size) + 1
+    pages = b * width + 1
+    draw = lambda *shape: torch.randn(*shape, generator=random).to(DEVICE, dtype)  # noqa: E731
+    kept = draw(2, pages, kv_heads, size, d)
+    tables = torch.randperm(pages - 1, generator=random)[: b * width].view(b, width).to(DEVICE)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    qkv = draw(b, heads + 2 * kv_heads, d)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    expected_pool = kept.clone()
+    page, offset = tables.gather(1, (positions // size)[:, None])[:, 0], positions % size
+    expected_pool[0][page, :, offset] = k
+    expected_pool[1][page, :, offset] = v
+    scale = d**-0.5
+    wide = expected_pool.double()
+    expected = attend_singles(q.double(), wide, tables, positions, scale, window)
+    found = attend_new(q, k, v, kept, tables, positions, scale, window, splits)
+    assert torch.equal(kept, expected_pool), "the pool"
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    error = float((found.double() - expected).abs().max())
+    assert error < tolerance, (dtype, heads, kv_heads, d, size, window, splits, error)
+
+
+def main() -> None:
+    cases = [((4, 2, 24, 16), None, 1), ((6, 1, 80, 4), None, 4), ((3, 3, 16, 64), 5, 2), ((4, 2, 16, 16), 100, 4)]
+    for shape, window, splits in cases:
+        compare(torch.float32, *shape, window, splits)
+    compare(torch.float16, 2, 2, 64, 16, 9, 1)
+    if DEVICE.type == "cuda":  # the interpreter multiplies the bits of bfloat16
+        for window, splits in itertools.product((None, 9), (1, 2, 8)):
+            compare(torch.bfloat16, 8, 2, 128, 16, window, splits)
+            compare(torch.bfloat16, 32, 8, 128, 16, window, splits)
+
+
+if __name__ == "__main__":
+    main()
+    print("agrees")
