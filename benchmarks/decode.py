@@ -42,7 +42,7 @@ TINY = dict(
 JUDGED = dict(vocabulary=128256, hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=32)
 """The model that the bars are for."""
 OURS, ON_THEIRS, PEER = "ours", "ours on transformers' Llama", "transformers static compiled"
-EAGER, BATCHING = "transformers dynamic", "transformers batching"
+EAGER = "transformers dynamic"
 BARS = read_bars("decode", ("speed", "transformers"))
 
 
@@ -73,7 +73,6 @@ def main(argv: Sequence[str]) -> int:
     check_out(options.out)
     torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
     found = list(contestants(options))
-    options.gpu = torch.cuda.is_available()
     options.weight_bytes = weight_bytes(options)
     measure(
         "decode",
@@ -114,7 +113,6 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
         ),
         PEER: lambda: theirs(PEER, model("theirs"), options, cache_implementation="static"),
         EAGER: lambda: theirs(EAGER, model("theirs"), options),
-        BATCHING: lambda: batching(model("theirs"), options),
     }
     return found
 
@@ -153,10 +151,7 @@ def ours(name: str, model: nn.Module, options: argparse.Namespace, **settings: A
     def step() -> Any:
         return generator.generate(given, sampling=sampling)
 
-    note = generator.reason
-    if options.batch > 1 and options.prompt > 2:
-        note = note or "prompts differ, so none shares a page"
-    return Contestant(name, step, note=note, error=error_of(model, given, step()))
+    return Contestant(name, step, note=generator.reason, error=error_of(model, given, step()))
 
 
 def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) -> Contestant:
@@ -175,19 +170,6 @@ def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) 
         )
 
     return Contestant(name, step)
-
-
-def batching(model: Any, options: argparse.Namespace) -> Contestant:
-    """Return transformers' continuous batching, with its own choice of cache and graphs."""
-    from transformers import GenerationConfig
-
-    given = prompts(options).tolist()
-    settings = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-
-    def step() -> Any:
-        return model.generate_batch(given, generation_config=settings)
-
-    return Contestant(BATCHING, step)
 
 
 def prompts(options: argparse.Namespace) -> Tensor:

@@ -18,7 +18,7 @@ from meshfold.inference.cache import Chunk, LayerShape, Pool, Rows
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.routing import head_of, routed
-from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
+from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import eval_mode
@@ -174,8 +174,7 @@ class PagedForward:
             batch = DecodeBatch(count, self._width, self._most, self.pool.size, self.pool.spare, self.device)
             self._batches[count] = batch
         found: list[Sampled] = []
-        settings = sampling_rows([span.request.sampling for span in spans], self.device)
-        batch.load(spans, steps, seen_words(spans, settings, self._words))
+        batch.load(spans, steps, seen_words(spans, self._words, self.device))
         if batch.captured:
             rolled = batch.run(steps, None)
         else:
@@ -295,15 +294,15 @@ def draw(logits: Tensor, spans: Sequence[Span]) -> Sampled:
         return [], []
     rows = sampling_rows([span.request.sampling for span in spans], logits.device)
     positions = torch.tensor([span.stop for span in spans], device=logits.device)
-    tokens, logprobs = sample(logits, positions, rows, seen_words(spans, rows, logits.shape[-1]))
+    tokens, logprobs = sample(logits, positions, rows, seen_words(spans, logits.shape[-1], logits.device))
     return tokens.tolist(), logprobs.tolist()
 
 
-def seen_words(spans: Sequence[Span], rows: SamplingRows, words: int) -> Tensor | None:
-    """Return ``b v`` bool, the words that each sequence has; None if no row has a penalty on them."""
-    if not rows.penalizes:
+def seen_words(spans: Sequence[Span], words: int, device: torch.device) -> Tensor | None:
+    """Return ``b v`` bool, the words that each sequence has; None if no request has a penalty on them."""
+    if all(span.request.sampling.repetition_penalty == 1.0 for span in spans):
         return None
-    seen = torch.zeros(len(spans), words, dtype=torch.bool, device=rows.seed.device)
+    seen = torch.zeros(len(spans), words, dtype=torch.bool, device=device)
     for row, span in enumerate(spans):
-        seen[row, torch.tensor(span.request.slice(0, span.stop), device=seen.device)] = True
+        seen[row, torch.tensor(span.request.slice(0, span.stop), device=device)] = True
     return seen

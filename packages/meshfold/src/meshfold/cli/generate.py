@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it runs")
     add_parallel(how)
     how.add_argument("--precision", default="fp32", help="fp32, bf16, ... (fp32)")
-    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    how.add_argument("--device", choices=("cpu", "cuda"), help="(default: the GPU if there is one)")
     how.add_argument("--tokens", type=positive, metavar="N", help="room for keys and values of N tokens")
     how.add_argument("--rows", type=positive, default=32, metavar="N", help="texts that are written at once (32)")
     how.add_argument("--compile", action="store_true", help="compile blocks: slow at first, then faster on a GPU")

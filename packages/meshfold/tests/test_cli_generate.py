@@ -1,0 +1,95 @@
+"""``meshfold generate``: prompts from arguments, files and a pipe; the texts are transformers'."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshfold.cli import main
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn_like(weight) * 0.3)
+    place = tmp_path_factory.mktemp("models") / "llama"
+    model.save_pretrained(place)
+    return place
+
+
+def expected(folder: Path, prompt: str, count: int) -> str:
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([list(prompt.encode())])
+    out = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :].tolist()
+    out = out[: out.index(256)] if 256 in out else out
+    return bytes(out).decode(errors="replace")
+
+
+def test_prompts_are_continued(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    greedy = ["--temperature", "0", "--max-new-tokens", "6"]
+    assert main(["generate", str(folder), "--prompt", "one", "--prompt", "and two", *greedy]) == 0
+    printed = capsys.readouterr()
+    wanted = {prompt: expected(folder, prompt, 6) for prompt in ("one", "and two")}
+    assert printed.out == "".join(f"{prompt}{text}\n\n" for prompt, text in wanted.items())
+    assert "tokens are bytes" in printed.err and "of 2 texts in" in printed.err and "tokens/s" in printed.err
+
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{prompt}"}}\n' for prompt in wanted))
+    assert main(["generate", str(folder), "--prompts", str(prompts), "--out", str(out), "--n", "2", *greedy]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["prompt"], row["text"]) for row in rows] == [pair for pair in wanted.items() for _ in range(2)]
+    assert {row["finish"] for row in rows} <= {"length", "stop"}
+
+
+def test_prompts_come_line_by_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\nand two\n\nnot this\n"))
+    assert main(["generate", str(folder), "--temperature", "0", "--max-new-tokens", "5"]) == 0
+    printed = capsys.readouterr()
+    texts = {prompt: expected(folder, prompt, 5) for prompt in ("one", "and two")}
+    assert printed.out == "".join(f"{prompt}{text}\n\n" for prompt, text in texts.items())
+
+
+def test_what_cannot_be_generated_is_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, wrong = tmp_path / "empty.txt", tmp_path / "wrong.jsonl"
+    empty.write_text("\n")
+    wrong.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((folder / "config.json").read_text())
+    cases = [
+        ([str(folder), "--prompts", str(empty)], "no prompt in it"),
+        ([str(folder), "--prompts", str(wrong)], "line 2: write"),
+        ([str(folder), "--parallel", "tensor=2"], "2 ranks cannot read one terminal"),
+        ([str(folder), "--prompt", "a", "--max-new-tokens", "100"], "the model has 64 positions"),
+        ([str(bare), "--prompt", "a"], "has no weights"),
+    ]
+    for words, sentence in cases:
+        assert main(["generate", *words]) != 0
+        assert sentence in capsys.readouterr().err, words
