@@ -123,8 +123,8 @@ class Pool:
         if fused:
             from meshfold.inference.attention_triton import attend_new  # which needs Triton
 
-            mine = (x[:singles] for x in (q, k, v))
-            out.append(attend_new(*mine, kept, rows.tables, rows.positions[:singles], scale, window))
+            new_q, new_k, new_v = q[:singles], k[:singles], v[:singles]
+            out.append(attend_new(new_q, new_k, new_v, kept, rows.tables, rows.positions[:singles], scale, window))
         if fused < q.shape[0]:
             kept[0][rows.page[fused:], :, rows.offset[fused:]] = k[fused:]
             kept[1][rows.page[fused:], :, rows.offset[fused:]] = v[fused:]

@@ -78,12 +78,11 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def _own(layer: nn.Module, attend: Attend, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    @torch.compiler.disable
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         return attend(layer, *flat, scale=None, window=window).view(q.shape)
 
-    return call
+    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], torch.compiler.disable(call))
 
 
 def _is_hugging_face(model: nn.Module) -> bool:
@@ -98,7 +97,9 @@ def _is_hugging_face(model: nn.Module) -> bool:
 def _registered(model: nn.Module, attend: Attend) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)  # and no function for masks of this name: none are made
+    ALL_ATTENTION_FUNCTIONS.register(
+        NAME, torch.compiler.disable(_attend)
+    )  # and no function for masks of this name: none are made
     modules = list(model.modules())
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     before = [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]
@@ -115,7 +116,6 @@ def _registered(model: nn.Module, attend: Attend) -> Iterator[None]:
             _routes.pop(module, None)
 
 
-@torch.compiler.disable
 def _attend(
     module: nn.Module,
     query: Tensor,
