@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from expert_models import EXPERTS, FFN, HIDDEN, TOP_K, plain_mixture
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from meshfold.experts import MixtureOfExperts, grouped_matmul
 
@@ -59,3 +64,29 @@ def test_the_layer_is_the_sum_of_its_experts() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"got \[4, 3\], \[2, 5, 6\] and \[2\]"):
         grouped_matmul(torch.zeros(4, 3), torch.zeros(2, 5, 6), torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_compiled_code_launches_the_same_product(dtype: torch.dtype) -> None:
+    """One graph with three products in it, not a loop over experts; gradients to the bit. One expert has no rows."""
+    torch.manual_seed(0)
+    x = torch.randn(24, 32, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, 16, 32, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([8, 8, 17, 24], dtype=torch.int32)
+    nodes: list[str] = []
+
+    def seen(graph: Any, inputs: Any) -> Any:
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return grouped_matmul(x, weight.transpose(1, 2), ends)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return aot_autograd(fw_compiler=seen, bw_compiler=seen)(graph, inputs)
+
+    wanted = torch.autograd.grad(product(x, weight).square().sum(), (x, weight))
+    run = torch.compile(product, backend=backend, fullgraph=True)
+    found = torch.autograd.grad(run(x, weight).square().sum(), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert nodes.count("meshfold.grouped_product.default") == 3, nodes

@@ -2,6 +2,9 @@
 
 ``torch.nn.functional.grouped_mm`` takes bfloat16, float16 and float32 whose rows lie at multiples of 16 bytes. All else,
 float64 above all, is a loop over experts, which reads the sizes of the runs on the host unless they are known there.
+
+In compiled code the launch is an operation that the compiler does not look into: torch traces its own in bfloat16 alone, and
+Inductor of torch 2.11 fails on it.
 """
 
 from __future__ import annotations
@@ -61,41 +64,65 @@ class _Grouped(torch.autograd.Function):
 
 
 def _rows_times(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    x = x.contiguous()
-    if _fits(x, weight):
-        return torch.nn.functional.grouped_mm(x, weight, offs=ends)
-    y = x.new_zeros(x.shape[0], weight.shape[2])
-    for expert, begin, end in _runs(ends, counts):
-        torch.mm(x[begin:end], weight[expert], out=y[begin:end])
-    return y
+    return _product(x.contiguous(), weight, ends, counts)
 
 
 def _outer(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
     """Return the gradient of the weights ``[e, a, b]``, in the weights' memory layout."""
     turned = weight.stride(1) < weight.stride(2)  # the parameter is [e, b, a]
     left, right = (dy, x.contiguous()) if turned else (x.contiguous(), dy)
-    if _fits(x, weight) and x.shape[0]:
-        found = torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
-    else:
-        found = x.new_zeros(weight.shape[0], left.shape[1], right.shape[1])
-        for expert, begin, end in _runs(ends, counts):
-            torch.mm(left[begin:end].t(), right[begin:end], out=found[expert])
+    found = _product(left.t(), right, ends, counts)
     return found.transpose(1, 2) if turned else found
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
+def _product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
+    """Return the product of each run: ``[m, a], [e, a, b] -> [m, b]`` or ``[a, m], [m, b] -> [e, a, b]``."""
+    if torch.compiler.is_compiling():
+        found: Tensor = torch.ops.meshfold.grouped_product(left, right, ends, counts)
+        return found
+    if _fits(left, right):
+        return torch.nn.functional.grouped_mm(left, right, offs=ends)
+    y = left.new_zeros(_shape(left, right, ends))
+    for expert, begin, end in _runs(ends, counts):
+        if right.dim() == 3:
+            torch.mm(left[begin:end], right[expert], out=y[begin:end])
+        else:
+            torch.mm(left[:, begin:end], right[begin:end], out=y[expert])
+    return y
+
+
+@torch.library.custom_op("meshfold::grouped_product", mutates_args=())
+def _opaque_product(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
+    return _product(left, right, ends, counts).contiguous()
+
+
+@_opaque_product.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
+    return left.new_empty(_shape(left, right, ends))
+
+
+def _shape(left: Tensor, right: Tensor, ends: Tensor) -> tuple[int, ...]:
+    if right.dim() == 3:
+        return left.shape[0], right.shape[2]
+    return ends.shape[0], left.shape[0], right.shape[1]
+
+
+def _fits(left: Tensor, right: Tensor) -> bool:
     """Return True if torch's grouped_mm takes these. Meta tensors take the loop, whose matmuls a FLOP counter knows."""
-    if torch.compiler.is_compiling() and x.dtype is not torch.bfloat16:  # torch traces it only in bfloat16
-        return False
-    each = x.element_size()
+    each = left.element_size()
+    if right.dim() == 3:
+        rows, sizes = left.shape[0], right.shape[1:]
+        steps = right.stride(1 if right.stride(1) < right.stride(2) else 2)
+    else:
+        rows, sizes, steps = right.shape[0], (left.shape[0], right.shape[1]), 1
     return (
-        not x.is_meta
-        and x.dtype in _DTYPES
-        and weight.dtype is x.dtype
-        and x.shape[0] > 0
-        and all(size * each % _ALIGNMENT == 0 for size in weight.shape[1:])
-        and all(t.storage_offset() * each % _ALIGNMENT == 0 for t in (x, weight))
-        and weight.stride(1 if weight.stride(1) < weight.stride(2) else 2) == 1
+        not left.is_meta
+        and left.dtype in _DTYPES
+        and right.dtype is left.dtype
+        and rows > 0
+        and steps == 1
+        and all(size * each % _ALIGNMENT == 0 for size in sizes)
+        and all(t.storage_offset() * each % _ALIGNMENT == 0 for t in (left, right))
     )
 
 
