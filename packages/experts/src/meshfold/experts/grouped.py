@@ -110,6 +110,7 @@ def _shape(left: Tensor, right: Tensor, ends: Tensor) -> tuple[int, ...]:
 def _fits(left: Tensor, right: Tensor) -> bool:
     """Return True if torch's grouped_mm takes these. Meta tensors take the loop, whose matmuls a FLOP counter knows."""
     each = left.element_size()
+    sizes: tuple[int, ...]
     if right.dim() == 3:
         rows, sizes = left.shape[0], right.shape[1:]
         steps = right.stride(1 if right.stride(1) < right.stride(2) else 2)
