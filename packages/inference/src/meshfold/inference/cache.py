@@ -26,7 +26,7 @@ class LayerShape:
     Attributes:
         kv_heads: local heads of keys.
         d: elements of a head.
-        dtype: of the keys.
+        dtype: of the values, in which attention computes.
     """
 
     kv_heads: int
@@ -116,6 +116,7 @@ class Pool:
             ``t heads d``.
         """
         kept = self.layers[layer]
+        q, k, v = (x.to(kept.dtype) for x in (q, k, v))  # under autocast rotary queries and keys are wider than values
         singles = rows.tables.shape[0]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         fused = singles if self._fuses(q) else 0

@@ -20,7 +20,7 @@ _MOST_VERSIONS = 64
 class CompiledBlocks:
     """The blocks of a model: members of a list of modules that have an attention layer each."""
 
-    def __init__(self, model: nn.Module, attention: Collection[nn.Module], backend: str) -> None:
+    def __init__(self, model: nn.Module, attention: Collection[nn.Module], backend: str | Callable[..., Any]) -> None:
         """Args:
         model: the model.
         attention: its attention layers.

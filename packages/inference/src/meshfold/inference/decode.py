@@ -139,7 +139,7 @@ class DecodeBatch:
         """Make a graph of a step; what the model cannot do in one keeps running step by step."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch ranks
                 self._advance(logits)
         except RuntimeError as error:
             self._captures = False

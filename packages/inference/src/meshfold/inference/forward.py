@@ -71,7 +71,7 @@ class PagedForward:
         *,
         longest: int,
         most: int,
-        compile: str = "",
+        compile: Any = None,
     ) -> None:
         """Args:
         model: a module whose attention can be routed.
@@ -79,7 +79,7 @@ class PagedForward:
         device: of the model.
         longest: tokens of the longest sequence.
         most: tokens that are computed behind one another before the host reads them.
-        compile: backend of torch.compile for the blocks, when sequences go on with a token each; empty for none.
+        compile: backend of torch.compile for the blocks, when sequences go on with a token each; None for none.
 
         Raises:
             SpecError: if its logits by pages are not those that it computes by itself.
@@ -219,7 +219,7 @@ class PagedForward:
             if layer in self._number:
                 raise SpecError(f"{type(layer).__name__} attends twice in one forward")
             self._number[layer] = len(shapes)
-            shapes.append(LayerShape(k.shape[1], k.shape[2], k.dtype))
+            shapes.append(LayerShape(k.shape[1], k.shape[2], v.dtype))
             return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
         with ready(self.model), routed(self.model, attend), without_tracking():

@@ -69,9 +69,10 @@ class Generator:
         most_rows: int = 32,
         chunk: int = 512,
         ahead: int | None = None,
-        compile: bool | str = False,
+        compile: bool | str | Callable[..., Any] = False,
         share_prefixes: bool = True,
         decode: Callable[[list[int]], str] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Args:
         model: a causal language model: one of ours or of transformers', or ``engine.generator``.
@@ -81,9 +82,11 @@ class Generator:
         chunk: tokens of prompts and sequences that one forward computes at most.
         ahead: tokens of running sequences that are computed before the host reads any; what a sequence gets behind its end is
             dropped. By default 8 on a GPU, else 1.
-        compile: compile blocks for running sequences, by Inductor or a backend of this name: the first token of each number of rows
+        compile: compile blocks for running sequences, by Inductor or another backend: the first token of each number of rows
             takes long, those that follow are faster on a GPU.
         share_prefixes: requests in flight that begin with the same tokens share their pages.
+        device: of the keys and values; by default that of the model's first parameter. Give ``engine.device`` where parameters wait
+            on the host.
         decode: makes text of token ids, as a tokenizer's method does; needed for stop strings and text.
 
         Raises:
@@ -91,7 +94,8 @@ class Generator:
         """
         self._module: nn.Module = model if isinstance(model, nn.Module) else model.module
         parameter = next(self._module.parameters(), None)
-        device = getattr(model, "device", None) or (torch.device("cpu") if parameter is None else parameter.device)
+        if device is None:
+            device = getattr(model, "device", None) or (torch.device("cpu") if parameter is None else parameter.device)
         config: Any = getattr(self._module, "config", None)
         found = getattr(config, "max_positions", getattr(config, "max_position_embeddings", None))
         self.longest: int | None = found if isinstance(found, int) else None
@@ -119,7 +123,7 @@ class Generator:
                     device,
                     longest=longest,
                     most=self._ahead,
-                    compile=compile if isinstance(compile, str) else "inductor" if compile else "",
+                    compile="inductor" if compile is True else compile,
                 )
             except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
                 self.reason = str(error)

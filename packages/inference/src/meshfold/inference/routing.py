@@ -7,7 +7,7 @@ that are a row each, to a function, and a model's own masks are not made. Outsid
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -32,6 +32,24 @@ class Attend(Protocol):
         """Attend."""
 
 
+class _Own:
+    """Attention of a layer of ours. Objects of one class are alike to torch.compile, so all blocks share compiled code."""
+
+    def __init__(self, layer: nn.Module, attend: Attend, window: int | None) -> None:
+        self.layer, self.attend, self.window = layer, attend, window
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend: q ``t 1 heads d``, k and v ``t 1 kv_heads d``."""
+        found: Tensor = _attend_own(self, q, k, v)
+        return found
+
+
+def _run_own(own: _Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    return own.attend(own.layer, *flat, scale=None, window=own.window).view(q.shape)
+
+
+_attend_own = torch.compiler.disable(_run_own)
 _routes: WeakKeyDictionary[nn.Module, Attend] = WeakKeyDictionary()
 
 
@@ -56,7 +74,7 @@ def routed(model: nn.Module, attend: Attend) -> Iterator[None]:
     if own:
         window = attention_window(model)
         for layer in own:
-            layer.attend = _own(layer, attend, window)
+            layer.attend = _Own(layer, attend, window)
         try:
             yield
         finally:
@@ -75,14 +93,6 @@ def head_of(model: nn.Module) -> nn.Module | None:
     else:
         found = getattr(model, "head", None)
     return found if isinstance(found, nn.Module) else None
-
-
-def _own(layer: nn.Module, attend: Attend, window: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        return attend(layer, *flat, scale=None, window=window).view(q.shape)
-
-    return cast(Callable[[Tensor, Tensor, Tensor], Tensor], torch.compiler.disable(call))
 
 
 def _is_hugging_face(model: nn.Module) -> bool:
@@ -141,3 +151,6 @@ def _attend(
         )
     q, k, v = (x.squeeze(2) for x in (query, key, value))
     return _routes[module](module, q, k, v, scale=scaling, window=sliding_window).unsqueeze(1), None
+
+
+_uncompiled_attend = torch.compiler.disable(_attend)

@@ -126,6 +126,7 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
             most_rows=arguments.rows,
             decode=tokenizer.decode,
             compile=arguments.compile,
+            device=engine.device,
         )
         first = engine.mesh.rank == 0
         for line in (note, generator.reason and f"without pages, slower: {generator.reason}"):
