@@ -29,7 +29,16 @@ PAGES = [
 LANGUAGES = {"", "python", "bash", "diff", "text", "toml", "json", "mermaid"}
 TIMEOUT = 240.0
 
-SLOW = {"finetune-opt.md", "long-runs.md", "multi-node.md", "ray-and-trainer.md", "sequence.md", "testing.md"}
+SLOW = {
+    "finetune-opt.md",
+    "long-runs.md",
+    "multi-node.md",
+    "pipeline.md",
+    "ray-and-trainer.md",
+    "sequence.md",
+    "testing.md",
+    "training.md",
+}
 """Pages that start many processes; what they show has quick tests of its own, and `make test-all` runs them"""
 
 each_page = pytest.mark.parametrize(

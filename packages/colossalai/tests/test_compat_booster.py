@@ -158,7 +158,7 @@ PLUGINS: dict[str, tuple[int, Callable[[], Plugin]]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_the_loop_of_booster(name: str) -> None:
     run_on_ranks(PLUGINS[name][0], loop_of, name)

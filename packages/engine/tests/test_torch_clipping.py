@@ -105,6 +105,7 @@ def serial(way: Callable[[list[Tensor]], list[float]]) -> tuple[list[float], dic
     return found, dict(model.state_dict())
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("spec", SPECS)
 @ranks(2)
@@ -125,6 +126,7 @@ def test_clipping_by_torch_equals_a_single_process(spec: str, way: str) -> None:
 HALVES: dict[str, Any] = {"bf16": "bf16", "fp16": dict(name="fp16", initial_scale=2**8)}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("spec", ["data", "tensor", "zero 1", "zero 3"])
 @ranks(2)

@@ -50,7 +50,7 @@ def test_every_lower_half(implementation: str) -> None:
         check(floats(((upper.unsqueeze(1) << 16) + torch.arange(1 << 16)).view(-1)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.lists(st.integers(0, (1 << 32) - 1), max_size=40))
 def test_any_bits(patterns: list[int]) -> None:
     for implementation in IMPLEMENTATIONS:

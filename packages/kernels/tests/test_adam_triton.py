@@ -25,7 +25,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXAMPLES = 6 if INTERPRETED else 25
+EXAMPLES = 3 if INTERPRETED else 25
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,8 @@ IN_A_TENSOR: list[tuple[Any, int]] = [(torch.tensor(-8), 5), (torch.tensor(3), 5
     ("backend", "seeds"),
     [
         ("aot_eager", [*SYMBOLS, *IN_A_TENSOR]),
-        ("inductor", IN_A_TENSOR),  # as layers give it
+        # As layers give it; ten seconds of Inductor.
+        pytest.param("inductor", IN_A_TENSOR, marks=pytest.mark.slow),
         # Half a minute: Inductor writes a number that is used twice down twice, in each of its rounds.
         pytest.param("inductor", SYMBOLS, marks=pytest.mark.slow),
     ],

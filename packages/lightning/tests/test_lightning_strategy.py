@@ -217,32 +217,35 @@ class Stages(Characterwise):
         super().__init__(late=True)
 
 
-@ranks(4)
-def test_stages_go_in_any_order_with_and_without_a_fit() -> None:
-    data = DataLoader(Characters(), batch_size=4)
-    for parallel, precision in (
-        (TENSOR, "32-true"),
+@pytest.mark.parametrize(
+    ("parallel", "precision"),
+    [
+        pytest.param(TENSOR, "32-true", marks=pytest.mark.slow),
         (ZERO, "32-true"),
         (TENSOR, "bf16-mixed"),
-        (ZERO, "bf16-mixed"),
-    ):
-        strategy, module = strategy_of(parallel, rules=RULES), Stages()
-        trainer = trainer_of(strategy, max_epochs=1, precision=precision)
-        before = trainer.validate(module, data, verbose=False)[0]["seen"]
-        whole = strategy.full_state_dict()
-        assert {value.dtype for value in whole.values()} == {torch.float32}
-        trainer.fit(module, data)
-        between = trainer.test(module, data, verbose=False)[0]["tested"]
-        assert between < before
-        again = trainer_of(strategy_of(parallel, rules=RULES), max_epochs=1, precision=precision)
-        again.fit(module, data)  # by another trainer, with new optimizers
-        after = again.test(module, data, verbose=False)[0]["tested"]
-        assert after < between
-        predicted = again.predict(module, data)
-        copied = copy.deepcopy(module)
-        assert [*copied.state_dict()] == [*module.state_dict()]
-        assert sum(map(len, predicted)) == 24 * Characters.length // again.strategy.world.row_size
-        again.strategy.close()
+        pytest.param(ZERO, "bf16-mixed", marks=pytest.mark.slow),
+    ],
+)
+@ranks(4)
+def test_stages_go_in_any_order_with_and_without_a_fit(parallel: dict[str, Any], precision: str) -> None:
+    data = DataLoader(Characters(), batch_size=4)
+    strategy, module = strategy_of(parallel, rules=RULES), Stages()
+    trainer = trainer_of(strategy, max_epochs=1, precision=precision)
+    before = trainer.validate(module, data, verbose=False)[0]["seen"]
+    whole = strategy.full_state_dict()
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+    trainer.fit(module, data)
+    between = trainer.test(module, data, verbose=False)[0]["tested"]
+    assert between < before
+    again = trainer_of(strategy_of(parallel, rules=RULES), max_epochs=1, precision=precision)
+    again.fit(module, data)  # by another trainer, with new optimizers
+    after = again.test(module, data, verbose=False)[0]["tested"]
+    assert after < between
+    predicted = again.predict(module, data)
+    copied = copy.deepcopy(module)
+    assert [*copied.state_dict()] == [*module.state_dict()]
+    assert sum(map(len, predicted)) == 24 * Characters.length // again.strategy.world.row_size
+    again.strategy.close()
 
 
 @ranks(2)

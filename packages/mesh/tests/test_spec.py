@@ -234,7 +234,6 @@ def test_data_is_inferred_from_the_world_size(parallel: dict[str, Any], data: in
 
 
 @given(data=st.integers(1, 9), tensor=st.integers(1, 9), pipe=st.integers(1, 4), world=st.integers(1, 200))
-@settings(max_examples=100, deadline=None)
 def test_the_product_is_the_world_size_or_an_error(data: int, tensor: int, pipe: int, world: int) -> None:
     parallel: dict[str, Any] = dict(data=data, tensor=tensor, pipeline=pipe)
     if data * tensor * pipe == world:
@@ -329,7 +328,7 @@ SPECS = st.fixed_dictionaries(
 
 
 @given(parallel=SPECS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 def test_every_spec_round_trips_and_its_axes_are_in_order(parallel: dict[str, Any]) -> None:
     spec = ParallelSpec.parse(parallel)
     again = ParallelSpec.parse(spec.to_dict())
@@ -429,7 +428,6 @@ def test_experts_are_folded_out_of_the_ranks_of_data_sequence_and_tensor(
     pipe=st.integers(1, 3),
     size=st.integers(1, 24),
 )
-@settings(max_examples=100, deadline=None)
 def test_every_size_that_divides_the_ranks_is_folded_and_every_other_refused(
     sizes: tuple[int, int, int], pipe: int, size: int
 ) -> None:
@@ -604,7 +602,6 @@ def test_the_spec_imports_nothing_but_the_standard_library_and_the_errors() -> N
 
 
 @given(number=st.integers(0, 10**40), degree=st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
 def test_root_is_exact(number: int, degree: int) -> None:
     base = root(number, degree)
     assert base**degree <= number < (base + 1) ** degree

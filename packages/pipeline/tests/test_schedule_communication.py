@@ -27,7 +27,7 @@ from meshfold.pipeline import (
 )
 from meshfold.pipeline.scheduling.communication import Step, prove
 
-MANY = settings(max_examples=200, deadline=None)
+MANY = settings(max_examples=2 * settings().max_examples)
 
 
 def rendezvous(program: Program, seed: int) -> bool:

@@ -12,7 +12,7 @@ from schedule_cases import NAMED, is_valid, named, random_schedule, with_list
 
 from meshfold.pipeline import Costs, Op, Schedule, ScheduleError, check, communicate, schedule, simulate
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=3 * settings().max_examples)
 
 
 def refusal(made: Schedule) -> str:

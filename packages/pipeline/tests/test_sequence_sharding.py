@@ -47,7 +47,7 @@ def tokens(pieces: tuple[tuple[int, int], ...]) -> list[int]:
     return [token for start, stop in pieces for token in range(start, stop)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(sharding=shardings)
 def test_every_token_is_sharded_once_in_equal_shares_and_joins_again(sharding: SequenceSharding) -> None:
     shards = [tokens(sharding.pieces(rank)) for rank in range(sharding.ranks)]
@@ -76,7 +76,7 @@ def test_zigzag_is_an_early_and_a_late_piece() -> None:
     assert SequenceSharding(length=32, ring=4, order="contiguous").pieces(1) == ((8, 16),)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(data=st.data(), sharding=shardings)
 def test_tiles_cover_what_is_seen_once_and_nothing_else(data: st.DataObject, sharding: SequenceSharding) -> None:
     mask = data.draw(masks(sharding.length))

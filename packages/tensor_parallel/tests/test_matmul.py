@@ -176,9 +176,15 @@ def assert_close(results: list[dict[str, float]], tolerance: float, least: int) 
     assert not off, "\n".join(f"{what}: off by {d:.2e}" for what, d in off.items())
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("world", "keeps", "least"), [(2, KEEPS, 60), (4, KEEPS, 200), (6, KEEPS[:1], 10), (8, KEEPS[:1], 35)]
+    ("world", "keeps", "least"),
+    [
+        (4, KEEPS, 200),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, KEEPS, 60), (6, KEEPS[:1], 10), (8, KEEPS[:1], 35))
+        ),
+    ],
 )
 def test_equals_serial_in_float64(world: int, keeps: tuple[frozenset[str], ...], least: int) -> None:
     assert_close(run_on_ranks(world, check_cases, world, torch.float64, keeps, False), 1e-12, least)

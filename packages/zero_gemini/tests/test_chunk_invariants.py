@@ -475,7 +475,7 @@ def test_invariants_hold_on_every_rank(shape: Shape, placements: list[int], plan
 
 
 @pytest.mark.slow
-@settings(max_examples=600, suppress_health_check=quiet)
+@settings(max_examples=6 * settings().max_examples, suppress_health_check=quiet)
 @given(shapes, first_placements, st.lists(operations, min_size=5, max_size=40))
 def test_invariants_hold_over_many_operations(shape: Shape, placements: list[int], plan: list[tuple[Any, ...]]) -> None:
     carry_out(shape, placements, plan, 1)

@@ -248,7 +248,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=3 * settings().max_examples // 5, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("before", ChunkState)

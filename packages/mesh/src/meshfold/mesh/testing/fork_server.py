@@ -27,8 +27,12 @@ from typing import Any
 from meshfold.mesh.processes._bootstrap import die_with_parent
 
 _LINE = 65536
-# Without torch: some of its modules start threads or processes when imported. `_preload` imports those that most ranks need.
-_WORTH_PRELOADING = frozenset({"meshfold", "numpy", "einops", "numba", "transformers", "safetensors", "hypothesis"})
+# Of torch only its compiler: other modules of it start threads or processes when imported. `_preload` imports those that
+# most ranks need.
+_COMPILER = ("torch._functorch.", "torch._inductor.")
+_OURS = {"meshfold", "numpy", "einops", "numba", "safetensors", "hypothesis"}
+_THEIRS = {"transformers", "peft", "lightning", "lightning_utilities", "torchmetrics", "matplotlib"}
+_WORTH_PRELOADING = frozenset(_OURS | _THEIRS)
 
 
 def worth_preloading() -> list[str]:
@@ -36,7 +40,7 @@ def worth_preloading() -> list[str]:
     return [
         name
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in _WORTH_PRELOADING and module is not None
+        if (name.partition(".")[0] in _WORTH_PRELOADING or name.startswith(_COMPILER)) and module is not None
     ]
 
 
@@ -46,7 +50,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+            environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_WARM_POOL="0")
             # Ranks must find the same modules as the test process.
             environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
             self._process = subprocess.Popen(
