@@ -27,6 +27,8 @@ from meshfold.experts import (
     update_selection_bias,
     z_loss,
 )
+from meshfold.experts.counting import by_expert, rank_places
+from meshfold.experts.router_logits import router_logits
 from meshfold.mesh import Mesh, SpecError, record
 from meshfold.mesh.testing import ranks
 
@@ -288,3 +290,52 @@ def test_a_bias_makes_the_load_even() -> None:
 def test_settings_that_do_not_fit_are_refused(make: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         make()
+
+
+def test_logits_in_bfloat16_are_those_of_float32_and_so_are_their_gradients() -> None:
+    """The operands are bfloat16, their products exact in float32; gradients are rounded once, at the end."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 64, generator=generator).bfloat16().requires_grad_() for n in (33, 8))
+    towards = torch.randn(33, 8, generator=generator)
+    logits = router_logits(x, weight)
+    assert logits.dtype is torch.float32 and logits.grad_fn is not None and "_Logits" in logits.grad_fn.name()
+    exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+    wanted = exact[0] @ exact[1].t()
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(logits, (x, weight), towards)
+    for got, leaf in zip(gradients, torch.autograd.grad(wanted, exact, towards.double()), strict=True):
+        off = (got.double() - leaf).abs().max() / leaf.abs().max()
+        assert got.dtype is torch.bfloat16 and off < 2**-8
+    torch.testing.assert_close(router_logits(x.float(), weight), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_counted_in_runs_of_tokens_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (256, 257, 700):
+        index = torch.rand(tokens, 6, generator=generator).topk(2).indices
+        index[3, 1], index[5, 0], index[7, 1] = index[3, 0], -1, 6
+        found = by_expert(index, 6, index.numel())
+        wanted = sorted((int(e), pair) for pair, e in enumerate(index.flatten()) if 0 <= e < 6)
+        assert found.pairs[: len(wanted)].tolist() == [pair for _, pair in wanted]
+        assert found.counts.tolist() == [sum(e == expert for e, _ in wanted) for expert in range(6)]
+        _, rows = rank_places(index, 3, 2)
+        assert rows.tolist() == [int(((index >= 3 * r) & (index < 3 * r + 3)).any(1).sum()) for r in (0, 1)]
+
+
+def test_compiled_layers_leave_the_experts_to_eager_code() -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(16, 24, 4, 2, shared=8)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    compiled = torch.compile(layer, backend=backend)
+    for tokens in (5, 9):
+        x = torch.randn(tokens, 16, requires_grad=True)
+        torch.testing.assert_close(compiled(x), layer(x))
+        gradients = [torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]) for run in (compiled, layer)]
+        for got, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, wanted)
+    assert graphs and not any("grouped_mm" in code or "autograd_function" in code for code in graphs)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+_RUN = 128
+"""tokens that are counted by themselves before their sums are added up"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +49,15 @@ def expert_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     tokens = index.shape[0]
     valid = (index >= 0) & (index < experts)
     bins = torch.where(valid, index, experts).long()
-    ones = torch.ones_like(bins)
-    chosen = torch.zeros(experts + 1, tokens, dtype=torch.int64, device=index.device).scatter_add_(
-        0, bins.t(), ones.t()
-    )
-    before, counts = _before(chosen[:experts])
-    before = torch.cat([before, before.new_zeros(1, tokens)])
-    # A token that names an expert twice gets two rows, one after the other.
+    ones = torch.ones_like(bins, dtype=torch.int32)
+    chosen = torch.zeros(experts + 1, tokens, dtype=torch.int32, device=index.device)
+    chosen.scatter_add_(0, bins.t(), ones.t())
+    counts = chosen[:experts].sum(1)
+    starts = torch.cat([counts.cumsum(0) - counts, counts.new_zeros(1)])
+    before = _running(chosen).gather(0, bins.t()) - chosen.gather(0, bins.t())
+    # A token that names an expert twice has two rows: the second after the first.
     repeats = (bins.unsqueeze(2) == bins.unsqueeze(1)).tril(-1).sum(2)
-    return torch.where(valid, before.gather(0, bins.t()).t() + repeats, -1), counts
+    return torch.where(valid, before.t() + starts[bins] + repeats, -1), counts
 
 
 def rank_places(index: Tensor, experts_each: int, ranks: int, sharing: int = 1) -> tuple[Tensor, Tensor]:
@@ -70,7 +74,7 @@ def rank_places(index: Tensor, experts_each: int, ranks: int, sharing: int = 1) 
     blocks = ranks // sharing
     valid = (index >= 0) & (index < experts_each * blocks)
     owner = torch.where(valid, index // experts_each, blocks).long()
-    chosen = torch.zeros(blocks + 1, tokens, dtype=torch.int64, device=index.device)
+    chosen = torch.zeros(blocks + 1, tokens, dtype=torch.int32, device=index.device)
     chosen = chosen.scatter_(0, owner.t(), 1)[:blocks]
     if sharing > 1:
         chosen = chosen.repeat_interleave(sharing, 0)
@@ -80,10 +84,23 @@ def rank_places(index: Tensor, experts_each: int, ranks: int, sharing: int = 1) 
 
 def _before(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many rows are in front of each (bin, token), and the rows of each bin: ``b n -> b n, b``."""
-    upto = chosen.cumsum(1)
     counts = chosen.sum(1)
     starts = counts.cumsum(0) - counts
-    return upto - chosen + starts.unsqueeze(1), counts
+    return _running(chosen) - chosen + starts.unsqueeze(1), counts
+
+
+def _running(chosen: Tensor) -> Tensor:
+    """Return the sums up to each token, itself included: ``b n -> b n``, int32.
+
+    In two levels, runs of tokens first: a GPU scans few long rows no faster than a thread reads one.
+    """
+    bins, tokens = chosen.shape
+    if tokens <= 2 * _RUN:
+        return chosen.cumsum(1, dtype=torch.int32)
+    runs = F.pad(chosen, (0, -tokens % _RUN)).view(bins, -1, _RUN).cumsum(2, dtype=torch.int32)
+    ends = runs[:, :, -1]
+    earlier = ends.cumsum(1, dtype=torch.int32) - ends
+    return (runs + earlier.unsqueeze(2)).flatten(1)[:, :tokens]
 
 
 def pairs_of(places: Tensor, rows: int) -> Tensor:

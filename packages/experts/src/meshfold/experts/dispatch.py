@@ -72,6 +72,24 @@ def dispatch(
         raise ValueError(
             f"{ranks} ranks, of which {sharing} share each expert: the first number must be a multiple of the second"
         )
+    y: Tensor = _in_eager_code(tokens, index, weights, run, experts, group, sharing, capacity, meanwhile)
+    return y
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known on the host alone, and Inductor of torch 2.11 fails on grouped matmuls
+def _in_eager_code(
+    tokens: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    run: Run,
+    experts: int,
+    group: Group | None,
+    sharing: int,
+    capacity: float | None,
+    meanwhile: Callable[[], object] | None,
+) -> Tensor:
+    """Do what :func:`dispatch` does, outside of compiled graphs."""
+    ranks = 1 if group is None else group.size
     experts_each = experts_of_each(experts, ranks // sharing)
     if capacity is not None:
         index = within_capacity(index, experts, capacity, group)

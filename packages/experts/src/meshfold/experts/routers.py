@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshfold.experts.balance import Reduce, RoutingSums, moved_bias, routing_sums
+from meshfold.experts.router_logits import router_logits
 from meshfold.experts.routing import Routing, check_groups, check_top_k, sigmoid_top_k, softmax_top_k
 from meshfold.mesh import Group, all_reduce
 
@@ -45,9 +45,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route n tokens ``[n, h]``. Products of fewer bits than float32 are taken in float32."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            routing = self.choose(F.linear(x.to(dtype), self.weight.to(dtype)))
+            routing = self.choose(router_logits(x, self.weight))
         self.keep(routing)
         return routing
 

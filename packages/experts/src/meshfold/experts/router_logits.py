@@ -1,0 +1,49 @@
+"""Logits of a router with the accuracy of float32 products, at the speed of bfloat16 ones.
+
+The product of two bfloat16 numbers is exact in float32, so a matmul of bfloat16 operands that adds up in float32 and is not rounded
+is one in float32. Backward, the gradient of the logits is split into two bfloat16 numbers each, which have 16 bits of it together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply tokens by a router's weight: ``[n, h], [e, h] -> [n, e]``, in float32, or float64 where an operand is.
+
+    Gradients have the dtypes of their tensors.
+    """
+    if x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16 and not torch.compiler.is_compiling():
+        logits: Tensor = _Logits.apply(x, weight)
+        return logits
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(dtype), weight.to(dtype))
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight.t())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dlogits: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        high = dlogits.to(x.dtype)
+        both = torch.cat([high, (dlogits - high).to(x.dtype)], 1)
+        dx = both @ torch.cat([weight, weight]) if ctx.needs_input_grad[0] else None
+        dweight = (
+            _product(both.t(), x).unflatten(0, (2, -1)).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        )
+        return dx, dweight
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of matrices in bfloat16, in float32 and not rounded."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
