@@ -37,11 +37,11 @@ PLACEMENTS = (
     Placement(shape=(2, 3, 4), axes=((), ("col",), ("depth",))),
 )
 MATRICES = sum(len(one.shape) == 2 for one in PLACEMENTS)
-# The class, a tolerance, and what a step sends. CAME's distances need updates, which need their norms, which need means.
+# The class, a tolerance, and what a step sends.
 CASES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], float, dict[str, int]]] = {
     "adafactor": (lambda p: Adafactor(p, 0.05, weight_decay=0.1), 1e-12, {"all_reduce": 2}),
     "adafactor_hf": (lambda p: AdafactorHF(p, beta1=0.9, weight_decay=0.1), 1e-12, {"all_reduce": 2}),
-    "came": (lambda p: Came(p, 0.05, weight_decay=0.1, clip_threshold=0.5), 1e-12, {"all_reduce": 3}),
+    "came": (lambda p: Came(p, 0.05, weight_decay=0.1, clip_threshold=0.5), 1e-12, {"all_reduce": 2}),
     "muon": (lambda p: Muon(p, 0.05, ns_dtype="same"), 1e-10, {"all_to_all": 2}),
     "galore_adamw": (
         lambda p: GaLoreAdamW(p, 0.05, weight_decay=0.1, rank=2, update_proj_gap=GAP),

@@ -146,7 +146,19 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.lion_lists(some, some, some, None, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
         K.average_lists(some, some, copies, momentum=0.9, nesterov=True)
         K.apply_lists(some, copies, copies, keep=0.9, rate=0.1)
+    for wide in (32, 5):
+        matrices, rows, columns = [torch.zeros(8, wide)] * 2, [torch.ones(8)] * 2, [torch.ones(wide)] * 2
+        K.square_sum_lists(matrices)
+        K.factored_limit_lists(matrices, rows, columns, floor=0.0, clip_threshold=1.0)
+        K.came_distance_lists(matrices, matrices, rows, columns, clip_threshold=1.0)
+        copies, ones = [one.to(torch.bfloat16) for one in matrices], torch.ones(2)
+        K.factored_apply_lists(matrices, matrices, rows, columns, copies, ones, ones, ones, floor=1e-6)
+        came: dict[str, Any] = dict(means=matrices, beta1=0.9, confidence=(rows, columns))
+        K.factored_apply_lists(matrices, matrices, rows, columns, None, ones, ones, ones, **came)
     assert compiler.compiled == {
+        "factored_lists._sums",
+        "factored_lists._add_parts",
+        "factored_lists._apply",
         "tensor_lists._lamb_moments",
         "tensor_lists._sum_tiles",
         "tensor_lists._lamb_apply",

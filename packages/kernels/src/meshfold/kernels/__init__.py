@@ -32,6 +32,12 @@ from meshfold.kernels.cross_entropy import (
 )
 from meshfold.kernels.dispatch import Availability, KernelError, available, use
 from meshfold.kernels.dropout import dropout
+from meshfold.kernels.factored_lists import (
+    came_distance_lists,
+    factored_apply_lists,
+    factored_limit_lists,
+    square_sum_lists,
+)
 from meshfold.kernels.fp8 import (
     FP8_MULTIPLE,
     FP8_RECIPES,
@@ -127,9 +133,12 @@ __all__ = [
     "average_lists",
     "bias_gelu",
     "bind_fp8_matmul",
+    "came_distance_lists",
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
+    "factored_apply_lists",
+    "factored_limit_lists",
     "fp8_cast_weight",
     "fp8_gain",
     "fp8_input_gradient",
@@ -165,6 +174,7 @@ __all__ = [
     "rms_norm_backward_stats",
     "rms_norm_stats",
     "split_master",
+    "square_sum_lists",
     "sum_exp_and_target",
     "sum_of_magnitudes",
     "sum_of_squares",

@@ -47,6 +47,10 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "lamb_moment_lists, lamb_apply_lists, adamw_lists, lion_lists, average_lists, apply_lists",
         ("triton",),
     ),
+    "factored_lists": (
+        "square_sum_lists, factored_limit_lists, came_distance_lists, factored_apply_lists",
+        ("triton",),
+    ),
     "layerwise": ("lamb_direction, lars_step", ("numba",)),
     "grad_pass": (
         "write_gradient, sum_of_squares, sum_of_magnitudes, largest_magnitude",

@@ -13,6 +13,12 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.factored_lists import (
+    came_distance_lists,
+    factored_apply_lists,
+    factored_limit_lists,
+    square_sum_lists,
+)
 from meshfold.kernels.layerwise import LAYERWISE
 
 __all__ = [
@@ -234,6 +240,10 @@ def _widest(tensors: Tensors, others: Tensors) -> Tensor:
 
 STEP_KERNELS: Mapping[str, Callable[..., Any]] = {
     **LAYERWISE,
+    "square_sum_lists": square_sum_lists,
+    "factored_limit_lists": factored_limit_lists,
+    "came_distance_lists": came_distance_lists,
+    "factored_apply_lists": factored_apply_lists,
     "lamb_moment_lists": lamb_moment_lists,
     "lamb_apply_lists": lamb_apply_lists,
     "adamw_lists": adamw_lists,

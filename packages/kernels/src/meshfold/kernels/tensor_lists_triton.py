@@ -16,9 +16,9 @@ from meshfold.kernels._triton import launch
 from meshfold.kernels.float_bits_triton import from_bfloat16, to_bfloat16
 
 _TILE = 4096
-_ALIGNED = 16  # bytes of an address and elements of a tensor: many are loaded and stored at a time then
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NO_COPY = 3
+ALIGNED = 16  # bytes of an address and elements of a tensor: many are loaded and stored at a time then
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NO_COPY = 3
 Tensors = Sequence[Tensor]
 
 
@@ -300,30 +300,31 @@ def _tiles(sizes: tuple[int, ...], device: torch.device) -> _Tiles:
 _tables: OrderedDict[tuple[torch.device, tuple[int, ...]], Tensor] = OrderedDict()
 
 
-def _table(lists: Sequence[Tensors], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the addresses of all tensors, a row for each list, on the device and as numbers; those of late are kept."""
-    addresses = tuple(tensor.data_ptr() for tensors in lists for tensor in tensors)
+def addresses_on(device: torch.device, addresses: tuple[int, ...]) -> Tensor:
+    """Return addresses on a device; those of late are kept."""
     key = device, addresses
     if key not in _tables:
         _tables[key] = torch.tensor(addresses).to(device, non_blocking=True)
         while len(_tables) > 64:
             _tables.popitem(last=False)
     _tables.move_to_end(key)
-    return _tables[key], addresses
+    return _tables[key]
 
 
 def _run(kernel: Any, lists: Sequence[Tensors], *arguments: Any, **settings: Any) -> None:
     """Launch a kernel over all tiles of the first list's tensors."""
     first = lists[0][0]
     sizes = tuple(tensor.numel() for tensor in lists[0])
-    tiles, (table, addresses) = _tiles(sizes, first.device), _table(lists, first.device)
-    even = all(number % _ALIGNED == 0 for number in (*sizes, *addresses))
+    tiles = _tiles(sizes, first.device)
+    addresses = tuple(tensor.data_ptr() for tensors in lists for tensor in tensors)
+    table = addresses_on(first.device, addresses)
+    even = all(number % ALIGNED == 0 for number in (*sizes, *addresses))
     given = (table, tiles.owners, tiles.begins, tiles.sizes, len(sizes))
     launch(kernel, (tiles.programs,), first, *given, *arguments, **settings, EVEN=even, TILE=_TILE, num_warps=8)
 
 
 def _with_copies(lists: Sequence[Tensors], copies: Tensors | None) -> tuple[list[Tensors], int]:
-    return ([*lists], _NO_COPY) if copies is None else ([*lists, copies], _CODES[copies[0].dtype])
+    return ([*lists], NO_COPY) if copies is None else ([*lists, copies], CODES[copies[0].dtype])
 
 
 def _floats(*numbers: float) -> tuple[float, ...]:
@@ -404,10 +405,10 @@ def lion(
 
 
 def average(gradients: Tensors, means: Tensors, ahead: Tensors, momentum: float, nesterov: bool) -> None:
-    code = _CODES[ahead[0].dtype]
+    code = CODES[ahead[0].dtype]
     _run(_average, (gradients, means, ahead), *_floats(1 - momentum, momentum), NESTEROV=nesterov, AHEAD=code)
 
 
 def apply(parameters: Tensors, updates: Tensors, copies: Tensors | None, keep: float, rate: float) -> None:
     lists, copy = _with_copies((parameters, updates), copies)
-    _run(_apply, lists, *_floats(keep, rate), UPDATE=_CODES[updates[0].dtype], COPY=copy)
+    _run(_apply, lists, *_floats(keep, rate), UPDATE=CODES[updates[0].dtype], COPY=copy)

@@ -9,16 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import MatrixOptimizer, Sight, gradient_of
+from meshfold.optimizers.base import ListSteps, MatrixOptimizer, Sight, gradient_of, rate_of
 from meshfold.optimizers.blocks import Blocks, SumOver, WholeTensors, in_buckets
 from meshfold.optimizers.factored import (
     add_to_means,
     inverse_root,
     limit_rms,
+    on_device,
     rms,
+    rms_of_lists,
     row_and_column,
     spread,
     square_sum,
+    take_lists,
     zero_means,
 )
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, learning_rate, positive
@@ -26,23 +29,29 @@ from meshfold.optimizers.settings import OptimizerSettingError, at_least, learni
 __all__ = ["Adafactor", "AdafactorHF"]
 
 
-class Adafactor(torch.optim.Adafactor):
+class Adafactor(ListSteps, torch.optim.Adafactor):
     """``torch.optim.Adafactor``, that may be given blocks of tensors: no first moment, ``lr`` is given, and ``1/√t`` bounds it.
 
     Attributes:
         sight: see :class:`meshfold.optimizers.base.TensorOptimizer`.
         elementwise: False.
-        blocks: see :class:`meshfold.optimizers.base.MatrixOptimizer`. While tensors are whole, torch steps.
+        blocks: see :class:`meshfold.optimizers.base.MatrixOptimizer`. Whole tensors are stepped by torch, unless there are kernels.
+        kernels: these and others see :class:`meshfold.optimizers.base.TensorOptimizer`.
     """
 
     sight: ClassVar[Sight] = "matrices"
     elementwise: ClassVar[bool] = False
     blocks: Blocks = WholeTensors()
 
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        """Args: see torch."""
+        super().__init__(*arguments, **settings)
+        self.copied = set()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step once on all parameters that have a gradient; see torch."""
-        if isinstance(self.blocks, WholeTensors):
+        if isinstance(self.blocks, WholeTensors) and not self.kernels:
             by_torch: Any = super().step  # torch's step has no type annotations
             return by_torch(closure)
         loss = None
@@ -51,9 +60,41 @@ class Adafactor(torch.optim.Adafactor):
                 loss = closure()
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.grad is not None]
-            for bucket in in_buckets(chosen, self.blocks.bucket_elements):
+            for bucket in in_buckets(self._step_by_lists(group, chosen), self.blocks.bucket_elements):
                 self._step_on(group, bucket)
         return loss
+
+    def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
+        """Step whole matrices in passes over all of them, if there are kernels; return the parameters that are left."""
+        factored, rate = [p for p in chosen if p.dim() >= 2 and p.numel()], rate_of(group)
+        if not factored or rate is None or group["maximize"] or not self.blocks.whole(factored):
+            return chosen
+        gradients = [gradient_of(p) for p in factored]
+        if self._list_kernel("factored_apply_lists", factored, gradients) is None:
+            return chosen
+        states = [self._state_of(p) for p in factored]
+        counts = [float(state["step"]) for state in states]
+        rows, columns = [one["row_var"].squeeze(-1) for one in states], [one["col_var"].squeeze(-2) for one in states]
+        sums = self.kernels["square_sum_lists"](gradients)
+        take_lists(factored, (rows, columns), sums, [1 - count ** group["beta2_decay"] for count in counts])
+        least = torch.finfo(factored[0].dtype).eps if group["eps"][0] is None else group["eps"][0]
+        limited = self.kernels["factored_limit_lists"](
+            gradients, rows, columns, floor=least * least, clip_threshold=group["d"]
+        )
+        bounded = [min(rate, 1 / math.sqrt(count)) for count in counts]
+        self.kernels["factored_apply_lists"](
+            factored,
+            gradients,
+            rows,
+            columns,
+            self._copies_of(factored),
+            limited,
+            rms_of_lists(factored).clamp(min=group["eps"][1]) * on_device(bounded, limited),
+            torch.full_like(limited, rate * group["weight_decay"]),
+            floor=least * least,
+        )
+        done = set(factored)
+        return [p for p in chosen if p not in done]
 
     @staticmethod
     def check_block(shape: Sequence[int], whole: Sequence[int]) -> None:
@@ -212,16 +253,62 @@ class AdafactorHF(MatrixOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for bucket in in_buckets(self._trained(group), self.blocks.bucket_elements):
+            for bucket in in_buckets(self._step_by_lists(group, self._trained(group)), self.blocks.bucket_elements):
                 self._step_on(group, bucket)
+
+    def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
+        """Step whole matrices in passes over all of them, if there are kernels; return the parameters that are left."""
+        factored, rate = [p for p in chosen if p.dim() >= 2 and p.numel()], rate_of(group)
+        if not factored or rate is None or not self.blocks.whole(factored):
+            return chosen
+        gradients = [gradient_of(p) for p in factored]
+        if self._list_kernel("factored_apply_lists", factored, gradients) is None:
+            return chosen
+        counts = [self._count(p) for p in factored]
+        rates = self._rates(group, counts, rate)
+        for p in factored:
+            if "exp_avg_sq_row" not in self.state[p]:
+                self.state[p]["exp_avg_sq_row"], self.state[p]["exp_avg_sq_col"] = zero_means(self.blocks, p)
+        rows, columns = ([self.state[p][f"exp_avg_sq_{key}"] for p in factored] for key in ("row", "col"))
+        sums = self.kernels["square_sum_lists"](gradients)
+        decays = [1 - count ** group["decay_rate"] for count in counts]
+        take_lists(factored, (rows, columns), sums, decays, eps=group["eps"][0])
+        limited = self.kernels["factored_limit_lists"](
+            gradients, rows, columns, floor=0.0, clip_threshold=group["clip_threshold"]
+        )
+        sized = on_device(rates, limited)
+        if group["scale_parameter"]:
+            sized = sized * rms_of_lists(factored).clamp(min=group["eps"][1])
+        settings: dict[str, Any] = {}
+        lengths = limited, sized
+        if group["beta1"] is not None:  # the mean is of updates with their rates
+            settings = dict(means=self._moments(factored, "exp_avg"), beta1=group["beta1"])
+            lengths = limited * sized, torch.ones_like(sized)
+        self.kernels["factored_apply_lists"](
+            factored,
+            gradients,
+            rows,
+            columns,
+            self._copies_of(factored),
+            *lengths,
+            sized * group["weight_decay"],
+            **settings,
+        )
+        done = set(factored)
+        return [p for p in chosen if p not in done]
+
+    def _rates(self, group: dict[str, Any], counts: Sequence[float], given: float | Tensor) -> list[Any]:
+        """Return the rates of parameters of these step counts; the group shows the last one if they are relative."""
+        if not group["relative_step"]:
+            return [given] * len(counts)
+        rates = [_relative_rate(count, group["warmup_init"]) for count in counts]
+        group["lr"] = rates[-1]
+        return rates
 
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
         """Step some parameters, with two rounds of sums: of squares, then of updates."""
         counts = {p: self._count(p) for p in bucket}
-        rates: dict[Tensor, float | Tensor] = dict.fromkeys(bucket, group["lr"])
-        if group["relative_step"]:
-            rates = {p: _relative_rate(counts[p], group["warmup_init"]) for p in bucket}
-            group["lr"] = rates[bucket[-1]]
+        rates = dict(zip(bucket, self._rates(group, list(counts.values()), group["lr"]), strict=True))
         for p, update, rate in adafactor_updates(self, group, counts, {p: gradient_of(p) for p in bucket}, rates):
             if group["beta1"] is not None:
                 [mean] = self._moments([p], "exp_avg")

@@ -14,6 +14,7 @@ from meshfold.optimizers.roles import MATRICES, ROLES
 from meshfold.optimizers.settings import OptimizerSettingError
 
 __all__ = [
+    "ListSteps",
     "MatrixOptimizer",
     "NormOptimizer",
     "RoleOptimizer",
@@ -56,26 +57,60 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-class TensorOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that says what it must see of a tensor.
+class ListSteps:
+    """Common part of optimizers that step over lists of tensors by kernels.
 
     Attributes:
-        sight: what it must see.
-        elementwise: whether that is each element alone.
         kernels: functions that step, ``meshfold.kernels.STEP_KERNELS``; empty: torch's operations.
         copies: of parameters in lower precision, by parameter. A step may write them besides, and adds these parameters to
             ``copied``; those that are not there are to be copied after it.
         copied: parameters whose copies are written; who reads it empties it.
     """
 
-    sight: ClassVar[Sight] = "matrices"
-    elementwise: ClassVar[bool] = False
     kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})
     copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    copied: set[Tensor]
+
+    def _list_kernel(self, name: str, *lists: Sequence[Tensor]) -> Callable[..., Any] | None:
+        """Return a kernel over lists of tensors if it can take these: on one device, of one dtype, contiguous."""
+        kernel, first = self.kernels.get(name), lists[0][0]
+        if kernel is None or first.dtype not in (torch.float32, torch.float64):
+            return None
+        fits = all(
+            one.dtype == first.dtype and one.device == first.device and one.is_contiguous()
+            for tensors in lists
+            for one in tensors
+        )
+        return kernel if fits else None
+
+    def _copies_of(self, chosen: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the copies that a kernel is to write, and count them as written; None if it cannot, or there are none."""
+        found = [self.copies[p] for p in chosen if p in self.copies]
+        if len(found) != len(chosen):
+            return None
+        if any(
+            one.dtype != found[0].dtype or not one.is_contiguous() or one.shape != p.shape
+            for one, p in zip(found, chosen, strict=True)
+        ):
+            return None
+        self.copied.update(chosen)
+        return found
+
+
+class TensorOptimizer(ListSteps, torch.optim.Optimizer):
+    """A torch optimizer that says what it must see of a tensor.
+
+    Attributes:
+        sight: what it must see.
+        elementwise: whether that is each element alone.
+    """
+
+    sight: ClassVar[Sight] = "matrices"
+    elementwise: ClassVar[bool] = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        self.copied: set[Tensor] = set()
+        self.copied = set()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -136,37 +171,12 @@ class TensorOptimizer(torch.optim.Optimizer):
             found.append(state[key])
         return found
 
-    def _list_kernel(self, name: str, *lists: Sequence[Tensor]) -> Callable[..., Any] | None:
-        """Return a kernel over lists of tensors if it can take these: on one device, of one dtype, contiguous."""
-        kernel, first = self.kernels.get(name), lists[0][0]
-        if kernel is None or first.dtype not in (torch.float32, torch.float64):
-            return None
-        fits = all(
-            one.dtype == first.dtype and one.device == first.device and one.is_contiguous()
-            for tensors in lists
-            for one in tensors
-        )
-        return kernel if fits else None
-
     def _alike(self, chosen: Sequence[Tensor]) -> list[tuple[float, list[Tensor]]]:
         """Count a step of each parameter, and return those of one count, device and dtype together, with the count."""
         found: dict[tuple[float, torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in chosen:
             found.setdefault((self._count(parameter), parameter.device, parameter.dtype), []).append(parameter)
         return [(count, alike) for (count, _, _), alike in found.items()]
-
-    def _copies_of(self, chosen: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the copies that a kernel is to write, and count them as written; None if it cannot, or there are none."""
-        found = [self.copies[p] for p in chosen if p in self.copies]
-        if len(found) != len(chosen):
-            return None
-        if any(
-            one.dtype != found[0].dtype or not one.is_contiguous() or one.shape != p.shape
-            for one, p in zip(found, chosen, strict=True)
-        ):
-            return None
-        self.copied.update(chosen)
-        return found
 
 
 def rate_of(group: Mapping[str, Any]) -> float | None:

@@ -57,6 +57,9 @@ class Blocks(Protocol):
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
 
+    def whole(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether this rank has all of each of these parameters."""
+
     def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
         """Return sums, each of the whole tensor's sizes along the kept dims, in one all-reduce; padding counts as nothing."""
 
@@ -107,6 +110,9 @@ class WholeTensors:
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         return tuple(parameter.shape)
+
+    def whole(self, parameters: Sequence[Tensor]) -> bool:
+        return True
 
     def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
         return [_sum(one) for one in wanted]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from meshfold.optimizers.base import MatrixOptimizer, gradient_of
-from meshfold.optimizers.blocks import in_buckets
+from meshfold.optimizers.base import MatrixOptimizer, gradient_of, rate_of
+from meshfold.optimizers.blocks import SumOver, in_buckets
 from meshfold.optimizers.factored import (
     add_to_means,
     inverse_root,
-    limit_rms,
+    rms,
     row_and_column,
     square_sum,
+    take_lists,
     zero_means,
 )
 from meshfold.optimizers.settings import OptimizerSettingError, at_least, decay_rates, learning_rate, positive
@@ -27,7 +29,7 @@ class Came(MatrixOptimizer):
 
     The last two dims of a tensor are a matrix, of which it keeps means of rows and columns: of squared gradients, and of the
     squared distance between an update and its running mean. One more tensor has the parameter's shape. Vectors and
-    numbers keep whole means, and no distance.
+    numbers keep whole means, and no distance. Of blocks, two rounds of sums a bucket give what is needed of the whole.
     """
 
     def __init__(
@@ -64,51 +66,100 @@ class Came(MatrixOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for bucket in in_buckets(self._trained(group), self.blocks.bucket_elements):
+            for bucket in in_buckets(self._step_by_lists(group, self._trained(group)), self.blocks.bucket_elements):
                 self._step_on(group, bucket)
 
+    def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
+        """Step whole matrices in three passes over all of them, if there are kernels; return the parameters that are left."""
+        factored, rate = [p for p in chosen if p.dim() >= 2 and p.numel()], rate_of(group)
+        if not factored or rate is None or not self.blocks.whole(factored):
+            return chosen
+        gradients, means = [gradient_of(p) for p in factored], self._moments(factored, "exp_avg")
+        if self._list_kernel("factored_apply_lists", factored, gradients, means) is None:
+            return chosen
+        beta1, beta2, beta3 = group["betas"]
+        rows, columns = self._kept(factored, "exp_avg_sq")
+        sums = self.kernels["square_sum_lists"](gradients)
+        take_lists(factored, (rows, columns), sums, [beta2] * len(factored), eps=group["eps"][0])
+        limited, *distances = self.kernels["came_distance_lists"](
+            gradients, means, rows, columns, clip_threshold=group["clip_threshold"]
+        )
+        confidence = self._kept(factored, "exp_avg_res")
+        take_lists(factored, confidence, distances, [beta3] * len(factored), factor=beta1**2, eps=group["eps"][1])
+        rates = torch.full_like(limited, rate)
+        self.kernels["factored_apply_lists"](
+            factored,
+            gradients,
+            rows,
+            columns,
+            self._copies_of(factored),
+            limited,
+            rates,
+            rates * group["weight_decay"],
+            means=means,
+            beta1=beta1,
+            confidence=confidence,
+        )
+        done = set(factored)
+        return [p for p in chosen if p not in done]
+
+    def _kept(self, factored: list[Tensor], key: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Return running means of rows and of columns of matrices, zeros at first."""
+        for p in factored:
+            state = self.state[p]
+            if f"{key}_row" not in state:
+                state[f"{key}_row"], state[f"{key}_col"] = zero_means(self.blocks, p)
+        return [self.state[p][f"{key}_row"] for p in factored], [self.state[p][f"{key}_col"] for p in factored]
+
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
-        """Step some parameters, with three rounds of sums: of squares, of updates, of distances."""
+        """Step some parameters, with two rounds of sums: of squares, then of updates and distances.
+
+        The distance is b₁ · (l · u − m) of an update u, its limit l, and the mean m before. Since l is known only after the
+        second round, that has the sums for d = u − m of d², d · m and m², of which (l · u − m)² = l² · d² − 2 · l · (1 − l) · d ·
+        m + (1 − l)² · m² is made: exactly d² where nothing is limited.
+        """
         blocks, (beta1, beta2, beta3) = self.blocks, group["betas"]
         factored = [p for p in bucket if p.dim() >= 2]
-        squares = self._means(
-            factored, "exp_avg_sq", (gradient_of(p).square().add_(group["eps"][0]) for p in factored), beta2
-        )
+        rows_and_columns = dict(zip(factored, zip(*self._kept(factored, "exp_avg_sq"), strict=True), strict=True))
+        squares = (one for p in factored for one in row_and_column(p, gradient_of(p).square().add_(group["eps"][0])))
+        sums = blocks.sums(squares)
+        for place, p in enumerate(factored):
+            add_to_means(blocks, p, rows_and_columns[p], sums[2 * place : 2 * place + 2], beta2)
         updates = []
         for p in bucket:
-            if p in squares:
-                update = inverse_root(blocks, p, *squares[p]).mul_(gradient_of(p))
+            if p in rows_and_columns:
+                update = inverse_root(blocks, p, *rows_and_columns[p]).mul_(gradient_of(p))
             else:
                 [mean_square] = self._moments([p], "exp_avg_sq")
                 mean_square.mul_(beta2).add_(gradient_of(p).square().add_(group["eps"][0]), alpha=1 - beta2)
                 update = mean_square.rsqrt().mul_(gradient_of(p))
             updates.append(update)
-        norms = blocks.sums(square_sum(p, update) for p, update in zip(bucket, updates, strict=True))
         means = self._moments(bucket, "exp_avg")
-        for p, update, mean, norm in zip(bucket, updates, means, norms, strict=True):
-            limit_rms(blocks, p, update, norm, group["clip_threshold"])
-            mean.mul_(beta1).add_(update, alpha=1 - beta1)
-        by_parameter = dict(zip(bucket, zip(updates, means, strict=True), strict=True))
-        distances = ((u - m).square_().add_(group["eps"][1]) for u, m in (by_parameter[p] for p in factored))
-        confidence = self._means(factored, "exp_avg_res", distances, beta3)
-        for p, mean in zip(bucket, means, strict=True):
-            update = inverse_root(blocks, p, *confidence[p]).mul_(mean) if p in confidence else mean.clone()
+
+        def wanted() -> Iterator[SumOver]:
+            for p, update, mean in zip(bucket, updates, means, strict=True):
+                yield square_sum(p, update)
+                if p in rows_and_columns:
+                    apart = update - mean
+                    for values in (apart.square(), apart * mean, mean.square()):
+                        yield from row_and_column(p, values)
+
+        found = iter(blocks.sums(wanted()))
+        confidence = dict(zip(factored, zip(*self._kept(factored, "exp_avg_res"), strict=True), strict=True))
+        for p, update, mean in zip(bucket, updates, means, strict=True):
+            limit = (rms(blocks, p, next(found)) / group["clip_threshold"]).clamp_(min=1.0).reciprocal()
+            mean.mul_(beta1).add_(update.mul_(limit), alpha=1 - beta1)
+            step = mean
+            if p in confidence:
+                near, mixed, far = ([next(found), next(found)] for _ in range(3))
+                shape = blocks.shape(p)
+                distances = [
+                    beta1**2 * (limit**2 * d - 2 * limit * (1 - limit) * m + (1 - limit) ** 2 * f).clamp_(min=0.0)
+                    + group["eps"][1] * count
+                    for d, m, f, count in zip(near, mixed, far, (shape[-1], shape[-2]), strict=True)
+                ]
+                add_to_means(blocks, p, confidence[p], distances, beta3)
+                step = inverse_root(blocks, p, *confidence[p]).mul_(mean)
             if group["weight_decay"]:
                 p.mul_(1 - group["weight_decay"] * group["lr"])
-            p.sub_(update.mul_(group["lr"]))
-
-    def _means(
-        self, factored: list[Tensor], key: str, values: Iterable[Tensor], rate: float
-    ) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """Return each matrix's running row and column means, updated with its values."""
-        found = {}
-        for p in factored:
-            state = self.state[p]
-            if f"{key}_row" not in state:
-                state[f"{key}_row"], state[f"{key}_col"] = zero_means(self.blocks, p)
-            found[p] = state[f"{key}_row"], state[f"{key}_col"]
-        wanted = (one for p, value in zip(factored, values, strict=True) for one in row_and_column(p, value))
-        sums = self.blocks.sums(wanted)
-        for place, p in enumerate(factored):
-            add_to_means(self.blocks, p, found[p], sums[2 * place : 2 * place + 2], rate)
-        return found
+            p.sub_(step * group["lr"])

@@ -13,7 +13,20 @@ from torch import Tensor
 
 from meshfold.optimizers.blocks import Blocks, SumOver
 
-__all__ = ["add_to_means", "inverse_root", "limit_rms", "rms", "row_and_column", "spread", "square_sum", "zero_means"]
+__all__ = [
+    "add_lists",
+    "add_to_means",
+    "inverse_root",
+    "limit_rms",
+    "on_device",
+    "rms",
+    "rms_of_lists",
+    "row_and_column",
+    "spread",
+    "square_sum",
+    "take_lists",
+    "zero_means",
+]
 
 
 def zero_means(blocks: Blocks, parameter: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +56,45 @@ def add_to_means(
         mean.mul_(rate).add_(total / count, alpha=1 - rate)
 
 
+def add_lists(
+    means: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    counts: Sequence[int],
+    rates: Sequence[float],
+    *,
+    factor: float = 1.0,
+    eps: float = 0.0,
+) -> None:
+    """Let running means take sums in: ``mean ← rate · mean + (1 − rate) · (factor · sum / count + eps)``, in place of both.
+
+    Args:
+        means: of rows or of columns, of whole tensors.
+        sums: of their shapes.
+        counts: of the numbers that each element of a sum is of.
+        rates: of each.
+        factor: of all sums.
+        eps: added to each number that is averaged.
+    """
+    torch._foreach_mul_(list(sums), [(1 - rate) * factor / count for rate, count in zip(rates, counts, strict=True)])
+    torch._foreach_add_(list(sums), [(1 - rate) * eps for rate in rates])
+    torch._foreach_mul_(list(means), list(rates))
+    torch._foreach_add_(list(means), list(sums))
+
+
+def take_lists(
+    parameters: Sequence[Tensor],
+    means: Sequence[Sequence[Tensor]],
+    sums: Sequence[Sequence[Tensor]],
+    rates: Sequence[float],
+    *,
+    factor: float = 1.0,
+    eps: float = 0.0,
+) -> None:
+    """Let running means of rows and of columns of whole matrices take sums in; see :func:`add_lists`."""
+    for mean, total, dim in zip(means, sums, (-1, -2), strict=True):
+        add_lists(mean, total, [p.shape[dim] for p in parameters], rates, factor=factor, eps=eps)
+
+
 def inverse_root(blocks: Blocks, parameter: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return this block of 1 / √V, of the matrix V that the means stand for: rows · columns / mean of rows."""
     return spread(blocks, parameter, (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_(), columns.rsqrt())
@@ -59,6 +111,17 @@ def spread(blocks: Blocks, parameter: Tensor, rows: Tensor, columns: Tensor) -> 
 def rms(blocks: Blocks, parameter: Tensor, squares: Tensor) -> Tensor:
     """Return the root mean square of all elements, of their sum of squares: a tensor, so that nothing waits for the device."""
     return squares.div(math.prod(blocks.shape(parameter))).sqrt()
+
+
+def rms_of_lists(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the root mean square of all elements of each whole tensor, ``(tensors,)``."""
+    norms = torch.stack(torch._foreach_norm(list(parameters), 2.0))
+    return norms / on_device([p.numel() ** 0.5 for p in parameters], norms)
+
+
+def on_device(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """Return numbers as a tensor of the dtype and device of another, without waiting for the device."""
+    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def limit_rms(blocks: Blocks, parameter: Tensor, update: Tensor, squares: Tensor, largest: float) -> None:

@@ -28,7 +28,6 @@ from meshfold.engine.states.optimizer_state import OptimizerState, gather, globa
 from meshfold.engine.world import PIPE, World
 from meshfold.mesh import Mesh, clip_gradient_values, clip_gradients, gradient_norm, metadata
 from meshfold.mesh.parameters import ParameterMeta, StoredValue, uncompiled_name
-from meshfold.optimizers import TensorOptimizer
 
 if TYPE_CHECKING:
     from meshfold.pipeline import Pipeline
@@ -219,7 +218,7 @@ class PlainStates:
         self.optimizer = None if make is None else _optimizer(make, list(self.targets.values()))
         if self.optimizer is not None:
             give_sight(self.optimizer, self.targets, world)
-            if isinstance(self.optimizer, TensorOptimizer):
+            if hasattr(self.optimizer, "copies"):
                 self.optimizer.copies = masters.copies()
         self.trained = list(parameters.values()) if trains else []
         self.reducer = GradientReducer(self.trained, masters, world.mesh)

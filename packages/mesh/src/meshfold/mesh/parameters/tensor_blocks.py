@@ -58,6 +58,10 @@ class ShardedBlocks:
         meta = self._metas.get(parameter)
         return tuple(parameter.shape) if meta is None else meta.placement.shape
 
+    def whole(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether this rank has all of each of these parameters."""
+        return all(self._split_block(parameter) is None for parameter in parameters)
+
     def sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
         """Return sums over whole tensors; see the class."""
 
