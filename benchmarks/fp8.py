@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--rows", type=int, default=4, help="sequences")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile; 'none' compiles nothing")
     add_rounds(parser)
     add_output(parser, "fp8")
     options = parse_with_tiny(parser, argv, TINY)
@@ -110,7 +110,7 @@ def engine_model(
         ffn=options.ffn,
         max_positions=options.length,
     )
-    compile = dict(backend=options.backend) if compiled else False
+    compile = dict(backend=options.backend) if compiled and options.backend != "none" else False
     engine = opened.enter_context(Engine(lambda: build(config), precision=precision, compile=compile))
     model: nn.Module = engine.model
     return model.train()
@@ -128,7 +128,7 @@ def torchao_model(options: argparse.Namespace, opened: ExitStack, recipe: str) -
         object.__setattr__(config, "emulate", True)
     model = engine_model(options, opened, "bf16", compiled=False)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks if options.backend != "none" else ():  # type: ignore[union-attr]
         block.compile(backend=options.backend)
     return model
 

@@ -93,6 +93,8 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.bias_gelu(x, b, approximate).sum().backward()
         K.geglu2(x, x.detach(), approximate).sum().backward()
     K.cross_entropy(x, labels, label_smoothing=0.1).sum().backward()
+    for turned in (x.detach(), x.detach().t()):
+        K.to_fp8(turned, rows=True)
     for recompute in (False, True):
         K.linear_cross_entropy(x, x.detach(), labels, softcap=30.0, label_smoothing=0.1, recompute=recompute).backward()
     K.linear_log_probs(x, x.detach(), labels, entropy=True)[0].sum().backward()
@@ -179,6 +181,9 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         "token_rows._take",
         "token_rows._sum",
         "token_rows._sum_gradients",
+        "fp8_casts._rows",
+        "fp8_casts._column_amax",
+        "fp8_casts._columns",
         "cross_entropy._sums",
         "cross_entropy._gradient",
         "cross_entropy._losses_and_gradient",

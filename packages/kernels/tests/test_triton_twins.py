@@ -79,6 +79,27 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+@pytest.mark.parametrize("shape", [(5, 32), (1, 1), (260, 9), (1, 4200)], ids=str)
+@dtypes
+def test_fp8_casts_have_the_bits_of_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = seeded(*shape, dtype=dtype)
+    x *= torch.logspace(-30, 4, shape[0], base=2.0, device=DEVICE)[:, None].to(dtype)
+    x[0, 0] = 0.0
+    x[shape[0] // 2] = 0.0
+    odd = x.clone()
+    odd[-1, -1], odd[0, shape[1] // 2] = float("inf"), float("nan")
+    for matrix in (x, odd, x[:, : max(1, shape[1] // 2)]):
+        for each in (matrix, matrix.t()) if shape[0] < 256 else (matrix.t(),):
+            got = K.to_fp8(each, rows=True)
+            with K.use("reference"):
+                want = K.to_fp8(each, rows=True)
+            assert torch.equal(got.inverse.nan_to_num(-1.0), want.inverse.nan_to_num(-1.0))
+            lost = want.values.float().isnan()
+            assert torch.equal(got.values.float().isnan(), lost)
+            bits = (t.values.view(torch.uint8).masked_fill(lost, 0) for t in (got, want))
+            assert torch.equal(*bits)
+
+
 @shapes
 @dtypes
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:

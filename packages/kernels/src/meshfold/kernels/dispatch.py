@@ -36,6 +36,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rotary": ("apply_rotary", ("triton",)),
     "merge_attention": ("merge_attention_", ("triton",)),
     "token_rows": ("take_rows, sum_rows", ("triton",)),
+    "fp8_casts": ("to_fp8", ("triton",)),
     "cross_entropy": ("cross_entropy and its pieces, linear_cross_entropy, linear_log_probs", ("triton",)),
     "dropout": ("dropout", ("triton", "numba")),
     "float_bits": ("split_master, join_master", ("triton", "numba")),

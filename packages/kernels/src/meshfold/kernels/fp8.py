@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, power_scale
+
 Fp8Dim = Literal["m", "k", "n"]
 """Dim of a matmul ``y[m, n] = x[m, k] w[k, n]``."""
 Fp8Maximum = Callable[[Tensor, tuple[Fp8Dim, ...]], Tensor]
@@ -45,8 +47,6 @@ Fp8Maximum = Callable[[Tensor, tuple[Fp8Dim, ...]], Tensor]
 
 FP8_MULTIPLE = 16
 """Elements: k and n of an fp8 matmul are multiples of it (cuBLAS); m may be any."""
-_LEAST_AMAX = 1e-30  # its scale and the reciprocal are normal float32 numbers
-_POWER_BITS = 0x7F800000  # exponent of a float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,9 @@ def to_fp8(
         tile: a scale for each tile with these sides, which divide those of the matrix, rounded down to a power of 2.
         maximum: from the amax here to the amax of the whole, of which ``x`` is a block.
     """
+    if rows and tile is None and maximum is None and dtype is torch.float8_e4m3fn and x.numel():
+        values, inverse = cast_matrix(x)
+        return Fp8Tensor(values=values, inverse=inverse)
     largest = torch.finfo(dtype).max
     if tile is not None:
         whole, x = x.shape, _tiles(x, tile)
@@ -130,11 +133,10 @@ def to_fp8(
         amax = (x.abs().amax(dim=1, keepdim=True) if rows else x.abs().amax()).float()
     if maximum is not None:  # replace NaN by infinity: not every reduction propagates NaN
         amax = maximum(torch.where(amax.isfinite(), amax, torch.inf))
-    # In float64: compiled float32 division is inexact, and the eager and the compiled cast must agree.
-    scale = (largest / amax.double().clamp(min=_LEAST_AMAX)).float()
     if rows:
-        scale = (scale.view(torch.int32) & _POWER_BITS).view(torch.float32)
-    scale = torch.where(amax.isfinite(), scale, torch.nan)
+        scale = power_scale(amax, largest)
+    else:
+        scale = torch.where(amax.isfinite(), (largest / amax.double().clamp(min=LEAST_AMAX)).float(), torch.nan)
     if tile is not None:
         scaled = (x.float() * scale[:, None, :, None]).clamp(-largest, largest)
         return Fp8Tensor(values=scaled.to(dtype).reshape(whole), inverse=scale.reciprocal(), tile=tile)
