@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,26 +120,92 @@ class Pool:
         q, k, v = (x.to(kept.dtype) for x in (q, k, v))  # under autocast rotary queries and keys are wider than values
         singles = rows.tables.shape[0]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        fused = singles if self._fuses(q) else 0
         out = []
-        if fused:
-            from meshfold.inference.attention_triton import attend_new  # which needs Triton
-
-            new_q, new_k, new_v = q[:singles], k[:singles], v[:singles]
-            out.append(attend_new(new_q, new_k, new_v, kept, rows.tables, rows.positions[:singles], scale, window))
-        if fused < q.shape[0]:
-            kept[0][rows.page[fused:], :, rows.offset[fused:]] = k[fused:]
-            kept[1][rows.page[fused:], :, rows.offset[fused:]] = v[fused:]
-        if singles and not fused:
-            out.append(attend_singles(q[:singles], kept, rows.tables, rows.positions[:singles], scale, window))
+        if singles:
+            first = slice(0, singles)
+            given = (rows.page[first], rows.offset[first], rows.positions[first], rows.tables)
+            out.append(attend_and_keep(q[first], k[first], v[first], kept, *given, scale, window or 0, self._fuses(q)))
+        if singles < q.shape[0]:
+            kept[0][rows.page[singles:], :, rows.offset[singles:]] = k[singles:]
+            kept[1][rows.page[singles:], :, rows.offset[singles:]] = v[singles:]
         for chunk in rows.chunks:
             these = slice(chunk.row, chunk.row + chunk.count)
             out.append(_attend_chunk(q[these], k[these], v[these], kept, chunk, scale, window))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _fuses(self, q: Tensor) -> bool:
-        """Return True if the Triton kernel takes such queries."""
-        return self.triton and q.is_cuda and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    def _fuses(self, x: Tensor) -> bool:
+        """Return True if the Triton kernel takes such tensors."""
+        return self.triton and x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def layer(self, number: int) -> PagedLayer:
+        """Return the attention of a layer."""
+        return PagedLayer(self.layers[number], self._fuses(self.layers[number]))
+
+
+class PagedLayer:
+    """Attention of one layer with single tokens, as an operation that torch.compile leaves whole within a block's graph.
+
+    Attributes:
+        rows: of the forward.
+    """
+
+    rows: Rows
+
+    def __init__(self, kept: Tensor, fused: bool) -> None:
+        """Args:
+        kept: keys and values of the layer, ``2 pages kv_heads size d``.
+        fused: by the Triton kernel.
+        """
+        self.kept, self.fused = kept, fused
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None) -> Tensor:
+        """Keep keys and values, and attend, as :meth:`Pool.attend` does."""
+        q, k, v = (x.to(self.kept.dtype) for x in (q, k, v))
+        rows, scale = self.rows, q.shape[-1] ** -0.5 if scale is None else scale
+        found: Tensor = _operation(
+            q, k, v, self.kept, rows.page, rows.offset, rows.positions, rows.tables, scale, window or 0, self.fused
+        )
+        return found
+
+
+def attend_and_keep(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    page: Tensor,
+    offset: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    scale: float,
+    window: int,
+    fused: bool,
+) -> Tensor:
+    """Keep the keys and values of single tokens, and attend with them; arguments as in :class:`Rows`, window 0 for none."""
+    limit = window or None
+    if fused:
+        from meshfold.inference.attention_triton import attend_new  # which needs Triton
+
+        return attend_new(q, k, v, kept, tables, positions, scale, limit)
+    kept[0][page, :, offset] = k
+    kept[1][page, :, offset] = v
+    return attend_singles(q, kept, tables, positions, scale, limit)
+
+
+def _contiguous(*args: Any) -> Tensor:
+    return attend_and_keep(*args).contiguous()
+
+
+# That it writes to the pool is not said of it: compiled code would keep a copy of the pool if it could not see that nobody else
+# reads it meanwhile. Nobody does, and what it returns is needed, so it is neither left out nor moved.
+_operation = torch.library.custom_op(
+    "meshfold::attend_pages",
+    _contiguous,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor kept, Tensor page, Tensor offset, Tensor positions, Tensor tables, "
+    "float scale, int window, bool fused) -> Tensor",
+)
+_operation.register_fake(lambda q, *others: q.new_empty(q.shape))
 
 
 def attend_singles(

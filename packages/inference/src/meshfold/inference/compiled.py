@@ -1,6 +1,6 @@
 """Blocks of a model compiled for a token of each sequence: norms, products and activations in few kernels.
 
-Attention over pages is left out, between two compiled pieces. Matrix products with one row are compiled as sums, which read
+Attention over pages is one operation in a block's graph. Matrix products with one row are compiled as sums, which read
 weights at almost the speed of memory once Inductor has tuned their sizes (``coordinate_descent_tuning``).
 """
 

@@ -34,7 +34,9 @@ def bucket(rows: int) -> int:
 class DecodeBatch:
     """Buffers of a batch of so many rows, and the graphs over them."""
 
-    def __init__(self, rows: int, width: int, most: int, size: int, spare: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, width: int, most: int, size: int, spare: int, device: torch.device, *, whole: bool
+    ) -> None:
         """Args:
         rows: of the batch.
         width: pages of the longest sequence.
@@ -42,6 +44,7 @@ class DecodeBatch:
         size: tokens of a page.
         spare: the page that takes what no sequence wants.
         device: of the buffers.
+        whole: attention gets tables of one width always, for compiled code; a graph does anyway.
         """
         self._rows, self._width, self._most, self._size, self._spare = rows, width, most, size, spare
         self._ids, self._positions, self._step = (
@@ -55,6 +58,7 @@ class DecodeBatch:
         self._seen: Tensor | None = None
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._captures = device.type == "cuda"
+        self._whole = whole or self._captures
 
     def load(self, spans: Sequence[Span], steps: int, seen: Tensor | None) -> None:
         """Fill the buffers.
@@ -79,7 +83,7 @@ class DecodeBatch:
         listed = [[*span.request.pages[:used], *[self._spare] * (used - len(span.request.pages))] for span in spans]
         tables = torch.tensor(listed + [[self._spare] * used] * idle)
         self._tables[:, :used].copy_(tables)
-        self._used = self._width if self._captures else used
+        self._used = self._width if self._whole else used
         given = sampling_rows([span.request.sampling for span in spans] + [_IDLE] * idle, torch.device("cpu"))
         for name, value in vars(given).items():
             if isinstance(value, Tensor):

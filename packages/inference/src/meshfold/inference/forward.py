@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.inference.cache import Chunk, LayerShape, Pool, Rows
+from meshfold.inference.cache import Chunk, LayerShape, PagedLayer, Pool, Rows
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.routing import head_of, routed
@@ -92,9 +92,11 @@ class PagedForward:
         self._width, self._most = min(-(-longest // size), pages), most
         self._batches: dict[int, DecodeBatch] = {}
         self._words = 0
+        self._paged: dict[nn.Module, PagedLayer] = {}
         shapes = self._shapes()
         self.pool = Pool(shapes, pages, size, device)
         self._blocks = CompiledBlocks(model, self._number, compile) if compile else None
+        self._paged = {layer: self.pool.layer(number) for layer, number in self._number.items()} if compile else {}
         self._check()
 
     @contextmanager
@@ -106,7 +108,7 @@ class PagedForward:
                 stack.enter_context(ready(self.model, eager=False))
             else:
                 stack.enter_context(ready(self.model))
-            stack.enter_context(routed(self.model, self._attend))
+            stack.enter_context(routed(self.model, self._attend, self._paged if compiled else None))
             stack.enter_context(without_tracking())
             head = head_of(self.model)
             if head is not None and self._multiple == 1:
@@ -124,6 +126,8 @@ class PagedForward:
         """
         count = ids.shape[0]
         self._rows, self._chosen = rows, chosen
+        for layer in self._paged.values():
+            layer.rows = rows
         options = {} if getattr(self.model, "caches_keys", False) else {"use_cache": False}
         output = self.model(ids.unsqueeze(1), position_ids=rows.positions.unsqueeze(1), **options)
         logits: Tensor = getattr(output, "logits", output)
@@ -171,7 +175,15 @@ class PagedForward:
         count = -(-bucket(len(spans)) // self._multiple) * self._multiple
         batch = self._batches.get(count)
         if batch is None:
-            batch = DecodeBatch(count, self._width, self._most, self.pool.size, self.pool.spare, self.device)
+            batch = DecodeBatch(
+                count,
+                self._width,
+                self._most,
+                self.pool.size,
+                self.pool.spare,
+                self.device,
+                whole=self._blocks is not None,
+            )
             self._batches[count] = batch
         found: list[Sampled] = []
         batch.load(spans, steps, seen_words(spans, self._words, self.device))

@@ -7,7 +7,7 @@ that are a row each, to a function, and a model's own masks are not made. Outsid
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -15,10 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from meshfold.inference.cache import PagedLayer
 from meshfold.mesh import SpecError
 from meshfold.models import attention_layers, attention_window
 
 NAME = "meshfold_paged"
+_PAGED = "_meshfold_paged"
 _KNOWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", None)
 _UNKNOWN = ("softcap", "position_bias", "s_aux", "head_mask")
 
@@ -35,11 +37,14 @@ class Attend(Protocol):
 class _Own:
     """Attention of a layer of ours. Objects of one class are alike to torch.compile, so all blocks share compiled code."""
 
-    def __init__(self, layer: nn.Module, attend: Attend, window: int | None) -> None:
-        self.layer, self.attend, self.window = layer, attend, window
+    def __init__(self, layer: nn.Module, attend: Attend, window: int | None, paged: PagedLayer | None) -> None:
+        self.layer, self.attend, self.window, self.paged = layer, attend, window, paged
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: q ``t 1 heads d``, k and v ``t 1 kv_heads d``."""
+        if torch.compiler.is_compiling() and self.paged is not None:
+            new = (x.squeeze(1) for x in (q, k, v))
+            return self.paged(*new, scale=None, window=self.window).unsqueeze(1)
         found: Tensor = _attend_own(self, q, k, v)
         return found
 
@@ -67,21 +72,22 @@ def unrouted_reason(model: nn.Module) -> str:
 
 
 @contextmanager
-def routed(model: nn.Module, attend: Attend) -> Iterator[None]:
-    """Context manager: every attention layer of a model calls ``attend``."""
+def routed(model: nn.Module, attend: Attend, paged: Mapping[nn.Module, PagedLayer] | None = None) -> Iterator[None]:
+    """Context manager: every attention layer of a model calls ``attend``; in compiled code its own of ``paged``, where given."""
+    paged = paged or {}
     model = getattr(model, "_orig_mod", model)
     own = attention_layers(model)
     if own:
         window = attention_window(model)
         for layer in own:
-            layer.attend = _Own(layer, attend, window)
+            layer.attend = _Own(layer, attend, window, paged.get(layer))
         try:
             yield
         finally:
             for layer in own:
                 layer.attend = None
         return
-    with _registered(model, attend):
+    with _registered(model, attend, paged):
         yield
 
 
@@ -104,17 +110,17 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _registered(model: nn.Module, attend: Attend) -> Iterator[None]:
+def _registered(model: nn.Module, attend: Attend, paged: Mapping[nn.Module, PagedLayer]) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(
-        NAME, torch.compiler.disable(_attend)
-    )  # and no function for masks of this name: none are made
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)  # and no function for masks of this name: none are made
     modules = list(model.modules())
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     before = [(c, c._attn_implementation) for c in configs.values() if hasattr(c, "_attn_implementation")]
     for module in modules:
         _routes[module] = attend
+    for module, layer in paged.items():
+        module.__dict__[_PAGED] = layer
     try:
         for config, _ in before:
             config._attn_implementation = NAME
@@ -124,6 +130,7 @@ def _registered(model: nn.Module, attend: Attend) -> Iterator[None]:
             config._attn_implementation = name
         for module in modules:
             _routes.pop(module, None)
+            module.__dict__.pop(_PAGED, None)
 
 
 def _attend(
@@ -150,7 +157,17 @@ def _attend(
             f"{who} attends to later tokens, or to others than its own: pages are for causal self-attention"
         )
     q, k, v = (x.squeeze(2) for x in (query, key, value))
-    return _routes[module](module, q, k, v, scale=scaling, window=sliding_window).unsqueeze(1), None
+    if torch.compiler.is_compiling():
+        paged: PagedLayer | None = getattr(module, _PAGED, None)
+        if paged is not None:
+            return paged(q, k, v, scale=scaling, window=sliding_window).unsqueeze(1), None
+    return _uncompiled(module, q, k, v, scaling, sliding_window), None
 
 
-_uncompiled_attend = torch.compiler.disable(_attend)
+def _run(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    return _routes[module](module, q, k, v, scale=scaling, window=sliding_window).unsqueeze(1)
+
+
+_uncompiled = torch.compiler.disable(_run)
