@@ -180,8 +180,8 @@ def test_the_warm_ups_of_theirs() -> None:
     ("settings", "message"),
     [
         (dict(total_steps=4, warmup_steps=4), "leaves no step after the warm-up"),
-        (dict(total_steps=4.0), "total_steps=4.0: a whole number"),
-        (dict(total_steps=4, warmup_steps=-1), "warmup_steps=-1: a whole number"),
+        (dict(total_steps=4.0), "total_steps=4.0: give a whole number"),
+        (dict(total_steps=4, warmup_steps=-1), "warmup_steps=-1: give a whole number"),
     ],
     ids=["no-step-left", "float", "negative"],
 )

@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "zero": (dict(zero=3), "zero=3: a dict"),
     "two-zeros": (
         dict(parallel=dict(zero=dict(stage=1)), zero=dict(stage=2)),
-        "zero is given both in parallel and next to it",
+        "zero is given both inside parallel and next to it",
     ),
     "mixed-zero": (dict(zero=dict(model_config={}, stage=2)), "'stage' beside model_config"),
     "model-config": (dict(zero=dict(model_config=dict(shard_stratgy=1))), "Did you mean 'shard_strategy'?"),
@@ -273,10 +273,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "a parameter of shape (2, 3) that is not the model's",
     ),
     "odd": (odd, "its settings ['lr'] are not arguments of its class: give a function that makes it, optimizer=lambda"),
-    "model": (lambda: initialize(lambda: nn.Linear(1, 1), None), "a function that builds one goes into Engine"),  # type: ignore[arg-type]
+    "model": (lambda: initialize(lambda: nn.Linear(1, 1), None), "pass a function that builds one to Engine"),  # type: ignore[arg-type]
     "schedule": (lambda: start(lr_scheduler=schedule_of_another()), "is of another optimizer than the one"),
-    "no-schedule": (lambda: start(lr_scheduler=3), "lr_scheduler=3: a scheduler of torch"),
-    "criterion": (lambda: initialize(nn.Linear(1, 1), None, "mse"), "criterion='mse': a function"),  # type: ignore[arg-type]
+    "no-schedule": (lambda: start(lr_scheduler=3), "lr_scheduler=3: give a torch scheduler"),
+    "criterion": (lambda: initialize(nn.Linear(1, 1), None, "mse"), "criterion='mse': give a function"),  # type: ignore[arg-type]
     "trained-criterion": (lambda: initialize(nn.Linear(1, 1), None, nn.Linear(1, 1)), "has trained parameters"),
     "hooks": (lambda: start(ophooks=[print]), "register hooks of torch"),
     "loader": (lambda: start(train_dataloader=3), "train loader 3: give a DataLoader"),

@@ -313,11 +313,11 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path: Path) -> None:
         ),
         (tmp_path / "llama", r"it is a Hugging Face folder: Engine\(pretrained\(folder\)"),
         (tmp_path / "gone", "it does not exist"),
-        (None, r"load\(None\): the path of a folder"),
+        (None, r"load\(None\): give the path of a folder"),
     ):
         with pytest.raises(CheckpointError, match=message):
             engine.load(path)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"save\(7\): the path of a folder"):
+    with pytest.raises(CheckpointError, match=r"save\(7\): give the path of a folder"):
         engine.save(7)  # type: ignore[arg-type]
     engine.load_state_dict(torch.load(tmp_path / "weights.pt"))  # as it says
 

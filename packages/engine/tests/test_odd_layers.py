@@ -141,7 +141,7 @@ def test_scripted_parts_are_refused_where_a_model_is_hooked_or_split() -> None:
         ("tensor", dict(tensor=2)),
         ("pipeline", dict(pipeline=2)),
     ):
-        with pytest.raises(SpecError, match=f"blocks.1 is traced or scripted .* does not go with {name}"):
+        with pytest.raises(SpecError, match=f"blocks.1 is traced or scripted .* does not work with {name}"):
             engine_of(scripted(), spec)
     with engine_of(scripted(), dict(data=2)) as engine:
         engine.train_step(engine.shard_batch((IDS, IDS)))

@@ -221,7 +221,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path, capsys: pytest.Captur
     assert "there is no such folder" in said(str(tmp_path / "nowhere"), new)
     (tmp_path / "empty").mkdir()
     assert "no state.json and no weights" in said(str(tmp_path / "empty"), new)
-    assert "is there already: remove it" in said(there, there)
+    assert "already exists: remove it" in said(there, there)
     assert "goes with --to checkpoint" in said(there, new, "--names", "meshfold")
     assert "has no config.json" in said(there, new, "--like", str(tmp_path / "empty"))
     assert "name the preset" in said(there, new, "--set", "layers=2")
@@ -246,7 +246,7 @@ def test_what_cannot_be_converted_says_why(tmp_path: Path, capsys: pytest.Captur
     config.write_text(text)
     shard = sorted(source.glob("model-*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-8])
-    assert f"{shard.name} is cut off" in said(there, new)
+    assert f"{shard.name} is truncated" in said(there, new)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "source"]
 
 

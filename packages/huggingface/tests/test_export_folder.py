@@ -46,7 +46,7 @@ def test_two_exports_into_one_folder(inside: bool, tmp_path: Path) -> None:
     one.write("b", torch.ones(4))
     one.close()
     assert names(target) == ["config.json", "model.safetensors"]
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         writer(target)
     assert names(tmp_path) == ["out"]
 
@@ -62,7 +62,7 @@ def test_what_an_export_left_that_died_goes_with_the_next(tmp_path: Path) -> Non
         assert names(target) == ["config.json", "model.safetensors"]
     assert names(tmp_path) == ["empty", "new"]
     (tmp_path / ".other.writing" / "photos").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="is in the way, and no export has written it"):
+    with pytest.raises(CheckpointError, match="is in the way, but no export wrote it"):
         writer(tmp_path / "other")
     assert (tmp_path / ".other.writing" / "photos").exists()
 
@@ -77,7 +77,7 @@ def test_a_file_that_appears_while_it_is_written_stays(tmp_path: Path) -> None:
             export.write(name, torch.ones(4))
         target.mkdir(exist_ok=True)
         (target / "config.json").write_text("mine")
-        with pytest.raises(CheckpointError, match="is there already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             export.close()
         export.abandon()
         assert names(target) == ["config.json"]

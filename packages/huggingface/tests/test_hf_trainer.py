@@ -276,7 +276,7 @@ def test_data_that_cannot_be_sharded(tmp_path: Path) -> None:
     trainer = EngineTrainer(engine(), args=arguments(tmp_path), train_dataset=Stream())
     with pytest.raises(SpecError, match="is Stream, a stream"):
         trainer.train()
-    with pytest.raises(SpecError, match=r"there is no data: give .*eval_dataset"):
+    with pytest.raises(SpecError, match=r"no data: give .*eval_dataset"):
         trainer.evaluate()
     with pytest.raises(SpecError, match="has 0 rows"):
         trainer.evaluate([])

@@ -151,5 +151,5 @@ def test_wrong_arguments_are_refused() -> None:
         K.cross_entropy(seeded(3, 4), words(4, 4))
     with pytest.raises(ValueError, match="vocab_valid is 5, but there are 4"):
         K.local_max(seeded(3, 4), 5)
-    with pytest.raises(K.KernelError, match="pieces have no backward"):
+    with pytest.raises(K.KernelError, match="these functions have no backward"):
         K.local_max(seeded(3, 4).requires_grad_())

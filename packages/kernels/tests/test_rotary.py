@@ -110,5 +110,5 @@ def test_wrong_shapes_are_refused() -> None:
         K.apply_rotary(q, k, cos[:3], sin[:3])
     with pytest.raises(ValueError, match="r even"):
         K.apply_rotary(q, k, cos[:, :3], sin[:, :3])
-    with pytest.raises(K.KernelError, match="pieces have no backward"):
+    with pytest.raises(K.KernelError, match="these functions have no backward"):
         K.apply_rotary_(q.requires_grad_(), k, cos, sin)

@@ -160,7 +160,7 @@ def test_a_rank_without_gradients_says_where_the_norm_is_wanted() -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, "2", True, None, math.nan])
 def test_what_is_not_a_norm(value: object) -> None:
-    with pytest.raises(SpecError, match=r"norm_type=.*: a norm is 1, 2, any number above 0, or math.inf"):
+    with pytest.raises(SpecError, match=r"norm_type=.*: give a number above 0, such as 1 or 2, or math.inf"):
         gradient_norm([], Mesh({}), value)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"max_norm=.*: the largest norm allowed is a number above 0"):
         clip_gradients([], Mesh({}), value)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def test_all_that_come_know_each_other() -> None:
 def test_ranks_that_do_not_come_are_named_when_the_time_is_over() -> None:
     store = HashStore()
     store.set("meshfold meeting/a/2", '{"host": "h", "space": "", "pid": 1}')
-    with pytest.raises(RuntimeError, match=r"^timed out after 0\.2 s: ranks 1, 3 of 4 did not come$"):
+    with pytest.raises(RuntimeError, match=r"^timed out after 0\.2 s: ranks 1, 3 of 4 did not arrive$"):
         meet(store, "a", 0, range(4), timedelta(seconds=0.2), {})
 
 
@@ -165,7 +165,7 @@ def test_a_rank_that_is_never_started_is_named_within_the_limit(tmp_path: Path) 
     for code, text in found:
         assert code == 1
         assert "could not start gloo at 127.0.0.1:" in text
-    assert any("timed out after 2 s: rank 2 of 3 did not come" in text for _, text in found)
+    assert any("timed out after 2 s: rank 2 of 3 did not arrive" in text for _, text in found)
 
 
 @pytest.mark.usefixtures("warm_commands")

@@ -266,7 +266,7 @@ def test_what_the_environment_says(variables: dict[str, str], expected: tuple[fl
     ("variables", "message"),
     [
         ({"MESHFOLD_WATCHDOG": "ten"}, "MESHFOLD_WATCHDOG='ten': give seconds"),
-        ({"MESHFOLD_DEBUG": "all"}, "MESHFOLD_DEBUG='all': the one thing it knows is 'collectives'"),
+        ({"MESHFOLD_DEBUG": "all"}, "MESHFOLD_DEBUG='all': write 'collectives'"),
     ],
     ids=["limit", "debug"],
 )

@@ -142,7 +142,7 @@ def _not_installed(name: str) -> str:
         ),
         ([*TRAIN, "--parallel", "gone.py"], "--parallel 'gone.py': there is no such file"),
         ([*TRAIN, "--parallel", "bad.py"], "running it raised ZeroDivisionError"),
-        ([*TRAIN, "--parallel", "none.py"], "the file must say parallel = dict(...)"),
+        ([*TRAIN, "--parallel", "none.py"], "the file must define parallel = dict(...)"),
         ([*TRAIN, "--parallel", "pipelin=2"], "Did you mean 'pipeline'?"),
         ([*TRAIN, "--parallel", "data=0"], "data=0 is zero, and the least is 1"),
         (
@@ -226,13 +226,13 @@ def _not_installed(name: str) -> str:
         ),
         (
             ["plan", "--model", "gpt-tiny", "--parallel", "pipeline=2", "--timeline", "plan.txt"],
-            "'plan.txt': a picture's name ends in one of .",
+            "'plan.txt': give a name that ends in one of .",
         ),
         (["convert", "t/0.txt", "x"], "it is a file; give the folder of a checkpoint or of a Hugging Face model"),
         (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
         (
             ["bench"],
-            "say which one; there are: attention, cpu-adam, experts, fp8, fp8-curve, hugging-face, linear-loss, ",
+            "say which one; there are: attention, cpu-adam, decode, experts, fp8, fp8-curve, hugging-face, linear-loss, ",
         ),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),

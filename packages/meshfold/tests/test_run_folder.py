@@ -73,7 +73,7 @@ def test_a_run_that_finished_meanwhile_is_not_overwritten(
     before = losses()
     monkeypatch.setattr(train, "check_folder", lambda settings, progress: None)
     assert main([*words, "--seed", "3"]) == 1
-    assert "--out 'run': another run has finished there since: run/checkpoint" in capsys.readouterr().err
+    assert "--out 'run': another run has finished there in the meantime: run/checkpoint" in capsys.readouterr().err
     assert losses() == before and read_settings("run")["seed"] == 0
 
 

@@ -83,6 +83,6 @@ def test_both_kinds_of_file_hold_the_same_boxes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["schedule", "schedule.txt"])
 def test_an_ending_that_is_no_pictures_is_refused(name: str, tmp_path: Path) -> None:
     result = simulate(schedule("gpipe", ranks=2, microbatches=2))
-    with pytest.raises(MeshfoldError, match=rf"'{name}': a picture's name ends in one of .*\.png.*\.svg"):
+    with pytest.raises(MeshfoldError, match=rf"'{name}': give a name that ends in one of .*\.png.*\.svg"):
         draw(result, tmp_path / name)
     assert list(tmp_path.iterdir()) == []

@@ -360,7 +360,7 @@ def refuse_what_cannot_be() -> None:
     model = hugging_face("llama")
     parallelize(model, four, "1d")
     for name in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(LayoutError, match=f"{name}: what blocks return stays split"):
+        with pytest.raises(LayoutError, match=f"{name}: outputs of blocks stay split"):
             model(input_ids=ids, **{name: True})
     model = hugging_face("llama")
     parallelize(model, square, "2d")

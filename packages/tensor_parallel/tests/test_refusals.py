@@ -479,7 +479,7 @@ def test_a_model_is_split_once() -> None:
 
 
 def test_what_is_no_module_and_what_is_no_mesh() -> None:
-    with pytest.raises(LayoutError, match=r"splits an nn\.Module, but was given 3, a int"):
+    with pytest.raises(LayoutError, match=r"needs an nn\.Module, but got 3, a int"):
         parallelize(3, FOUR, "1d")
     with pytest.raises(LayoutError, match=r"mesh=4 is a int, not a Mesh: .*Mesh\(\{'tensor': 4\}\)"):
         parallelize(mlp(), 4, "1d")

@@ -36,7 +36,7 @@ def nothing_in(folder: Path) -> bool:
 def test_a_missing_folder_names_its_nearest_parent(tmp_path: Path) -> None:
     with pytest.raises(DiskError) as caught:
         DiskStore(tmp_path / "no" / "such", 0, SIZES)
-    assert f"{tmp_path}/no/such does not exist (what exists is {tmp_path})" in str(caught.value)
+    assert f"{tmp_path}/no/such does not exist ({tmp_path} does)" in str(caught.value)
 
 
 def test_a_file_or_a_dead_link_is_not_a_folder(tmp_path: Path) -> None:

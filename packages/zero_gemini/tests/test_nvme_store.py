@@ -260,7 +260,7 @@ def test_what_a_caller_can_get_wrong(tmp_path: Path) -> None:
     with DiskStore(tmp_path, 0, {"exp_avg": 16, "other": 8}) as store:
         with pytest.raises(DiskError, match=r"no block 'exp_avv'\. Did you mean 'exp_avg'"):
             store.write("exp_avv", torch.zeros(4))
-        with pytest.raises(DiskError, match="block 'exp_avg' has 16 bytes, and the tensor 12"):
+        with pytest.raises(DiskError, match="block 'exp_avg' has 16 bytes, but the tensor has 12"):
             store.write("exp_avg", torch.zeros(3))
         with pytest.raises(DiskError, match="not contiguous"):
             store.write("exp_avg", torch.zeros(2, 4)[:, ::2])

@@ -51,7 +51,7 @@ class BoostedModel(nn.Module):
             SpecError: for ``strict=False``.
         """
         if not strict:
-            raise SpecError("load_state_dict(strict=False): give the names of the model, all of them")
+            raise SpecError("load_state_dict(strict=False): give all names of the model")
         self.engine.load_state_dict(state_dict)
         return nn.modules.module._IncompatibleKeys([], [])
 

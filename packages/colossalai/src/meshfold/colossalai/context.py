@@ -82,9 +82,7 @@ class ParallelContext:
             SpecError: before any ``launch``.
         """
         if self._mesh is None:
-            raise SpecError(
-                "gpc knows no mesh yet: call launch_from_torch(config) or initialize(..., config=...) first"
-            )
+            raise SpecError("gpc has no mesh yet: call launch_from_torch(config) or initialize(..., config=...) first")
         return self._mesh
 
     def get_global_rank(self) -> int:

@@ -204,7 +204,7 @@ def shared_loader(
         SpecError: for a batch size that is not a whole number, and a last batch with fewer rows than coordinates.
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise SpecError(f"batch_size={batch_size!r}: a whole number from 1 up")
+        raise SpecError(f"batch_size={batch_size!r}: give a whole number from 1 up")
     rows = batch_size * blocks
     if hasattr(dataset, "__len__"):
         check_rows(name, len(dataset), rows, blocks, drop_last=bool(options.get("drop_last")))

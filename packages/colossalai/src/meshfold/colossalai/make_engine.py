@@ -59,7 +59,7 @@ def initialize(
         SpecError: for an invalid setting.
     """
     if not isinstance(model, nn.Module):
-        raise SpecError(f"model={model!r}: an nn.Module; a function that builds one goes into Engine(...)")
+        raise SpecError(f"model={model!r}: give an nn.Module; pass a function that builds one to Engine(...)")
     if ophooks:
         raise SpecError(f"ophooks={ophooks!r}: register hooks of torch on the model's modules, and leave it out")
     read = gpc.config if config is None else Config.of(config)

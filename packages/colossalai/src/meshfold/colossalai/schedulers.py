@@ -25,7 +25,7 @@ def check(scheduler: Any, old: object) -> None:
                     f"lr_scheduler={type(one).__name__}(...) is of another optimizer than the one that was given with it"
                 )
     elif not callable(scheduler):
-        raise SpecError(f"lr_scheduler={scheduler!r}: a scheduler of torch, or a function of the optimizer")
+        raise SpecError(f"lr_scheduler={scheduler!r}: give a torch scheduler, or a function of the optimizer")
 
 
 def hand_over(scheduler: Any, new: torch.optim.Optimizer | None) -> Any:
@@ -80,7 +80,7 @@ class _WarmUp(LRScheduler):
         """
         for name, value in dict(total_steps=total_steps, warmup_steps=warmup_steps).items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise SpecError(f"{type(self).__name__}: {name}={value!r}: a whole number from 0 up")
+                raise SpecError(f"{type(self).__name__}: {name}={value!r}: give a whole number from 0 up")
         if total_steps <= warmup_steps:
             raise SpecError(
                 f"{type(self).__name__}: total_steps={total_steps} with warmup_steps={warmup_steps} leaves no step after the "

@@ -44,7 +44,7 @@ def settings_of(config: Config) -> Settings:
     parallel, zero = _parallel(aside.get("parallel")), aside.get("zero")
     if zero is not None:
         if "zero" in parallel:
-            raise SpecError("config: zero is given both in parallel and next to it: leave one of them out")
+            raise SpecError("config: zero is given both inside parallel and next to it: leave one of them out")
         zero = _zero(zero, found)
     if aside.get("fp16") is not None:
         _fp16(aside["fp16"], found)

@@ -32,7 +32,7 @@ class Criterion:
             SpecError: for anything that cannot be called, or has trained parameters.
         """
         if not callable(function):
-            raise SpecError(f"criterion={function!r}: a function of the model's output and the target")
+            raise SpecError(f"criterion={function!r}: give a function of the model's output and the target")
         if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
             raise SpecError(
                 f"criterion={type(function).__name__}(...) has trained parameters, which no optimizer step would reach here: "

@@ -122,7 +122,7 @@ def experts_of_each(experts: int, ranks: int) -> int:
     if experts % ranks:
         fitting = [size for size in range(1, experts + 1) if experts % size == 0]
         raise SpecError(
-            f"{experts} experts cannot be split over {ranks} ranks: each must have as many; write expert=dict(size=...) with a "
+            f"{experts} experts cannot be split evenly over {ranks} ranks: write expert=dict(size=...) with a "
             f"size that divides {experts}: {', '.join(map(str, fitting))}"
         )
     return experts // ranks

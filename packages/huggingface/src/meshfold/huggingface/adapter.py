@@ -64,7 +64,9 @@ class Adapter:
         if isinstance(asked, PeftConfig):
             return cls(asked, None)
         if not isinstance(asked, str | os.PathLike):
-            raise SpecError(f"adapter={asked!r}: peft's LoraConfig(...), or the folder of an adapter that it wrote")
+            raise SpecError(
+                f"adapter={asked!r}: give peft's LoraConfig(...), or the folder of an adapter that peft wrote"
+            )
         folder = Path(asked)
         if not (folder / "adapter_config.json").is_file() or not (folder / _FILE).is_file():
             raise SpecError(f"adapter={str(asked)!r}: no folder with adapter_config.json and {_FILE}, as peft writes")

@@ -174,7 +174,7 @@ def _to_theirs(given: Mapping[str, Tensor], described: Mapping[str, Any] | None)
 
 def _to_ours(given: Mapping[str, Tensor], described: Mapping[str, Any] | None) -> tuple[list[Step], dict[str, Any]]:
     if described is None:
-        raise CheckpointError("names of ours need the config.json of the model, and there is none")
+        raise CheckpointError("Meshfold's names need the model's config.json, and there is none")
     config = decoder_names.ours_of(described["config"])
     full = decoder_names.full_names(given, config)
     steps = [
@@ -233,7 +233,7 @@ def _write_checkpoint(
     """Write a checkpoint of the model alone, which an engine loads with ``weights_only=True``."""
     final = resolve_folder(target)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
+        raise CheckpointError(f"{target} already exists: remove it, or choose another folder")
     announced = {name: one for step in steps for name, one in step.results.items()}
     with ExitStack() as mine:
         writing = begin_checkpoint(final, mine, [MODEL_FILE], doing="converting into it")

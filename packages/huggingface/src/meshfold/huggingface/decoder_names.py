@@ -239,7 +239,7 @@ def _check(wanted: Iterable[str], given: Mapping[str, Tensor], names: set[str]) 
     unknown = sorted(names - set(wanted))
     if missing or unknown:
         what = f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r} too"
-        raise CheckpointError(f"the model's configuration and its tensors do not go together: the state {what}")
+        raise CheckpointError(f"the model's configuration does not match its tensors: the state {what}")
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------

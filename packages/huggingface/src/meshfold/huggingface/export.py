@@ -81,7 +81,7 @@ def _written(writer: FolderWriter, step: Step, read: list[Tensor]) -> Exception 
 def _steps(engine: Engine, like: Path | None, dtype: str | None) -> tuple[list[Step], dict[str, Any] | None]:
     """Return the steps that make the folder's tensors, and the configuration if the model says it."""
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype={dtype!r}: one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"dtype={dtype!r}: write one of {', '.join(DTYPES)}")
     given: dict[str, Tensor] = {
         name: torch.empty(source.shape, dtype=source.dtype, device="meta")
         for name, source in engine.model_state.sources().items()

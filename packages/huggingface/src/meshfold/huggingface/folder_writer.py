@@ -100,7 +100,7 @@ class FolderWriter:
     def close(self) -> None:
         """Write the other files, sync everything to disk, and give the folder its name."""
         if self._left:
-            raise CheckpointError(f"{self._target}: {self._left[0]!r} was announced and never came")
+            raise CheckpointError(f"{self._target}: {self._left[0]!r} was announced but never written")
         self._next()
         if len(self._shards) > 1:
             where = {name: self._file(number) for number, shard in enumerate(self._shards) for name in shard}
@@ -137,7 +137,7 @@ class FolderWriter:
         if target.exists() and (
             not target.is_dir() or any(path.name not in (LOCK_FILE, SAVING_FOLDER) for path in target.iterdir())
         ):
-            raise CheckpointError(f"{target} is there already: remove it, or choose another folder")
+            raise CheckpointError(f"{target} already exists: remove it, or choose another folder")
 
     def _next(self) -> None:
         """Close the file, and start the next one if there is one."""
@@ -194,7 +194,7 @@ def _clear(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or any(path.is_symlink() or not path.is_file() for path in folder.iterdir()):
-        raise CheckpointError(f"{folder} is in the way, and no export has written it: move it away")
+        raise CheckpointError(f"{folder} is in the way, but no export wrote it: move it away")
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()

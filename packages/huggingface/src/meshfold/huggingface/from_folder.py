@@ -231,12 +231,12 @@ def pretrained(
     path, shown = Path(folder), str(folder)
     require_config(folder, f"pretrained({shown!r})")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise SpecError(f"pretrained(dtype={dtype!r}): a floating dtype of torch, such as torch.float32")
+        raise SpecError(f"pretrained(dtype={dtype!r}): give a floating-point dtype, such as torch.float32")
     if quantize not in (None, NF4):
         raise SpecError(f"pretrained(quantize={quantize!r}): {NF4!r}, or None")
     if quantize is not None and adapter is None:
         raise SpecError(
-            f"pretrained(quantize={quantize!r}) freezes the model: give adapter=LoraConfig(...), which is what is trained then"
+            f"pretrained(quantize={quantize!r}) freezes the model: give adapter=LoraConfig(...), which is then trained"
         )
     config = read_config(path, f"pretrained({shown!r})")
     for key, value in changes.items():

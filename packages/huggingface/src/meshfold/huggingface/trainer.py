@@ -221,7 +221,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     def _used(self, dataset: Any, named: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         """Return the dataset and its collate function, without columns that the model does not take."""
         if dataset is None:
-            raise SpecError(f"there is no data: give EngineTrainer(..., {named}=...)")
+            raise SpecError(f"no data: give EngineTrainer(..., {named}=...)")
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise SpecError(
                 f"EngineTrainer(..., {named}=...) is {type(dataset).__name__}, a stream: every rank takes its rows by their "

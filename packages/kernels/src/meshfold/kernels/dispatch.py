@@ -228,8 +228,8 @@ def piece(reference: F, x: Tensor, *others: Tensor | None) -> F:
         return reference
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         raise KernelError(
-            f"a piece of {_family(reference)!r} was called on a tensor that requires a gradient, and pieces have no backward: "
-            "call it inside a torch.autograd.Function or under torch.no_grad(), or use the whole kernel"
+            f"a piece of {_family(reference)!r} was called on a tensor that requires a gradient, and these functions have no "
+            "backward: call it inside a torch.autograd.Function or under torch.no_grad(), or use the whole kernel"
         )
     return twin(reference, x)
 

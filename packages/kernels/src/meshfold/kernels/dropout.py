@@ -49,7 +49,7 @@ def dropout(
         ValueError: if p is not in [0, 1], the columns do not lie in the global row, or ``rows`` has another length.
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p is {p}; a share of elements to drop lies between 0 and 1")
+        raise ValueError(f"p is {p}; give the fraction of elements to drop, from 0 to 1")
     columns = x.shape[-1]
     global_cols = columns if global_cols is None else global_cols
     if col_offset < 0 or col_offset + columns > global_cols:

@@ -83,7 +83,7 @@ def _partials(x: Tensor, norm: int, block: int, start: int) -> Tensor:
 def _check_blocks(block: int, start: int) -> None:
     check_start(start)
     if block <= 0 or block % LANES:
-        raise ValueError(f"block is {block}; it must be a multiple of {LANES} elements, that many are added at once")
+        raise ValueError(f"block is {block}; it must be a multiple of {LANES} elements, which are added at once")
 
 
 # The reference in plain torch: it defines every result and the signatures of the Triton and numba versions.

@@ -252,7 +252,7 @@ def _check(
     if vocabulary is not None and not 0 <= vocabulary.valid <= weight.shape[0]:
         raise ValueError(f"vocabulary.valid is {vocabulary.valid}, but the weight has {weight.shape[0]} rows")
     if accumulate is not None and accumulate != torch.promote_types(accumulate, weight.dtype):
-        raise ValueError(f"accumulate={accumulate} holds less than the weight's {weight.dtype}")
+        raise ValueError(f"accumulate={accumulate} is narrower than the weight's {weight.dtype}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk}: give the number of rows at a time, 1 or more, or None")
 
@@ -293,7 +293,7 @@ def _shares(labels: Tensor, row_weights: Tensor | None, ignore_index: int, words
     readable = labels.device.type == "cpu" and type(labels) is Tensor and not torch.compiler.is_compiling()
     if readable and wrong.any():
         raise ValueError(
-            f"label {int(labels[wrong][0])} is not a word of {words}: labels are 0 to {words - 1}, or "
+            f"label {int(labels[wrong][0])} is outside the vocabulary of {words}: labels are 0 to {words - 1}, or "
             f"ignore_index={ignore_index} for a row that does not count"
         )
     share = counts.to(dtype)

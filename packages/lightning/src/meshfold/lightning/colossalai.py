@@ -87,7 +87,7 @@ class ColossalAIStrategy(MeshfoldStrategy):
             settings.count(name, value)
         if isinstance(gpu_margin_mem_ratio, bool) or not 0 <= gpu_margin_mem_ratio <= 1:
             raise SpecError(
-                f"gpu_margin_mem_ratio={gpu_margin_mem_ratio!r}: a share of the device's memory, from 0 to 1"
+                f"gpu_margin_mem_ratio={gpu_margin_mem_ratio!r}: give a fraction of the device's memory, from 0 to 1"
             )
         zero = dict(stage=3 if enable_distributed_storage else 2, placement=placement_policy)
         if parallel is None:

@@ -63,7 +63,7 @@ class RunningRanks(ClusterEnvironment):
         """
         if size != self._size:
             raise LaunchError(
-                f"the trainer was given {size} processes (devices times num_nodes), and {self._size} are running: write "
+                f"the trainer was given {size} processes (devices times num_nodes), but {self._size} are running: write "
                 f"Trainer(devices={self._local_size})"
             )
 

@@ -66,7 +66,7 @@ class MeshfoldPrecision(LightningPrecision):
         """
         if precision not in _NAMES:
             raise SpecError(
-                f"precision={precision!r}: MeshfoldStrategy knows {', '.join(_NAMES)}.{did_you_mean(str(precision), _NAMES)}"
+                f"precision={precision!r}: write one of {', '.join(_NAMES)}.{did_you_mean(str(precision), _NAMES)}"
             )
         self.precision = precision
         dynamic = (scale or ScaleSettings()) if precision == "16-mixed" else None
@@ -87,7 +87,7 @@ class MeshfoldPrecision(LightningPrecision):
             return plugin
         if type(plugin) not in (LightningPrecision, MixedPrecision, HalfPrecision, DoublePrecision):
             raise SpecError(
-                f"the precision plugin {type(plugin).__name__} does not go with MeshfoldStrategy: write Trainer(precision=...) "
+                f"the precision plugin {type(plugin).__name__} does not work with MeshfoldStrategy: write Trainer(precision=...) "
                 f"with one of {', '.join(_NAMES)}"
             )
         return cls(plugin.precision, scale)

@@ -146,7 +146,7 @@ def reduce_over(value: Tensor, world: World, group: Any, how: Any) -> Tensor:
     """
     name = str(getattr(how, "name", how) or "mean").lower().rpartition(".")[2]
     if name not in _SUMS and name not in _EXTREMES:
-        raise SpecError(f"reduce_op={how!r}: known are {', '.join((*_SUMS, *_EXTREMES))}")
+        raise SpecError(f"reduce_op={how!r}: write one of {', '.join((*_SUMS, *_EXTREMES))}")
     over = group_of(world, group)
     moved = value.detach().to(world.device)
     if name in _EXTREMES:

@@ -237,7 +237,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise Failure(f"--parallel {str(path)!r}: running it raised {type(error).__name__}: {error}") from error
     if not isinstance(names.get("parallel"), dict):
-        raise Failure(f"--parallel {str(path)!r}: the file must say parallel = dict(...)")
+        raise Failure(f"--parallel {str(path)!r}: the file must define parallel = dict(...)")
     found: dict[str, Any] = names["parallel"]
     return found
 

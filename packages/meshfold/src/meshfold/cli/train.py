@@ -285,7 +285,7 @@ def _show_plan(
         progress.say("\n" + "\n\n".join(part for part in parts if part) + "\n")
         if found.refusal:
             refusal = found.refusal.removesuffix(".")
-            raise Failure(f"it does not fit: {refusal}. --no-plan trains all the same, until memory runs out", 1)
+            raise Failure(f"it does not fit: {refusal}. --no-plan trains anyway, until memory runs out", 1)
 
 
 def check_folder(settings: TrainSettings, progress: Progress) -> None:

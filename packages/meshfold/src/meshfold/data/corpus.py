@@ -85,7 +85,7 @@ def open_corpus(
     """
     source = Path(path)
     if not 0 <= validation < 1:
-        raise SpecError(f"a validation share of {validation}: from 0 up and below 1")
+        raise SpecError(f"a validation share of {validation}: give a fraction from 0 to below 1")
     if not source.exists():
         beside = [str(entry) for entry in source.parent.glob("*")] if source.parent.is_dir() else []
         raise SpecError(
@@ -96,7 +96,9 @@ def open_corpus(
         tokens, notes = _token_file(source, token_dtype)
         return Corpus(tokens=tokens, train_tokens=len(tokens) - int(validation * len(tokens)), notes=notes)
     if tokenizer is None:
-        raise SpecError(f"{str(path)!r} is text and needs a tokenizer: 'byte', or a folder with a Hugging Face one")
+        raise SpecError(
+            f"{str(path)!r} is text and needs a tokenizer: give 'byte', or a folder with a Hugging Face tokenizer"
+        )
     if records := find_records(source):
         return _records(records, tokenizer, Path(cache), validation, text_column, max_bytes, say)
     documents, skipped = _documents(source, extensions, exclude)

@@ -68,7 +68,7 @@ def hold_folder(settings: TrainSettings, world: World) -> ExitStack:
             _take(held, out / LOCK)
             there = settings.checkpoints.there()
             if there and not settings.resume:
-                raise CheckpointError(f"another run has finished there since: {there[0]}")
+                raise CheckpointError(f"another run has finished there in the meantime: {there[0]}")
         except (MeshfoldError, OSError) as found:
             held.close()
             error = found

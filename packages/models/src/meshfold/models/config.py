@@ -64,7 +64,7 @@ class DecoderConfig:
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SpecError(f"{type(self).__name__}({name}={value!r}): a whole number from 1 up")
+                raise SpecError(f"{type(self).__name__}({name}={value!r}): give a whole number from 1 up")
         if self.head_dim is None and self.hidden % self.heads:
             hidden = -(-self.hidden // self.heads) * self.heads
             heads = max(n for n in range(1, min(self.heads, self.hidden) + 1) if self.hidden % n == 0)
@@ -78,7 +78,7 @@ class DecoderConfig:
                 f"{self.heads}, so the heads cannot be shared out evenly"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise SpecError(f"{type(self).__name__}(dropout={self.dropout!r}): a probability, from 0 up and below 1")
+            raise SpecError(f"{type(self).__name__}(dropout={self.dropout!r}): give a probability from 0 to below 1")
 
     @property
     def learned_positions(self) -> int | None:

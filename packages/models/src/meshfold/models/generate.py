@@ -72,9 +72,9 @@ def generate(
         raise SpecError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: give int64 token ids [batch, length ≥ 1]")
     settings.count("max_new_tokens", max_new_tokens, least=0)
     if not temperature >= 0.0:
-        raise SpecError(f"temperature={temperature!r}: a number from 0 up")
+        raise SpecError(f"temperature={temperature!r}: give a number from 0 up")
     if top_k is not None and top_k < 1:
-        raise SpecError(f"top_k={top_k!r}: a whole number from 1 up")
+        raise SpecError(f"top_k={top_k!r}: give a whole number from 1 up")
     if eos_token_id is not None:
         settings.count("eos_token_id", eos_token_id, least=0)
     if generator is None or isinstance(generator, int):

@@ -53,9 +53,9 @@ class CausalLMLoss(nn.Module):
         """
         super().__init__()
         if not 0.0 <= label_smoothing < 1.0:
-            raise SpecError(f"label_smoothing={label_smoothing!r}: a share of the target, from 0 up and below 1")
+            raise SpecError(f"label_smoothing={label_smoothing!r}: give a fraction from 0 to below 1")
         if z_loss < 0.0:
-            raise SpecError(f"z_loss={z_loss!r}: a weight, from 0 up")
+            raise SpecError(f"z_loss={z_loss!r}: give a weight from 0 up")
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -38,15 +38,15 @@ class MoELlamaConfig(LlamaConfig):
             if not (name == "shared" and value is None) and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
-                raise SpecError(f"MoELlamaConfig({name}={value!r}): a whole number from 1 up")
+                raise SpecError(f"MoELlamaConfig({name}={value!r}): give a whole number from 1 up")
         if self.top_k > self.experts:
             raise SpecError(
-                f"MoELlamaConfig(experts={self.experts}, top_k={self.top_k}): a token goes to no more than {self.experts} experts"
+                f"MoELlamaConfig(experts={self.experts}, top_k={self.top_k}): give a top_k of at most {self.experts}"
             )
         if self.router not in ("softmax", "sigmoid"):
             raise SpecError(f"MoELlamaConfig(router={self.router!r}): write 'softmax' or 'sigmoid'")
         if not self.balance >= 0.0:
-            raise SpecError(f"MoELlamaConfig(balance={self.balance!r}): a factor from 0 up")
+            raise SpecError(f"MoELlamaConfig(balance={self.balance!r}): give a factor from 0 up")
 
     @property
     def expert_parameters(self) -> int:

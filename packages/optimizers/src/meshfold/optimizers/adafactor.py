@@ -230,9 +230,7 @@ class AdafactorHF(MatrixOptimizer):
         if not relative_step and lr is None:
             raise OptimizerSettingError(f"{name}: relative_step=False without lr; give one, such as lr=1e-3")
         if warmup_init and not relative_step:
-            raise OptimizerSettingError(
-                f"{name}: warmup_init=True is of the relative rate, and relative_step=False; leave one of them out"
-            )
+            raise OptimizerSettingError(f"{name}: warmup_init=True needs relative_step=True; leave one of them out")
         if lr is not None:
             learning_rate(name, lr)
         check_factors(name, eps, clip_threshold, decay_rate, beta1, weight_decay)

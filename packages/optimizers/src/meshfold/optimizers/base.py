@@ -149,7 +149,7 @@ class TensorOptimizer(ListSteps, torch.optim.Optimizer):
             if gradient_of(parameter).is_sparse:
                 name = type(self).__name__
                 raise OptimizerSettingError(
-                    f"{name}: the gradient of shape {tuple(parameter.shape)} is sparse; use an embedding of sparse=False"
+                    f"{name}: the gradient of shape {tuple(parameter.shape)} is sparse; use sparse=False for the embedding"
                 )
         return found
 

@@ -40,7 +40,7 @@ class WeightDropout:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p <= 1.0:
-            raise LayoutError(f"p={self.p!r}: the share of attention weights to drop lies between 0 and 1")
+            raise LayoutError(f"p={self.p!r}: give the fraction of attention weights to drop, from 0 to 1")
 
     def of_rows(self, start: int) -> WeightDropout:
         """Return the same dropout for the sequences from ``start`` on."""

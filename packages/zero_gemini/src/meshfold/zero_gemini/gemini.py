@@ -202,7 +202,7 @@ class Gemini(ChunkedModel):
     def step(self) -> None:
         """Step every shard, and publish the new weights to the model."""
         if self._stepper is None:
-            raise ChunkError("this model has no optimizer: give make_optimizer")
+            raise ChunkError("this model has no optimizer: pass make_optimizer")
         self.holds_gradients = not self._flow.steps_early
         if self.holds_gradients:
             self.flush()

@@ -79,7 +79,7 @@ def with_names(forward: Callable[..., Any], bound: Mapping[str, Any]) -> Callabl
     """Return a copy of a function in which some global names have other values. The function itself stays as it is."""
     own = forward
     if not isinstance(own, types.FunctionType):
-        raise TypeError(f"{forward!r} is not a Python function: only the code of one can be copied")
+        raise TypeError(f"{forward!r} is not a Python function, so its code cannot be copied")
     made = types.FunctionType(
         own.__code__, {**own.__globals__, **bound}, own.__name__, own.__defaults__, own.__closure__
     )

@@ -42,7 +42,7 @@ def gradient_norm(
         SpecError: for a norm type that is not a positive number.
     """
     if isinstance(norm_type, bool) or not isinstance(norm_type, int | float) or not norm_type > 0:
-        raise SpecError(f"norm_type={norm_type!r}: a norm is 1, 2, any number above 0, or math.inf")
+        raise SpecError(f"norm_type={norm_type!r}: give a number above 0, such as 1 or 2, or math.inf")
     found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is None:

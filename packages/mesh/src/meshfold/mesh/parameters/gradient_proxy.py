@@ -69,7 +69,9 @@ class _Proxy(Tensor):
         """
         owner = self._of()
         if owner is None:
-            raise MeshfoldError("this gradient was an engine's that is gone: call model.zero_grad() first")
+            raise MeshfoldError(
+                "this gradient belonged to an engine that no longer exists: call model.zero_grad() first"
+            )
         return owner
 
 

@@ -166,7 +166,7 @@ def watchdog_settings(variables: Mapping[str, str] | None = None) -> tuple[float
     found = os.environ if variables is None else variables
     text, debug = found.get("MESHFOLD_WATCHDOG"), found.get("MESHFOLD_DEBUG", "")
     if debug not in ("", "0", "collectives"):
-        raise LaunchError(f"the environment has MESHFOLD_DEBUG={debug!r}: the one thing it knows is 'collectives'")
+        raise LaunchError(f"the environment has MESHFOLD_DEBUG={debug!r}: write 'collectives', or unset it")
     if text is not None and not re.fullmatch(r"\s*\d+(\.\d*)?\s*", text):
         raise LaunchError(
             f"the environment has MESHFOLD_WATCHDOG={text!r}: give seconds, such as 600, or 0 for no watchdog"

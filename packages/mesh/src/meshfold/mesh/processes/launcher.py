@@ -153,7 +153,7 @@ def _them(ranks: int) -> str:
 
 def _check(argv: Sequence[str], ranks: int, port: int | None) -> None:
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise LaunchError(f"cannot start {ranks!r} ranks: the number of ranks is a whole number from 1 up")
+        raise LaunchError(f"cannot start {ranks!r} ranks: give a whole number from 1 up")
     if isinstance(argv, str) or not argv or (argv[0] == "-m" and len(argv) < 2):
         raise LaunchError(f"nothing to run in {argv!r}: give ['script.py', ...] or ['-m', 'module', ...]")
     if argv[0] != "-m" and not Path(argv[0].partition("::")[0]).exists():

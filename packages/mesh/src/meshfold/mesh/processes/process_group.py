@@ -194,7 +194,7 @@ def create_group(ranks: tuple[int, ...], purpose: str = "") -> Any:
     here = running_world()
     if here is None:
         raise LaunchError(
-            f"ranks {ranks} are to communicate, but no process group is running: start the script with "
+            f"ranks {ranks} cannot communicate: no process group is running. Start the script with "
             f"'meshfold run --ranks N script.py' or torchrun, and call meshfold.mesh.start() first"
         )
     if _made_in is not dist.group.WORLD:

@@ -135,7 +135,7 @@ def _wait(
             raise RuntimeError("the wait for the other ranks was broken off")
         if now >= deadline:
             raise RuntimeError(
-                f"timed out after {limit.total_seconds():g} s: {_named(missing)} of {len(keys)} did not come"
+                f"timed out after {limit.total_seconds():g} s: {_named(missing)} of {len(keys)} did not arrive"
             )
         if now - looked > _LOOK_S:
             check(missing)

@@ -47,7 +47,7 @@ def run_on_ranks(
             "in a script, put the call under if __name__ == '__main__'"
         )
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise LaunchError(f"run_on_ranks on {n!r} ranks: the number of ranks is a whole number from 1 up")
+        raise LaunchError(f"run_on_ranks on {n!r} ranks: give a whole number from 1 up")
     return POOLS.run(n, _describe(function, args, kwargs), function.__qualname__, timeout_s)
 
 

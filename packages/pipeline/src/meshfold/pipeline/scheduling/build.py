@@ -161,7 +161,7 @@ class Programs:
             SpecError: for one that is made for other ranks or micro-batches.
         """
         if microbatches is not None and (isinstance(microbatches, bool) or microbatches < 1):
-            raise SpecError(f"microbatches={microbatches!r}: a whole number from 1 up")
+            raise SpecError(f"microbatches={microbatches!r}: give a whole number from 1 up")
         self._source, self._ranks, self._microbatches = source, ranks, microbatches
         self._options: dict[str, Any] = dict(chunks=chunks, waves=waves, costs=costs, memory=memory)
         self._known: dict[tuple[int, bool], Program] = {}

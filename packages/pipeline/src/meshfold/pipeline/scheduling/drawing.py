@@ -256,7 +256,7 @@ def _check_ending(target: Path) -> None:
         ) from error
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if target.suffix.removeprefix(".") not in known:
-        raise MeshfoldError(f"{target.name!r}: a picture's name ends in one of .{', .'.join(known)}")
+        raise MeshfoldError(f"{target.name!r}: give a name that ends in one of .{', .'.join(known)}")
 
 
 def _color(number: int, count: int) -> Color:

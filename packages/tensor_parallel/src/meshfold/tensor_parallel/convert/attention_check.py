@@ -65,7 +65,7 @@ class _Gives(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reads is not None and x is not self.reads:
-            raise ValueError("a projection reads something else than the module's input")
+            raise ValueError("a projection does not read the module's input")
         return self.y.clone()
 
 

@@ -106,13 +106,13 @@ class Boundary(StreamAdapter):
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.inside:
-            raise LayoutError(f"{self.order()}: this forward never called the last of them")
+            raise LayoutError(f"{self.order()}: this forward never called the last one")
 
     def _in_between(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(x, Tensor) and x.shape[:-1].numel() * self.mesh.size(*self.tokens) != self.lead.numel():
             raise LayoutError(
-                f"{self.order()}: a {type(module).__name__} was called with {tuple(x.shape)}, which is not this rank's part"
+                f"{self.order()}: a {type(module).__name__} was called with {tuple(x.shape)}, which is not this rank's shard"
             )
 
     def order(self) -> str:

@@ -32,11 +32,11 @@ def check_analysis(analysis: Analysis) -> None:
         )
     if not analysis.roles.role:
         raise LayoutError(
-            f"nothing to split in {type(analysis.model).__name__}: it has no layer that a tensor-parallel mode knows"
+            f"nothing to split in {type(analysis.model).__name__}: it has no layer that a tensor-parallel mode can split"
         )
     if analysis.roles.role.get("", "replicate") != "replicate":
         raise LayoutError(
-            f"{type(analysis.model).__name__}, the module to parallelize, is taken for a single layer (role "
+            f"{type(analysis.model).__name__}, the module to parallelize, is itself a single layer (role "
             f"{analysis.roles.role['']!r}): put it in a module of its own (nn.Sequential(layer)), or make "
             "meshfold.tensor_parallel.Linear and its like directly"
         )

@@ -174,7 +174,7 @@ class ModelAdapter(StreamAdapter):
         for name in _INSIDE:
             if given.get(name) or (given.get(name) is None and getattr(config, name, False)):
                 raise LayoutError(
-                    f"{name}: what blocks return stays split over the mesh, so the model cannot return it; leave it out"
+                    f"{name}: outputs of blocks stay split over the mesh, so the model cannot return them; leave it out"
                 )
         if given.get("inputs_embeds") is not None and self._splits_stream:
             raise LayoutError(

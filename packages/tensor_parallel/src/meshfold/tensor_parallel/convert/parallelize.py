@@ -127,7 +127,7 @@ def _split(
 
 def _check_arguments(module: object, mesh: object) -> None:
     if not isinstance(module, nn.Module):
-        raise LayoutError(f"parallelize splits an nn.Module, but was given {module!r}, a {type(module).__name__}")
+        raise LayoutError(f"parallelize needs an nn.Module, but got {module!r}, a {type(module).__name__}")
     if not isinstance(mesh, Mesh):
         raise LayoutError(
             f"mesh={mesh!r} is a {type(mesh).__name__}, not a Mesh: make one of axes and sizes, such as "

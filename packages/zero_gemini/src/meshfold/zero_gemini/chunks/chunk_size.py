@@ -96,7 +96,7 @@ def search_chunk_size(
     check_units(shards, align_elems, slot_align_elems)
     check_items(items)
     if not items:
-        raise ChunkLayoutError("there are no parameters to lay out in chunks")
+        raise ChunkLayoutError("no parameters to lay out in chunks: give some")
     if max_elems is None:
         max_elems = max(MAX_CHUNK_ELEMS, 4 * min_elems)
     for what, value in (("min_elems", min_elems), ("max_elems", max_elems), ("step_elems", step_elems)):

@@ -219,7 +219,7 @@ class ChunkGradient:
                 "or call reduce_rest() after it"
             )
         if self.shard is None:
-            raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
+            raise ChunkError(f"{self.chunk}: its gradient was requested before any backward")
         self._arrive()
         return self.shard
 
@@ -248,7 +248,7 @@ class ChunkGradient:
         """
         self.collect()
         if self.shard is None:
-            raise ChunkError(f"{self.chunk}: its gradient was asked for before any backward")
+            raise ChunkError(f"{self.chunk}: its gradient was requested before any backward")
         self._to(GradState.CONSUMED)
         if self._here is None:
             return None

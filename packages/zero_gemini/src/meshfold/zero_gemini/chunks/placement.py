@@ -27,7 +27,7 @@ class ChunkPlacement:
 
     def __post_init__(self) -> None:
         if self.parameters == "disk":
-            raise MemoryPlanError("parameters live on the device or on the host; only optimizer state goes to disk")
+            raise MemoryPlanError("parameters are on the device or on the host; only optimizer state can be on disk")
         if self.parameters == "host" and self.state == "device":
             raise MemoryPlanError(
                 "parameters on the host have their optimizer state on the host or on disk, not on the device"
@@ -60,7 +60,7 @@ class Shares:
     def __post_init__(self) -> None:
         for name in ("host_parameters", "host_optimizer", "disk_optimizer"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise MemoryPlanError(f"{name}={getattr(self, name)!r}: a share is a number from 0 to 1")
+                raise MemoryPlanError(f"{name}={getattr(self, name)!r}: give a fraction from 0 to 1")
         if self.host_parameters > self.host_optimizer:
             raise MemoryPlanError(
                 f"host_parameters={self.host_parameters} is above host_optimizer={self.host_optimizer}: parameters on the "

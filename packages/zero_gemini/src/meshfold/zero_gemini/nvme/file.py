@@ -108,7 +108,7 @@ class BlockFile:
             if self.direct:  # continue at a page boundary
                 count -= count % ALIGN
             if count <= 0 and write:
-                raise OSError(errno.EIO, "the file system took no more bytes, without a reason")
+                raise OSError(errno.EIO, "the file system accepted no more bytes and gave no reason")
             if count <= 0:
                 size = os.fstat(self.data).st_size
                 raise OSError(errno.EIO, f"it is truncated to {size} of {self.layout.file_bytes} bytes")

@@ -38,7 +38,7 @@ def block_path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
         return path / f"meshfold-{name}-rank{rank:05d}.blocks"
     for parent in (path, *path.parents):
         if parent.is_dir():
-            raise DiskError(f"The folder {path} does not exist (what exists is {parent}). Create it, or name another.")
+            raise DiskError(f"The folder {path} does not exist ({parent} does). Create it, or name another.")
         if parent.exists() or parent.is_symlink():
             what = "a link to nowhere" if not parent.exists() else "not a folder"
             raise DiskError(f"{parent} is {what}, so {path} cannot hold offloaded blocks. Name another folder.")

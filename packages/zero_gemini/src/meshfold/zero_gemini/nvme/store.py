@@ -66,7 +66,7 @@ class DiskStore:
         layout = FileLayout(sizes=dict(blocks or {}), chunk_bytes=chunk_bytes)
         path = block_path(folder, name, rank)
         if in_flight < 1:
-            raise DiskError(f"in_flight={in_flight}: at least one piece must be on its way at a time.")
+            raise DiskError(f"in_flight={in_flight}: give at least 1, the number of pieces in flight.")
         self._file = BlockFile.create(path, layout, direct=direct)
         self._queues = BlockQueues(self._file, in_flight)
 
@@ -107,7 +107,9 @@ class DiskStore:
             raise DiskError(f"{self.path} has no block {name!r}.{did_you_mean(name, self.blocks)}")
         data = bytes_of(tensor, f"{self.path}, block {name!r}")
         if len(data) != block.place.nbytes:
-            raise DiskError(f"{self.path}: block {name!r} has {block.place.nbytes} bytes, and the tensor {len(data)}.")
+            raise DiskError(
+                f"{self.path}: block {name!r} has {block.place.nbytes} bytes, but the tensor has {len(data)}."
+            )
         request = Request(block.place, writes, data, tensor)
         self._queues.submit(request)
         return Pending(request)
@@ -287,7 +289,7 @@ def _started_pool(in_flight: int, file: BlockFile) -> ThreadPoolExecutor:
         together.abort()
         pool.shutdown(wait=False)
         file.release()
-        raise DiskError(f"{file.path}: no threads for in_flight={in_flight} ({error}). Take fewer.") from error
+        raise DiskError(f"{file.path}: no threads for in_flight={in_flight} ({error}). Use fewer.") from error
     return pool
 
 

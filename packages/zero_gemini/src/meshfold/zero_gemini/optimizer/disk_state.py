@@ -58,7 +58,7 @@ class DiskSettings:
 
     def __post_init__(self) -> None:
         if self.buffers < 1:
-            raise MemoryPlanError(f"buffers={self.buffers}: state on disk passes through at least one")
+            raise MemoryPlanError(f"buffers={self.buffers}: give at least one buffer for state on disk")
         if self.piece_bytes < ALIGN:
             raise MemoryPlanError(f"piece_bytes={self.piece_bytes}: a piece has {ALIGN} bytes at least")
 

@@ -303,7 +303,7 @@ def _product(a: float | Tensor | None, b: float | Tensor | None) -> float | Tens
     """
     for value in (a, b):
         if value is not None and not isinstance(value, Tensor) and not value > 0.0:
-            raise ValueError(f"div_scale is {value}: gradients are divided by it, so it is above 0, or None")
+            raise ValueError(f"div_scale is {value}: give a number above 0, by which gradients are divided, or None")
     if a is None or b is None:
         return b if a is None else a
     return a * b

@@ -110,7 +110,7 @@ def static(
         ("offload_param_frac", offload_param_frac),
     ):
         if not 0 <= value <= 1:
-            raise SpecError(f"{name}={value}: a share, from 0 to 1")
+            raise SpecError(f"{name}={value}: give a fraction from 0 to 1")
     if offload_param_frac > offload_optim_frac:
         raise SpecError(
             f"offload_param_frac={offload_param_frac} is more than offload_optim_frac={offload_optim_frac}: a parameter "

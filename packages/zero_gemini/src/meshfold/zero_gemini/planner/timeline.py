@@ -93,7 +93,7 @@ def draw(plan: Plan, path: str | Path) -> Path:
     where = Path(path)
     known = paint.formats()
     if where.suffix.removeprefix(".") not in known:
-        raise MeshfoldError(f"{where.name!r}: a picture's name ends in one of .{', .'.join(sorted(known))}")
+        raise MeshfoldError(f"{where.name!r}: give a name that ends in one of .{', .'.join(sorted(known))}")
     paint.timeline_figure(plan, timeline(plan)).savefig(where)
     return where
 

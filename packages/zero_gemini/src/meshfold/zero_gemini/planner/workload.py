@@ -209,7 +209,7 @@ class Workload:
         if list(self.chunks) != sorted(self.chunks, key=lambda chunk: chunk.forward[0]):
             raise SpecError(f"workload {self.name!r}: chunks must be in order of first use")
         if not 0 <= self.clip_probability <= 1:
-            raise SpecError(f"clip_probability={self.clip_probability}: a share of the steps, from 0 to 1")
+            raise SpecError(f"clip_probability={self.clip_probability}: give a fraction of the steps, from 0 to 1")
         if min(self.data_ranks - 1, self.prefetch_moments, self.drain_moments, self.tokens - 1) < 0:
             raise SpecError(f"workload {self.name!r}: data_ranks and tokens are at least 1, moments at least 0")
 

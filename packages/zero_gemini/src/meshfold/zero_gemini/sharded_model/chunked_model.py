@@ -223,7 +223,7 @@ class ChunkedModel(ParameterValues):
         """Write a parameter's initial value."""
         if whole.is_meta:
             if values is None:
-                raise ChunkError(f"{name!r} is on the meta device and nothing says its first values")
+                raise ChunkError(f"{name!r} is on the meta device, and its initial values are unknown")
             whole = values(name, self._facts[name].parameter, whole.dtype)
         self._contents.fill(name, whole)
 
