@@ -174,6 +174,12 @@ KERNELS = (
         of_shapes(lambda x, w: K.linear_cross_entropy(x, w, LABELS, reduction="none"), (ROWS, WIDTH), (WORDS, WIDTH)),
     ),
     Case("kernels.activations._Fused", "", 1, of_shapes(lambda x: K.swiglu(x), X)),
+    Case(
+        "kernels.activations._Weighted",
+        "",
+        1,
+        of_shapes(lambda x, w: K.weighted_swiglu(x, w), (ROWS, WIDTH), (ROWS,)),
+    ),
     Case("kernels.activations._Separate", "", 1, of_shapes(lambda gate, up: K.swiglu2(gate, up), X, X)),
     Case("kernels.activations._BiasGelu", "", 1, of_shapes(lambda x, b: K.bias_gelu(x, b), X, V)),
     Case("kernels.activations._BiasGelu", "no bias", 1, of_shapes(lambda x: K.bias_gelu(x, None, "tanh"), X)),

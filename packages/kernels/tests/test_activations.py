@@ -45,6 +45,15 @@ def test_swiglu(dtype: torch.dtype, shape: tuple[int, ...], rounded_once: Check)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_weighted_swiglu(dtype: torch.dtype, rounded_once: Check) -> None:
+    for shape in ((9, 34), (1, 2), (0, 4)):
+        inputs = seeded(*shape, dtype=dtype), seeded(shape[0], dtype=dtype, seed=1)
+        compare(K.weighted_swiglu, lambda x, w: exact_swiglu(x) * w.unsqueeze(1), rounded_once, *inputs)
+    with pytest.raises(ValueError, match=r"a weight for each row.* \[3, 4\] and \[2\]"):
+        K.weighted_swiglu(torch.zeros(3, 4), torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu_of_two_tensors(dtype: torch.dtype, rounded_once: Check) -> None:
     gate, up = seeded(5, 7, dtype=dtype), seeded(5, 7, dtype=dtype, seed=1)
     compare(K.swiglu2, lambda a, b: F.silu(a) * b, rounded_once, gate, up)
@@ -87,6 +96,7 @@ def test_gradcheck() -> None:
     x, u, b = (seeded(3, 4, seed=i).requires_grad_() for i in range(3))
     assert torch.autograd.gradcheck(K.swiglu, (x,))
     assert torch.autograd.gradcheck(K.swiglu2, (x, u))
+    assert torch.autograd.gradcheck(K.weighted_swiglu, (x, seeded(3, seed=4).requires_grad_()))
     for approximate in ("none", "tanh"):
         assert torch.autograd.gradcheck(lambda a, c, how=approximate: K.bias_gelu(a, c, how), (x, b[0]))
 

@@ -89,6 +89,7 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     K.layer_norm(x, w, b).sum().backward()
     sum(t.sum() for t in K.add_rms_norm(x, r, w)).backward()  # type: ignore[union-attr]
     K.swiglu(x).sum().backward()
+    K.weighted_swiglu(x, torch.zeros(8)).sum().backward()
     for approximate in ("none", "tanh"):
         K.bias_gelu(x, b, approximate).sum().backward()
         K.geglu2(x, x.detach(), approximate).sum().backward()
@@ -174,6 +175,8 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         "norms._gradients",
         "activations._gated",
         "activations._gated_gradients",
+        "activations._weighted",
+        "activations._weighted_gradients",
         "activations._gelu",
         "activations._gelu_gradients",
         "rotary._rotate",

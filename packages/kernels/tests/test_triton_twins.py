@@ -191,6 +191,8 @@ def test_activations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     rows = float(gate.numel() // shape[-1])
     agree(K.swiglu, torch.cat((gate, up), -1))
     agree(K.swiglu2, gate, up)
+    flat = torch.cat((gate, up), -1).flatten(0, -2)
+    agree(K.weighted_swiglu, flat, seeded(flat.shape[0], seed=3), scale=3.0 * shape[-1])
     for approximate in ("none", "tanh"):
         agree(lambda a, b, how=approximate: K.geglu2(a, b, how), gate, up)
     for approximate in ("none", "tanh"):

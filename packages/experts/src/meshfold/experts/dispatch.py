@@ -30,17 +30,20 @@ from meshfold.mesh.processes import is_simulated
 
 Run = Callable[[Tensor, Tensor, Sequence[int] | None], Tensor]
 """From rows [m, h] sorted by expert, ends [e] int32, and the numbers of rows where the host knows them, to outputs [m, h]."""
+WeighingRun = Callable[[Tensor, Tensor, Sequence[int] | None, Tensor], Tensor]
+"""The same with the weights [m] of the rows, to weighted outputs."""
 
 
 def dispatch(
     tokens: Tensor,
     index: Tensor,
     weights: Tensor,
-    run: Run,
+    run: Run | WeighingRun,
     *,
     experts: int,
     group: Group | None = None,
     sharing: int = 1,
+    weighs: bool = False,
     capacity: float | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
@@ -54,6 +57,7 @@ def dispatch(
         experts: the number of all experts; rank i of the group has the (i // sharing)-th of as many blocks as there are such.
         group: None, or a group of one rank: all experts are here, and nothing is sent.
         sharing: how many neighbouring ranks have parts of the same experts, whose outputs add up to these experts'.
+        weighs: ``run`` takes the weights of its rows too, and gives weighted outputs.
         capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
             ranks; the outputs of further ones are left out. None: none are.
         meanwhile: is called once, while tokens travel; so does what autograd records of it, backward. Such as a shared expert.
@@ -72,7 +76,7 @@ def dispatch(
         raise ValueError(
             f"{ranks} ranks, of which {sharing} share each expert: the first number must be a multiple of the second"
         )
-    y: Tensor = _in_eager_code(tokens, index, weights, run, experts, group, sharing, capacity, meanwhile)
+    y: Tensor = _in_eager_code(tokens, index, weights, run, experts, group, sharing, weighs, capacity, meanwhile)
     return y
 
 
@@ -81,10 +85,11 @@ def _in_eager_code(
     tokens: Tensor,
     index: Tensor,
     weights: Tensor,
-    run: Run,
+    run: Run | WeighingRun,
     experts: int,
     group: Group | None,
     sharing: int,
+    weighs: bool,
     capacity: float | None,
     meanwhile: Callable[[], object] | None,
 ) -> Tensor:
@@ -96,7 +101,7 @@ def _in_eager_code(
     if group is None or ranks == 1:
         if meanwhile is not None:
             meanwhile()
-        return _here(tokens, index, weights, run, experts, index.numel(), None)
+        return _here(tokens, index, weights, run, weighs, experts, index.numel(), None)
     places, outgoing = rank_places(index, experts_each, ranks, sharing)
     sends, receives, counts = _sizes(index, outgoing, experts_each, group, sharing)
     pairs = pairs_of(places, sum(sends))
@@ -109,7 +114,7 @@ def _in_eager_code(
     if meanwhile is not None:
         meanwhile()
     rows = travelling.finish(started)
-    partial = _here(rows, mine, arrived, run, experts_each, sum(counts), counts)
+    partial = _here(rows, mine, arrived, run, weighs, experts_each, sum(counts), counts)
     return sum_rows(_exchange(partial, group, receives, sends), pairs, places)
 
 
@@ -152,14 +157,25 @@ def within_capacity(index: Tensor, experts: int, capacity: float, group: Group |
 
 
 def _here(
-    tokens: Tensor, index: Tensor, weights: Tensor, run: Run, experts: int, rows: int, counts: Sequence[int] | None
+    tokens: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    run: Any,
+    weighs: bool,
+    experts: int,
+    rows: int,
+    counts: Sequence[int] | None,
 ) -> Tensor:
     """Run experts that are all on this rank."""
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
     found = by_expert(index, experts, rows)
-    outputs = run(take_rows(tokens, found.pairs, found.places), found.ends, counts)
-    return sum_rows(outputs.to(tokens.dtype), found.pairs, found.places, weights)
+    taken = take_rows(tokens, found.pairs, found.places)
+    if not weighs:
+        outputs = run(taken, found.ends, counts)
+        return sum_rows(outputs.to(tokens.dtype), found.pairs, found.places, weights)
+    of_rows = take_rows(weights.reshape(-1, 1), found.pairs, found.places.reshape(-1, 1)).squeeze(1)
+    return sum_rows(run(taken, found.ends, counts, of_rows).to(tokens.dtype), found.pairs, found.places)
 
 
 def _sizes(

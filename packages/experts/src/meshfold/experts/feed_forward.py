@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.experts.grouped import grouped_matmul
+from meshfold.kernels import swiglu, weighted_swiglu
 
 Gate = Callable[[Tensor], Tensor]
 """From gate and up side by side (in any order) to the activation: ``[m, 2·ffn] -> [m, ffn]``."""
@@ -41,6 +42,11 @@ class ExpertLayout:
         """The names of all stacked parameters."""
         return tuple(name for name in (self.gate_up, self.gate_up_bias, self.down, self.down_bias) if name is not None)
 
+    @property
+    def weighs(self) -> bool:
+        """True if the activation can take the weights of rows: what follows it is linear, so the outputs are weighted then."""
+        return self.gate is swiglu and self.down_bias is None
+
 
 def feed_forward(
     layout: ExpertLayout,
@@ -48,9 +54,11 @@ def feed_forward(
     rows: Tensor,
     ends: Tensor,
     counts: Sequence[int] | None = None,
+    weights: Tensor | None = None,
+    *,
     sharing: int = 1,
 ) -> Tensor:
-    """Run each expert on its rows: ``[m, h] -> [m, h]``, not weighted.
+    """Run each expert on its rows: ``[m, h] -> [m, h]``.
 
     Args:
         layout: of the parameters.
@@ -58,6 +66,7 @@ def feed_forward(
         rows: sorted by expert.
         ends: [e] int32: the row after the last of each expert.
         counts: the same as numbers of rows, where the host knows them.
+        weights: [m], of the outputs of rows; None: not weighted. Only for a layout that :attr:`ExpertLayout.weighs`.
         sharing: the experts have one of so many parts of their inner dim; each rank adds as small a part of the last bias.
     """
 
@@ -69,7 +78,8 @@ def feed_forward(
         shift = _of_rows(experts.get_parameter(bias), ends, x.shape[0])
         return y + (shift if parts == 1 else shift / parts)
 
-    hidden = layout.gate(linear(rows, layout.gate_up, layout.gate_up_bias))
+    both = linear(rows, layout.gate_up, layout.gate_up_bias)
+    hidden = layout.gate(both) if weights is None else weighted_swiglu(both, weights)
     return linear(hidden, layout.down, layout.down_bias, sharing)
 
 

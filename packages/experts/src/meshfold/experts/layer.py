@@ -49,8 +49,9 @@ class Experts(nn.Module):
             x,
             index,
             weights,
-            lambda rows, ends, counts: feed_forward(self.layout, self, rows, ends, counts),
+            lambda rows, ends, counts, of_rows: feed_forward(self.layout, self, rows, ends, counts, of_rows),
             experts=self.num_experts,
+            weighs=True,
             capacity=self.capacity,
             meanwhile=meanwhile,
         )

@@ -119,9 +119,10 @@ class DispatchingForward:
             experts=self.number,
             group=self.group,
             sharing=self.sharing,
+            weighs=self.layout.weighs,
             capacity=self.capacity,
             meanwhile=meanwhile,
         )
 
-    def _run(self, rows: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-        return feed_forward(self.layout, self.experts, rows, ends, counts, self.sharing)
+    def _run(self, rows: Tensor, ends: Tensor, counts: Sequence[int] | None, weights: Tensor | None = None) -> Tensor:
+        return feed_forward(self.layout, self.experts, rows, ends, counts, weights, sharing=self.sharing)

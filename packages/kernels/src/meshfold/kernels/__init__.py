@@ -10,7 +10,7 @@ package imports torch alone: Triton and numba come with the first kernel that ne
 
 from __future__ import annotations
 
-from meshfold.kernels.activations import bias_gelu, geglu2, swiglu, swiglu2
+from meshfold.kernels.activations import bias_gelu, geglu2, swiglu, swiglu2, weighted_swiglu
 from meshfold.kernels.adam import (
     AdamSettings,
     AdamState,
@@ -185,5 +185,6 @@ __all__ = [
     "to_fp8",
     "unpack_nf4",
     "use",
+    "weighted_swiglu",
     "write_gradient",
 ]

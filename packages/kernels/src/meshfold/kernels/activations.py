@@ -1,6 +1,7 @@
 """Activations fused with their neighbours: SwiGLU, GEGLU and bias + GELU.
 
     swiglu      y = silu(gate) * up,  silu(v) = v * sigmoid(v)
+    weighted    y = silu(gate) * up * weight of the row
     geglu       y = gelu(gate) * up,  exact (erf) or the tanh approximation
     bias_gelu   y = gelu(x + bias),   exact (erf) or the tanh approximation
 
@@ -39,6 +40,26 @@ def swiglu(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return gated(gate, up)
     y: Tensor = _Fused.apply(gate_up)
+    return y
+
+
+def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weight of a fused projection: ``m (2 f), m -> m f``, in the dtype of ``gate_up``.
+
+    What a linear layer without bias makes of it is weighted too: so a token's experts are, without a pass over their outputs.
+
+    Raises:
+        ValueError: if the last dim is odd, or there is not a weight for each row.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or weights.shape != gate_up.shape[:1]:
+        raise ValueError(
+            f"weighted_swiglu takes [gate | up] side by side and a weight for each row, [m, 2 f] and [m]; the shapes are "
+            f"{list(gate_up.shape)} and {list(weights.shape)}"
+        )
+    if torch.compiler.is_compiling():
+        gate, up = gate_up.chunk(2, 1)
+        return weighted_gated(gate, up, weights)
+    y: Tensor = _Weighted.apply(gate_up, weights)
     return y
 
 
@@ -90,6 +111,24 @@ class _Fused(torch.autograd.Function):
         gradient = contiguous_like(rows)
         ctx.gradients(as_rows(dy), *rows.chunk(2, 1), *gradient.chunk(2, 1))
         return gradient.view(gate_up.shape)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        ctx.gradients = dispatch.twin(weighted_gradients, gate_up)
+        gate, up = as_rows(gate_up).chunk(2, 1)
+        return dispatch.twin(weighted_gated, gate_up)(gate, up, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        gate_up, weights = ctx.saved_tensors
+        rows = as_rows(gate_up)
+        gradient = contiguous_like(rows)
+        dweights = ctx.gradients(as_rows(dy), *rows.chunk(2, 1), weights, *gradient.chunk(2, 1))
+        return gradient, dweights.to(weights.dtype)
 
 
 class _Separate(torch.autograd.Function):
@@ -173,6 +212,24 @@ def gated_gradients(
         dgate.copy_(torch.ops.aten.silu_backward(to_activation, gate))
     else:
         dgate.copy_(torch.ops.aten.gelu_backward(to_activation, gate, approximate=_mode(kind == "gelu tanh")))
+
+
+def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    """``m f, m f, m -> m f``: silu(gate) * up * weight in the dtype of gate; differentiable."""
+    dtype = compute_dtype(gate)
+    return (F.silu(gate.to(dtype)) * up.to(dtype) * weights.to(dtype).unsqueeze(1)).to(gate.dtype)
+
+
+def weighted_gradients(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dgate: Tensor, dup: Tensor) -> Tensor:
+    """Write the gradients of gate and up into dgate and dup, and return that of the weights ``m`` in float32 (float64)."""
+    dtype = compute_dtype(gate)
+    dy, gate, up = dy.to(dtype), gate.to(dtype), up.to(dtype)
+    activated = F.silu(gate)
+    dweights = (dy * activated * up).sum(1)
+    dy = dy * weights.to(dtype).unsqueeze(1)
+    dup.copy_(activated * dy)
+    dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+    return dweights
 
 
 def _activated(gate: Tensor, kind: Activation) -> Tensor:

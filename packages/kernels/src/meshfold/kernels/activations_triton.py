@@ -72,6 +72,53 @@ def _gated_gradients(
     tl.store(dup + row * dup_stride + column, to_up.to(dup.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _weighted(gate, up, weights, y, rows, columns, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column, mask = _block(rows, columns, ROWS, COLUMNS)
+    g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
+    weight = tl.load(weights + row, mask=row < rows).to(tl.float32)
+    value = _activation(g, 0) * u * weight
+    tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _weighted_gradients(
+    dy,
+    gate,
+    up,
+    weights,
+    dgate,
+    dup,
+    dweights,
+    rows,
+    columns,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    weight = tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = (start + tl.arange(0, COLUMNS))[None, :]
+        mask = (row < rows) & (column < columns)
+        d = tl.load(dy + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        activated = _activation(g, 0)
+        total += d * activated * u
+        d = d * weight
+        to_gate, to_up = d * u * _slope(g, 0), d * activated
+        tl.store(dgate + row * dgate_stride + column, to_gate.to(dgate.dtype.element_ty), mask=mask)
+        tl.store(dup + row * dup_stride + column, to_up.to(dup.dtype.element_ty), mask=mask)
+    tl.store(dweights + row, tl.sum(total, 1)[:, None], mask=row < rows)
+
+
 @triton.jit
 def _gelu_value(v, TANH: tl.constexpr):
     if TANH:
@@ -214,6 +261,58 @@ def gated_gradients(
         COLUMNS=wide,
         num_warps=warps,
     )
+
+
+def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    rows, columns = gate.shape
+    y = contiguous_like(gate)
+    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
+    launch(
+        _weighted,
+        (triton.cdiv(rows, high), triton.cdiv(columns, wide)),
+        gate,
+        gate,
+        up,
+        weights.contiguous(),
+        y,
+        rows,
+        columns,
+        gate.stride(0),
+        up.stride(0),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
+    return y
+
+
+def weighted_gradients(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dgate: Tensor, dup: Tensor) -> Tensor:
+    rows, columns = gate.shape
+    dweights = torch.empty(rows, dtype=torch.float32, device=gate.device)
+    high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
+    launch(
+        _weighted_gradients,
+        (triton.cdiv(rows, high),),
+        gate,
+        dy,
+        gate,
+        up,
+        weights.contiguous(),
+        dgate,
+        dup,
+        dweights,
+        rows,
+        columns,
+        dy.stride(0),
+        gate.stride(0),
+        up.stride(0),
+        dgate.stride(0),
+        dup.stride(0),
+        ROWS=high,
+        COLUMNS=wide,
+        num_warps=warps,
+    )
+    return dweights
 
 
 def gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
