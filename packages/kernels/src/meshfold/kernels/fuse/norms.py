@@ -76,9 +76,13 @@ class OffersNorm(Protocol):
 
 
 def offered_norms(model: nn.Module) -> dict[nn.Module, Norm]:
-    """Return what the modules of a model offer to the rule ``residual``."""
+    """Return what the modules of a model offer to the rule ``residual``, without those of another rank's pipeline stage."""
     offers = ((module, module.fused_norm()) for _, module in candidates(model) if isinstance(module, OffersNorm))
-    return {module: norm for module, norm in offers if norm is not None}
+    return {
+        module: norm
+        for module, norm in offers
+        if norm is not None and isinstance(getattr(module, norm.weight, None), nn.Parameter)
+    }
 
 
 def fuse_norms(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
