@@ -21,6 +21,7 @@ from meshfold.engine import precision_name
 COMMANDS = {
     "demo": "train a small GPT on 8 local processes and see what happens",
     "train": "train a GPT, a Llama-like model or a Hugging Face causal LM on text or token ids",
+    "align": "SFT, reward model, DPO, KTO, GRPO or PPO on records of prompts, completions or preferences",
     "run": "start a script on local ranks; the first failing rank's traceback is what you see",
     "plan": "bytes a rank holds and moves for a spec and a model, without a GPU",
     "generate": "continue text with a model from a folder, under any spec",

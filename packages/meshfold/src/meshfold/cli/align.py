@@ -1,0 +1,212 @@
+"""Align a causal language model: fine-tune it on completions, then on preferences, or on rewards of its own samples.
+
+  meshfold align sft    --data chats.jsonl --hf ~/models/llama --out sft
+  meshfold align reward --data pairs.jsonl --hf ~/models/llama --out reward
+  meshfold align dpo    --data pairs.jsonl --hf ~/models/llama --start sft --parallel data=2 --out dpo
+  meshfold align grpo   --data prompts.jsonl --model gpt-tiny --reward rewards.py:short --out grpo
+
+DATA has a JSON object a line, in TRL's formats: prompt and completion, or messages (sft; kto with label), chosen and rejected
+(reward, dpo), prompt (grpo, ppo; other entries go to the rewards). OUT gets metrics.jsonl, the last checkpoint, settings.json
+and a curve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from meshfold.cli.arguments import (
+    Failure,
+    add_model,
+    add_parallel,
+    natural,
+    positive,
+    rate,
+    read_model,
+    read_parallel,
+    read_rules,
+)
+from meshfold.cli.train_arguments import OPTIMIZER_NAMES
+
+TRAINERS = ("sft", "reward", "dpo", "kto", "grpo", "ppo")
+_SETTINGS = "settings.json"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``meshfold align``."""
+    parser.usage = (
+        "meshfold align TRAINER --data FILE --out DIR [options]\n       meshfold align TRAINER --resume --out DIR"
+    )
+    parser.add_argument("trainer", choices=TRAINERS, metavar="TRAINER", help=", ".join(TRAINERS))
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", metavar="FILE", help="records, a JSON object a line")
+    data.add_argument("--tokenizer", metavar="byte|FOLDER", help="bytes, or a folder (--hf's own, else byte)")
+    data.add_argument(
+        "--length", type=positive, metavar="N", help="tokens of a packed row, or most of a sequence (sft: 512)"
+    )
+    add_model(parser.add_argument_group("model"))
+    more = parser.add_argument_group("start")
+    more.add_argument("--start", metavar="DIR", help="an earlier run's folder, or a checkpoint, to take weights from")
+    more.add_argument("--critic-start", metavar="DIR", help="ppo: a reward model's run for the critic to start from")
+    more.add_argument(
+        "--lora", type=positive, metavar="RANK", help="train adapters of this rank; the base is the reference (--hf)"
+    )
+    work = parser.add_argument_group("parallel work")
+    add_parallel(work)
+    work.add_argument("--ranks", type=positive, metavar="N", help="processes to start (the product of the spec)")
+    work.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU for each rank where there are as many)")
+    work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), default="fp32", help="(fp32)")
+    steps = parser.add_argument_group("optimization")
+    steps.add_argument("--steps", type=positive, default=100, metavar="N", help="steps in all (100)")
+    steps.add_argument("--batch-size", type=positive, default=8, metavar="N", help="examples or prompts of a step (8)")
+    steps.add_argument("--micro-steps", type=positive, default=1, metavar="N", help="parts that a batch is run in (1)")
+    steps.add_argument("--optimizer", choices=OPTIMIZER_NAMES, default="adamw", help="(adamw)")
+    steps.add_argument("--lr", type=rate, default=1e-5, help="highest learning rate (1e-5)")
+    steps.add_argument("--warmup", type=natural, default=0, metavar="N", help="optimizer steps on the way up to it (0)")
+    steps.add_argument("--schedule", choices=("cosine", "linear", "constant"), default="constant", help="(constant)")
+    steps.add_argument("--weight-decay", type=rate, default=0.0, metavar="X", help="of matrices (0)")
+    steps.add_argument("--clip", type=rate, default=1.0, metavar="NORM", help="largest gradient norm, 0 for none (1.0)")
+    steps.add_argument("--seed", type=natural, default=0, help="of weights, order and samples (0)")
+    losses = parser.add_argument_group("loss")
+    losses.add_argument(
+        "--loss",
+        metavar="NAME",
+        help="dpo: sigmoid, hinge, ipo, robust, simpo, orpo; grpo: grpo, dr_grpo, dapo, rloo",
+    )
+    losses.add_argument(
+        "--beta", type=rate, metavar="X", help="how strongly the policy is held to the reference (the loss's own)"
+    )
+    losses.add_argument("--gamma", type=rate, metavar="X", help="simpo: the margin (1.0)")
+    losses.add_argument("--label-smoothing", type=rate, metavar="X", help="dpo: share of wrong labels (0)")
+    losses.add_argument("--centering", type=rate, metavar="X", help="reward: keeps scores around 0 (0)")
+    samples = parser.add_argument_group("samples (grpo, ppo)")
+    samples.add_argument(
+        "--reward",
+        action="append",
+        default=[],
+        metavar="FILE.py:NAME",
+        help="a function with TRL's signature; several are added",
+    )
+    samples.add_argument("--reward-model", metavar="DIR", help="a run of meshfold align reward with the same model")
+    samples.add_argument("--group", type=positive, default=8, metavar="N", help="grpo: completions of a prompt (8)")
+    samples.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(128)")
+    samples.add_argument("--temperature", type=rate, default=1.0, metavar="X", help="(1.0)")
+    samples.add_argument(
+        "--updates", type=positive, default=1, metavar="N", help="optimizer steps of a step's samples (1)"
+    )
+    samples.add_argument(
+        "--epochs", type=positive, default=2, metavar="N", help="ppo: times that samples are trained on (2)"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
+    out.add_argument(
+        "--resume", action="store_true", help="go on from DIR's checkpoint, with its options unless others are typed"
+    )
+    out.add_argument(
+        "--save-every", type=natural, default=0, metavar="N", help="steps between checkpoints (at the end only)"
+    )
+    out.add_argument("--json", action="store_true", help="print each step as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``meshfold align``, in the process that starts the ranks, or as one of them."""
+    from meshfold.mesh import ParallelSpec
+    from meshfold.mesh.processes import Environment, launch
+    from meshfold.mesh.processes import start as join
+
+    here = Environment.detect()
+    arguments.rank = None if here.source == "single" else here.rank
+    arguments = _with_options_of_the_run(arguments)
+    read_model(arguments)
+    spec = ParallelSpec.parse(
+        read_parallel(arguments.parallel), arguments.ranks if here.source == "single" else here.world_size
+    )
+    spec = spec.with_world_size(spec.world_size)
+    _check(arguments)
+    if here.source != "single":
+        with join(device=arguments.device):
+            return _train(arguments, say=here.rank == 0)
+    if spec.world_size == 1:
+        return _train(arguments, say=True)
+    from meshfold.train.alignment import open_run
+
+    open_run(arguments)  # errors of data and settings are told once
+    return launch(["-m", "meshfold.cli", "align", *arguments.argv], spec.world_size)
+
+
+def _train(arguments: argparse.Namespace, *, say: bool) -> int:
+    from meshfold.align import fit
+    from meshfold.train.alignment import draw, open_run
+
+    made = open_run(arguments)
+    trainer = made.make(read_parallel(arguments.parallel), read_rules(arguments.rules))
+    out = Path(arguments.out)
+    if say:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / _SETTINGS).write_text(json.dumps(arguments.argv), encoding="utf-8")
+        print(made.summary, flush=True)
+    every = max(1, arguments.steps // 20)
+
+    def show(step: int, metrics: Any) -> None:
+        if arguments.json:
+            print(json.dumps(dict(step=step, **metrics)), flush=True)
+        elif step % every == 0 or step in (1, arguments.steps):
+            print(f"step {step:>5}  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()), flush=True)
+
+    try:
+        fit(
+            trainer,
+            arguments.steps,
+            arguments.out,
+            save_every=arguments.save_every,
+            resume=arguments.resume,
+            show=show if say else None,
+        )
+    finally:
+        trainer.close()
+    if say:
+        draw(out, f"{arguments.trainer}, {made.name}")
+        print(f"checkpoint: {out}", flush=True)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Check what needs no data and no model.
+
+    Raises:
+        Failure: for options that do not belong together.
+    """
+    name = arguments.trainer
+    if arguments.data is None:
+        raise Failure("the following arguments are required: --data. See meshfold align --help")
+    sampled = name in ("grpo", "ppo")
+    if sampled and not arguments.reward and arguments.reward_model is None:
+        raise Failure(f"{name} needs --reward FILE.py:NAME, a function of completions, or --reward-model DIR")
+    if not sampled and (arguments.reward or arguments.reward_model is not None):
+        raise Failure(f"--reward with {name}, which scores nothing: it belongs to grpo and ppo")
+    if arguments.lora is not None and arguments.hf is None:
+        raise Failure("--lora needs --hf FOLDER: adapters are put on a model of transformers")
+    if arguments.lora is not None and name in ("reward", "ppo"):
+        raise Failure(f"--lora with {name}: adapters of models of scores cannot be trained; leave --lora out")
+    if name in ("sft", "reward", "kto", "ppo") and arguments.loss is not None:
+        raise Failure(f"--loss with {name}, which has one loss: it belongs to dpo and grpo")
+
+
+def _with_options_of_the_run(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments of ``--resume``: those of the run, and after them those typed now."""
+    file = Path(arguments.out) / _SETTINGS
+    if not arguments.resume or not file.is_file():
+        return arguments
+    from meshfold.cli import Formatter, Parser
+
+    before = json.loads(file.read_text(encoding="utf-8"))
+    parser = Parser(prog="meshfold align", formatter_class=Formatter)
+    configure(parser)
+    typed = [word for word in arguments.argv if word != arguments.trainer]
+    words = [*before, *typed]
+    merged = parser.parse_args(words, argparse.Namespace(argv=words, rank=arguments.rank))
+    if merged.trainer != arguments.trainer:
+        raise Failure(f"{arguments.out!r} is a run of {merged.trainer}: type meshfold align {merged.trainer} --resume")
+    return merged

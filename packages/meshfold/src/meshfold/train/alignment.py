@@ -1,0 +1,232 @@
+"""Trainers of ``meshfold align`` from its arguments: data, tokenizer, model, rewards."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshfold import align
+from meshfold.data.tokenizers import load_tokenizer, tokenizer_of_model
+from meshfold.mesh import SpecError
+from meshfold.train.metrics import read_metrics
+from meshfold.train.model_choice import ModelChoice, choose_model
+from meshfold.train.plots import can_plot, plot_loss
+from meshfold.train.schedule import lr_schedule
+
+_LENGTH = 512
+_READERS: Mapping[str, Callable[..., Any]] = {
+    "sft": align.completion_of,
+    "kto": align.completion_of,
+    "reward": align.preference_of,
+    "dpo": align.preference_of,
+    "grpo": align.prompt_of,
+    "ppo": align.prompt_of,
+}
+
+
+_OPTIONS: Mapping[str, Sequence[str]] = {
+    "dpo": ("beta", "gamma", "label_smoothing"),
+    "kto": ("beta",),
+    "reward": ("centering",),
+    "grpo": ("beta",),
+    "ppo": ("beta",),
+}
+"""Options of the losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignmentRun:
+    """A checked run, before its engines are made.
+
+    Attributes:
+        name: of the model.
+        summary: a line for people.
+        make: makes the trainer of a spec and rules.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[Any, Mapping[str, str]], Any]
+
+
+def open_run(arguments: argparse.Namespace) -> AlignmentRun:
+    """Read data and rewards, and check that they fit the model.
+
+    Raises:
+        SpecError: if one of them cannot be used.
+    """
+    from meshfold.cli.arguments import read_changes
+
+    tokenizer = _tokenizer(arguments)
+    examples = align.tokenized(align.read_records(arguments.data), tokenizer, _READERS[arguments.trainer])
+    rewards = [_function(word) for word in arguments.reward]
+    longest = _longest(arguments, examples)
+    choice = choose_model(
+        arguments.model,
+        arguments.hf,
+        read_changes(arguments.changes),
+        vocab_size=getattr(tokenizer, "vocab_size", None),
+        seq_len=longest,
+    )
+
+    def make(parallel: Any, rules: Mapping[str, str]) -> Any:
+        return _trainer(arguments, parallel, rules, choice, tokenizer, examples, rewards)
+
+    summary = (
+        f"{arguments.trainer} of {choice.name} on {arguments.data}: {len(examples)} records, {longest} tokens at most"
+    )
+    return AlignmentRun(name=choice.name, summary=summary, make=make)
+
+
+def _trainer(
+    arguments: argparse.Namespace,
+    parallel: Any,
+    rules: Mapping[str, str],
+    choice: ModelChoice,
+    tokenizer: Any,
+    examples: Sequence[Any],
+    rewards: list[Any],
+) -> Any:
+    name, a = arguments.trainer, arguments
+    updates = a.updates if name == "grpo" else a.updates * a.epochs if name == "ppo" else 1
+    common: dict[str, Any] = dict(
+        parallel=parallel,
+        rules=rules,
+        batch_size=a.batch_size,
+        micro_steps=a.micro_steps,
+        optimizer=dict(name=a.optimizer, lr=a.lr, weight_decay=a.weight_decay),
+        lr_scheduler=lr_schedule(a.schedule, warmup=a.warmup, steps=a.steps * updates),
+        clip_grad_norm=a.clip or None,
+        precision=a.precision,
+        device=a.device,
+        seed=a.seed,
+        start=_checkpoint(a.start),
+    )
+    given = {"beta": a.beta, "gamma": a.gamma, "label_smoothing": a.label_smoothing, "centering": a.centering}
+    for option, value in given.items():
+        if value is None:
+            continue
+        if option not in _OPTIONS.get(name, ()):
+            raise SpecError(f"--{option.replace('_', '-')} with {name}, whose loss has none: leave it out")
+        common[option] = value
+    model = choice.source if a.lora is None else _with_adapters(a.hf, a.lora)
+    if a.lora is not None and name != "sft":
+        common["reference"] = "adapter"
+    if name == "sft":
+        return align.SFT(model, examples, length=a.length or _LENGTH, **common)
+    if name == "reward":
+        return align.RewardModel(_scorer(a.hf, choice), examples, length=a.length, **common)
+    if name == "dpo":
+        return align.DPO(model, examples, loss=a.loss or "sigmoid", length=a.length, **common)
+    if name == "kto":
+        return align.KTO(model, examples, length=a.length, **common)
+    from meshfold.inference import Sampling
+
+    if a.reward_model is not None:
+        settings = dict(parallel=parallel, rules=rules, precision=a.precision, device=a.device, seed=a.seed)
+        scores = align.RewardModel(_scorer(a.hf, choice), [], start=_checkpoint(a.reward_model), **settings)
+        rewards = [*rewards, scores]
+    common["sampling"] = Sampling(max_new_tokens=a.max_new_tokens, temperature=a.temperature)
+    common["updates"] = a.updates
+    if name == "grpo":
+        return align.GRPO(model, examples, rewards, tokenizer, kind=a.loss or "grpo", group=a.group, **common)
+    critic = _scorer(a.hf, choice)
+    return align.PPO(
+        model, critic, examples, rewards, tokenizer, epochs=a.epochs, critic_start=_checkpoint(a.critic_start), **common
+    )
+
+
+def draw(out: Path, title: str) -> None:
+    """Draw the curve of the loss, or of the reward where there is one, if matplotlib is installed."""
+    rows = read_metrics(out / "metrics.jsonl")
+    if not can_plot() or not rows:
+        return
+    name = "reward" if "reward" in rows[0] else "loss"
+    plot_loss(out / f"{name}.png", {name: [(row["step"], row[name]) for row in rows]}, title)
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Any:
+    """Return bytes, or a tokenizer of transformers with its chat template."""
+    name = arguments.tokenizer
+    if name is None and arguments.hf is not None:
+        _, note = tokenizer_of_model(arguments.hf)
+        name = "byte" if note else arguments.hf
+    if name in (None, "byte"):
+        return load_tokenizer("byte")
+    load_tokenizer(name)  # says what is wrong with a folder
+    from transformers import AutoTokenizer
+
+    from meshfold.huggingface import NO_REMOTE_CODE
+
+    return align.ChatTokenizer(AutoTokenizer.from_pretrained(name, **NO_REMOTE_CODE))
+
+
+def _longest(arguments: argparse.Namespace, examples: Sequence[Any]) -> int:
+    """Return the tokens of the longest sequence that the model sees at once."""
+    if arguments.trainer == "sft":
+        found = max(len(one.ids) for one in examples)
+        return min(found, int(arguments.length or _LENGTH))
+    if arguments.trainer in ("grpo", "ppo"):
+        return max(len(one.ids) for one in examples) + int(arguments.max_new_tokens)
+    if arguments.trainer == "kto":
+        found = max(len(one.ids) for one in examples)
+    else:
+        found = max(len(one.ids) for pair in examples for one in (pair.chosen, pair.rejected))
+    return found if arguments.length is None else min(found, int(arguments.length))
+
+
+def _scorer(folder: str | None, choice: ModelChoice) -> Any:
+    if folder is None:
+        return align.scorer(choice.build)
+    from meshfold.huggingface import pretrained
+
+    return pretrained(folder, model_class="AutoModelForTokenClassification", num_labels=1)
+
+
+def _with_adapters(folder: str, rank: int) -> Any:
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise SpecError("--lora needs peft: pip install meshfold[peft]") from None
+    from meshfold.huggingface import pretrained
+
+    return pretrained(folder, adapter=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+def _checkpoint(path: str | None) -> str | None:
+    """Return the checkpoint of a run's folder, or the folder if it is one itself."""
+    if path is None:
+        return None
+    step = align.latest_step(path)
+    if step is not None:
+        return align.step_path(path, step)
+    inside = Path(path) / "checkpoint"  # of meshfold train
+    return str(inside) if inside.is_dir() else path
+
+
+def _function(word: str) -> Callable[..., Any]:
+    """Return the function of ``FILE.py:NAME``.
+
+    Raises:
+        SpecError: if there is none.
+    """
+    path, colon, name = word.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise SpecError(f"--reward {word!r}: write FILE.py:NAME, a file of Python and a function in it")
+    if not Path(path).is_file():
+        raise SpecError(f"--reward {word!r}: there is no file {path!r}")
+    spec = importlib.util.spec_from_file_location(f"meshfold_rewards_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None  # a file that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise SpecError(f"--reward {word!r}: {path!r} has no function {name!r}")
+    function: Callable[..., Any] = found
+    return function

@@ -1,0 +1,99 @@
+"""``meshfold align``: from completions to preferences to rewards, each stage from the weights of the one before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshfold.cli import main
+
+SMALL = ["--model", "gpt-tiny", "--set", "layers=1", "hidden=16", "heads=2", "--lr", "1e-3", "--batch-size", "4"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    records = {
+        "chats": [dict(prompt=f"{n}+1=", completion=f"{n + 1}" * (1 + n % 4)) for n in range(8)],
+        "pairs": [dict(prompt=f"{n}+1=", chosen=str(n + 1), rejected="x" * (1 + n % 5)) for n in range(8)],
+        "judged": [dict(prompt=f"{n}", completion="ab" * (1 + n % 3), label=n % 2 == 0) for n in range(8)],
+        "prompts": [dict(prompt="a" * (1 + n % 3), wanted="b") for n in range(6)],
+    }
+    for name, rows in records.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "def letters(completions, wanted, **columns):\n"
+        "    return [text.count(w) / 4 - len(text) / 8 for text, w in zip(completions, wanted)]\n"
+    )
+    return tmp_path
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_from_completions_to_rewards(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stage(trainer: str, records: str, *more: str, steps: int = 2) -> list[dict[str, float]]:
+        out = data / trainer
+        words = [trainer, "--data", str(data / f"{records}.jsonl"), "--out", str(out), "--steps", str(steps), *more]
+        assert main(["align", *words, *SMALL]) == 0, capsys.readouterr().err
+        return metrics(out)
+
+    first = stage("sft", "chats", "--length", "12", steps=3)
+    assert len(first) == 3 and first[-1]["loss"] < first[0]["loss"]
+    start = ["--start", str(data / "sft")]
+    assert stage("dpo", "pairs", "--beta", "0.3", *start)[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert stage("kto", "judged", *start)[0]["loss"] == pytest.approx(0.5, abs=1e-5)
+    assert "accuracy" in stage("reward", "pairs", *start[:0])[-1]
+    sampling = ["--reward", f"{data}/rewards.py:letters", "--max-new-tokens", "4"]
+    found = stage("grpo", "prompts", *start, *sampling, "--group", "2", "--loss", "dapo", "--beta", "0.1")
+    assert found[0]["reward"] < 0.01 and found[0]["tokens"] <= 4
+    found = stage("ppo", "prompts", *start, *sampling, "--critic-start", str(data / "reward"), "--epochs", "1")
+    assert "value_loss" in found[0]
+    said = capsys.readouterr().out
+    assert "ppo of gpt-tiny" in said and "checkpoint:" in said
+
+    words = ["align", "sft", "--out", str(data / "sft"), "--resume", "--steps", "5"]
+    assert main(words) == 0
+    assert [row["step"] for row in metrics(data / "sft")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("warm_commands")
+def test_on_two_ranks(data: Path) -> None:
+    words = ["align", "dpo", "--data", str(data / "pairs.jsonl"), "--steps", "2", "--precision", "fp64", *SMALL]
+    assert main([*words, "--out", str(data / "one")]) == 0
+    assert main([*words, "--out", str(data / "two"), "--parallel", "data=2", "zero.stage=3"]) == 0
+    for one, two in zip(metrics(data / "one"), metrics(data / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sft"], "required: --data"),
+        (["spo", "--data", "x"], "invalid choice"),
+        (["grpo", "--data", "prompts"], "needs --reward FILE.py:NAME"),
+        (["sft", "--data", "chats", "--reward", "a.py:b"], "belongs to grpo and ppo"),
+        (["sft", "--data", "chats", "--beta", "1"], "--beta with sft"),
+        (["sft", "--data", "chats", "--lora", "4"], "--lora needs --hf"),
+        (["sft", "--data", "chats", "--loss", "dpo"], "--loss with sft"),
+        (["dpo", "--data", "chats"], "record 1: has 'prompt', 'completion'"),
+        (["dpo", "--data", "pairs", "--loss", "sigmod"], "Did you mean 'sigmoid'"),
+        (["sft", "--data", "nothing"], "cannot be read"),
+        (["grpo", "--data", "prompts", "--reward", "rewards.py"], "write FILE.py:NAME"),
+        (["grpo", "--data", "prompts", "--reward", "nowhere.py:letters"], "there is no file"),
+        (["sft", "--data", "chats", "--resume"], "no checkpoint to resume from"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        f"{data / word}.jsonl" if place and words[place - 1] == "--data" else word for place, word in enumerate(words)
+    ]
+    try:
+        code = main(["align", *words, "--out", str(data / "out"), *SMALL])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code != 0
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
