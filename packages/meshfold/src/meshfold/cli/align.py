@@ -24,6 +24,7 @@ from meshfold.cli.arguments import (
     natural,
     positive,
     rate,
+    read_changes,
     read_model,
     read_parallel,
     read_rules,
@@ -132,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _train(arguments, say=True)
     from meshfold.train.alignment import open_run
 
-    open_run(arguments)  # errors of data and settings are told once
+    open_run(arguments, read_changes(arguments.changes))  # errors of data and settings are told once
     return launch(["-m", "meshfold.cli", "align", *arguments.argv], spec.world_size)
 
 
@@ -140,14 +141,14 @@ def _train(arguments: argparse.Namespace, *, say: bool) -> int:
     from meshfold.align import fit
     from meshfold.train.alignment import draw, open_run
 
-    made = open_run(arguments)
+    made = open_run(arguments, read_changes(arguments.changes))
     trainer = made.make(read_parallel(arguments.parallel), read_rules(arguments.rules))
     out = Path(arguments.out)
     if say:
         out.mkdir(parents=True, exist_ok=True)
         (out / _SETTINGS).write_text(json.dumps(arguments.argv), encoding="utf-8")
         print(made.summary, flush=True)
-    every = max(1, arguments.steps // 20)
+    every = max(1, arguments.steps // 10)
 
     def show(step: int, metrics: Any) -> None:
         if arguments.json:

@@ -54,14 +54,16 @@ class AlignmentRun:
     make: Callable[[Any, Mapping[str, str]], Any]
 
 
-def open_run(arguments: argparse.Namespace) -> AlignmentRun:
+def open_run(arguments: argparse.Namespace, changes: Mapping[str, Any]) -> AlignmentRun:
     """Read data and rewards, and check that they fit the model.
+
+    Args:
+        arguments: of the command.
+        changes: to a model of our own.
 
     Raises:
         SpecError: if one of them cannot be used.
     """
-    from meshfold.cli.arguments import read_changes
-
     tokenizer = _tokenizer(arguments)
     examples = align.tokenized(align.read_records(arguments.data), tokenizer, _READERS[arguments.trainer])
     rewards = [_function(word) for word in arguments.reward]
@@ -69,7 +71,7 @@ def open_run(arguments: argparse.Namespace) -> AlignmentRun:
     choice = choose_model(
         arguments.model,
         arguments.hf,
-        read_changes(arguments.changes),
+        changes,
         vocab_size=getattr(tokenizer, "vocab_size", None),
         seq_len=longest,
     )
