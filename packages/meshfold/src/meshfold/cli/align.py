@@ -40,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "meshfold align TRAINER --data FILE --out DIR [options]\n       meshfold align TRAINER --resume --out DIR"
     )
+    parser.set_defaults(parse_again=parser.parse_args)
     parser.add_argument("trainer", choices=TRAINERS, metavar="TRAINER", help=", ".join(TRAINERS))
     data = parser.add_argument_group("data")
     data.add_argument("--data", metavar="FILE", help="records, a JSON object a line")
@@ -200,14 +201,10 @@ def _with_options_of_the_run(arguments: argparse.Namespace) -> argparse.Namespac
     file = Path(arguments.out) / _SETTINGS
     if not arguments.resume or not file.is_file():
         return arguments
-    from meshfold.cli import Formatter, Parser
-
     before = json.loads(file.read_text(encoding="utf-8"))
-    parser = Parser(prog="meshfold align", formatter_class=Formatter)
-    configure(parser)
     typed = [word for word in arguments.argv if word != arguments.trainer]
     words = [*before, *typed]
-    merged = parser.parse_args(words, argparse.Namespace(argv=words, rank=arguments.rank))
+    merged: argparse.Namespace = arguments.parse_again(words, argparse.Namespace(argv=words, rank=arguments.rank))
     if merged.trainer != arguments.trainer:
         raise Failure(f"{arguments.out!r} is a run of {merged.trainer}: type meshfold align {merged.trainer} --resume")
     return merged
