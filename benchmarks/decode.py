@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     found: dict[str, Callable[[], Contestant]] = {
         OURS: lambda: ours(OURS, model("own"), options),
         f"{OURS} compiled": lambda: ours(f"{OURS} compiled", model("own"), options, compile=options.backend),
+        **{f"{OURS} {form} compiled": partial(packed, form, options) for form in ("int8", "fp8", "int4")},
         ON_THEIRS: lambda: ours(ON_THEIRS, model("theirs"), options),
         f"{ON_THEIRS} compiled": lambda: ours(
             f"{ON_THEIRS} compiled", model("theirs"), options, compile=options.backend
@@ -128,7 +130,8 @@ def contestants(options: argparse.Namespace) -> Iterator[Contestant]:
                     made.step()
                 yield made
             except Exception as error:  # whatever a peer raises, or ours on a machine that lacks something
-                yield Contestant(name, note=f"{type(error).__name__}: {(str(error) or '?').splitlines()[0][:300]}")
+                said = [line.strip() for line in str(error).splitlines() if line.strip()] or ["?"]
+                yield Contestant(name, note=f"{type(error).__name__}: {' … '.join([said[0], *said[1:][-4:]])[:900]}")
 
 
 def ours(name: str, model: nn.Module, options: argparse.Namespace, **settings: Any) -> Contestant:
@@ -152,6 +155,15 @@ def ours(name: str, model: nn.Module, options: argparse.Namespace, **settings: A
         return generator.generate(given, sampling=sampling)
 
     return Contestant(name, step, note=generator.reason, error=error_of(model, given, step()))
+
+
+def packed(form: str, options: argparse.Namespace) -> Contestant:
+    """Return our generator over a model of its own with packed weights; its own forward, for the error, has the same ones."""
+    from meshfold.inference import quantize
+
+    model = own_model(options)
+    quantize(model, form, group=min(128, options.hidden))
+    return ours(f"{OURS} {form} compiled", model, options, compile=options.backend)
 
 
 def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) -> Contestant:

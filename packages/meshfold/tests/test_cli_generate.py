@@ -64,6 +64,8 @@ def test_prompts_are_continued(folder: Path, tmp_path: Path, capsys: pytest.Capt
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["prompt"], row["text"]) for row in rows] == [pair for pair in wanted.items() for _ in range(2)]
     assert {row["finish"] for row in rows} <= {"length", "stop"}
+    assert main(["generate", str(folder), "--prompt", "one", "--quantize", "int8", *greedy]) == 0
+    assert "15 layers in int8: " in capsys.readouterr().err
 
 
 def test_prompts_come_line_by_line(
@@ -89,6 +91,7 @@ def test_what_cannot_be_generated_is_said(folder: Path, tmp_path: Path, capsys: 
         ([str(folder), "--parallel", "tensor=2"], "2 ranks cannot read one terminal"),
         ([str(folder), "--prompt", "a", "--max-new-tokens", "100"], "the model has 64 positions"),
         ([str(bare), "--prompt", "a"], "has no weights"),
+        ([str(folder), "--prompt", "a", "--quantize", "int4"], "groups of 128 do not divide the 32 columns"),
     ]
     for words, sentence in cases:
         assert main(["generate", *words]) != 0

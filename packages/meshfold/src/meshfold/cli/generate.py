@@ -55,6 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--device", choices=("cpu", "cuda"), help="(default: the GPU if there is one)")
     how.add_argument("--tokens", type=positive, metavar="N", help="room for keys and values of N tokens")
     how.add_argument("--rows", type=positive, default=32, metavar="N", help="texts that are written at once (32)")
+    how.add_argument("--quantize", choices=("int8", "fp8", "int4"), help="pack the weights of linear layers")
+    how.add_argument(
+        "--group", type=positive, default=128, metavar="N", help="weights that share a scale in int4 (128)"
+    )
     how.add_argument("--compile", action="store_true", help="compile blocks: slow at first, then faster on a GPU")
 
 
@@ -110,8 +114,13 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
     from meshfold.data.tokenizers import load_tokenizer, tokenizer_of_model
     from meshfold.engine import Engine
     from meshfold.huggingface import open_model, silence_transformers
-    from meshfold.inference import Generator
+    from meshfold.inference import Generator, quantize
+    from meshfold.mesh.spec import format_bytes
 
+    if arguments.quantize and spec.zero is not None:
+        raise Failure(
+            "--quantize packs weights where they are, and zero has them in chunks: leave zero out of --parallel"
+        )
     silence_transformers()
     model = open_model(arguments.folder)
     if not model.has_weights:
@@ -120,6 +129,13 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
         (load_tokenizer(arguments.tokenizer), "") if arguments.tokenizer else tokenizer_of_model(arguments.folder)
     )
     with Engine(model.source, parallel=spec, precision=arguments.precision, device=arguments.device) as engine:
+        first, notes = engine.mesh.rank == 0, [note]
+        if arguments.quantize:
+            packed = quantize(engine.model, arguments.quantize, group=arguments.group)
+            notes.append(
+                f"{len(packed.layers)} layers in {arguments.quantize}: {format_bytes(packed.bytes)} a rank instead of "
+                f"{format_bytes(packed.bytes_before)}"
+            )
         generator = Generator(
             engine.generator,
             tokens=arguments.tokens,
@@ -128,8 +144,7 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
             compile=arguments.compile,
             device=engine.device,
         )
-        first = engine.mesh.rank == 0
-        for line in (note, generator.reason and f"without pages, slower: {generator.reason}"):
+        for line in (*notes, generator.reason and f"without pages, slower: {generator.reason}"):
             if line and first:
                 print(line, file=sys.stderr)
         if given is None:
