@@ -43,7 +43,10 @@ from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, power_scale
 Fp8Dim = Literal["m", "k", "n"]
 """Dim of a matmul ``y[m, n] = x[m, k] w[k, n]``."""
 Fp8Maximum = Callable[[Tensor, tuple[Fp8Dim, ...]], Tensor]
-"""Function of a block's amax over the named dims that returns that of the whole tensor: the maximum over ranks."""
+"""Function of a block's amax over the named dims that returns that of the whole tensor: the maximum over ranks.
+
+It may have a method ``reduces(dims)``, which returns False where a rank has all of these dims.
+"""
 
 FP8_MULTIPLE = 16
 """Elements: k and n of an fp8 matmul are multiples of it (cuBLAS); m may be any."""
@@ -311,4 +314,7 @@ def _over(
     if maximum is None or recipe.block:  # each tile is on one rank
         return None
     dims = (summed,) if recipe.rows else (row, summed)
+    reduces = getattr(maximum, "reduces", None)
+    if reduces is not None and not reduces(dims):  # one rank has all of it
+        return None
     return lambda amax: maximum(amax, dims)

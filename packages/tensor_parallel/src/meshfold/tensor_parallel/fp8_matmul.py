@@ -46,15 +46,23 @@ def bind_fp8_maximum(mesh: Mesh, plan: MatmulPlan | None, outer_axes: tuple[str,
     ):  # in the same order on every rank
         mesh.prepare(*axes)
 
-    def maximum(amax: Tensor, dims: tuple[Fp8Dim, ...]) -> Tensor:
-        for dim in dims:
-            for axes in groups[dim]:
-                amax = collectives.all_reduce(amax, mesh.group(*axes), "max")
-            if dim == "m" and not _alone:
-                amax = collectives.all_reduce(amax, mesh.group(*outer_axes), "max")
-        return amax
+    class Maximum:
+        """:data:`meshfold.kernels.Fp8Maximum` over the ranks of the plan and of the outer axes."""
 
-    return maximum
+        def __call__(self, amax: Tensor, dims: tuple[Fp8Dim, ...]) -> Tensor:
+            for dim in dims:
+                for axes in groups[dim]:
+                    amax = collectives.all_reduce(amax, mesh.group(*axes), "max")
+                if dim == "m" and not _alone:
+                    amax = collectives.all_reduce(amax, mesh.group(*outer_axes), "max")
+            return amax
+
+        def reduces(self, dims: tuple[Fp8Dim, ...]) -> bool:
+            """Return True if several ranks hold parts of these dims."""
+            split = {axis for dim in dims for axes in groups[dim] for axis in axes}
+            return mesh.size(*split, *(outer_axes if "m" in dims else ())) > 1
+
+    return Maximum()
 
 
 _alone: list[None] = []
