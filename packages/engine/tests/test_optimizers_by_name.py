@@ -17,7 +17,6 @@ from meshfold.kernels import LAYERWISE, STEP_KERNELS
 from meshfold.mesh import SpecError, all_reduce, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, Muon
-from meshfold.zero_gemini.errors import MemoryPlanError
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 import expert_cases
@@ -160,28 +159,39 @@ slow = pytest.mark.slow
 EXPERTS = dict(data=2, expert=2, tensor=2)
 
 
+ZERO_EXPERTS = dict(data=4, expert=2, zero=dict(stage=2))
+
+
 @pytest.mark.parametrize(
-    ("name", "parallel"),
+    "runs",
     [
-        ("adafactor", EXPERTS),
-        pytest.param("muon", EXPERTS, marks=slow),
-        pytest.param("came", dict(data=4, expert=2), marks=slow),
-        pytest.param("lamb", dict(data=4, expert=2, zero=dict(stage=2)), marks=slow),
+        [("adafactor", EXPERTS), ("muon", ZERO_EXPERTS), ("came", ZERO_EXPERTS)],
+        pytest.param(
+            [
+                ("muon", EXPERTS),
+                ("came", dict(data=4, expert=2)),
+                ("lamb", ZERO_EXPERTS),
+                ("adafactor", dict(data=2, expert=2, zero=dict(stage=1), tensor=2)),
+                ("adafactor_hf", ZERO_EXPERTS),
+                ("muon", dict(data=2, expert=4, tensor=2, zero=dict(stage=3))),
+                ("galore_adamw", dict(data=4, expert=4, zero=dict(stage=3))),
+                ("galore_adafactor", ZERO_EXPERTS),
+            ],
+            marks=slow,
+        ),
     ],
+    ids=["some", "all"],
 )
-def test_experts_over_ranks(name: str, parallel: dict[str, Any]) -> None:
-    """Blocks of experts are over a part of the data axis: their sums are, too."""
-    serial = expert_cases.run({}, optimizer=SMALL[name])
-    expert_cases.assert_same(expert_cases.on_ranks(4, parallel, optimizer=SMALL[name]), serial, name)
-    if name == "adafactor":
-        run_on_ranks(4, experts_under_zero)
+def test_experts_over_ranks(runs: list[tuple[str, dict[str, Any]]]) -> None:
+    """Blocks of experts are over a part of the data axis, and so are their sums; under zero, over ranks that own the same."""
+    found = run_on_ranks(4, experts_seen, runs)[0]
+    for (name, parallel), seen in zip(runs, found, strict=True):
+        serial = expert_cases.run({}, optimizer=SMALL[name])
+        expert_cases.assert_same(seen, serial, (name, parallel))
 
 
-def experts_under_zero() -> None:
-    """Data ranks own different parameters, so that they could not add up blocks of one."""
-    parallel = dict(data=4, expert=2, zero=dict(stage=2))
-    with pytest.raises(MemoryPlanError, match=r"Adafactor.* is split over data%2.*leave zero out"):
-        expert_cases.engine_of(parallel, optimizer=SMALL["adafactor"])
+def experts_seen(runs: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    return [expert_cases.run(parallel, optimizer=SMALL[name]) for name, parallel in runs]
 
 
 EIGHT: list[dict[str, Any]] = [

@@ -328,6 +328,25 @@ def test_roles_of_a_model() -> None:
     assert groups == {"matrices": 1, "embeddings": 1, "head": 0, "norms_and_biases": 3}
 
 
+def test_matrices_of_experts_are_orthogonalised_each_by_itself() -> None:
+    class SmallExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.ones(3, 6, 4))
+
+    assert roles_of(nn.Sequential(SmallExperts(), nn.Conv1d(2, 2, 3))) == {
+        "0.up": "matrices",
+        "1.weight": "norms_and_biases",
+        "1.bias": "norms_and_biases",
+    }
+    first, gradients = data(((3, 6, 4),))
+    settings: dict[str, Any] = dict(lr=0.02, ns_dtype="same")
+    [found] = run(lambda p: Muon([{"params": p, "role": "matrices"}], **settings), first, gradients)
+    for place in range(3):
+        [alone] = run(lambda p: Muon(p, **settings), [first[0][place]], [[one[0][place]] for one in gradients])
+        torch.testing.assert_close(found[place], alone, rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.parametrize("cls", [Lamb, Lars, Lion, Came, AdafactorHF, Muon, GaLoreAdamW, GaLoreAdafactor])
 def test_state_dict_goes_on_to_the_bit(cls: type[torch.optim.Optimizer]) -> None:
     first, gradients = data()

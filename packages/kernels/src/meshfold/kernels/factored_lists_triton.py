@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels._triton import launch
+from meshfold.kernels.factored_tiles import TILE_COLUMNS, TILE_ROWS, TILE_WIDTH, Tiles, addresses_of, tiles_of
 from meshfold.kernels.tensor_lists_triton import ALIGNED, CODES, NO_COPY, _float32, _store, _sum_tiles, addresses_on
 
-_ROWS, _COLUMNS = 64, 128  # of a tile
-_WIDTH, _DEEP = 256, 16  # of the sums that a program adds up, and parts at a time
+_DEEP = 16  # parts of sums that a program adds up at a time
 Tensors = Sequence[Tensor]
 
 
@@ -213,96 +212,7 @@ def _apply(
     _store(p, table, 4 + MEANS + 2 * CONFIDENCE, count, number, place, mask, EVEN, COPY)
 
 
-class _Vectors(NamedTuple):
-    """Map from programs to sums, of rows or of columns.
-
-    Attributes:
-        owners: the number of each program's matrix, int32.
-        begins: the first program of each matrix, int32.
-        table: int64, a row each: lengths, parts, where the parts begin, where the sums begin.
-        programs: how many there are.
-        parts: length of all parts of a kind.
-        total: length of all sums of a kind.
-    """
-
-    owners: Tensor
-    begins: Tensor
-    table: Tensor
-    programs: int
-    parts: int
-    total: int
-
-
-class _Tiles(NamedTuple):
-    """Map from programs to tiles of matrices.
-
-    Attributes:
-        owners: the number of each program's matrix, int32.
-        begins: the first program of each matrix and the number of programs, int32.
-        sizes: int64, a row each: rows, columns, where parts of the sums of rows begin, and of columns.
-        programs: how many there are.
-        rows: of the sums of rows.
-        columns: of the sums of columns.
-        tensors: the number of each matrix' tensor, int64.
-        shapes: of each matrix.
-    """
-
-    owners: Tensor
-    begins: Tensor
-    sizes: Tensor
-    programs: int
-    rows: _Vectors
-    columns: _Vectors
-    tensors: Tensor
-    shapes: tuple[tuple[int, int], ...]
-
-
-def _numbered(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    begins = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return owners.to(device, torch.int32), begins.to(device, torch.int32)
-
-
-def _vectors(lengths: Tensor, deep: Tensor, device: torch.device) -> _Vectors:
-    ends, part_ends = lengths.cumsum(0), (lengths * deep).cumsum(0)
-    owners, begins = _numbered(-(-lengths // _WIDTH), device)
-    table = torch.stack([lengths, deep, part_ends - lengths * deep, ends - lengths]).to(device)
-    return _Vectors(owners, begins, table, len(owners), int(part_ends[-1]), int(ends[-1]))
-
-
-@functools.lru_cache(maxsize=64)
-def _tiles(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> _Tiles:
-    matrices, tensors = [], []
-    for place, shape in enumerate(shapes):
-        batch = math.prod(shape[:-2])
-        matrices += [(shape[-2], shape[-1])] * batch
-        tensors += [place] * batch
-    rows, columns = torch.tensor(matrices).unbind(1)
-    down, along = -(-rows // _ROWS), -(-columns // _COLUMNS)
-    of_rows, of_columns = _vectors(rows, along, device), _vectors(columns, down, device)
-    owners, begins = _numbered(down * along, device)
-    sizes = torch.stack([rows.to(device), columns.to(device), of_rows.table[2], of_columns.table[2]])
-    return _Tiles(
-        owners, begins, sizes, len(owners), of_rows, of_columns, torch.tensor(tensors, device=device), tuple(matrices)
-    )
-
-
-def _addresses(tiles: _Tiles, tensors: Tensors, elements: Sequence[int], size: int) -> list[int]:
-    """Return the addresses of each matrix in a list of tensors; ``elements`` of it, each of so many bytes."""
-    if len(tensors) == len(elements):  # one matrix a tensor
-        return [one.data_ptr() for one in tensors]
-    found, place = [], 0
-    for one in tensors:
-        begin = one.data_ptr()
-        end = begin + one.numel() * size
-        while begin < end:
-            found.append(begin)
-            begin += elements[place] * size
-            place += 1
-    return found
-
-
-def _run(kernel: Any, tiles: _Tiles, lists: Sequence[tuple[Tensors, int]], *arguments: Any, **settings: Any) -> None:
+def _run(kernel: Any, tiles: Tiles, lists: Sequence[tuple[Tensors, int]], *arguments: Any, **settings: Any) -> None:
     """Launch a kernel over all tiles. Each list says what of a matrix its tensors have: 0 rows, 1 columns, 2 all."""
     first = lists[0][0][0]
     elements = [[shape[0] for shape in tiles.shapes], [shape[1] for shape in tiles.shapes]]
@@ -310,7 +220,7 @@ def _run(kernel: Any, tiles: _Tiles, lists: Sequence[tuple[Tensors, int]], *argu
     addresses = [
         address
         for tensors, what in lists
-        for address in _addresses(tiles, tensors, elements[what], tensors[0].element_size())
+        for address in addresses_of(tiles, tensors, elements[what], tensors[0].element_size())
     ]
     count = len(tiles.shapes)
     even = all(columns % ALIGNED == 0 for columns in elements[1]) and all(
@@ -329,20 +239,20 @@ def _run(kernel: Any, tiles: _Tiles, lists: Sequence[tuple[Tensors, int]], *argu
         *arguments,
         **settings,
         EVEN=even,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
+        ROWS=TILE_ROWS,
+        COLUMNS=TILE_COLUMNS,
         num_warps=8,
     )
 
 
-def _mean_rows(tiles: _Tiles, rows: Tensors) -> Tensor:
+def _mean_rows(tiles: Tiles, rows: Tensors) -> Tensor:
     """Return the mean of each matrix' means of rows."""
     views = [one for row in rows for one in row.view(-1, row.shape[-1]).unbind()]
     lengths = tiles.sizes[0].to(torch.float32)
     return torch.stack(torch._foreach_norm(views, 1.0)) / lengths  # none is below 0
 
 
-def _sum(tiles: _Tiles, lists: Sequence[tuple[Tensors, int]], means: Tensor | None, floor: float, kind: int) -> Any:
+def _sum(tiles: Tiles, lists: Sequence[tuple[Tensors, int]], means: Tensor | None, floor: float, kind: int) -> Any:
     """Return ``(kinds, sums of rows)``, ``(kinds, sums of columns)`` and the squares of updates of each matrix."""
     first, kinds = lists[0][0][0], (1, 0, 3)[kind]
     row_parts, column_parts = (
@@ -375,7 +285,7 @@ def _sum(tiles: _Tiles, lists: Sequence[tuple[Tensors, int]], means: Tensor | No
                 *arguments,
                 vectors.parts,
                 vectors.total,
-                WIDTH=_WIDTH,
+                WIDTH=TILE_WIDTH,
                 DEEP=_DEEP,
             )
         found.append(sums)
@@ -386,7 +296,7 @@ def _sum(tiles: _Tiles, lists: Sequence[tuple[Tensors, int]], means: Tensor | No
     return (*found, totals)
 
 
-def _limits(tiles: _Tiles, gradients: Tensors, totals: Tensor, clip_threshold: float) -> Tensor:
+def _limits(tiles: Tiles, gradients: Tensors, totals: Tensor, clip_threshold: float) -> Tensor:
     """Return what each tensor's update counts times."""
     sums = torch.zeros(len(gradients), dtype=torch.float64, device=totals.device).index_add_(0, tiles.tensors, totals)
     elements = (tiles.sizes[0] * tiles.sizes[1]).to(torch.float64)
@@ -403,8 +313,8 @@ def _both(sums: Tensor, column_sums: Tensor, tensors: Tensors) -> tuple[list[Ten
     return rows, _views(column_sums, [(*one.shape[:-2], one.shape[-1]) for one in tensors])
 
 
-def _tiles_of(tensors: Tensors) -> _Tiles:
-    return _tiles(tuple(tuple(one.shape) for one in tensors), tensors[0].device)
+def _tiles_of(tensors: Tensors) -> Tiles:
+    return tiles_of(tuple(tuple(one.shape) for one in tensors), tensors[0].device)
 
 
 def square_sums(gradients: Tensors) -> tuple[list[Tensor], list[Tensor]]:

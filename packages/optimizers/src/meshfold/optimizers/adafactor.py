@@ -43,11 +43,6 @@ class Adafactor(ListSteps, torch.optim.Adafactor):
     elementwise: ClassVar[bool] = False
     blocks: Blocks = WholeTensors()
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        """Args: see torch."""
-        super().__init__(*arguments, **settings)
-        self.copied = set()
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Step once on all parameters that have a gradient; see torch."""
@@ -60,7 +55,7 @@ class Adafactor(ListSteps, torch.optim.Adafactor):
                 loss = closure()
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.grad is not None]
-            for bucket in in_buckets(self._step_by_lists(group, chosen), self.blocks.bucket_elements):
+            for bucket in in_buckets(self._step_by_lists(group, chosen), self.blocks):
                 self._step_on(group, bucket)
         return loss
 
@@ -251,7 +246,7 @@ class AdafactorHF(MatrixOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for bucket in in_buckets(self._step_by_lists(group, self._trained(group)), self.blocks.bucket_elements):
+            for bucket in in_buckets(self._step_by_lists(group, self._trained(group)), self.blocks):
                 self._step_on(group, bucket)
 
     def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:

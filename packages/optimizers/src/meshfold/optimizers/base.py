@@ -69,7 +69,12 @@ class ListSteps:
 
     kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})
     copies: Mapping[Tensor, Tensor] = MappingProxyType({})
-    copied: set[Tensor]
+
+    @property
+    def copied(self) -> set[Tensor]:
+        """Parameters whose copies are written."""
+        found: set[Tensor] = self.__dict__.setdefault("_copied", set())
+        return found
 
     def _list_kernel(self, name: str, *lists: Sequence[Tensor]) -> Callable[..., Any] | None:
         """Return a kernel over lists of tensors if it can take these: on one device, of one dtype, contiguous."""
@@ -107,10 +112,6 @@ class TensorOptimizer(ListSteps, torch.optim.Optimizer):
 
     sight: ClassVar[Sight] = "matrices"
     elementwise: ClassVar[bool] = False
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-        self.copied = set()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -238,14 +239,14 @@ class RoleOptimizer(MatrixOptimizer):
         """Add a group; see torch.
 
         Raises:
-            OptimizerSettingError: for an unknown role, or a group of matrices that has a parameter of other than two dims.
+            OptimizerSettingError: for an unknown role, or a group of matrices that has a parameter of other than two or three dims.
         """
         role, name = param_group.get("role"), type(self).__name__
         if role is not None and role not in ROLES:
             raise OptimizerSettingError(f"{name}: role={role!r}; give one of {', '.join(map(repr, ROLES))}")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if role == MATRICES and parameter.dim() != 2:
+            if role == MATRICES and parameter.dim() not in (2, 3):
                 raise OptimizerSettingError(
                     f"{name}: a parameter of shape {tuple(parameter.shape)} in a group of matrices; give it the role "
                     "norms_and_biases"

@@ -60,6 +60,9 @@ class Blocks(Protocol):
     def whole(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether this rank has all of each of these parameters."""
 
+    def families(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the parameters in lists, each of those that one call of the methods below may be about."""
+
     def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
         """Return sums, each of the whole tensor's sizes along the kept dims, in one all-reduce; padding counts as nothing."""
 
@@ -97,7 +100,7 @@ class Blocks(Protocol):
         """Return blocks of ``function`` of whole matrices, each computed by one rank.
 
         Args:
-            parameters: of two dims.
+            parameters: of two dims, or of three: stacks of matrices.
             values: of the shapes of their blocks, of one dtype.
             function: of matrices of one shape, ``(batch, m, n)``, to others of that shape and dtype.
         """
@@ -113,6 +116,9 @@ class WholeTensors:
 
     def whole(self, parameters: Sequence[Tensor]) -> bool:
         return True
+
+    def families(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [list(parameters)] if parameters else []
 
     def sums(self, wanted: Iterable[SumOver]) -> list[Tensor]:
         return [_sum(one) for one in wanted]
@@ -139,9 +145,10 @@ class WholeTensors:
         for place, value in enumerate(values):
             alike.setdefault((value.shape, value.device), []).append(place)
         found: list[Tensor] = list(values)
-        for places in alike.values():
-            matrices = values[places[0]].unsqueeze(0) if len(places) == 1 else torch.stack([values[i] for i in places])
-            for place, one in zip(places, function(matrices).unbind(), strict=True):
+        for (shape, _), places in alike.items():
+            matrices = torch.cat([values[place].reshape(-1, *shape[-2:]) for place in places])
+            made = function(matrices).view(len(places), *shape)
+            for place, one in zip(places, made.unbind(), strict=True):
                 found[place] = one
         return found
 
@@ -151,15 +158,16 @@ def _sum(one: SumOver) -> Tensor:
     return one.values.sum(dim=dropped) if dropped else one.values
 
 
-def in_buckets(parameters: Sequence[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """Yield parameters in order, in lists of at most so many elements, or of one parameter."""
-    bucket: list[Tensor] = []
-    held = 0
-    for parameter in parameters:
-        if bucket and held + parameter.numel() > elements:
+def in_buckets(parameters: Sequence[Tensor], blocks: Blocks) -> Iterator[list[Tensor]]:
+    """Yield parameters in order, family by family, in lists of at most ``bucket_elements``, or of one parameter."""
+    for family in blocks.families(parameters):
+        bucket: list[Tensor] = []
+        held = 0
+        for parameter in family:
+            if bucket and held + parameter.numel() > blocks.bucket_elements:
+                yield bucket
+                bucket, held = [], 0
+            bucket.append(parameter)
+            held += parameter.numel()
+        if bucket:
             yield bucket
-            bucket, held = [], 0
-        bucket.append(parameter)
-        held += parameter.numel()
-    if bucket:
-        yield bucket

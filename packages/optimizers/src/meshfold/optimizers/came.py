@@ -66,7 +66,7 @@ class Came(MatrixOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for bucket in in_buckets(self._step_by_lists(group, self._trained(group)), self.blocks.bucket_elements):
+            for bucket in in_buckets(self._step_by_lists(group, self._trained(group)), self.blocks):
                 self._step_on(group, bucket)
 
     def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:

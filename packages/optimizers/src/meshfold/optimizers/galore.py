@@ -25,7 +25,7 @@ class GaLoreOptimizer(RoleOptimizer):
     A matrix m × n with m ≥ n keeps the first ``rank`` right singular vectors of a gradient, else left ones; they are
     computed anew every ``update_proj_gap`` steps. Of each vector the component of largest size is positive: moments go on in
     the new vectors, so a sign that chance gives would change steps. Projection and moments are kept flat, whole on every
-    rank that has a block. A group's ``role`` says what is projected: ``"matrices"``; without a role, parameters of two dims.
+    rank that has a block. A group's ``role`` says what is projected: ``"matrices"`` of two dims; without a role, all of two dims.
 
     With ``eight_bit`` the moments of projected gradients are kept in 8 bits (:mod:`meshfold.optimizers.eight_bit`); since they
     are whole, the layout does not change them. Steps are computed in float32 at least, also of parameters in bfloat16.
@@ -33,9 +33,9 @@ class GaLoreOptimizer(RoleOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            for bucket in in_buckets(self._trained(group), self.blocks.bucket_elements):
+            for bucket in in_buckets(self._trained(group), self.blocks):
                 counts = {p: self._count(p) for p in bucket}
-                projected = [p for p in bucket if group["role"] == MATRICES or (group["role"] is None and p.dim() == 2)]
+                projected = [p for p in bucket if group["role"] in (None, MATRICES) and p.dim() == 2]
                 low = self._project(group, projected, counts) if projected else {}
                 self._step_on(group, bucket, counts, low)
 

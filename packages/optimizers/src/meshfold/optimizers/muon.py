@@ -30,7 +30,8 @@ class Muon(RoleOptimizer):
     A group's ``role`` says which: ``"matrices"`` are orthogonalised, the other roles of
     :func:`meshfold.optimizers.role_groups` go to AdamW. Without a role, parameters of two dims count as matrices: so give
     groups for a model with embeddings. On matrices it is ``torch.optim.Muon``, with Nesterov momentum and rates that grow
-    with the shape. Matrices of one shape are orthogonalised in one batch; of blocks, each matrix by one rank.
+    with the shape. Matrices of one shape are orthogonalised in one batch; of blocks, each matrix by one rank. Parameters of three
+    dims in a group of matrices are stacks of them, ``(experts, m, n)``, of which each is orthogonalised by itself.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Muon(RoleOptimizer):
                     others.append(parameter)
             for alike in matrices.values():
                 by_shape = sorted(alike, key=self.blocks.shape)  # those of one shape are orthogonalised in one batch
-                for bucket in in_buckets(by_shape, self.blocks.bucket_elements):
+                for bucket in in_buckets(by_shape, self.blocks):
                     self._step_on_matrices(group, bucket)
             if others:
                 self._step_by_adamw(group, others)
@@ -203,7 +204,7 @@ class Muon(RoleOptimizer):
 
 def _factor(group: dict[str, Any], shape: tuple[int, ...]) -> float:
     """Return the factor on the learning rate of a matrix."""
-    rows, columns = shape
+    rows, columns = shape[-2:]
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))

@@ -12,6 +12,7 @@ __all__ = ["MATRICES", "ROLES", "role_groups", "roles_of"]
 MATRICES = "matrices"
 ROLES = (MATRICES, "embeddings", "head", "norms_and_biases")
 """Roles, in the order of :func:`role_groups`."""
+_EXPERTS = ("expert", "moe")
 
 
 def roles_of(
@@ -21,16 +22,20 @@ def roles_of(
 
     Embeddings are the weights of modules whose class has ``Embedding`` in its name. The head is the weight of
     ``model.get_output_embeddings()``, or else of the last linear layer, if its rows are as many as those of an embedding.
-    A head that is tied to an embedding counts as that. Of the rest, parameters of two dims are matrices.
+    A head that is tied to an embedding counts as that. Of the rest, parameters of two dims are matrices, and so are those of three
+    dims of modules whose class has ``Expert`` or ``Moe`` in its name: a matrix for each expert.
 
     Args:
         model: the whole of it.
         shape_of: the shape of the whole tensor, where parameters are blocks.
     """
     embeddings: set[Tensor] = set()
+    stacks: set[Tensor] = set()
     rows: set[int] = set()
     linear: Tensor | None = None
     for module in model.modules():
+        if any(word in type(module).__name__.lower() for word in _EXPERTS):
+            stacks.update(p for p in module.parameters(recurse=False) if p.dim() == 3)
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is None or weight.dim() != 2:
             continue
@@ -42,7 +47,7 @@ def roles_of(
     head = _named_head(model)
     if head is None and linear is not None and shape_of(linear)[0] in rows:
         head = linear
-    return {name: _role(p, embeddings, head) for name, p in model.named_parameters() if p.requires_grad}
+    return {name: _role(p, embeddings, head, stacks) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def role_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -65,9 +70,9 @@ def _named_head(model: nn.Module) -> Tensor | None:
     return weight if isinstance(weight, Tensor) else None
 
 
-def _role(parameter: Tensor, embeddings: set[Tensor], head: Tensor | None) -> str:
+def _role(parameter: Tensor, embeddings: set[Tensor], head: Tensor | None, stacks: set[Tensor]) -> str:
     if parameter in embeddings:
         return "embeddings"
     if parameter is head:
         return "head"
-    return MATRICES if parameter.dim() == 2 else "norms_and_biases"
+    return MATRICES if parameter.dim() == 2 or parameter in stacks else "norms_and_biases"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from meshfold.mesh.collectives import operations
 from meshfold.mesh.group import Group
 from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.parameters.block_map import BlockMap, sum_over_others
 from meshfold.mesh.parameters.parameter_meta import ParameterMeta, metadata_on
 
 _BUCKET = 1 << 26
@@ -30,6 +31,9 @@ class ShardedBlocks:
     rank, the largest first to the rank with least to do, and blocks of what comes out go to all ranks. What a rank
     keeps does not travel; pairs of ranks are padded to the largest.
 
+    A parameter of three dims is a stack of matrices, such as those of experts. Where a rank has whole ones of them it computes
+    these by itself. All parameters of a call are of one of the lists of ``families``.
+
     Attributes:
         bucket_elements: number of elements of blocks to ask about together.
     """
@@ -37,17 +41,24 @@ class ShardedBlocks:
     bucket_elements = _BUCKET
 
     def __init__(
-        self, metas: Mapping[Tensor, ParameterMeta], splitting: Group, owners: Group, device: torch.device
+        self,
+        metas: Mapping[Tensor, ParameterMeta],
+        splitting: Group,
+        owners: Group,
+        device: torch.device,
+        apart: Sequence[ShardedBlocks] = (),
     ) -> None:
         """Args:
         metas: of the parameters that this rank has blocks of.
         splitting: the ranks that have other blocks of them, at least.
         owners: the ranks that matrices are assigned to: those of ``splitting``, and others that have the same blocks.
         device: where ranks communicate from, and matrices are computed.
+        apart: those of parameters whose other blocks are on other ranks than those of ``splitting``.
         """
+        self._apart: dict[Tensor, ShardedBlocks] = {p: blocks for blocks in apart for p in blocks._metas}
         self._splitting, self._owners, self._device = splitting, owners, device
-        self._metas = dict(metas)
-        self._blocks: dict[tuple[Tensor, Group], _Block] = {}
+        self._metas: dict[Tensor, ParameterMeta] = dict(metas)
+        self._blocks: dict[tuple[Tensor, Group], BlockMap] = {}
 
     def __deepcopy__(self, memo: object) -> ShardedBlocks:
         """Return the same: a copy of an optimizer has parameters of its own, which count as whole."""
@@ -55,27 +66,45 @@ class ShardedBlocks:
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         """Return the shape of the whole tensor."""
-        meta = self._metas.get(parameter)
+        meta = self._of(parameter)._metas.get(parameter)
         return tuple(parameter.shape) if meta is None else meta.placement.shape
 
     def whole(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether this rank has all of each of these parameters."""
-        return all(self._split_block(parameter) is None for parameter in parameters)
+        return all(self._of(parameter)._split_block(parameter) is None for parameter in parameters)
+
+    def families(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the parameters in lists, each of those whose other blocks are on the same ranks; no empty list."""
+        every = [self, *dict.fromkeys(self._apart.values())]
+        lists = [[p for p in parameters if self._of(p) is blocks] for blocks in every]
+        return [one for one in lists if one]
+
+    def _of(self, parameter: Tensor) -> ShardedBlocks:
+        """Return the blocks that a parameter is one of."""
+        return self._apart.get(parameter, self)
 
     def sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
         """Return sums over whole tensors; see the class."""
+        every = iter(wanted)
+        first = next(every, None)
+        return [] if first is None else self._of(first[0])._sums(chain([first], every))
 
+    def _sums(self, wanted: Iterable[SumOf]) -> list[Tensor]:
         def addends() -> Iterator[tuple[Tensor, bool]]:
             for parameter, values, kept in wanted:
                 block = self._split_block(parameter)
-                mine = _sum_over_others(values, kept) if block is None else block.sum(values, kept)
+                mine = sum_over_others(values, kept) if block is None else block.sum(values, kept)
                 yield mine, block is not None
 
         return self._added_up(addends())
 
     def products(self, wanted: Iterable[ProductOf]) -> list[Tensor]:
         """Return products of whole matrices with others; see the class."""
+        every = iter(wanted)
+        first = next(every, None)
+        return [] if first is None else self._of(first[0])._products(chain([first], every))
 
+    def _products(self, wanted: Iterable[ProductOf]) -> list[Tensor]:
         def addends() -> Iterator[tuple[Tensor, bool]]:
             for parameter, values, factor, dim in wanted:
                 block = self._split_block(parameter)
@@ -105,20 +134,23 @@ class ShardedBlocks:
 
     def cut(self, whole: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
         """Return the part of a tensor over some dims of the whole that belongs to the block."""
-        block = self._split_block(parameter)
+        block = self._of(parameter)._split_block(parameter)
         return whole if block is None else block.cut(whole, dims)
 
     def through_whole(
         self, parameters: Sequence[Tensor], values: Sequence[Tensor], function: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """Return blocks of a function of whole matrices, which keeps shape and dtype; see the class."""
-        if not all(parameter in self._metas for parameter in parameters):
-            return [function(value.unsqueeze(0)).squeeze(0) for value in values]
-        if self._owners.size == 1:
+        if parameters and self._of(parameters[0]) is not self:
+            return self._of(parameters[0]).through_whole(parameters, values, function)
+        if self._owners.size == 1 or not all(parameter in self._metas for parameter in parameters):
             return _by_shape(values, function)
         blocks = [self._block(parameter, self._owners) for parameter in parameters]
-        items = [_Item(block, value) for block, value in zip(blocks, values, strict=True)]
-        return self._computed(items, function) if items else []
+        here = [len(block.shape) > 2 and block.local_shape[-2:] == block.shape[-2:] for block in blocks]
+        by_itself = iter(_by_shape([value for value, mine in zip(values, here, strict=True) if mine], function))
+        items = [_Item(block, value) for block, value, mine in zip(blocks, values, here, strict=True) if not mine]
+        exchanged = iter(self._computed(items, function) if items else [])
+        return [next(by_itself if mine else exchanged) for mine in here]
 
     def of_whole(
         self,
@@ -128,6 +160,8 @@ class ShardedBlocks:
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Tensor]:
         """Return a function of whole matrices on every rank, in an all-to-all and an all-gather; see the class."""
+        if parameters and self._of(parameters[0]) is not self:
+            return self._of(parameters[0]).of_whole(parameters, values, function, shapes)
         if not all(parameter in self._metas for parameter in parameters):
             return [function(value) for value in values]
         blocks = [self._block(parameter, self._owners) for parameter in parameters]
@@ -150,17 +184,17 @@ class ShardedBlocks:
             for owner, count, shape, item in zip(owners, counts, shapes, items, strict=True)
         ]
 
-    def _split_block(self, parameter: Tensor) -> _Block | None:
+    def _split_block(self, parameter: Tensor) -> BlockMap | None:
         """Return a parameter's block unless it is exactly the whole tensor."""
         if parameter not in self._metas:
             return None
         block = self._block(parameter, self._splitting)
         return None if block.is_whole else block
 
-    def _block(self, parameter: Tensor, group: Group) -> _Block:
+    def _block(self, parameter: Tensor, group: Group) -> BlockMap:
         key = (parameter, group)
         if key not in self._blocks:
-            self._blocks[key] = _Block(self._metas[parameter], group)
+            self._blocks[key] = BlockMap(self._metas[parameter], group)
         return self._blocks[key]
 
     def _computed(self, items: Sequence[_Item], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -227,140 +261,27 @@ class ShardedBlocks:
 
 
 def _by_shape(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return a function of matrices, those of one shape and device in one call."""
+    """Return a function of matrices, or of stacks of them, those of one shape and device in one call."""
     alike: dict[tuple[torch.Size, torch.device], list[int]] = {}
     for place, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.device), []).append(place)
     found = list(matrices)
-    for places in alike.values():
-        stacked = torch.stack([matrices[place] for place in places])
-        for place, one in zip(places, function(stacked).unbind(), strict=True):
+    for (shape, _), places in alike.items():
+        stacked = torch.cat([matrices[place].reshape(-1, *shape[-2:]) for place in places])
+        made = function(stacked).view(len(places), *shape)
+        for place, one in zip(places, made.unbind(), strict=True):
             found[place] = one
     return found
 
 
 class _Item(NamedTuple):
-    block: _Block
+    block: BlockMap
     value: Tensor
-
-
-class _Block:
-    """Map of one parameter's blocks on the ranks of a group, which are numbered by their position in it."""
-
-    def __init__(self, meta: ParameterMeta, group: Group) -> None:
-        self._placement, self._mesh, self._group = meta.placement, meta.mesh, group
-        self.shape = meta.placement.shape
-        self.local_shape = meta.placement.local_shape(meta.mesh)
-        self.elements = 1
-        for size in self.local_shape:
-            self.elements *= size
-        holders: dict[int, list[int]] = {}
-        for position, rank in enumerate(group.ranks):
-            holders.setdefault(meta.mesh.index(*meta.placement.split_axes, rank=rank), []).append(position)
-        self._holders = [holders[index] for index in sorted(holders)]
-        self._counts = any(positions[0] == group.index for positions in self._holders)
-        self.is_whole = len(self._holders) == 1 and self.local_shape == self.shape
-
-    def senders(self, owner: int) -> list[int]:
-        """Return ranks whose blocks make up the whole, as near to the owner as possible."""
-        found = []
-        for positions in self._holders:
-            near = owner * len(positions) // self._group.size
-            found.append(owner if owner in positions else positions[near])
-        return found
-
-    def of_rank(self, whole: Tensor, position: int) -> Tensor:
-        """Return a rank's block of a whole tensor, padded with zeros."""
-        return self._placement.shard(whole, self._mesh, self._group.ranks[position])
-
-    def put(self, block: Tensor, whole: Tensor, position: int) -> None:
-        """Copy a rank's block into the whole tensor."""
-        for box in self._placement.rectangles(self._mesh, self._group.ranks[position]):
-            into, of = whole, block
-            for dim, (offset, local, size) in enumerate(zip(box.offsets, box.local_offsets, box.sizes, strict=True)):
-                into, of = into.narrow(dim, offset, size), of.narrow(dim, local, size)
-            into.copy_(of)
-
-    @cached_property
-    def _counted(self) -> list[Tensor | None]:
-        """Return, for each dim, the local positions counted on this rank: without padding, and without copies that others count."""
-        found: list[Tensor | None] = []
-        for dim, size in enumerate(self.shape):
-            coordinates = self._placement.coordinates(self._mesh, dim)
-            counts = coordinates < size
-            parts, index = self._placement.parts.get(dim, ()), self._mesh.index(*self._placement.axes[dim])
-            lengths = [length for _, length in self._placement.segments(self._mesh, dim)]
-            for part, segment in zip(parts, counts.split(lengths), strict=bool(parts)):
-                segment &= index % part.repeat == 0
-            found.append(None if bool(counts.all()) else counts.nonzero().flatten())
-        return found
-
-    @cached_property
-    def _coordinates(self) -> list[Tensor | None]:
-        """Return, for each dim, the global coordinate of each local position; None for an unsplit dim."""
-        found: list[Tensor | None] = []
-        for dim, size in enumerate(self.shape):
-            coordinates = self._placement.coordinates(self._mesh, dim)
-            same = len(coordinates) == size and bool((coordinates == torch.arange(size)).all())
-            found.append(None if same else coordinates)
-        return found
-
-    def sum(self, values: Tensor, kept: tuple[int, ...]) -> Tensor:
-        """Return this block's contribution to the sum over all but the kept dims, with the whole tensor's sizes along those."""
-        sizes = [self.shape[dim] for dim in kept]
-        if not self._counts:
-            return values.new_zeros(sizes)
-        for dim, counted in enumerate(self._counted):
-            if counted is not None:
-                values = values.index_select(dim, counted.to(values.device))
-        total = _sum_over_others(values, kept)
-        for place, dim in enumerate(kept):
-            at = self._counted_coordinates(dim)
-            if at is not None:
-                spread = total.new_zeros([*total.shape[:place], self.shape[dim], *total.shape[place + 1 :]])
-                total = spread.index_copy_(place, at.to(total.device), total)
-        return total
-
-    def product(self, values: Tensor, factor: Tensor, dim: int) -> Tensor:
-        """Return this block's contribution to the product of the whole matrix with another over one dim."""
-        other = 1 - dim
-        if not self._counts:
-            return values.new_zeros(self.shape[other], factor.shape[1])
-        for along, counted in enumerate(self._counted):
-            if counted is not None:
-                values = values.index_select(along, counted.to(values.device))
-        at = self._counted_coordinates(dim)
-        factor = factor if at is None else factor.index_select(0, at.to(factor.device))
-        found = (values if dim == 1 else values.mT) @ factor
-        at = self._counted_coordinates(other)
-        if at is None:
-            return found
-        return found.new_zeros(self.shape[other], found.shape[1]).index_copy_(0, at.to(found.device), found)
-
-    def cut(self, whole: Tensor, dims: Sequence[int]) -> Tensor:
-        """Cut this block's part from a tensor whose first dims are the given ones; zeros in padding."""
-        for place, dim in enumerate(dims):
-            coordinates = self._coordinates[dim]
-            if coordinates is not None:
-                whole = whole.index_select(place, coordinates.clamp(max=self.shape[dim] - 1).to(whole.device))
-                if int(coordinates.max()) >= self.shape[dim]:
-                    padding = (coordinates >= self.shape[dim]).nonzero().flatten()
-                    whole = whole.index_fill(place, padding.to(whole.device), 0)
-        return whole
-
-    def _counted_coordinates(self, dim: int) -> Tensor | None:
-        coordinates, counted = self._coordinates[dim], self._counted[dim]
-        return coordinates if coordinates is None or counted is None else coordinates[counted]
-
-
-def _sum_over_others(values: Tensor, kept: tuple[int, ...]) -> Tensor:
-    dropped = [dim for dim in range(values.dim()) if dim not in kept]
-    return values.sum(dim=dropped) if dropped else values
 
 
 def _deal(items: Sequence[_Item], size: int) -> list[int]:
     """Assign an owner to each matrix, largest first, to the rank with the least work so far."""
-    work = [item.block.shape[0] * item.block.shape[1] * min(item.block.shape) for item in items]
+    work = [math.prod(item.block.shape) * min(item.block.shape[-2:]) for item in items]
     loads, owners = [0] * size, [0] * len(items)
     for place in sorted(range(len(items)), key=lambda i: (-work[i], i)):
         owners[place] = min(range(size), key=lambda rank: (loads[rank], rank))
@@ -402,10 +323,32 @@ def blocks_of(
         device: where ranks communicate from.
         every: metadata of all parameters, where a rank does not have each.
     """
-    split = {axis for meta in (*metas.values(), *every) for axis in meta.placement.split_axes}
+    known = [*metas.values(), *every]
+    split = {axis for meta in known for axis in meta.placement.split_axes}
+    if owners is None and len({mesh.spanned(*meta.sum_axes) for meta in every}) > 1:
+        return _in_families(metas, mesh, device, known)
     bases = {base_axis(axis) for axis in split}
     splitting = mesh.group(*(axis for axis in mesh.names if axis in bases))
     return ShardedBlocks(metas, splitting, owners or splitting, device)
+
+
+def _in_families(
+    metas: Mapping[Tensor, ParameterMeta], mesh: Mesh, device: torch.device, known: Iterable[ParameterMeta]
+) -> ShardedBlocks:
+    """Return blocks of parameters that are shared out to owners over different axes, such as experts and the rest under ZeRO.
+
+    Ranks along the axes that split a parameter own the same ones of those that are split alike, and perhaps others of the rest.
+    """
+
+    def over(meta: ParameterMeta) -> tuple[str, ...]:
+        return mesh.spanned(*meta.placement.split_axes)
+
+    families = []
+    for axes in sorted({over(meta) for meta in known} - {()}):
+        group = mesh.group(*axes)
+        families.append(ShardedBlocks({p: m for p, m in metas.items() if over(m) == axes}, group, group, device))
+    alone = mesh.group()
+    return ShardedBlocks({p: m for p, m in metas.items() if not over(m)}, alone, alone, device, families)
 
 
 def base_axis(axis: str) -> str:

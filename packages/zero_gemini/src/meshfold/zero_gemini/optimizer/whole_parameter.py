@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.mesh import ParameterMeta, broadcast
-from meshfold.mesh.parameters import StoredValue, base_axis
+from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import MemoryPlanError
@@ -55,7 +55,6 @@ class WholeStepper(StepsAtOnce):
         """
         for name, meta in metas.items():
             if hasattr(optimizer, "blocks"):  # one of ours, which requests whole-tensor sums itself
-                _refuse_other_owners(type(optimizer).__name__, name, meta, metas.values())
                 _check_block(optimizer, name, shapes[name], meta)
                 continue
             _refuse_split(type(optimizer).__name__, name, meta, shapes[name])
@@ -329,17 +328,6 @@ def _refuse_split(optimizer: str, name: str, meta: ParameterMeta, shape: torch.S
         raise MemoryPlanError(
             f"{optimizer} looks at whole parameters, and {name!r} of shape {meta.placement.shape} is padded to {tuple(shape)}: "
             "zeros would count as values; use an elementwise optimizer such as adamw"
-        )
-
-
-def _refuse_other_owners(optimizer: str, name: str, meta: ParameterMeta, metas: Iterable[ParameterMeta]) -> None:
-    """Refuse a parameter split over ranks that own different parameters, such as experts spread over data ranks."""
-    owners = {base_axis(axis) for one in metas for axis in one.sum_axes}
-    split = [axis for axis in meta.placement.split_axes if meta.mesh.size(axis) > 1 and base_axis(axis) in owners]
-    if split:
-        raise MemoryPlanError(
-            f"{optimizer} looks at whole parameters, and {name!r} is split over {', '.join(split)}, whose ranks own different "
-            "parameters under zero: leave zero out, or use an elementwise optimizer such as adamw, or lamb or lars"
         )
 
 
