@@ -198,7 +198,7 @@ REFUSALS: dict[str, Refusal] = {
         model,
         TP,
         dict(optimizer=OfWhole, precision="bf16"),
-        "looks at whole parameters",
+        "needs whole parameters",
     ),
     "an optimizer that fails": (model, dict(tensor=2), dict(optimizer=Fails, precision="bf16"), "too many"),
     "an optimizer of shards that fails": (model, dict(zero=dict(stage=3)), dict(optimizer=Fails), "too many"),

@@ -141,7 +141,7 @@ def test_torchs_own_dropout_is_refused() -> None:
         dict(embed=nn.Embedding(VOCAB, HIDDEN), odd=nn.MultiheadAttention(HIDDEN, HEADS, dropout=0.1, kdim=8))
     )
     for rules in ({}, {"odd": "replicate"}):
-        with pytest.raises(LayoutError, match=r"odd: .*dropout=0.1 would drop different weights.*Set its dropout to 0"):
+        with pytest.raises(LayoutError, match=r"odd: .*dropout=0.1 would drop different weights.*set its dropout to 0"):
             parallelize(model, Mesh({"tensor": 2}, rank=0), "1d", rules=rules)
 
 

@@ -138,10 +138,10 @@ def test_room_is_one_file_of_this_rank_and_goes_in_the_end(tmp_path: Path) -> No
 
 
 def test_no_folder_was_named() -> None:
-    with pytest.raises(MemoryPlanError, match=r"4 chunks is to live on disk, and no folder .*: give offload_path"):
+    with pytest.raises(MemoryPlanError, match=r"4 chunks is planned for disk, but no folder .*: set offload_path"):
         Model(None)
     with model(None, HOST) as made:
-        with pytest.raises(MemoryPlanError, match=r"p1 to p1.* no folder for it was named: give offload_path"):
+        with pytest.raises(MemoryPlanError, match=r"p1 to p1.* no folder is given: set offload_path"):
             made.stepper.move(made.chunks[1], DISK)
         made.step()
         assert equal(made.bits(), plain_bits(1))

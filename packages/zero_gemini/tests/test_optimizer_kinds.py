@@ -197,7 +197,7 @@ def test_every_group_counts() -> None:
 @pytest.mark.parametrize(
     ("cls", "match"),
     [
-        (Global, r"Global steps on a parameter in a way that depends on others.*clip_grad_norm"),
+        (Global, r"Global steps on a parameter in a way that depends on other parameters.*clip_grad_norm"),
         (Langevin, r"draws random numbers.*elementwise = True"),
         (Closed, r"Closed is not known, and trying it out.*AssertionError.*elementwise = False"),
         (Misdeclared, r"Misdeclared.elementwise is 'yes'"),

@@ -93,7 +93,7 @@ def keep_routing(model: nn.Module) -> list[RoutingKeeper]:
         router = None if block.router_name is None else model.get_submodule(block.router_name)
         if router is None:
             raise SpecError(
-                f"{block.name}: no router was found beside {block.experts_name}: its balance cannot be told"
+                f"{block.name}: no router found for {block.experts_name}, so its balance loss cannot be computed"
             )
         if keeper_of(router) is None:
             found.append((router, block.num_experts, _is_sigmoid(router, block)))

@@ -259,7 +259,7 @@ def current_dropout_stream() -> DropoutStream:
     stream = _current.get()
     if stream is None:
         raise MeshfoldError(
-            "dropout in training mode needs to know which step it is in, so that every rank drops the same elements: "
+            "dropout in training mode needs the number of the step, so that every rank drops the same elements: "
             "run the forward inside `with dropout_stream(seed, step):`, or call model.eval()"
         )
     return stream

@@ -134,8 +134,8 @@ def _check_torchs_attention(analysis: Analysis) -> None:
     for name, module in analysis.modules.items():
         if isinstance(module, nn.MultiheadAttention) and module.dropout > 0 and (why := why_keep_forward(module)):
             raise LayoutError(
-                f"{name}: {type(module).__name__} with dropout={module.dropout} would drop different weights on each rank, as "
-                f"it keeps torch's own code: {why}. Set its dropout to 0"
+                f"{name}: {type(module).__name__} with dropout={module.dropout} would drop different weights on each rank, because "
+                f"torch's own forward runs ({why}): set its dropout to 0"
             )
 
 

@@ -96,7 +96,7 @@ def why_keep_forward(module: nn.MultiheadAttention) -> str:
         isinstance(m._parameters.get(name), nn.Parameter) for m, name in ((module, "in_proj_weight"), (out, "weight"))
     )
     if type(out) is not nn.modules.linear.NonDynamicallyQuantizableLinear or not own:
-        return "a weight of its is computed from others (parametrized, pruned, wrapped in another layer)"
+        return "one of its weights is computed from others (parametrized, pruned, wrapped in another layer)"
     return ""
 
 

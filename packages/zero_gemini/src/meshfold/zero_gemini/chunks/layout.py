@@ -241,10 +241,7 @@ def check_items(items: Iterable[Item]) -> None:
         if item.numel <= 0:
             raise ChunkLayoutError(f"parameter {item.name!r} has {item.numel} elements: leave it out of the chunks")
         if item.name in seen:
-            raise ChunkLayoutError(
-                f"parameter {item.name!r} is given twice: a parameter has one place; give tied parameters once, "
-                "under one name"
-            )
+            raise ChunkLayoutError(f"parameter {item.name!r} is given twice: give tied parameters once, under one name")
         seen.add(item.name)
 
 

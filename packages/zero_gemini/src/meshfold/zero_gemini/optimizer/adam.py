@@ -111,8 +111,7 @@ class AdamStepper(AdamValues):
             self.disk.reserve(wanted)
         elif wanted:
             raise MemoryPlanError(
-                f"the optimizer state of {len(wanted)} chunks is to live on disk, and no folder for it was named: give "
-                "offload_path"
+                f"the optimizer state of {len(wanted)} chunks is planned for disk, but no folder is given: set offload_path"
             )
 
     def adopt(self, chunk: Chunk, place: MemoryTier) -> None:

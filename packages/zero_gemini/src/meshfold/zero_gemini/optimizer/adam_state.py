@@ -255,7 +255,7 @@ class Held:
     def _room(self) -> list[Piece]:
         if self._disk is None:
             raise MemoryPlanError(
-                f"the optimizer state of {self.chunk} is placed on disk, but there is no folder for it: give offload_path"
+                f"the optimizer state of {self.chunk} is planned for disk, but no folder is given: set offload_path"
             )
         chunk = self.chunk
         return self._disk.take(str(chunk), self.planes, chunk.shard.numel(), chunk.memory)

@@ -135,9 +135,9 @@ def _tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optimi
         raise MemoryPlanError(str(error)) from error
     if sight == "others":
         raise MemoryPlanError(
-            f"{type(optimizer).__name__} steps on a parameter in a way that depends on others (or on chance), and with ZeRO no "
-            "rank has them all: if only clipping by a global norm does that, use the engine's clip_grad_norm; if it draws random "
-            "numbers for each element, let its class say elementwise = True"
+            f"{type(optimizer).__name__} steps on a parameter in a way that depends on other parameters or on random numbers, and "
+            "with ZeRO no rank has all parameters: if it clips by a global norm, use the engine's clip_grad_norm instead; if it "
+            "draws random numbers for each element, set elementwise = True in its class"
         )
     return "elementwise" if sight == "elements" else "matrices"
 

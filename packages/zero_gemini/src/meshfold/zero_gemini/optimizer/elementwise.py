@@ -57,8 +57,8 @@ class GeneralStepper(StepsAtOnce):
     def _possible(self, place: MemoryTier) -> MemoryTier:
         if place == "disk":
             raise MemoryPlanError(
-                f"the state of {type(self.optimizer).__name__} cannot live on disk, which is for adam and adamw: use one of "
-                "them, or keep it on the host (placement='cpu')"
+                f"the state of {type(self.optimizer).__name__} cannot be on disk, only that of adam and adamw can: use one "
+                "of them, or keep it on the host (placement='cpu')"
             )
         return place
 

@@ -142,8 +142,7 @@ class WholeStepper(StepsAtOnce):
 
     def _refuse_disk(self) -> None:
         raise MemoryPlanError(
-            f"the state of {type(self.optimizer).__name__} was to live on disk, from where only Adam's is streamed: use adamw, "
-            "or leave offload_path out"
+            f"the state of {type(self.optimizer).__name__} cannot be on disk, only Adam's can: use adamw, or leave offload_path out"
         )
 
     def _views(self, chunk: Chunk, plane: Tensor, *, packed: bool = False) -> dict[str, Tensor]:
@@ -321,13 +320,13 @@ def _refuse_split(optimizer: str, name: str, meta: ParameterMeta, shape: torch.S
     split = [axis for axis in meta.placement.split_axes if meta.mesh.size(axis) > 1]
     if split:
         raise MemoryPlanError(
-            f"{optimizer} looks at whole parameters, and {name!r} is split over {', '.join(split)}: its step on a part would not "
-            "be that of the whole; use an elementwise optimizer such as adamw, or leave tensor parallelism out"
+            f"{optimizer} needs whole parameters, and {name!r} is split over {', '.join(split)}: use an elementwise optimizer such "
+            "as adamw, or leave tensor parallelism out"
         )
     if tuple(shape) != meta.placement.shape:
         raise MemoryPlanError(
-            f"{optimizer} looks at whole parameters, and {name!r} of shape {meta.placement.shape} is padded to {tuple(shape)}: "
-            "zeros would count as values; use an elementwise optimizer such as adamw"
+            f"{optimizer} needs whole parameters, and {name!r} of shape {meta.placement.shape} is padded with zeros to "
+            f"{tuple(shape)}: use an elementwise optimizer such as adamw"
         )
 
 
