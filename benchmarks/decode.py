@@ -109,6 +109,8 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
         OURS: lambda: ours(OURS, model("own"), options),
         f"{OURS} compiled": lambda: ours(f"{OURS} compiled", model("own"), options, compile=options.backend),
         **{f"{OURS} {form} compiled": partial(packed, form, options) for form in ("int8", "fp8", "int4")},
+        f"{OURS} products": lambda: ours(f"{OURS} products", model("own"), options, products=True),
+        **{f"{OURS} {form}": partial(packed, form, options, compiled=False) for form in ("int8", "fp8", "int4")},
         ON_THEIRS: lambda: ours(ON_THEIRS, model("theirs"), options),
         f"{ON_THEIRS} compiled": lambda: ours(
             f"{ON_THEIRS} compiled", model("theirs"), options, compile=options.backend
@@ -134,7 +136,9 @@ def contestants(options: argparse.Namespace) -> Iterator[Contestant]:
                 yield Contestant(name, note=f"{type(error).__name__}: {' … '.join([said[0], *said[1:][-4:]])[:900]}")
 
 
-def ours(name: str, model: nn.Module, options: argparse.Namespace, **settings: Any) -> Contestant:
+def ours(
+    name: str, model: nn.Module, options: argparse.Namespace, products: bool = False, **settings: Any
+) -> Contestant:
     """Return our generator over a model."""
     from meshfold.inference import Generator, Sampling
 
@@ -148,6 +152,8 @@ def ours(name: str, model: nn.Module, options: argparse.Namespace, **settings: A
         ahead=options.ahead,
         **settings,
     )
+    if products:
+        generator.runner.products = True  # type: ignore[attr-defined]
     sampling = Sampling(temperature=0.0, max_new_tokens=options.new)
     given = prompts(options).tolist()
 
@@ -157,13 +163,14 @@ def ours(name: str, model: nn.Module, options: argparse.Namespace, **settings: A
     return Contestant(name, step, note=generator.reason, error=error_of(model, given, step()))
 
 
-def packed(form: str, options: argparse.Namespace) -> Contestant:
+def packed(form: str, options: argparse.Namespace, *, compiled: bool = True) -> Contestant:
     """Return our generator over a model of its own with packed weights; its own forward, for the error, has the same ones."""
     from meshfold.inference import quantize
 
     model = own_model(options)
     quantize(model, form, group=min(128, options.hidden))
-    return ours(f"{OURS} {form} compiled", model, options, compile=options.backend)
+    name = f"{OURS} {form} compiled" if compiled else f"{OURS} {form}"
+    return ours(name, model, options, compile=options.backend if compiled else False)
 
 
 def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) -> Contestant:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshfold.inference.cache import Chunk, LayerShape, PagedLayer, Pool, Rows
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
+from meshfold.inference.products import one_row_products
 from meshfold.inference.routing import head_of, routed
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
@@ -60,7 +61,10 @@ class PagedForward:
 
     Attributes:
         pool: keys and values of this rank.
+        products: one sequence that goes on alone is multiplied with weights by a Triton kernel on a GPU.
     """
+
+    products = False
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class PagedForward:
         self._check()
 
     @contextmanager
-    def entered(self, *, compiled: bool = False) -> Iterator[None]:
+    def entered(self, *, compiled: bool = False, single: bool = False) -> Iterator[None]:
         """Context manager: the model is ready, and its attention routed to the pool; its blocks compiled, if that is wanted."""
         with ExitStack() as stack:
             if compiled and self._blocks is not None:
@@ -108,6 +112,8 @@ class PagedForward:
                 stack.enter_context(ready(self.model, eager=False))
             else:
                 stack.enter_context(ready(self.model))
+            if single and self.products:
+                stack.enter_context(one_row_products(self.model))
             stack.enter_context(routed(self.model, self._attend, self._paged if compiled else None))
             stack.enter_context(without_tracking())
             head = head_of(self.model)
@@ -190,7 +196,7 @@ class PagedForward:
         if batch.captured:
             rolled = batch.run(steps, None)
         else:
-            with self.entered(compiled=True):
+            with self.entered(compiled=True, single=count == 1):
                 rolled = batch.run(steps, self.logits)
         for tokens, logprobs in zip(*rolled, strict=True):
             found.append((tokens[: len(spans)], logprobs[: len(spans)]))

@@ -9,8 +9,9 @@ format   codes                                    scale, float32                
          a pair in the lower half                 magnitude / 7                                  + 4 / group
 ======== ======================================== ============================================== ==============
 
-A weight is ``(codes · scale)``, computed in float32 and rounded to the dtype that it had. It is made at each use: compiled blocks
-(``Generator(..., compile=True)``) make it inside of the product, so that memory is read as codes.
+A weight is ``(codes · scale)``, computed in float32 and rounded to the dtype that it had. It is made at each use; but a single row
+on a GPU is multiplied with the codes by a Triton kernel, and compiled blocks (``Generator(..., compile=True)``) make the weight
+inside of the product.
 
 Under tensor parallelism each rank packs its block: a row that is split over ranks gets the scale of the whole row, and groups of
 int4 must lie within a block. So the codes of a rank are those of the whole weight, cut.
@@ -25,8 +26,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from meshfold.inference.products import is_one_row, multiply
 from meshfold.mesh import SpecError, all_reduce, did_you_mean, metadata
 from meshfold.mesh.spec import argument_checks as settings
 from meshfold.tensor_parallel import Linear
@@ -162,4 +165,11 @@ def _weight(module: nn.Module) -> Tensor:
 @functools.cache
 def _with_packed_weight(base: type[nn.Module]) -> type[nn.Module]:
     """Return the class of a layer whose weight is made at each use: one for all layers of a class, which share compiled code."""
-    return type(f"Quantized{base.__name__}", (base,), {"weight": property(_weight), "__doc__": base.__doc__})
+    more = {"forward": _forward} if base.forward is nn.Linear.forward else {}
+    return type(f"Quantized{base.__name__}", (base,), {"weight": property(_weight), "__doc__": base.__doc__, **more})
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    if is_one_row(x):
+        return multiply(module.codes, module.bias, module.scale, x)  # type: ignore[arg-type]
+    return F.linear(x, module.weight, module.bias)
