@@ -30,6 +30,7 @@ LANGUAGES = {"", "python", "bash", "diff", "text", "toml", "json", "mermaid"}
 TIMEOUT = 240.0
 
 SLOW = {
+    "choosing.md",
     "finetune-opt.md",
     "long-runs.md",
     "multi-node.md",

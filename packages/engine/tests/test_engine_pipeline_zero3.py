@@ -125,16 +125,13 @@ def test_every_gradient() -> None:
 
 
 def test_schedules() -> None:
-    cases: list[Case] = [
-        (ordered("zb-h2"), "dropping", {"gradient_accumulation": 2}),
-        (ordered("interleaved", chunks=2, zero=dict(placement="cpu")), "tied", {}),
-    ]
-    compare(4, cases, batches(4), runs)
+    compare(4, [(ordered("interleaved", chunks=2, zero=dict(placement="cpu")), "tied", {})], batches(3), runs)
 
 
 @pytest.mark.slow
 def test_more_schedules() -> None:
     cases: list[Case] = [
+        (ordered("zb-h2"), "dropping", {"gradient_accumulation": 2}),
         (ordered("gpipe"), "llama", {}),
         (ordered("1f1b"), "rooted", {"recompute": "blocks"}),
         (ordered("interleaved", chunks=2), "dropping", {"recompute": "blocks"}),

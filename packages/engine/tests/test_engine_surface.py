@@ -367,7 +367,7 @@ def compare(name: str, pieces: int, specs: list[dict[str, Any]]) -> None:
                 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_on_two_ranks_is_the_serial_loop(name: str) -> None:
     run_on_ranks(2, compare, name, 2, [{"data": 2, **ZEROS[-1]}])

@@ -266,11 +266,14 @@ def test_operands_of_data_ranks_are_blocks_of_the_serial_ones(spec: str, recipe:
     run_on_ranks(2, compare_operands, recipe, SPECS[spec][1], first_operands(recipe, {}))
 
 
-def test_beside_other_arguments() -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "given", [dict(recompute="blocks"), dict(kernels="off"), dict(compile=dict(backend="aot_eager"))], ids=str
+)
+def test_beside_other_arguments(given: dict[str, Any]) -> None:
     wanted = alone(llama, "rowwise")
-    for given in (dict(recompute="blocks"), dict(compile=dict(backend="aot_eager")), dict(kernels="off")):
-        found, _ = losses(llama, in_fp8("rowwise"), **given)
-        assert found == pytest.approx(wanted, rel=0.004), given
+    found, _ = losses(llama, in_fp8("rowwise"), **given)
+    assert found == pytest.approx(wanted, rel=0.004), given
 
 
 def test_compiled_blocks_share_their_graph() -> None:

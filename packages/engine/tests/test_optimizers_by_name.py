@@ -244,9 +244,9 @@ def groups_of_muon(specs: list[dict[str, Any]]) -> list[tuple[dict[str, int], li
 
 DIAGONAL: dict[str, list[dict[str, Any]]] = {
     "adafactor": [{}, ZERO[0], TENSOR[2]],
-    "adafactor_hf": [ZERO[2], *TENSOR_ZERO, TENSOR[1]],
+    "adafactor_hf": [ZERO[2], *TENSOR_ZERO],
     "came": [PIPELINE[1], *PIPELINE_TENSOR, TENSOR[2]],
-    "galore_adamw": [ZERO[2], *PIPELINE_TENSOR, TENSOR[2]],
+    "galore_adamw": [*PIPELINE_TENSOR, TENSOR[2]],
     "galore_8bit": [ZERO[1], TENSOR[1]],
 }
 

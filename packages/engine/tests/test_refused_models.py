@@ -282,6 +282,7 @@ def run(module: nn.Module) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_model_that_is_refused_is_what_it_was(case: str) -> None:
     run_on_ranks(ranks_of(REFUSALS[case][1]), refuse, case)

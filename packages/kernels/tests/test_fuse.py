@@ -458,6 +458,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("layer", [{}, dict(bias=True), dict(tied=True)], ids=["plain", "bias", "tied"])
 @pytest.mark.parametrize("case", [*LOSSES, *OTHERS])
 def test_logits_that_wait_give_the_same_loss_and_gradients(case: str, layer: dict[str, bool]) -> None:

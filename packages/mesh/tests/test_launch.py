@@ -287,6 +287,7 @@ def test_a_rank_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> Non
     assert await_end(noted(tmp_path)) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_leaves_no_process_behind(
     launcher: subprocess.Popen[str], tmp_path: Path, number: int, code: int

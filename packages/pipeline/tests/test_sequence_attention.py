@@ -40,6 +40,7 @@ def test_two_ranks(mode: str, dtype: torch.dtype) -> None:
     every_mask(mode, dtype)
 
 
+@pytest.mark.few(10)
 @modes
 @masks
 @ranks(4)

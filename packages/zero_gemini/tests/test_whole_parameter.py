@@ -228,6 +228,7 @@ def compare(
                 assert state[key][part].dtype == value.dtype
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", list(MAKERS))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
