@@ -174,7 +174,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "own": (OwnModel, (NORM, GATED, RESIDUAL, LOSS)),
     "Hugging Face": (hugging_face, (NORM, GATED, ROTARY, RESIDUAL, LOSS)),
     "llama": (llama, (NORM, RESIDUAL, LOSS)),
-    "gpt with dropout": (gpt, (LOSS,)),
+    "gpt with dropout": (gpt, (RESIDUAL, LOSS)),
 }
 ALONE: dict[str, dict[str, Any]] = {
     "none": {},
