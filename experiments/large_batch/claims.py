@@ -44,8 +44,8 @@ def claims(found: Mapping[str, Any]) -> list[Claim]:
 
     cases: Cases = {
         "lamb_below_adamw": below("LAMB", "AdamW", large),
-        "lars_below_sgd": below("LARS", "SGD", large[-1:]),
-        "lars_below_sgd_near": below("LARS", "SGD", large[:-1]),
+        "lars_below_sgd": below("LARS", "SGD", large[1:]),
+        "lars_below_sgd_near": below("LARS", "SGD", large[:1]),
         "lamb_keeps": kept("LAMB"),
         "lars_keeps": kept("LARS"),
         "adamw_keeps": kept("AdamW"),

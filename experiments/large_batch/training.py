@@ -44,7 +44,7 @@ class Setting:
     samples: int = 65536
     length: int = 16
     small: int = 32
-    large: tuple[int, ...] = (256, 1024)
+    large: tuple[int, ...] = (256, 1024, 8192)
     hidden: int = 32
     layers: int = 1
     held: int = 2048
