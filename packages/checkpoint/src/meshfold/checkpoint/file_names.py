@@ -3,12 +3,12 @@
 ::
 
     ckpt/                       a checkpoint
-      state.json                its index: says what it is of, and lists its other files
+      state.json                its index: what it is a checkpoint of, and its other files
       model.safetensors ...
       .saving/                  the next one, while it is written
-      .saved-1f0c.../           the next one, complete: its files are moved to their places, one after the other
+      .saved-1f0c.../           the next one, complete: its files are moved to their places one by one
       .lock                     held by the process that writes
-    .new.writing/               a checkpoint "new" that was not there before, while it is written
+    .new.writing/               a first checkpoint "new", while it is written
     .new.lock                   held by the process that writes it
     .new.old/                   one that an earlier version was replacing when it died
 

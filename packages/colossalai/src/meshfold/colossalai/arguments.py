@@ -107,7 +107,7 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def bind(where: str, table: Table, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name, of which some were passed by position.
+    """Return arguments by name, including those that were passed by position.
 
     Raises:
         SpecError: for too many, or one that is passed twice.

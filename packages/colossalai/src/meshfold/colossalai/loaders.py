@@ -173,7 +173,7 @@ class _Epochs:
         self._loader = loader
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the loader changes the order every epoch by itself."""
+        """Do nothing: the loader already changes the order every epoch."""
         if epoch != self._loader.epoch:
             self._loader.epoch, self._loader.served = epoch, 0
 
@@ -190,7 +190,7 @@ class PreparedLoader(ShardedLoader, DataLoader[Any]):  # type: ignore[misc]  # t
 def shared_loader(
     dataset: Any, batch_size: int, *, index: int, blocks: int, name: str = "train", **options: Any
 ) -> ShardedLoader:
-    """Global batches of ``batch_size`` rows for each of so many data coordinates.
+    """Global batches with ``batch_size`` rows for each data coordinate.
 
     Args:
         dataset: map-style: it has a length, and an example for each index.
@@ -232,7 +232,7 @@ def get_dataloader(
         seed: of the orders.
         drop_last: leave out a smaller last batch.
         pin_memory: see torch.utils.data.DataLoader.
-        num_workers: likewise.
+        num_workers: as in DataLoader.
         batch_size: rows of a data coordinate's batch.
         options: of torch.utils.data.DataLoader.
 

@@ -121,9 +121,9 @@ class Plugin:
             seed: of the orders.
             drop_last: leave out a smaller last batch.
             pin_memory: see torch.utils.data.DataLoader.
-            num_workers: likewise.
+            num_workers: the same.
             distributed_sampler_cls: a custom sampler, made with ``num_replicas`` and ``rank``.
-            options: likewise, of DataLoader.
+            options: further arguments of DataLoader.
         """
         world = self._world()
         self._rows = batch_size

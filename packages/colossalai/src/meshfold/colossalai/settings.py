@@ -156,7 +156,7 @@ _DROPPED = (ModuleType, FunctionType, type)  # a config file may import and defi
 
 
 class Config(dict[str, Any]):
-    """A dict whose keys are also attributes, as are those of nested dicts: ``config.fp16.mode``."""
+    """A dict whose keys are also attributes, in nested dicts too: ``config.fp16.mode``."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)

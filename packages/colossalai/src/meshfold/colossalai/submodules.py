@@ -308,7 +308,7 @@ FAMILIES: Mapping[str, str] = {
     "*Hook": "a loop over engine.train_step(batch), with what the hook did in it",
     "*Schedule": "parallel=dict(pipeline=dict(size=2, schedule='1f1b'))",
 }
-"""Names that there are many of, by patterns; the first that fits says what to write."""
+"""Patterns for families of names; the first match says what to write."""
 
 
 def instead_of(name: str) -> str | None:

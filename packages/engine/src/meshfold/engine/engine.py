@@ -56,7 +56,7 @@ class Engine:
         states: weights, gradients and optimizer state.
         model_state: the state of the whole model, in the form that checkpoints store.
         runner: forward, backward and the optimizer's step.
-        recomputed_blocks: the blocks that backward recomputes; None if there are none.
+        recomputed_blocks: the blocks that backward recomputes; None without.
         fused_kernels: the fused kernels in the model, to be printed; None with ``kernels="off"``.
         saver: background saves.
         data_positions: positions of the loaders that checkpoints include.
@@ -388,7 +388,7 @@ class Engine:
 
         Args:
             path: the folder.
-            weights_only: load the model and leave optimizer, counters and data positions as they are.
+            weights_only: load the model only; optimizer, counters and data positions keep their values.
             verify: first compare every tensor with its checksum; the ranks divide this work.
 
         Raises:

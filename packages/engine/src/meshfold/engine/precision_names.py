@@ -28,5 +28,5 @@ OTHER_NAMES = {
 
 
 def precision_name(name: object) -> str:
-    """Return our name of a precision that is written in another way, ``torch.float16`` or ``"half"``; empty if it is none."""
+    """Return our name for a precision written in another way, such as ``torch.float16`` or ``"half"``; "" if it is none."""
     return OTHER_NAMES.get(str(name).removeprefix("torch.").casefold(), "")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers, balance, dispatch over ranks, a layer, and the experts of models that others wrote."""
+"""Mixtures of experts: routers, balance, dispatch over ranks, a layer, and the experts of third-party models."""
 
 from __future__ import annotations
 

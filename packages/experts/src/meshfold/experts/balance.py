@@ -29,7 +29,7 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingSums:
-    """Sums over tokens of what one router said.
+    """Sums over tokens of one router's output.
 
     Attributes:
         counts: [e]: tokens sent to each expert, in the dtype of ``probabilities``.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _RUN = 128
-"""tokens that are counted by themselves before their sums are added up"""
+"""tokens that are counted separately before their sums are added up"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

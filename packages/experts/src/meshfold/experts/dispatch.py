@@ -134,7 +134,7 @@ def experts_of_each(experts: int, ranks: int) -> int:
 
 
 def within_capacity(index: Tensor, experts: int, capacity: float, group: Group | None) -> Tensor:
-    """Return the index with -1 for what is over the capacity of its expert: ``[n, k] -> [n, k]``.
+    """Return the index with -1 for tokens over the capacity of their expert: ``[n, k] -> [n, k]``.
 
     Pairs are counted in the order of the ranks, then of the tokens. Costs one all-gather of ``experts + 1`` numbers.
 

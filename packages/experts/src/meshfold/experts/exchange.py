@@ -1,4 +1,4 @@
-"""The exchange of rows in two halves, with gradients: what is computed between them overlaps with the messages, backward too."""
+"""The exchange of rows in two halves, with gradients: work between them overlaps with the messages, in backward too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks of experts of a model, whoever wrote it: found by names, shapes and a trial."""
+"""The blocks of experts of any model, found by names, shapes and a trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ExpertBlock:
         experts: that module; called with (tokens [n, h], expert numbers [n, k], weights [n, k]).
         layout: of its parameters.
         stacked: qualified names of the stacked parameters, whose dim 0 is experts.
-        router_name: of the router's module in the model; None if the block has none that can be told.
+        router_name: of the router's module in the model; None if no router was recognised.
         router: qualified names of the router's parameters.
         shared: qualified names of the block's other parameters: shared experts and their gates.
         num_experts: how many there are.

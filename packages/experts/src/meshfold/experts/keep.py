@@ -1,4 +1,4 @@
-"""The balance of routers that others wrote: a hook on each keeps the sums that a balance loss needs."""
+"""The balance of third-party routers: a hook on each keeps the sums that a balance loss needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RoutingKeeper:
 
     Attributes:
         sums: of the last forward; None before it, and after one in training mode without gradients.
-        over_ranks: sums a vector over the ranks that share a batch, with gradients; None: nobody has split it.
+        over_ranks: sums a vector over the ranks that share a batch, with gradients; None: the batch is not split.
         refusal: why a loss of the sums would be wrong; "" if it would not.
         experts: that the router chooses of.
     """
@@ -62,7 +62,7 @@ class RoutingSumsElsewhere(RoutingKeeper):
 
     def __init__(self, stand_in: nn.Module) -> None:
         """Args:
-        stand_in: the module in the place of the one with the router.
+        stand_in: the module that replaces the one with the router.
         """
         self.sums: RoutingSums | None = None
         self.over_ranks: Reduce | None = None
@@ -86,7 +86,7 @@ def keep_routing(model: nn.Module) -> list[RoutingKeeper]:
         one for each router that was given a hook; ``close()`` takes it off.
 
     Raises:
-        SpecError: for a router whose probabilities cannot be told from what it returns.
+        SpecError: for a router whose probabilities do not follow from its output.
     """
     found = []
     for block in find_experts(model):

@@ -43,7 +43,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return the weighted sum of each token's experts: ``[n, h], [n, k], [n, k] -> [n, h]``.
 
-        ``meanwhile`` is called once; while tokens travel, where they do.
+        ``meanwhile`` is called once; if tokens are exchanged, during the exchange.
         """
         return dispatch(
             x,
@@ -104,7 +104,7 @@ class MixtureOfExperts(nn.Module):
         top_k: how many of them a token goes to.
         router: ``"softmax"`` (Mixtral's), ``"sigmoid"`` (DeepSeek-V3's, one group), or a router with settings of its own.
         shared: inner size of a shared expert; None for none.
-        capacity: drop what is over ``capacity · tokens · k / experts`` tokens of an expert; None: nothing is dropped.
+        capacity: drop an expert's tokens beyond ``capacity · tokens · k / experts``; None: drop none.
 
         Raises:
             SpecError: for a router of another name, or of other sizes than the experts'.

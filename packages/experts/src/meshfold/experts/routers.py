@@ -22,7 +22,7 @@ class Router(nn.Module):
         weight: [e, h].
         top_k: experts a token.
         sums: of the last forward; None before it, and after one in training mode without gradients.
-        over_ranks: sums a vector over the ranks that share a batch, with gradients; set by who splits the batch. None: nobody has.
+        over_ranks: sums a vector over the ranks that share a batch, with gradients; set when the batch is split. None: not split.
         refusal: why a loss of the sums would be wrong, as where this rank has a part of the layers; "" if it would not.
     """
 

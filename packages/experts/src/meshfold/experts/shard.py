@@ -36,7 +36,7 @@ class ShardedExperts:
     """A block of experts that is split over a group.
 
     Attributes:
-        block: what was found.
+        block: the block that was found.
         group: the ranks.
         shards: one for each stacked parameter.
     """
@@ -46,7 +46,7 @@ class ShardedExperts:
         self._forward = forward
 
     def close(self) -> None:
-        """Give the module of experts its own forward back. Its parameters stay as they are: blocks."""
+        """Restore the forward of the module of experts. Its parameters stay blocks."""
         if self.block.experts.__dict__.get("forward") is self._forward:
             del self.block.experts.forward
 
@@ -62,7 +62,7 @@ def shard_experts(block: ExpertBlock, group: Group | None = None, *, capacity: f
         capacity: see :func:`meshfold.experts.dispatch`; None: the one that the experts have, which is none for transformers'.
 
     Raises:
-        SpecError: if the ranks do not divide the experts, or somebody has replaced the forward of the experts.
+        SpecError: if the ranks do not divide the experts, or the forward of the experts has been replaced.
     """
     ranks, index = (1, 0) if group is None else (group.size, group.index)
     each = experts_of_each(block.num_experts, ranks)
@@ -109,7 +109,7 @@ class DispatchingForward:
     ) -> Tensor:
         """Return the weighted sum of each token's experts: ``[n, h], [n, k], [n, k] -> [n, h]``.
 
-        ``meanwhile`` is called once, while tokens travel.
+        ``meanwhile`` is called once, during the exchange.
         """
         return dispatch(
             tokens,

@@ -101,7 +101,7 @@ class _Eager(nn.Module):
 
 @torch.no_grad()
 def _agrees(experts: nn.Module, layout: ExpertLayout) -> bool:
-    """Return True if a module, given small parameters, computes what a layout says."""
+    """Return True if a module, given small parameters, computes the result of a layout."""
     random = torch.Generator().manual_seed(0)
     number = experts.get_parameter(layout.down).shape[0]
     shapes: dict[str, tuple[int, ...]] = {layout.gate_up: (2 * _FFN, _HIDDEN), layout.down: (_HIDDEN, _FFN)}

@@ -48,7 +48,7 @@ def upcycle(
         capacity: see :func:`meshfold.experts.dispatch`.
 
     Returns:
-        the names of what was replaced.
+        the names of the replaced modules.
 
     Raises:
         SpecError: if there is no such feed-forward, or top_k does not fit.

@@ -45,7 +45,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """Summary of what was written.
+    """Summary of the written files.
 
     Attributes:
         tensors: how many.
@@ -106,12 +106,12 @@ def convert_folder(
         source: a Hugging Face folder (safetensors or ``.bin``), or a checkpoint under whatever spec.
         target: a new or empty folder.
         to: ``"hf"`` or ``"checkpoint"``.
-        dtype: of floating tensors; None: as they are.
+        dtype: of floating tensors; None: unchanged.
         like: a Hugging Face folder that gives tokenizer files, and ``config.json`` where the source does not know it.
         names: of a checkpoint: ``"hf"`` as in the folder, ``"meshfold"`` for our own GPT or Llama. None: as in the source.
         config: of our own model, for a checkpoint that does not know it (written before this version).
         shard_bytes: of a file of weights of a Hugging Face folder.
-        experts: write a mixture that computes the same, with so many copies of each feed-forward; into a Hugging Face folder.
+        experts: write a mixture that computes the same, with this many copies of each feed-forward; into a Hugging Face folder.
         top_k: experts a token of that mixture.
 
     Raises:

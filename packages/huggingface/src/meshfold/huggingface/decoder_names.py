@@ -173,7 +173,7 @@ def _mixture(config: MoELlamaConfig, ours: str, theirs: str) -> Iterable[AnyRow]
 
 
 def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
-    """Each tensor as it is, under its name."""
+    """Each tensor unchanged, under its name."""
     return [
         Step(
             sources=(name,),

@@ -125,7 +125,7 @@ class FolderWriter:
         self._mine.close()
 
     def abandon(self) -> None:
-        """Remove what was written; does nothing after ``close``."""
+        """Remove the written files; does nothing after ``close``."""
         if self._writer is not None:
             self._writer.abandon()
         with self._mine, suppress(OSError, CheckpointError):

@@ -219,7 +219,7 @@ def pretrained(
         dtype: of the parameters; what the engine computes in is its ``precision``.
         ignore_mismatched_sizes: initialise tensors that have another shape in the folder.
         adapter: train only low-rank adapters: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
-        quantize: ``"nf4"``: keep linear layers except the head in four bits, packed as they are read (QLoRA); with ``adapter``.
+        quantize: ``"nf4"``: keep linear layers except the head in four bits, packed while reading (QLoRA); with ``adapter``.
         verify: compare tensors with their checksums first, if the files have any (those written by Meshfold and torch); the
             ranks divide this work.
         changes: to the configuration: ``num_labels=3``; ``attn_implementation`` and ``experts_implementation`` as in

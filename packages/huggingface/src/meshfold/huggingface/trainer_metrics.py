@@ -35,7 +35,7 @@ class Predictions:
         batch_rows: of a global batch.
         labels: names of the fields that are labels.
         left_out: parts of the model's output that are no predictions.
-        preprocess: makes what is kept, of a batch's predictions and labels.
+        preprocess: returns the values to keep, given a batch's predictions and labels.
         """
         self._engine, self._rows, self._batch_rows = engine, rows, batch_rows
         self._label_names, self._left_out, self._preprocess = labels, {*left_out, "loss"}, preprocess

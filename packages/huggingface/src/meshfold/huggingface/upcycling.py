@@ -24,7 +24,7 @@ _DENSE = re.compile(r"^(?P<layer>.*\blayers\.\d+)\.mlp\.(?P<part>gate|up|down)_p
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """A mixture of transformers that equals dense models with experts in the place of their feed-forwards.
+    """A mixture of transformers that equals a dense model with its feed-forwards replaced by experts.
 
     Attributes:
         kind: its ``model_type``.

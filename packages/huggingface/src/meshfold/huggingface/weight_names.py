@@ -70,7 +70,7 @@ class Matched:
 
 
 def match(model: Any, files: Mapping[str, Tensor], wanted: Mapping[str, Tensor] | None = None) -> Matched:
-    """Find each tensor of a model in a folder's files; only names and shapes are looked at.
+    """Find each tensor of a model in a folder's files by names and shapes.
 
     Args:
         model: one of transformers', whole, on the meta device or not.
@@ -190,7 +190,7 @@ def to_files(model: Any, given: Mapping[str, Tensor]) -> list[Step]:
 
     Args:
         model: one of transformers', real or without values; None: nothing is known.
-        given: its tensors; only names, shapes and dtypes are looked at.
+        given: its tensors; only names, shapes and dtypes are used.
     """
     empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in given.items()}
     try:

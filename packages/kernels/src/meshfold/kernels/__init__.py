@@ -1,4 +1,4 @@
-"""Kernels for CPU and GPU, each beside a torch reference.
+"""Kernels for CPU and GPU, each with a torch reference.
 
 Every function of the model works on any device and floating dtype, computes in float32 (float64 for float64) and
 rounds once at the output. Those of the optimizer (Adam, the pass over gradients) work on flat tensors in place, compute

@@ -186,7 +186,7 @@ def implementation(family: str, device: str, dtype: torch.dtype) -> str:
 
 
 def twin(reference: F, x: Tensor) -> F:
-    """Return the function that computes ``reference`` on ``x``: itself, or the one of its name in a module beside its own.
+    """Return the function that computes ``reference`` on ``x``: itself, or the function of the same name in a twin module.
 
     Modules beside ``norms.py`` are ``norms_triton.py`` and ``norms_numba.py``; their functions have the reference's signature.
     """

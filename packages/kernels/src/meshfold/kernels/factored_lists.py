@@ -209,7 +209,7 @@ def apply(
 
 
 def _update(values: Tensor, rows: Tensor, columns: Tensor, floor: float) -> Tensor:
-    """Return values divided by the root of what row and column means stand for."""
+    """Return values divided by the root of the matrix that row and column means represent."""
     shares = rows / rows.mean(-1, keepdim=True).clamp(min=floor**0.5)
     return values * (shares.unsqueeze(-1) * columns.unsqueeze(-2)).clamp_(min=floor).rsqrt_()
 

@@ -35,7 +35,7 @@ def _tile(owners, begins, sizes, count, EVEN: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit
 def _divided(x, table, row, count, number, i, j, rows, columns, mean, floor):
-    """Return values divided by the root of what the means of rows and columns stand for."""
+    """Return values divided by the root of the matrix that the means of rows and columns represent."""
     r = tl.load(_float32(table, row, count, number, False) + i, mask=i < rows, other=1.0) / tl.maximum(
         mean, tl.sqrt(floor)
     )

@@ -169,7 +169,7 @@ def noise_key(step: int) -> int:
 
 
 def stochastic(x: Tensor, noise16: Tensor) -> Tensor:
-    """float32 to bfloat16, up with the probability of what is cut off; ``noise16`` is 0 to 65535."""
+    """float32 to bfloat16, rounded up with a probability equal to the truncated fraction; ``noise16`` is 0 to 65535."""
     u = bits(x)
     up = torch.where(is_nan(u), u | 0x400000, u + noise16)
     return (up >> 16).to(torch.int16).view(torch.bfloat16)

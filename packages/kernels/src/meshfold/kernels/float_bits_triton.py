@@ -121,7 +121,7 @@ def _join(hi, lo, x, n, TILE: tl.constexpr):
 
 
 def raw(x: Tensor) -> Tensor:
-    """The bits of a bfloat16 tensor as int16; any other tensor as it is."""
+    """The bits of a bfloat16 tensor as int16; any other tensor unchanged."""
     x = x.detach()
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 

@@ -100,7 +100,7 @@ class Fp8Tensor:
     tile: tuple[int, int] | None = None
 
     def dequantize(self) -> Tensor:
-        """Return what the values stand for, ``r c`` in float32."""
+        """Return the represented values, ``r c`` in float32."""
         if self.tile is None:
             return self.values.float() * self.inverse
         return (_tiles(self.values.float(), self.tile) * self.inverse[:, None, :, None]).view(self.values.shape)

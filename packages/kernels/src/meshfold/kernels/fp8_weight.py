@@ -20,9 +20,9 @@ class Fp8Weight:
     """The operands of one weight.
 
     Attributes:
-        operands: as they are now; None while the products cast by themselves.
+        operands: the present ones; None while the products cast the weight themselves.
         casts: number of times that they were made.
-        cast: :func:`meshfold.kernels.fp8.fp8_cast_weight`, or what a compiler has made of it.
+        cast: :func:`meshfold.kernels.fp8.fp8_cast_weight`, or its compiled version.
     """
 
     def __init__(self, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> None:
@@ -38,16 +38,16 @@ class Fp8Weight:
         self._of: tuple[int, int] | None = None  # address and version of the weight that was cast
 
     def open(self) -> None:
-        """Let go of what was cast, and keep what is cast from now on."""
+        """Release the cast operands, and keep those cast from now on."""
         self.close()
         self._open = True
 
     def close(self) -> None:
-        """Let go of what was cast, and cast nothing: products do it by themselves."""
+        """Release the cast operands, and cast nothing: products do it themselves."""
         self._open, self.operands, self._of = False, None, None
 
     def refresh(self, weight: Tensor) -> Fp8Operands | None:
-        """Return the operands of a weight, cast now unless they are there; None while closed.
+        """Return the operands of a weight, cast now if they are not yet; None while closed.
 
         Ranks that share the weight call alike: scales are reduced over them.
         """
@@ -62,7 +62,7 @@ class Fp8Weight:
         return self.operands
 
     def get(self, weight: Tensor) -> Fp8Operands | None:
-        """Return what a product in eager code, or in a graph that is being traced, multiplies with; None: it casts by itself."""
+        """Return the operands for a product in eager code or in a graph being traced; None: the product casts the weight itself."""
         return self.operands if torch.compiler.is_compiling() else self.refresh(weight)
 
 

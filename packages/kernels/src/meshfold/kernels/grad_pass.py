@@ -51,7 +51,7 @@ def largest_magnitude(x: Tensor, block: int = 65536, start: int = 0) -> Tensor:
 
 @torch.no_grad()
 def write_gradient(source: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """``n -> n``: write ``source`` to ``out`` in its dtype, or add it to what is there.
+    """``n -> n``: write ``source`` to ``out`` in its dtype, or add it.
 
     Added in the wider dtype of the two, float32 at least, and rounded once. For a change of dtype on a GPU, where torch's copy
     reaches half of the memory's rate.
@@ -59,7 +59,7 @@ def write_gradient(source: Tensor, out: Tensor, *, add: bool = False) -> None:
     Args:
         source: flat, contiguous, float32, bfloat16, float16 or float64.
         out: of the same length and on the same device, of any of these dtypes.
-        add: to what is there.
+        add: add to ``out`` instead of writing it.
 
     Raises:
         TypeError: for another dtype.

@@ -122,7 +122,7 @@ def lars_step(
         dampening: by which a new direction counts less.
         weight_decay: of the weights, in the direction.
         nesterov: look one step of momentum ahead.
-        first: the buffer takes the direction as it is, whatever is in it.
+        first: the buffer takes the direction unchanged; its content is ignored.
 
     Raises:
         TypeError: for another dtype.

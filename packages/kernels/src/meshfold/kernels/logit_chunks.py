@@ -84,7 +84,7 @@ def chunk_rows(rows: int, words: int, item_bytes: int) -> int:
 
 
 class LogitChunks:
-    """Chunks of rows, one after the other, each with its logits."""
+    """Chunks of rows in order, each with its logits."""
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: ChunkSettings
@@ -101,7 +101,7 @@ class LogitChunks:
         self._logits = self._buffer
 
     def __iter__(self) -> Iterator[slice]:
-        """Yield the place of each chunk among the rows, when its logits are there."""
+        """Yield the place of each chunk among the rows, once its logits are computed."""
         count, size = self._rows.shape[0], self._settings.chunk
         for first in range(0, count, size):
             self._at = slice(first, min(first + size, count))

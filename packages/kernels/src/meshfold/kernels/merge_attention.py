@@ -19,7 +19,7 @@ def merge_attention_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -
     """Merge attention over further keys into ``out`` and ``lse``, in place. A piece: it has no backward.
 
     Args:
-        out: ``b s heads d``, float32 or float64: what has been merged so far; zeros before the first part.
+        out: ``b s heads d``, float32 or float64: the parts merged so far; zeros before the first part.
         lse: ``b heads s``, of the same dtype: its log-sum-exp; -inf where no key has been seen.
         part: ``b s heads d``, any floating dtype: attention over other keys.
         part_lse: ``b heads s``: its log-sum-exp.

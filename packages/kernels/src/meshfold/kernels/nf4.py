@@ -37,7 +37,7 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-"""The sixteen values that a code stands for (appendix E of the paper)."""
+"""The values of the sixteen codes (appendix E of the paper)."""
 _SCALE = 4  # bytes
 _AT_ONCE = 2**22  # elements per pass: rounding needs about 20 bytes each
 
@@ -78,7 +78,7 @@ def pack_nf4(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def unpack_nf4(packed: Tensor, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``n (k/2 + k/16)`` bytes -> ``n k``: what the codes stand for."""
+    """``n (k/2 + k/16)`` bytes -> ``n k``: the values of the codes."""
     codes = packed[:, : k // 2]
     scales = packed[:, k // 2 :].contiguous().view(torch.float32)
     levels = torch.tensor(LEVELS, device=packed.device)
@@ -107,7 +107,7 @@ class _Multiply(torch.autograd.Function):
 class Nf4Linear(nn.Linear):
     """A frozen linear layer with its weight in four bits: ``.. k -> .. n``, in the dtype of what it is given.
 
-    ``weight`` is the packed tensor, of bytes; the bias stays as it is.
+    ``weight`` is the packed tensor, of bytes; the bias is not changed.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: Tensor | None, device: Any = None) -> None:

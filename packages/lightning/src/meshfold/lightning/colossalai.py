@@ -65,7 +65,7 @@ class ColossalAIStrategy(MeshfoldStrategy):
             initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: of the loss scale
                 under ``precision="16-mixed"``.
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for every strategy.
-            parallel: a spec in place of the one that the arguments above make.
+            parallel: a spec that replaces the one made from the arguments above.
             checkpoints: ``"file"`` or ``"folder"``.
             options: further arguments of :class:`MeshfoldStrategy`.
 

@@ -1,4 +1,4 @@
-"""Optimizer units: each optimizer of a module with the weights, gradients and state of what it trains.
+"""Optimizer units: each optimizer of a module, with the weights and gradients it trains and its state.
 
 Gradients of several optimizers (such as those of a GAN) arrive, are summed, clipped, used and freed independently. So each
 optimizer has its own :class:`meshfold.engine.states.States`.
@@ -75,7 +75,7 @@ class OptimizerUnit:
         parameters: those of the module that are in its states, by full name.
         given: names of all parameters in each of the optimizer's groups as the user made them, frozen ones too.
         around: module with the states' hooks; None for none.
-        watched: parameters that must stay frozen or trained, as they are now, for the states to be right.
+        watched: parameters that must stay frozen or trained, as now, for the states to be right.
         """
         self.optimizer, self.states, self.around = optimizer, states, around
         self.parameters, self.given = dict(parameters), [list(names) for names in given]
@@ -221,7 +221,7 @@ class OptimizerUnits:
         unit.states.write(tensor, whole)
 
     def publish(self) -> None:
-        """Copy what was written to the module."""
+        """Copy written values to the module."""
         for unit in self.all:
             unit.states.publish()
 

@@ -74,7 +74,7 @@ class MeshfoldPrecision(LightningPrecision):
         self.engine = kind(name=_NAMES[precision], scale=dynamic)
         self.scaler = LossScaler(dynamic)
         self.units: OptimizerUnits | None = None
-        """The optimizers of the run, with what they train; None while there is none."""
+        """The optimizers of the run, with the parameters they train; None before there are any."""
 
     @classmethod
     def of(cls, plugin: LightningPrecision, scale: ScaleSettings | None) -> MeshfoldPrecision:
@@ -137,7 +137,7 @@ class MeshfoldPrecision(LightningPrecision):
     def backward(  # type: ignore[override]  # as Lightning's own
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run backward of this rank's share of the loss; gradients are summed over the data coordinates meanwhile."""
+        """Run backward of this rank's share of the loss; gradients are summed over the data coordinates during it."""
         if self.units is None:
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return

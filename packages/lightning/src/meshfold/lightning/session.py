@@ -59,7 +59,7 @@ class Session:
             precision: in which it will compute.
             seed: of recorded parameters and of dropout.
             rules: roles of submodules by full name, for tensor parallelism.
-            outputs_fp32: cast what its parts return to float32.
+            outputs_fp32: cast the outputs of its parts to float32.
 
         Raises:
             SpecError: if its sizes do not fit the spec, or it has no parameters.

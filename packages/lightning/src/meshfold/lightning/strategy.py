@@ -156,7 +156,7 @@ class MeshfoldStrategy(CheckpointStrategy):
         """Do nothing: the module was cast when it was placed."""
 
     def model_to_device(self) -> None:
-        """Put the module on the mesh, if it is not there already.
+        """Put the module on the mesh if it is not on it yet.
 
         Raises:
             SpecError: if it was put there under another spec or precision, or has newer layers.

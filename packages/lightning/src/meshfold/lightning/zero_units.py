@@ -22,7 +22,7 @@ class ZeroUnits:
     """Maker of units whose weights, gradients and optimizer state are in chunks, also from earlier units.
 
     Attributes:
-        in_chunks: True; units stay as they are while a fit runs.
+        in_chunks: True; units do not change during a fit.
     """
 
     in_chunks = True
@@ -165,7 +165,7 @@ class ZeroUnits:
         return shares
 
     def _take_over(self, before: Sequence[OptimizerUnit]) -> ParameterInit:
-        """Replace parameters in chunks by meta ones; return what restores their values from the chunks."""
+        """Replace parameters in chunks by meta ones; return a function that restores their values from the chunks."""
         known = {uncompiled_name(name): (unit, p) for unit in before for name, p in unit.parameters.items()}
         fresh: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._module.modules():

@@ -1,6 +1,6 @@
 """Everything Meshfold raises on purpose, and the "Did you mean ...?" that goes into the messages.
 
-A message says what is wrong, quotes the value as written, and says what to change.
+A message names the mistake, quotes the value as written, and says what to change.
 """
 
 from __future__ import annotations

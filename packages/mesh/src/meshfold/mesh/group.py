@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The ranks that share all coordinates but those along ``axes``; what a collective runs over.
+    """The ranks that share all coordinates except those along ``axes``: the group of a collective.
 
     Attributes:
         axes: the mesh axes spanned, in mesh order, those of size 1 left out.

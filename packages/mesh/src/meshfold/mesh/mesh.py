@@ -179,7 +179,7 @@ class Mesh:
             self.numbers(*axes)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` first returned for this key. Identical layers share what they bind to the
+        """Return the first result of ``make`` for this key. Identical layers share what they bind to the
         mesh through it, so that torch.compile, which guards on identity, compiles them once."""
         if key not in self._made:
             self._made[key] = make()

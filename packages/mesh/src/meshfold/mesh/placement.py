@@ -50,7 +50,7 @@ class Placement:
         shape: global shape without padding, in elements.
         axes: for each dim, the mesh axes that split it, major first.
         parts: for a fused dim, its parts; their sizes add up to the dim.
-        multiple: for a dim, what its padded size must be a multiple of, beside the number of its blocks.
+        multiple: for a dim, a number that its padded size must be a multiple of, in addition to the number of its blocks.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class Placement:
         return tuple(sum(n for _, n in self.segments(mesh, dim, rank)) for dim in range(len(self.shape)))
 
     def segments(self, mesh: Mesh, dim: int, rank: int | None = None) -> list[tuple[int, int]]:
-        """Return (global start, length) of what a rank holds along a dim; a start or end beyond the shape is padding."""
+        """Return (global start, length) of a rank's part along a dim; a start or end beyond the shape is padding."""
         return self._block(dim, mesh.index(*self.axes[dim], rank=rank), mesh.size(*self.axes[dim]))
 
     def coordinates(self, mesh: Mesh, dim: int, rank: int | None = None) -> Tensor:

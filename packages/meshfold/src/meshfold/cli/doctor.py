@@ -1,6 +1,6 @@
-"""Check what is installed, which kernels and devices work, and whether ranks on this machine reach each other.
+"""Check the installed packages, which kernels and devices work, and whether ranks on this machine reach each other.
 
-The exit code is 0 if everything that Meshfold needs is there and every self-test passed.
+The exit code is 0 if everything that Meshfold needs is installed and every self-test passed.
 """
 
 from __future__ import annotations

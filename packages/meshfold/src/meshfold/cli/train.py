@@ -78,7 +78,7 @@ def start(
         ranks: their number, if given.
         plan: whether to print it.
         as_json: print each step as JSON.
-        report: whether the plan includes what is done to each submodule.
+        report: whether the plan lists every submodule and its layout.
 
     Returns:
         The exit code.

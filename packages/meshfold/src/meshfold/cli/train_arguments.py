@@ -28,7 +28,7 @@ OPTIMIZER_NAMES = (
     *("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came", "muon"),
     *("galore_adamw", "galore_adafactor"),
 )
-"""Those of the engine that take a learning rate and a weight decay as they are."""
+"""Those of the engine that take a learning rate and a weight decay unchanged."""
 RECOMPUTE = "activations in backward: of every block, or of those that the plan of zero says (the model's own business)"
 
 

@@ -76,7 +76,7 @@ def open_corpus(
         extensions: take only files that end so, such as ``(".py", ".md")``.
         exclude: names of folders to leave out.
         token_dtype: of a ``.bin`` file: uint16 or uint32.
-        max_bytes: stop reading documents after about so many.
+        max_bytes: stop reading documents after about this many.
         text_column: of records (JSON lines, Parquet, Arrow, what datasets saved), the field that holds the text.
         say: called with progress messages.
 

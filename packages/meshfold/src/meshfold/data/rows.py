@@ -59,7 +59,7 @@ class Batches:
         return _tensor(rows)
 
     def validation(self, batches: int) -> Iterator[Tensor]:
-        """Yield at most so many global batches, the same ones each time; the last may have fewer rows."""
+        """Yield at most ``batches`` global batches, the same ones each time; the last may have fewer rows."""
         starts = range(self._corpus.train_tokens, len(self._corpus.tokens) - self.seq_len + 1, self.seq_len)
         for number in range(min(batches, -(-len(starts) // self.batch_size))):
             mine = starts[number * self.batch_size : (number + 1) * self.batch_size]

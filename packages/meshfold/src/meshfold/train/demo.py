@@ -50,7 +50,7 @@ class Scene:
 
 
 def scene(gpus: int) -> Scene:
-    """Return the scene for a machine with so many GPUs."""
+    """Return the scene for a machine with this many GPUs."""
     whole = dict(data=2, tensor=TENSOR)
     if gpus >= 8:
         return Scene(parallel=whole, device="cuda", why=f"{gpus} GPUs: one for each of 8 ranks, over NCCL")

@@ -6,7 +6,7 @@ loop as for a single device. What rank 0 writes into the folder ``out``::
     checkpoint/      the model, the optimizer and the step, loadable under any other spec; where several are kept
                      checkpoints/step-00000120/ and its like
     metrics.jsonl    a line a step, and a line an evaluation
-    settings.json    the settings, for a run that goes on from here
+    settings.json    the settings, for a run that resumes
     loss.png         the curves, if matplotlib is installed
     sample.txt       text that the trained model wrote, if asked for
 """

@@ -19,7 +19,7 @@ class ModelChoice:
         name: for people.
         vocab_size: token ids are below it.
         build: makes it with fresh weights.
-        load: opens the folder's weights for the engine; None if there are none.
+        load: opens the folder's weights for the engine; None if it has none.
     """
 
     name: str

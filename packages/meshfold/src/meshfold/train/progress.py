@@ -123,7 +123,7 @@ class Bar(Progress):
             self.say(line(step, self._steps, numbers))
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Leave the bar on the screen."""
         if self._task is not None:
             self._rich.stop()
 

@@ -57,7 +57,7 @@ class TrainSettings:
         eval_batches: global batches of an evaluation.
         save_every: steps between checkpoints; 0 for one at the end.
         keep: number of newest checkpoints to keep; 1 is one that the next one replaces.
-        save_asynchronously: write them while training goes on.
+        save_asynchronously: write them during training.
         prompt: start of the sample; None for no sample.
         sample_tokens: its length.
     """

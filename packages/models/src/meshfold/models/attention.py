@@ -48,7 +48,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """``m h -> m h``: each sequence attends to its own past, or to what a mask leaves of it.
+    """``m h -> m h``: each sequence attends to its own past, less what a mask hides.
 
     ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; code that shards it sets them to the
     local numbers. While text is generated ``kv_cache`` has the keys and values of earlier tokens, or ``attend`` is called in place

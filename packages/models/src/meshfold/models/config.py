@@ -86,7 +86,7 @@ class DecoderConfig:
         return None
 
     def checkpoint_description(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this configuration."""
+        """Return the part of this configuration that a checkpoint keeps."""
         return {"kind": self.kind, "config": asdict(self)}
 
     @property

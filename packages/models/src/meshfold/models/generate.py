@@ -53,7 +53,7 @@ def generate(
     The tokens are the same either way, but for two so close that rounding decides between them.
 
     Args:
-        model: returns logits ``b s v`` in ``.logits`` (or as they are) for ids alone; a module, or a pipeline of its stages.
+        model: returns logits ``b s v`` in ``.logits`` (or directly) for ids alone; a module, or a pipeline of its stages.
         ids: ``b s`` int64, at least one token each.
         max_new_tokens: how many tokens to add.
         temperature: divides the logits; 0 takes the likeliest token.

@@ -25,7 +25,7 @@ def initialize(model: nn.Module, residual_projections: tuple[str, ...], layers: 
 
     Args:
         residual_projections: last parts of the names of those projections.
-        layers: blocks, each of which adds to the stream twice.
+        layers: blocks; each adds to the stream twice.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):

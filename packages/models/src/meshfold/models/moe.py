@@ -1,4 +1,4 @@
-"""Llama's architecture with a mixture of experts in the place of each MLP: Mixtral's (Jiang et al., arXiv 2401.04088)."""
+"""Llama's architecture with a mixture of experts instead of each MLP: Mixtral's (Jiang et al., arXiv 2401.04088)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MoELlamaConfig(LlamaConfig):
         top_k: experts a token.
         router: ``"softmax"``, or ``"sigmoid"`` with a bias that :func:`meshfold.experts.update_selection_bias` moves.
         shared: inner size of an expert that every token passes; None for none.
-        balance: factor of the balance loss, which is that of the global batch; 0 for none.
+        balance: factor of the balance loss, taken over the global batch; 0 for none.
     """
 
     kind = "llama-moe"

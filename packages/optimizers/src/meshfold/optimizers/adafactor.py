@@ -327,7 +327,7 @@ def adafactor_updates(
         counts: steps of each parameter.
         gradients: of each.
         rates: of each, before the parameter's size.
-        whole: parameters whose gradients are whole tensors of their own shapes, on every rank.
+        whole: parameters whose gradients are whole tensors, in the parameter's shape, on every rank.
     """
     blocks = optimizer.blocks
     like = {p: gradient if p in whole else p for p, gradient in gradients.items()}

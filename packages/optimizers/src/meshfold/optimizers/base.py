@@ -1,4 +1,4 @@
-"""Common ground of the optimizers: what they must see of a tensor, its gradient, its step count."""
+"""Base of the optimizers: what they need of a tensor, its gradient, its step count."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ListSteps:
         return kernel if fits else None
 
     def _copies_of(self, chosen: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the copies that a kernel is to write, and count them as written; None if it cannot, or there are none."""
+        """Return the copies that a kernel is to write, and count them as written; None if it cannot write any."""
         found = [self.copies[p] for p in chosen if p in self.copies]
         if len(found) != len(chosen):
             return None
@@ -103,10 +103,10 @@ class ListSteps:
 
 
 class TensorOptimizer(ListSteps, torch.optim.Optimizer):
-    """A torch optimizer that says what it must see of a tensor.
+    """A torch optimizer that declares what it needs of a tensor.
 
     Attributes:
-        sight: what it must see.
+        sight: what it needs.
         elementwise: whether that is each element alone.
     """
 
@@ -124,7 +124,7 @@ class TensorOptimizer(ListSteps, torch.optim.Optimizer):
         """Step once on all parameters that have a gradient.
 
         Args:
-            closure: computes the loss anew, with gradients; None: they are there.
+            closure: recomputes the loss, with gradients; None: gradients are already computed.
 
         Returns:
             What the closure returned.

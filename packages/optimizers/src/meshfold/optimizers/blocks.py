@@ -49,7 +49,7 @@ class Blocks(Protocol):
     """Questions of an optimizer of matrices to the ranks that have the rest of its parameters; all of them must call.
 
     Attributes:
-        bucket_elements: so many elements of parameters may be stepped together, for fewer collectives.
+        bucket_elements: largest number of elements stepped together, for fewer collectives.
     """
 
     bucket_elements: int
@@ -70,7 +70,7 @@ class Blocks(Protocol):
         """Return the part of a tensor that belongs to the parameter's block, zero in padding.
 
         Args:
-            whole: its first dims are those of the whole tensor that ``dims`` names.
+            whole: its first dims are the dims of the whole tensor that ``dims`` names.
             parameter: whose block.
             dims: of the parameter.
         """

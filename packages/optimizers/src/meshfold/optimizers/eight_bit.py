@@ -22,7 +22,7 @@ _POWERS = 7
 
 @functools.cache
 def codes(*, signed: bool) -> tuple[float, ...]:
-    """Return the 256 numbers that codes stand for, ascending: the paper's dynamic data type."""
+    """Return the values of the 256 codes, ascending: the paper's dynamic data type."""
     found = [0.0, 1.0]
     for power in range(_POWERS):
         count = 1 << (power if signed else power + 1)

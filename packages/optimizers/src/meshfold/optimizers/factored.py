@@ -96,12 +96,12 @@ def take_lists(
 
 
 def inverse_root(blocks: Blocks, parameter: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return this block of 1 / √V, of the matrix V that the means stand for: rows · columns / mean of rows."""
+    """Return this block of 1 / √V, where the means represent V = rows · columns / mean of rows."""
     return spread(blocks, parameter, (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_(), columns.rsqrt())
 
 
 def spread(blocks: Blocks, parameter: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return this block of the matrix whose elements are those of its row times those of its column."""
+    """Return this block of the outer product of rows and columns."""
     of_rows, of_columns = _dims(parameter)
     return torch.mul(
         blocks.cut(rows, parameter, of_rows).unsqueeze(-1), blocks.cut(columns, parameter, of_columns).unsqueeze(-2)

@@ -16,7 +16,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
     clipping by the norm of the whole gradient, and no call of ``step``.
 
     Args:
-        optimizer: one that treats parameters each by itself, as all of this package do.
+        optimizer: one that treats each parameter separately, as all in this package do.
 
     Returns:
         Handles; ``remove()`` on each ends it.

@@ -90,7 +90,7 @@ class Lars(NormOptimizer):
                 p.sub_(self._with_momentum(group, p, direction) * group["lr"])
 
     def _step_by_kernel(self, group: dict[str, Any], parameter: Tensor, ratio: Tensor | float) -> bool:
-        """Step one parameter by a kernel; return False if there is none for it."""
+        """Step one parameter by a kernel; return False if no kernel fits."""
         kept: Tensor | None = self.state.get(parameter, {}).get("momentum_buffer") if group["momentum"] else None
         tensors = [one for one in (parameter, gradient_of(parameter), kept) if one is not None]
         kernel = self._kernel("lars_step", *tensors)

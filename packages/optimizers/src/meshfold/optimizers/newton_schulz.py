@@ -10,7 +10,7 @@ __all__ = ["COEFFICIENTS", "orthogonalize"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic a·x + b·x³ + c·x⁵: singular values come near 1 in few steps."""
 _LONG = 3
-"""From so many times as long as wide, products are made of Gram matrices: 30 instead of 45 of the smaller size cubed at 4."""
+"""Ratio of length to width from which products use Gram matrices: at 4, 30 instead of 45 times the smaller size cubed."""
 _RESTART = 2
 """Steps on Gram matrices before the matrix is multiplied out: rounding in bfloat16 would grow."""
 

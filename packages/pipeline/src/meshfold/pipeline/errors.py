@@ -6,7 +6,7 @@ from meshfold.mesh import LayoutError, MeshfoldError
 
 
 class ScheduleError(MeshfoldError, ValueError):
-    """A schedule that cannot be made, read or run. The message says what is wrong, where, and what to change."""
+    """A schedule that cannot be made, read or run. The message names the mistake, its place, and the change to make."""
 
 
 class ChainError(LayoutError):

@@ -70,7 +70,7 @@ class Pipeline:
             model: a module, the same on every rank, or a function that makes one; each rank then allocates only its
                 own stages. It is cut in place.
             mesh: has the axis of the pipeline.
-            schedule: a name, a schedule, or a function of one's own; see :func:`meshfold.pipeline.schedule`.
+            schedule: a name, a schedule, or a custom function; see :func:`meshfold.pipeline.schedule`.
             microbatches: in a step. By default the smallest multiple of the ranks that divides the batch, or as many as
                 there are ranks where none does. A batch of fewer rows has as many as it has rows.
             chunks, waves, costs, memory: for a schedule by name or function, as :func:`meshfold.pipeline.schedule` takes them.
@@ -167,7 +167,7 @@ class Pipeline:
             stage.logits = logits
 
     def carry(self, carried: Carried) -> None:
-        """Send numbers of the blocks from stage to stage beside the stream, to be read in the last. All ranks must call."""
+        """Send numbers of the blocks from stage to stage along with the stream, for the last to read. All ranks must call."""
         for stage in self._stages.values():
             stage.carried = carried
 
@@ -242,7 +242,7 @@ class Pipeline:
         return self._plans.of(work)
 
     def program(self, microbatches: int) -> Program:
-        """Return the program of a step of so many micro-batches, for all ranks."""
+        """Return the program of a step with ``microbatches`` micro-batches, for all ranks."""
         return self._programs.training(microbatches)
 
     # -- without gradients ------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ _OLD = {"Dealing": "SequenceSharding", "dealing": "sequence_sharding"}
 
 
 def __getattr__(name: str) -> Any:
-    """Give old names what they are called today, with a DeprecationWarning."""
+    """Map old names to the present ones, with a DeprecationWarning."""
     if name not in _OLD:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"{__name__}.{name} is now {_OLD[name]}", DeprecationWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""An estimate: the bytes that a rank holds, what it sends and what it computes in a step."""
+"""An estimate: the bytes that a rank holds and sends, and the operations that it computes, in a step."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Estimate:
         local_parameters: on rank 0, padding included.
         tokens: in the global batch of one optimizer step.
         memory: what rank 0 holds.
-        traffic: what it sends, by kind.
+        traffic: bytes it sends, by kind.
         flops: floating-point operations of matmuls and attention on rank 0, per step.
         shapes: name to global shape, of every tensor in a checkpoint.
         summary: what tensor parallelism did, in a line; empty without it.

@@ -252,7 +252,7 @@ _LAPTOP = Machine(
 
 
 def _one_gpu(node: Machine) -> Machine:
-    """Return one GPU of a node of eight, as it is rented: with an eighth of the host. The H200's was measured."""
+    """Return one GPU of a node of eight with an eighth of the host, as rented. The H200's was measured."""
     if node.name == "h200x8":
         host, source = _HOSTS["h200"], "measured, with 16 cores of its host"
     else:

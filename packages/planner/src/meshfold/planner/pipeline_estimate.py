@@ -293,7 +293,7 @@ def _run(
 
 
 def _stage_entries(one: _Rank, mesh: Mesh) -> list[Entry]:
-    """Return what a rank's stages send in a micro-step, over tensor axes and to neighbouring stages."""
+    """Return the bytes a rank's stages send in a micro-step, over tensor axes and to neighbouring stages."""
     stage_ranks, pipe = one.pipeline.stage_ranks, mesh.size(PIPE)
     found: list[Entry] = []
     for stage in one.stages:

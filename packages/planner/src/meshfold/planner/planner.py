@@ -257,7 +257,7 @@ def fits(found: Estimate, machine: Machine) -> bool:
 
 
 def explain_misfit(found: Estimate, machine: Machine) -> str:
-    """Return what is too large, in a sentence; empty if all fits."""
+    """Return a sentence that says what does not fit; empty if all fits."""
     if fits(found, machine):
         return ""
     return found.refusal or (

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 66 * 2**20
 """Memory that cuBLAS keeps while it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
 MATMULS = 0.86
-"""Share of one large matmul's rate that those of a model reach, one after the other (measured: OPT-6.7B on an H200)."""
+"""Fraction of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
 ATTENTION = 0.55
 """Share of a large matmul's rate that attention reaches."""
 
@@ -243,7 +243,7 @@ def chunk_entries(workload: Workload, world: World) -> list[Entry]:
 
 
 def memory_of(found: Plan) -> Memory:
-    """Return what a plan holds at its fullest timestep."""
+    """Return the memory of a plan at its fullest timestep."""
     kinds = max(timeline(found), key=lambda moment: moment.bytes).kinds
     return Memory(
         parameters=kinds["resident parameters"] + kinds["gathered"],

@@ -76,21 +76,21 @@ class CostBuilder:
         self._entries: list[CostEntry] = []
 
     def add(self, phase: str, kind: Kind, operand: str, axes: Iterable[str], elements: int) -> None:
-        """Add a collective whose block has so many elements."""
+        """Add a collective; ``elements``: of its block."""
         spanned = self._mesh.spanned(*axes)
         size = self._mesh.size(*spanned)
         if size > 1:
             self._entries.append(CostEntry(phase, kind, operand, spanned, size, elements * self._itemsize))
 
     def gather(self, phase: str, operand: str, axes: Iterable[str], elements: int) -> int:
-        """Add all-gathers over axes, one after the other, of a block of so many elements; return the gathered elements."""
+        """Add all-gathers over axes in sequence, of a block with ``elements`` elements; return the gathered elements."""
         for axis in axes:
             elements *= self._mesh.size(axis)
             self.add(phase, "all_gather", operand, (axis,), elements)
         return elements
 
     def scatter(self, phase: str, operand: str, axes: Iterable[str], elements: int) -> int:
-        """Add reduce-scatters over axes, one after the other; return the elements left."""
+        """Add reduce-scatters over axes in sequence; return the elements left."""
         for axis in axes:
             self.add(phase, "reduce_scatter", operand, (axis,), elements)
             elements //= self._mesh.size(axis)

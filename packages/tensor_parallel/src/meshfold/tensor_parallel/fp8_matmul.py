@@ -34,7 +34,7 @@ def bind_fp8_maximum(mesh: Mesh, plan: MatmulPlan | None, outer_axes: tuple[str,
     Args:
         mesh: where the operand lies.
         plan: of the matmul; None if tensor parallelism splits nothing.
-        outer_axes: those that split the tokens beside the plan's: of data and of sequences.
+        outer_axes: further axes that split the tokens: of data and of sequences.
     """
     groups: dict[Fp8Dim, list[tuple[str, ...]]] = {"m": [], "k": [], "n": []}
     if plan is not None:

@@ -162,7 +162,7 @@ def _make_product(plan: MatmulPlan, mesh: Mesh, chosen: Lowering, keep: frozense
 
 
 def lead_shape(lead: torch.Size, rows: int) -> tuple[int, ...]:
-    """Fold so many rows into the shape of the dims before the last; the first dim absorbs the change.
+    """Fold rows into the shape of the dims before the last; the first dim absorbs the change.
 
     Raises:
         LayoutError: if rows do not fill the dims after the first.

@@ -54,7 +54,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MatmulPlan:
-    """A checked matmul: what is computed where, and every collective, derived from three layouts.
+    """A checked matmul: each rank's product and every collective, derived from three layouts.
 
     Attributes:
         x, w, y: the layouts at rest, of ``[m, k]``, ``[k, n]``, ``[m, n]``.

@@ -22,7 +22,7 @@ class ChunkError(MeshfoldError, RuntimeError):
 
 
 class MemoryPlanError(MeshfoldError, ValueError):
-    """A model cannot be placed within the limits: names the smallest limit that works, and what to change."""
+    """A model cannot be placed within the limits: names the smallest limit that works, and the change to make."""
 
 
 class ChunkLayoutError(MeshfoldError, ValueError):
@@ -56,7 +56,7 @@ class RankError(MeshfoldError, RuntimeError):
 
 
 class DiskError(MeshfoldError, OSError):
-    """An unusable folder or file for offloading: says which, why, and what to change."""
+    """An unusable folder or file for offloading: says which, why, and how to change it."""
 
 
 _KINDS: dict[str, type[MeshfoldError]] = {
@@ -130,7 +130,7 @@ class Faults:
             raise self._error(*worst, error)
 
     def _worst(self, mine: Exception | None) -> tuple[int, dict[str, Any]] | None:
-        """Return the first rank with an error, and the error's description; None if there is none."""
+        """Return the first rank with an error, and the error's description; None without errors."""
         if self._everyone is None:
             return None
         flag = torch.tensor([mine is not None], dtype=torch.int32, device=self._device)

@@ -134,7 +134,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_synced(path: Path, text: str) -> None:
-    """Write a text file and sync it to disk, in a folder that nobody reads yet."""
+    """Write a text file in a folder that is not read yet, and sync it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -35,7 +35,7 @@ def hold_lock(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator
     Args:
         lock: the file, in an existing folder. That of a killed process is taken over.
         doing: goes into the message of a process that is refused: ``"process 12 on HOST has been {doing} since ..."``.
-        folder: what is locked, for that message; None: the folder of the file.
+        folder: the locked folder, for the message; None: the folder of the file.
 
     Raises:
         InUseError: if another process holds it; names the process, host and time.

@@ -44,7 +44,7 @@ class Shard:
 
     Attributes:
         offsets: in the whole tensor, in elements, per dim.
-        sizes: likewise.
+        sizes: the same.
         view: makes it from what the rank keeps.
     """
 

@@ -47,16 +47,16 @@ class CopyQueue(Protocol):
         """Return True if this queue copies a tensor."""
 
     def begin(self) -> None:
-        """Called by training: copies come after what it has queued so far."""
+        """Called by training: copies come after the work queued so far."""
 
     def queue(self, pairs: Sequence[CopyPair]) -> Callable[[], None]:
         """Queue copies; return what lets the host wait for them."""
 
     def settle(self) -> None:
-        """Make the host wait for what was queued before ``begin``."""
+        """Make the host wait for the work queued before ``begin``."""
 
     def hold(self) -> None:
-        """Called by training: what it queues from now on comes after the queued copies."""
+        """Called by training: work queued from now on comes after the queued copies."""
 
 
 class HostCopyQueue:
@@ -123,7 +123,7 @@ class BackgroundCopies:
     """The copies of one save."""
 
     def __init__(self, lane: CopyQueue) -> None:
-        """Called by training: what it has queued so far is in the copies."""
+        """Called by training: the copies see the work queued so far."""
         self._lane = lane
         self._queued = threading.Event()  # set when every copy is queued and the host's own copies are done
         self._is_held = False
@@ -161,7 +161,7 @@ class BackgroundCopies:
         self._queued.set()
 
     def hold(self) -> None:
-        """Order later work of training after the copies; training calls this before it changes what is copied.
+        """Order later work of training after the copies; training calls this before it changes the copied tensors.
 
         The host waits until the last of them is queued, while a GPU runs forward and backward.
         """
@@ -197,10 +197,10 @@ def _cut(to: Tensor, of: Tensor) -> Iterator[CopyPair]:
 
 
 BURST_S = 0.0002
-"""How long the interpreter is kept: about what a large kernel runs, so that a GPU does not wait for the next one."""
+"""How long the interpreter is kept: about as long as a large kernel runs, so that a GPU does not wait for the next one."""
 
 PAUSE_S = 0.0001
-"""How long it is left to others: what it takes a thread to wake up, and to launch some kernels."""
+"""How long it is left to other threads: enough for one to wake up and launch a few kernels."""
 
 T = TypeVar("T")
 

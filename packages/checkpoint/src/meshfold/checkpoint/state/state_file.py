@@ -34,7 +34,7 @@ def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_valid_checksum(state: Mapping[str, Any]) -> bool:
-    """Return True if the checksum is that of the other values."""
+    """Return True if the checksum matches the other values."""
     return bool(state.get(CHECKSUM) == _checksum({key: value for key, value in state.items() if key != CHECKSUM}))
 
 

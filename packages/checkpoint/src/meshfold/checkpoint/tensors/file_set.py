@@ -23,7 +23,7 @@ from meshfold.checkpoint.tensors.shard_files import ShardFiles, shard_index_name
 from meshfold.checkpoint.tensors.tensor_folder import TensorFolder, is_file_name
 
 LEAST_BYTES = 64 * 2**20
-"""Of a file, before another is begun beside it: small ones are not worth a rank's while."""
+"""Least bytes of a file before a second one is begun: smaller files are not worth splitting over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ def open_tensors(folder: TensorFolder | Path, name: str) -> Mapping[str, Tensor]
     """Return the tensors of a file, or of a set of files that replaces it.
 
     Raises:
-        CheckpointError: if there are none, or they are damaged.
+        CheckpointError: if no files are found, or they are damaged.
     """
     if isinstance(folder, Path):
         folder = TensorFolder(folder)
@@ -186,7 +186,7 @@ def open_tensors(folder: TensorFolder | Path, name: str) -> Mapping[str, Tensor]
 
 
 def verify_checksums(tensors: Mapping[str, Tensor], part: int, parts: int) -> None:
-    """Compare every ``parts``-th tensor of what was opened with its checksum, from number ``part`` on.
+    """Compare every ``parts``-th opened tensor with its checksum, from number ``part`` on.
 
     Raises:
         CheckpointError: for one that differs from what was written.
@@ -283,7 +283,7 @@ def open_weights(place: Path) -> Mapping[str, Tensor]:
     """Return the tensors of a folder by their names in its files, safetensors if there are both kinds; or those of one file.
 
     Raises:
-        CheckpointError: if there are none, or they are damaged or incomplete.
+        CheckpointError: if no files are found, or they are damaged or incomplete.
     """
     if not place.is_dir():
         return TensorFile(place) if place.suffix == SAFETENSORS_SUFFIX else _torch_file(place)[0]

@@ -1,7 +1,7 @@
 """Files of named tensors in the safetensors format, written tensor by tensor and read by memory mapping.
 
 The format: eight bytes with the length of a JSON header (little endian), the header (name to dtype, shape and byte
-offsets), the tensors one behind the other. The safetensors library reads what is written here and vice versa;
+offsets), then the tensors in a row. The safetensors library reads what is written here and vice versa;
 it is not used because it needs all tensors in memory to write them.
 
 Files that are written here have a checksum of each tensor, the CRC-32 of its bytes, in the header's metadata under
@@ -209,7 +209,7 @@ class TensorWriter:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close the file as it is; does nothing after ``close``."""
+        """Close the unfinished file; does nothing after ``close``."""
         with suppress(OSError):  # the disk may be full
             self._file.close()
 

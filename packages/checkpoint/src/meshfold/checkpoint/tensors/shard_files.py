@@ -33,13 +33,13 @@ from meshfold.checkpoint.tensors.tensor_folder import TensorFolder
 
 
 def shard_file_name(name: str, rank: int, ranks: int) -> str:
-    """Return the name of the file that a rank writes, of those in place of ``model.safetensors``."""
+    """Return the name of a rank's file, one of those that replace ``model.safetensors``."""
     stem, _, ending = name.rpartition(".")
     return f"{stem}-blocks-{rank + 1:05}-of-{ranks:05}.{ending}"
 
 
 def shard_index_name(name: str) -> str:
-    """Return the name of the index of the files in place of ``model.safetensors``."""
+    """Return the name of the index of the files that replace ``model.safetensors``."""
     return f"{name.rpartition('.')[0]}.blocks.json"
 
 

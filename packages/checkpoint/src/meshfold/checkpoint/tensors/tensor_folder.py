@@ -26,13 +26,13 @@ class TensorFolder:
         """Args:
         folder: in which they are.
         path_of: where a file is now; None: in the folder itself.
-        listed: names that belong to it; None: whatever is there.
+        listed: names that belong to it; None: all files of the folder.
         """
         self.folder, self._listed = folder, listed
         self._path_of = folder.joinpath if path_of is None else path_of
 
     def has(self, name: str) -> bool:
-        """Return True if the file is there and belongs to the folder."""
+        """Return True if the file exists and belongs to the folder."""
         if self._listed is not None and name not in self._listed:
             return False
         return os.path.lexists(self._path_of(name))

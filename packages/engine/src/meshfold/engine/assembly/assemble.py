@@ -70,7 +70,7 @@ class Assembled:
     loaded: Loaded | None = None
 
     def whole_state(self, states: States, world: World) -> ModelState:
-        """Return the state of the whole model, of which this rank has a part."""
+        """Return the state of the whole model; this rank holds a part of it."""
         if self.pipelined is None:
             return ModelState(self.model, states, world)
         return PipelinedState(self.model, states, world, self.pipelined.inventory)

@@ -47,7 +47,7 @@ class Built:
         blocks: those of its blocks that backward recomputes; None if none is.
         fused: the fused kernels in it; None if none were asked for.
         fp8: the linear layers that multiply in fp8; None if none was asked to.
-        compiled: what is compiled; None if nothing is.
+        compiled: description of what is compiled; None if nothing is.
         states: its master weights, their gradients and the optimizer's state.
         step_guard: allows only the engine to step the optimizer.
         lr_scheduler: of the optimizer; None if none was given.

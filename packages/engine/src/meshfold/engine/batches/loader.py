@@ -153,7 +153,7 @@ class ShardedLoader:
         return own["seed"], epoch, served
 
     def share_of(self, rows: int) -> range:
-        """Return the rows, of a global batch of so many, that this data coordinate gets."""
+        """Return the rows of a global batch that this data coordinate gets."""
         return row_range(rows, self._index, self._blocks)
 
     @property

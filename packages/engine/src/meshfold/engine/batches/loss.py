@@ -35,7 +35,7 @@ class FallbackLoss:
 def fields_of(loss_fn: object) -> tuple[str, ...] | None:
     """Return the entries of a batch that an objective reads and the model is not called with; None for any other loss.
 
-    An objective is a ``loss_fn`` with an attribute ``batch_fields``. It stands in the place of the model's own loss, so that the
+    An objective is a ``loss_fn`` with an attribute ``batch_fields``. It replaces the model's own loss, so that the
     model is called with labels, as if it computed the loss itself, and need not put its logits together.
     """
     fields = getattr(loss_fn, "batch_fields", None)

@@ -264,7 +264,7 @@ class Checkpoint:
         """Check that everything read so far is of one checkpoint.
 
         Raises:
-            CheckpointError: if another run has replaced it meanwhile.
+            CheckpointError: if another run has replaced it in the meantime.
         """
         try:
             now = zlib.crc32((self.path / STATE_FILE).read_bytes())

@@ -38,7 +38,7 @@ class RankFile:
     """
 
     def __init__(self, folder: Path, name: str, sources: Sources, world: World) -> None:
-        """Record the tensors as they are, and check that the file can be written.
+        """Record the tensors' present values, and check that the file can be written.
 
         Args:
             folder: where the file is made.
@@ -152,7 +152,7 @@ class RankFile:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close it as it is."""
+        """Close the unfinished file."""
         if self._writer is not None:
             self._writer.abandon()
         if self._folder is not None:
@@ -160,7 +160,7 @@ class RankFile:
             self._folder = None
 
     def give_up(self, error: Exception) -> None:
-        """Report an error to rank 0, in place of what was written, where there is certainly room."""
+        """Report an error to rank 0 in the rank's own file, truncated first so that there is room."""
         if self._folder is None:  # already renamed
             return
         if self._writer is not None:

@@ -157,7 +157,7 @@ class Saver:
         self._buffers.clear()
 
     def before_change(self) -> None:
-        """Order later work after the copies; call it before changing what is copied."""
+        """Order later work after the copies; call it before changing the copied tensors."""
         save = self._under_way
         if save is not None:
             save.wait_until_copied()
@@ -281,7 +281,7 @@ class BackgroundSave:
         copied_seconds: time from its start until all was copied; 0.0 until then.
         seconds: total time; 0.0 until it is done.
         bytes: written by this rank; 0 until known.
-        copying: protects what is copied from changes; None before it has started.
+        copying: protects the copied tensors from changes; None before it has started.
     """
 
     def __init__(self, path: Path, world: World) -> None:

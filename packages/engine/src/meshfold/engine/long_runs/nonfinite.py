@@ -105,7 +105,7 @@ class NonFiniteGuard:
             forget: releases its gradients.
 
         Raises:
-            NonFiniteError: in mode ``"error"``, on every rank, with what was found.
+            NonFiniteError: in mode ``"error"``, on every rank, naming what is not finite.
         """
         mode = self._mode
         if mode is None:

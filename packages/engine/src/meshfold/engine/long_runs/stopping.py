@@ -163,7 +163,7 @@ def resize_data_axis(parallel: Mapping[str, Any], world_size: int) -> tuple[dict
     The global batch stays the same, and so does the loss curve: only the distribution of its rows changes.
 
     Returns:
-        The spec, and a sentence about the change; empty if there is none.
+        The spec, and a sentence about the change; empty if nothing changed.
 
     Raises:
         SpecError: if the other axes do not divide the ranks.

@@ -82,5 +82,5 @@ class CarriedRoutingSums:
 
 
 def carry_routing_sums(model: nn.Module, world: World, dtype: torch.dtype) -> Callable[[Pipeline], None]:
-    """Return what is to be called with the pipeline that a model is cut into. See :class:`CarriedRoutingSums`."""
+    """Return a function to call with the pipeline that a model is cut into. See :class:`CarriedRoutingSums`."""
     return CarriedRoutingSums(model, world, dtype).carry

@@ -74,7 +74,7 @@ def _refuse_table(name: str, table: nn.Embedding | nn.EmbeddingBag, world: World
 
 
 def _refuse_tied_table(name: str, table: nn.Embedding | nn.EmbeddingBag, model: nn.Module, world: World) -> None:
-    """Raise a SpecError for a table of which another stage has a copy that a forward does not rescale."""
+    """Raise a SpecError for a table if another stage has a copy that a forward does not rescale."""
     if table.max_norm is None or not world.pipelined:
         return
     holders = sum(p is table.weight for module in model.modules() for p in module._parameters.values())
@@ -87,7 +87,7 @@ def _refuse_tied_table(name: str, table: nn.Embedding | nn.EmbeddingBag, model: 
 
 
 def refuse_complex(model: nn.Module) -> None:
-    """Raise a SpecError for a complex parameter, of which a precision would keep only the real part."""
+    """Raise a SpecError for a complex parameter: a precision would keep only its real part."""
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise SpecError(

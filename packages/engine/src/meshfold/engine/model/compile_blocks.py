@@ -106,7 +106,7 @@ class CompiledBlocks:
     ) -> None:
         """Args:
         settings: how they are compiled.
-        model: this rank's part, as it is trained.
+        model: this rank's part of the trained model.
         spec: under which.
         blocks: those of the model, by name, if known.
 
@@ -135,7 +135,7 @@ class CompiledBlocks:
             block.forward = compiled
 
     def __str__(self) -> str:
-        """Return what is compiled, in one line: ``compiled: 24 blocks LlamaDecoderLayer, backend inductor``."""
+        """Return a line that lists the compiled blocks: ``compiled: 24 blocks LlamaDecoderLayer, backend inductor``."""
         if "" in self.blocks:
             what = f"{type(self.blocks['']).__name__} as a whole"
         else:

@@ -43,7 +43,7 @@ class Fp8Layers:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Return a line of what is in fp8, and one for each reason to stay in bf16."""
+        """Return a line that lists the layers in fp8, and one for each reason to stay in bf16."""
         lines = [f"fp8 ({self.recipe}): {_listed(self.layers)}"]
         if self.weights is not None:
             lines.append("weights are cast once a step")

@@ -1,4 +1,4 @@
-"""A linear layer that multiplies in fp8, in the place of ``nn.Linear``; in a pipeline its weight gradient may wait."""
+"""A linear layer that multiplies in fp8 and replaces ``nn.Linear``; a pipeline may defer its weight gradient."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ _classes: dict[type, type] = {nn.Linear: Fp8Linear}
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Return True for ``nn.Linear`` itself, also one of which a pipeline has changed the class."""
+    """Return True for ``nn.Linear`` itself, also if a pipeline has changed its class."""
     return type(module) is nn.Linear or (WeightGradSite.of(module) is not None and nn.Linear in type(module).__bases__)
 
 

@@ -46,7 +46,7 @@ def casts_once(settings: Fp8Settings, spec: ParallelSpec, accumulation: int) -> 
 
 
 def fp8_cast_bytes(model: nn.Module, settings: Fp8Settings | None, spec: ParallelSpec, accumulation: int) -> int:
-    """Return the bytes that weights in fp8 hold while a step lasts, beside their scales; the model's layers are in fp8."""
+    """Return the bytes that fp8 weights take during a step, without their scales, in a model whose layers are in fp8."""
     if settings is None or not casts_once(settings, spec, accumulation):
         return 0
     weights = [layer.get_parameter("weight") for layer in model.modules() if _weight(layer) is not None]
@@ -69,7 +69,7 @@ class Fp8Weights:
         return {name: weight.casts for name, layer in self._layers.items() if (weight := _weight(layer)) is not None}
 
     def watch(self, compiled: CompiledBlocks | None) -> None:
-        """Cast the weights of compiled blocks in front of their forwards, compiled. Call it when all other hooks are there."""
+        """Cast the weights of compiled blocks before their forwards, compiled. Call it after all other hooks are registered."""
         if compiled is None:
             return
         cast = torch.compile(fp8_cast_weight, backend=compiled.backend)
@@ -82,15 +82,15 @@ class Fp8Weights:
             self._hooks.append(block.register_forward_pre_hook(_before(layers)))
 
     def open(self) -> None:
-        """Keep what is cast from now on, at the start of an optimizer step."""
+        """Keep weights cast from now on; called at the start of an optimizer step."""
         self._each(Fp8Weight.open)
 
     def close(self) -> None:
-        """Let go of what was cast, before weights change."""
+        """Release the cast weights, before weights change."""
         self._each(Fp8Weight.close)
 
     def remove(self) -> None:
-        """Remove the hooks, and let go of what was cast."""
+        """Remove the hooks and release the cast weights."""
         self.close()
         while self._hooks:
             self._hooks.pop().remove()

@@ -1,4 +1,4 @@
-"""The engine's argument ``kernels``: fused kernels in place of the model's own operations."""
+"""The engine's argument ``kernels``: fused kernels that replace the model's own operations."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class AsGiven:
         self._tensors = [_Tensor(tensor) for tensor in tensors]
 
     def forget(self) -> None:
-        """Commit: keep the model as it is now, and drop the references to its former parts."""
+        """Commit: keep the changed model, and drop the references to its former parts."""
         self._modules.clear()
         self._tensors.clear()
 

@@ -59,7 +59,7 @@ def split_roots(
         module: holds the roots.
         roots: their names.
         rules: role by pattern of full names in the module; ``"replicate"`` for a root's own name leaves it whole.
-        split: splits one; returns None if it was left as it is.
+        split: splits one; returns None if it was left unchanged.
         drops: whether a root has dropout.
 
     Returns:

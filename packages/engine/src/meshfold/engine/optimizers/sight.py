@@ -1,4 +1,4 @@
-"""Let an optimizer see what it must of whole tensors, where a rank has blocks of them: norms, sums over dims, matrices."""
+"""Give an optimizer what it needs of whole tensors where a rank has only blocks: norms, sums over dims, matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def give_sight(optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor], 
 
     Args:
         optimizer: of the targets; with an attribute ``square_sums`` or ``blocks`` if it asks.
-        targets: what it updates, by name, equal on all data ranks.
+        targets: the tensors it updates, by name, equal on all data ranks.
         world: where they lie.
 
     Raises:

@@ -42,7 +42,7 @@ class ScaleSettings:
     Attributes:
         initial_scale: initial factor of the loss.
         growth_factor: the scale grows by this ...
-        growth_interval: ... after so many steps in a row without overflow.
+        growth_interval: ... after this many steps in a row without overflow.
         backoff_factor: the scale shrinks by this ...
         hysteresis: ... at this number of overflows in a row, and at each further one in that row.
         min_scale: it never falls below.
@@ -225,7 +225,7 @@ class Masters:
                 self._high.append(master)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with the master weights: a parameter's master, anything else as it is."""
+        """Return the tensor with the master weights: a parameter's master, or the tensor itself."""
         return self._of.get(tensor, tensor)
 
     def copies(self) -> dict[Tensor, Tensor]:
@@ -234,7 +234,7 @@ class Masters:
 
     @torch.no_grad()
     def publish(self, written: Collection[Tensor] = ()) -> None:
-        """Round the masters into the parameters, but for those whose masters are given, which are there."""
+        """Round the masters into the parameters, except for those whose masters are given: these are up to date."""
         pairs = [(low, high) for low, high in zip(self._low, self._high, strict=True) if high not in written]
         if pairs:
             torch._foreach_copy_([low for low, _ in pairs], [high for _, high in pairs])
@@ -253,7 +253,7 @@ def other_dtypes(model: nn.Module, precision: Precision) -> dict[Tensor, torch.d
 
 
 def cast_rest(model: nn.Module, precision: Precision, trained: set[Tensor]) -> None:
-    """Cast what is not trained to the precision: frozen parameters, and buffers in the state dict.
+    """Cast everything that is not trained to the precision: frozen parameters, and buffers in the state dict.
 
     Tables that a module recomputes (non-persistent buffers, such as rotary frequencies) and the running statistics
     of batch norms stay in float32: rounding them loses more than it saves. With fp64 everything is float64.

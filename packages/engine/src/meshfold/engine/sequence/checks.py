@@ -52,7 +52,7 @@ def check_mixing(model: nn.Module, world: World) -> None:
         world: where it lies; without split sequences nothing is looked for.
 
     Raises:
-        SpecError: for what is found.
+        SpecError: for any of them.
     """
     spec = world.spec.sequence
     if spec is None or spec.size == 1:  # also of Megatron's mode

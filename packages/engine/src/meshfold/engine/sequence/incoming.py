@@ -29,7 +29,7 @@ class Forward:
         sharding: of its sequences.
         rows: of the batch.
         share: this rank's share of the targets that count, float64; None if the model was given no labels.
-        documents: packed into each row, which attention keeps to; None if there are none.
+        documents: those packed into each row, which attention does not cross; None if rows are not packed.
     """
 
     sharding: SequenceSharding
@@ -135,7 +135,7 @@ class Incoming:
             given["attention_mask"] = None
 
     def _documents(self, given: dict[str, Any], rows: int, length: int) -> Documents | None:
-        """Return the documents packed into each row; None if there are none."""
+        """Return the documents packed into each row; None if rows are not packed."""
         if not self._theirs and not self._own:
             return None
         masked = isinstance(given.get("attention_mask"), Tensor)

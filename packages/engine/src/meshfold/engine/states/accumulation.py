@@ -38,10 +38,10 @@ class CastWeights(Protocol):
     """Protocol of weights in another format, made once a step: :class:`meshfold.engine.model.fp8_weights.Fp8Weights`."""
 
     def open(self) -> None:
-        """Keep what is made from now on."""
+        """Keep casts made from now on."""
 
     def close(self) -> None:
-        """Let go of what was made: weights change."""
+        """Release the casts: weights change."""
 
 
 class Accumulation:
@@ -213,7 +213,7 @@ class Accumulation:
 
 
 class ShownGradients:
-    """Shows the gradients of :class:`meshfold.engine.states.States`, and changes them when torch changes what is shown."""
+    """Shows the gradients of :class:`meshfold.engine.states.States`, and changes them when torch changes those it shows."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class ShownGradients:
             self.show()
 
     def hide(self) -> None:
-        """Show nothing, before a backward, which would add to what is shown, or at the end."""
+        """Show nothing: at the end, or before a backward, which would add to the shown gradients."""
         if not self._visible:
             return
         for parameter in self._states.trained:
@@ -275,7 +275,7 @@ class ShownGradients:
         self._visible = False
 
     def cover(self) -> None:
-        """Show all, also in place of complete gradients, which are those of this rank's shard only."""
+        """Show all, also instead of complete gradients, which cover this rank's shard only."""
         for place, parameter in enumerate(self._states.trained):
             if parameter.grad is not None and not isinstance(parameter.grad, GradientProxy):
                 self._covered[place], parameter.grad = parameter.grad, None
@@ -297,7 +297,7 @@ class ShownGradients:
                 )
 
     def hand_back(self) -> None:
-        """Restore complete gradients for the optimizer's step, with all changes made through what was shown."""
+        """Restore complete gradients for the optimizer's step, with all changes made to the shown ones."""
         covered, factors = dict(self._covered), list(self._factors)
         self.hide()
         self._put(covered)

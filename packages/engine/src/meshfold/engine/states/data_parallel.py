@@ -119,7 +119,7 @@ class Bucket:
             self._flat, self._filled, self._arrived, self._used, self._summed = before
 
     def take(self) -> BucketGradients | None:
-        """Return the gradients that have arrived, which are no longer here; None if there are none."""
+        """Hand over the gradients that have arrived; None if none have."""
         flat, filled = self._flat, frozenset(self._filled)
         self.reset()
         return None if flat is None else BucketGradients(flat=flat, filled=filled)

@@ -191,7 +191,7 @@ def _tuples(value: Any) -> Any:
 
 
 def global_shape(local: Tensor, like: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor of which ``local`` is a shard placed like ``like``."""
+    """Return the shape of the whole tensor whose shard is ``local``, placed like ``like``."""
     meta = metadata(like)
     return tuple(local.shape) if meta is None or local.shape != like.shape else meta.placement.shape
 

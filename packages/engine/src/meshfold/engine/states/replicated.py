@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state of an engine's model, and what can be done with them.
+"""Weights, gradients and optimizer state of an engine's model, and operations on them.
 
 :class:`PlainStates` keeps them whole on every data rank; :class:`meshfold.engine.zero.states.ZeroStates` keeps them in chunks
 that data ranks share.
@@ -141,7 +141,7 @@ class States(Protocol):
         """Write a parameter, into its master weights, or a buffer; then call ``publish``."""
 
     def publish(self) -> None:
-        """Publish what was written to the model."""
+        """Publish written values to the model."""
 
     def optimizer_sources(self) -> dict[str, Source]:
         """The optimizer's tensors by ``parameter/state``. All ranks must call."""

@@ -57,7 +57,7 @@ class MeasuredPlans:
         accumulation: int,
     ) -> None:
         """Args:
-        model: what is trained.
+        model: the trained model.
         gemini: holds it.
         spec: the entry ``zero``.
         world: where it lies.
@@ -72,7 +72,7 @@ class MeasuredPlans:
 
         Args:
             watcher: has traces of some steps.
-            flying: what a pipeline's step holds besides; None without.
+            flying: what a pipeline's step holds in addition; None without.
         """
         spec, world = self._spec, self._world
         machine = replace(
@@ -134,7 +134,7 @@ class MeasuredPlans:
 
         Args:
             made: the plan.
-            peak: bytes of the device that its steps took at most; 0 where nobody counts them.
+            peak: peak device bytes of its steps; 0 where they are not counted.
             timings: of the host's steps under it.
             compute: of one micro-step under it; None: as planned with. The slowest rank's counts.
         """

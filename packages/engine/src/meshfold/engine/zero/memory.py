@@ -58,7 +58,7 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def limit_allocator(device: torch.device, limit: int) -> None:
-    """Let this process take no more than ``limit`` bytes of a GPU, so that a smaller card is what it sees."""
+    """Let this process take no more than ``limit`` bytes of a GPU, as on a smaller card."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
@@ -115,13 +115,13 @@ class Pressure:
         return said is not None and bool(int(said))
 
     def forget(self) -> None:
-        """Forget what was said so far: it is of another plan."""
+        """Forget what was reported so far: it belongs to another plan."""
         self._said = self._there = None
         self._retries = retries(self._world.device)
 
 
 def retries(device: torch.device) -> int:
-    """Return how often the allocator had to give back what it held before it found memory; each is a near end."""
+    """Return how often the allocator had to release its cache before it found memory; each time it was close to failing."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

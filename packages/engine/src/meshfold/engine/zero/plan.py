@@ -94,7 +94,7 @@ def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -
 
 
 def limits_of(spec: ZeroSpec) -> Limits:
-    """Return the limits of a plan, as far as the spec says; of a disk the free space of the folder, if it is there."""
+    """Return the limits of a plan that the spec gives; for a disk the free space of the folder, if it exists."""
     disk: int | None = 0
     if spec.offload_path is not None:
         folder = Path(spec.offload_path)
@@ -138,7 +138,7 @@ class Sizes:
 
     @classmethod
     def of(cls, regime: Regime, *, elements: int, ranks: float) -> Sizes:
-        """Return the sizes of so many elements, each with the bytes that a regime says."""
+        """Return the sizes of ``elements`` elements in a regime's bytes."""
         return cls(
             elements=elements,
             ranks=ranks,

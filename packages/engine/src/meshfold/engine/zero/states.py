@@ -172,7 +172,7 @@ class ZeroStates:
             self.gemini.end_backward()
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
-        """Chunks are reduced when all gradients are there."""
+        """Chunks are reduced once all their gradients have arrived."""
 
     def finish(self, factor: float) -> None:
         if self._owed:

@@ -1,4 +1,4 @@
-"""Watching training steps: what a plan needs to know of a model, seen while it trains, and agreed on by all ranks.
+"""Watching training steps: what a plan needs to know about a model, measured in training and agreed on by all ranks.
 
 Before there is a plan, unit by unit; under it, how long compute takes all in all.
 """
@@ -45,7 +45,7 @@ class Watcher:
 
     def __init__(self, model: nn.Module, gemini: Gemini, device: torch.device, blocks: RecomputedBlocks | None) -> None:
         """Args:
-        model: what is trained.
+        model: the trained model.
         gemini: holds it.
         device: where it computes.
         blocks: those whose activations a plan may keep.

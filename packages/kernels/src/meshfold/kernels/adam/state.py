@@ -54,7 +54,7 @@ class WholeState:
 
     @property
     def weights(self) -> Tensor:
-        """The weights of the model: the copy, or the parameter if there is none."""
+        """The weights of the model: the copy, or else the parameter."""
         return self.parameter if self.copy is None else self.copy
 
     def master(self) -> Tensor:

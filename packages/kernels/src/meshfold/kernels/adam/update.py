@@ -228,7 +228,7 @@ def adam_step(
 
     Args:
         state: :class:`WholeState`, :class:`SplitState` or :class:`QuantizedState` of ``n`` elements.
-        grad: ``n``, flat, float32, bfloat16 or float16; left as it is.
+        grad: ``n``, flat, float32, bfloat16 or float16; not changed.
         settings: learning rate, betas, eps, weight decay.
         step: number of the step, from 1; with ``seed`` it also chooses the noise of stochastic rounding.
         grad_scale: initial factor of the gradient: clip factor over loss scale; a number, or a float32

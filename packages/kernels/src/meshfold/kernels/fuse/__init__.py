@@ -1,10 +1,10 @@
-"""Fused kernels in the place of a model's own operations: any ``nn.Module``, found by shape and by trial.
+"""Fused kernels that replace a model's own operations, in any ``nn.Module``, found by shape and by trial.
 
     RMSNorm, LayerNorm      a module that computes what :func:`meshfold.kernels.rms_norm` or ``layer_norm`` does, of any name
     residual + norm         x = x + branch(...); norm(x) inside of one module, whose children branch and norm are
     gated activations       silu(gate) * up or gelu(gate) * up, where the activation of a module is only ever multiplied
     rotary embedding        a function (q, k, cos, sin) of the Hugging Face kind that a module's forward calls
-    linear + cross entropy  a head whose logits nobody reads but the loss: they are never held whole
+    linear + cross entropy  a head whose logits only the loss reads: they are never held whole
 
 Each rule tries a module out on small random tensors before it touches it, and each replacement goes back to the model's own
 code wherever it cannot do better: under torch.compile, in another dtype than its weights', on a device without Triton. Names,
@@ -35,7 +35,7 @@ RULES: Mapping[str, str] = {
     "residual": "residual + norm in one launch",
     "loss": "linear + cross entropy, without whole logits",
 }
-"""The rules by name, and what each puts into a model."""
+"""The rules by name, and the kernels that each puts into a model."""
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,7 @@ class FusedModel:
     _replaced: list[Replaced] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Return a line for each rule: what is fused, in how many modules, the first of them."""
+        """Return a line for each rule: the fused operations, the number of modules, and the first of them."""
         if not self.modules:
             return "fused: nothing"
         return "\n".join(
@@ -76,7 +76,7 @@ def fuse(
     residual: bool | None = None,
     loss: bool | None = None,
 ) -> FusedModel:
-    """Put fused kernels into a model, in place, and return what was replaced.
+    """Put fused kernels into a model, in place, and return the replacements.
 
     Args:
         model: real or meta weights; in training or not.

@@ -91,7 +91,7 @@ def _activate(own: Activation, product: Product, always: bool, x: Tensor) -> Any
 
 
 class LazyActivation:
-    """An activation that waits for what it is multiplied with. Any other use computes it."""
+    """An activation that is computed with the product it is a factor of. Any other use computes it at once."""
 
     __slots__ = ("_own", "_product", "_x")
 

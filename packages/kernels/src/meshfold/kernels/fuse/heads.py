@@ -22,7 +22,7 @@ from meshfold.kernels.fuse.replaced import candidates, is_watched, own_forward
 from meshfold.kernels.inputs import is_autocast
 
 WORTHWHILE = 1 << 24
-"""Number of logits from which on they are left out: 64 MiB in float32. Fewer are computed at once, as ever."""
+"""Least number of logits that are left out: 64 MiB in float32. Fewer are computed at once, as usual."""
 
 _CALL = "_meshfold_head"
 
@@ -134,7 +134,7 @@ class Head:
         layer.__class__ = _deferring(self._kind)
 
     def close(self) -> None:
-        """Make the layer what it was."""
+        """Restore the layer."""
         self._layer.__class__ = self._kind
         self._layer.__dict__.pop(_CALL, None)
 

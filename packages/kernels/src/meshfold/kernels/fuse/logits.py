@@ -1,4 +1,4 @@
-"""Logits that were not computed: a tensor that stands for what a head makes of its input.
+"""Logits that were not computed: a tensor that stands for a head's output.
 
 What a loss usually does to logits on the way is kept in mind and not carried out: casts, views of the rows, slices of them,
 a scale, a soft cap. Cross entropy is computed with the head. Whatever else a program does with them computes them as the head

@@ -69,7 +69,7 @@ class Norm:
 
 @runtime_checkable
 class OffersNorm(Protocol):
-    """Protocol of a norm that runs as a kernel by itself, and lets the rule ``residual`` compute it with a sum."""
+    """Protocol of a norm that runs as its own kernel, or together with a sum under the rule ``residual``."""
 
     def fused_norm(self) -> Norm | None:
         """Return the norm that the module computes of whole rows; None if a kernel cannot make the sum for it."""
@@ -138,7 +138,7 @@ def _epsilons(module: nn.Module) -> tuple[float, ...]:
 
 @torch.no_grad()
 def _trial(module: nn.Module, names: list[str], epsilons: tuple[float, ...]) -> Norm | None:
-    """Return the norm that a module computes, found by trial; None if there is none."""
+    """Return the norm that a module computes, found by trial; None if it computes none."""
     random = torch.Generator().manual_seed(0)
     hidden = module.get_parameter(names[0]).shape[0]
     parameters = {name: torch.rand(hidden, generator=random) + 0.5 for name in names}

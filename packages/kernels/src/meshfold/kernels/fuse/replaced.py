@@ -25,7 +25,7 @@ class Replaced(Protocol):
 
 
 class ReplacedForward:
-    """A forward in the place of a module's own, or of another replacement, as an attribute of that one module."""
+    """A forward that replaces a module's own, or another replacement, as an attribute of that one module."""
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Args:
@@ -38,7 +38,7 @@ class ReplacedForward:
         module.forward = forward
 
     def close(self) -> None:
-        """Give the module the forward back that it had, unless somebody has replaced this one."""
+        """Restore the module's former forward, unless this one has been replaced."""
         if self._module.__dict__.get("forward") is not self._forward:
             return
         if self._before is None:
@@ -65,7 +65,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def names_of(forward: object) -> Mapping[str, Any]:
-    """Return the global names that a forward's code uses, with their values; none for what a decorator has wrapped.
+    """Return the global names that a forward's code uses, with their values; none for a forward that a decorator has wrapped.
 
     A decorator's names are not those of the forward inside.
     """
@@ -76,7 +76,7 @@ def names_of(forward: object) -> Mapping[str, Any]:
 
 
 def with_names(forward: Callable[..., Any], bound: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a copy of a function in which some global names have other values. The function itself stays as it is."""
+    """Return a copy of a function in which some global names have other values. The function itself does not change."""
     own = forward
     if not isinstance(own, types.FunctionType):
         raise TypeError(f"{forward!r} is not a Python function, so its code cannot be copied")
@@ -88,7 +88,7 @@ def with_names(forward: Callable[..., Any], bound: Mapping[str, Any]) -> Callabl
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model with their names, each once, without those that are compiled and what is inside of them."""
+    """Yield the modules of a model with their names, each once, without compiled modules and their children."""
     stack, seen = [("", model)], {model}
     while stack:
         name, module = stack.pop()

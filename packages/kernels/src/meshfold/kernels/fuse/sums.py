@@ -1,4 +1,4 @@
-"""Tensors that wait for what they are used for: what a branch returned, and the sum of it and the residual stream."""
+"""Tensors computed only when used: a branch's output, and its sum with the residual stream."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Sum(Waiting):
         """Take the sum.
 
         Raises:
-            RuntimeError: if what it was made of was changed in place meanwhile.
+            RuntimeError: if a tensor it was made of has been changed in place since.
         """
         if self._versions != _versions(self.residual, self.branch):
             raise RuntimeError(
@@ -139,7 +139,7 @@ def _versions(*each: Tensor) -> list[int]:
 
 
 def tensors(given: Any) -> Any:
-    """Return arguments with tensors in the place of those that wait: alone, in tuples, lists and dicts."""
+    """Return arguments with waiting tensors computed, alone or in tuples, lists and dicts."""
     if isinstance(given, Waiting):
         return given.value()
     if type(given) in (tuple, list):
@@ -148,5 +148,5 @@ def tensors(given: Any) -> Any:
 
 
 def results(given: Any) -> Any:
-    """Return results with tensors in the place of those that wait, in whatever they lie."""
+    """Return results with waiting tensors computed, in any container."""
     return tree_map_only(Waiting, lambda each: each.value(), given)

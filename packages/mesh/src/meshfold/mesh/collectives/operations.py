@@ -50,7 +50,7 @@ class Pending:
         """Args:
         tensor: the functional collective's output, or the result itself if there is nothing to finish.
         finish: turns the output into the result.
-        waits: the tensor has to be waited for; if not, ``finish`` does that.
+        waits: the caller must wait for the tensor; if False, ``finish`` waits.
         call: for the watchdog, if there is one.
         """
         self._tensor = tensor
@@ -245,7 +245,7 @@ def exchange_rows(x: Tensor, group: Group, sends: Sequence[int], receives: Seque
     Args:
         x: the rows for rank 0 of the group, then those for rank 1, and so on.
         sends: rows for each rank; those for this rank itself are copied and count as no traffic.
-        receives: rows from each rank: what it sends here.
+        receives: number of rows that each rank sends here.
 
     Raises:
         CollectiveError: if there is not one number a rank, or ``sends`` are not the rows of ``x``.

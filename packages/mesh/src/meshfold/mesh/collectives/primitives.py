@@ -47,7 +47,7 @@ def scatter_sums(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
 
 
 def take_block(x: Tensor, mesh: Mesh, dim: int, axes: Axes) -> Tensor:
-    """Return this rank's block along ``dim``: a view. Not differentiable by itself beyond slicing.
+    """Return this rank's block along ``dim``: a view. Differentiable only as slicing is.
 
     Raises:
         LayoutError: if the axes do not divide the dim.

@@ -164,7 +164,7 @@ def record_initialization() -> Iterator[InitTrace]:
     """Record how tensors get their values: inside, every factory makes a tensor on the meta device.
 
     ``torch.device("meta")`` is not needed; code that reads a tensor's value (``.item()``, ``.tolist()``, a branch)
-    gets it, unless it is random. Call ``trace.bind(model)`` once the model is there.
+    gets it, unless it is random. Call ``trace.bind(model)`` once the model exists.
     """
     trace = InitTrace()
     with (
@@ -252,7 +252,7 @@ def materialize(
         dtype: of floating parameters and buffers, as ``model.to(dtype)``; None keeps each tensor's own.
         placement_of: from a tensor's name and the meta tensor to one vector of global coordinates a dim (as
             `Placement.coordinates` gives them), or None for a whole tensor. Left out: all whole.
-        parameters: False leaves parameters as they are, for one who asks the trace for them one by one.
+        parameters: False leaves parameters unchanged, for a caller that asks the trace for them one by one.
 
     Returns:
         The model.

@@ -26,7 +26,7 @@ class ValueSource:
     """Source of the values of a model on the meta device.
 
     Attributes:
-        trace: what its code did.
+        trace: of its initialization.
         seed: of the random numbers.
     """
 

@@ -58,7 +58,7 @@ class Replay:
     """Computes recorded tensors for one seed.
 
     Attributes:
-        recording: what was written.
+        recording: of the writes.
         keys: the key of each random write.
         seed: the seed of the model.
         device: where blocks are computed.

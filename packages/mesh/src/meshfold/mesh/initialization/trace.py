@@ -58,7 +58,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A recorded tensor as it was at one moment: its storage after so many writes, seen through a geometry."""
+    """A recorded tensor at one moment: its storage after a number of writes, seen through a geometry."""
 
     storage: int
     writes: int
@@ -79,7 +79,7 @@ class Write:
     Attributes:
         func: the operator, or `TRUNCATED_NORMAL`.
         args: its arguments: `Ref` for a recorded tensor, `TARGET` for the one written, a copy of a real tensor.
-        kwargs: likewise.
+        kwargs: the same.
         target: the elements that are written.
         output: for an operator that makes its result, which of its results this is; None if it writes in place.
     """
@@ -143,7 +143,7 @@ class Recording:
         self._logs: dict[int, Log] = {}
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return the tensor as it is now."""
+        """Return the tensor with its present values."""
         storage = tensor.untyped_storage()
         return Ref(storage._cdata, len(self.log(storage).writes), Geometry.of(tensor))
 

@@ -29,7 +29,7 @@ class Saved:
         self._kept: list[torch.UntypedStorage] = []  # keep storages alive, so that no other gets their address
 
     def add(self, tensor: Tensor) -> None:
-        """Count what a tensor lies in."""
+        """Count the storage of a tensor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
@@ -39,7 +39,7 @@ class Saved:
 
 @contextmanager
 def saved_for_backward(parameters: Iterable[Tensor]) -> Iterator[Saved]:
-    """Count what is saved for backward: each storage once, without parameters and other given tensors."""
+    """Count the storages saved for backward: each once, without parameters and other given tensors."""
     found = Saved(parameters)
 
     def pack(tensor: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class DryRun(TorchFunctionMode):
         return found
 
     def add_attention(self, flops: int) -> None:
-        """Count so many operations of attention."""
+        """Count operations of attention."""
         self.attention_flops += flops
         if self.on_attention is not None:
             self.on_attention(flops)

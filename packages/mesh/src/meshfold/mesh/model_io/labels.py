@@ -49,7 +49,7 @@ def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tenso
     is not.
 
     Args:
-        targets: integers, -100 where none counts; others are left as they are.
+        targets: integers, -100 where none counts; others are not changed.
         count: how many do: a scalar, on whatever device.
         mask: an attention_mask of the same shape, if there is one: then the last that it does not hide.
     """

@@ -34,7 +34,7 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOutput:
-    """Layout of a model output of which each rank has a shard.
+    """Layout of a model output that ranks hold in shards.
 
     Attributes:
         what: the tensor in words, for messages.

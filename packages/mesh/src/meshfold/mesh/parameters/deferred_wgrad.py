@@ -138,7 +138,7 @@ class WeightGradQueue:
 
 @runtime_checkable
 class DefersWeightGrad(Protocol):
-    """A layer that can defer its weight gradient by itself."""
+    """A layer that can defer its own weight gradient."""
 
     def defer_weight_gradient(self) -> WeightGradSite:
         """Hand the weight gradient to the site from now on."""
@@ -167,7 +167,7 @@ def after_gradients(callback: Callable[[], None]) -> None:
 
 @contextmanager
 def gradient_scope() -> Iterator[None]:
-    """Context manager around several backwards, nested or one after the other, that make gradients together."""
+    """Context manager around several backwards, nested or in sequence, that make gradients together."""
     callbacks: list[Callable[[], None]] = []
     _together.append(callbacks)
     try:
@@ -184,7 +184,7 @@ _together: list[list[Callable[[], None]]] = []  # not thread-local: autograd run
 def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is taken as it is.
 
-    The parameter may be empty meanwhile: ZeRO stage 3 releases values that are not in use, and dw needs none.
+    The parameter may be empty at that time: ZeRO stage 3 releases values that are not in use, and dw needs none.
     """
     if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
         values = parameter.data

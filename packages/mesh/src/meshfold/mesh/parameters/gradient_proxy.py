@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 class GradientOwner(Protocol):
-    """Object that stores the gradients by index. Its methods raise if there are none now."""
+    """Object that stores the gradients by index. Its methods raise if it holds none."""
 
     def norm(self, places: Sequence[int], norm_type: float) -> Tensor:
         """Return the norm of these gradients over the whole model. All ranks must call."""
@@ -50,7 +50,7 @@ class _Proxy(Tensor):
 
     _of: ref[GradientOwner]
     places: tuple[int, ...]
-    """Places of the gradients that it stands for"""
+    """Places of the gradients that it represents"""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

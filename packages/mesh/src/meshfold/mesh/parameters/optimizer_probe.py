@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshfold.mesh.errors import MeshfoldError
 
 Sight = Literal["elements", "matrices", "others"]
-"""Each element by itself; the whole parameter; other parameters as well, or chance."""
+"""Each element alone; the whole parameter; other parameters too, or random numbers."""
 
 _STEPS = 24  # some optimizers read the whole matrix only every few steps
 _SHAPES = ((6, 5), (4, 3))
@@ -29,7 +29,7 @@ def probe_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     """Return what an optimizer reads: step on matrices together, each by itself, and in flat shards, and compare.
 
     Args:
-        optimizer: with its settings; it is not changed and does not step. Random states stay as they are.
+        optimizer: with its settings; it is not changed and does not step. Random states are not changed.
         group: one of its groups.
 
     Raises:

@@ -18,7 +18,7 @@ from meshfold.mesh.placement import Placement
 
 _ATTRIBUTE = "_meshfold"
 ROLE = "_meshfold_role"
-"""Attribute of a parameter, and of what stands for it, that tells an optimizer its role in the model."""
+"""Attribute of a parameter, and of its stand-ins, that tells an optimizer its role in the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
 
 
 def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:
-    """Register on the parameter ``now`` the hooks of the one that it stands for.
+    """Register on the parameter ``now`` the hooks of the one that it replaces.
 
     A hook then sees what this rank has of the gradient: that of its rows, in its block. Handles of the hooks before do not
     remove these.
@@ -112,5 +112,5 @@ class StoredValue(NamedTuple):
         return self.whole is _single
 
     def made(self) -> Tensor:
-        """Return the value as it is now."""
+        """Return the present value."""
         return self.whole(self.tensors)

@@ -22,7 +22,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 STOPPED_CODE = 75
-"""What a program ends with that has stopped on request and is to go on later: EX_TEMPFAIL of sysexits.h"""
+"""Exit code of a program that has stopped on request and can be resumed: EX_TEMPFAIL of sysexits.h"""
 
 
 def die_with_parent(parent: int) -> None:

@@ -38,9 +38,9 @@ class Environment:
         world_size: how many processes run together.
         local_rank: the place among the processes of this machine; chooses the GPU.
         local_world_size: how many processes this machine runs.
-        master_addr: host where the processes meet; empty for a single process, which meets nobody.
+        master_addr: host where the processes meet; empty for a single process.
         master_port: port there; 0 for a single process.
-        source: who said so.
+        source: where the values come from.
         attempt: how often torchrun has started these processes anew, where the store in which they meet outlives them.
     """
 
@@ -58,7 +58,7 @@ class Environment:
         """Read the environment: torchrun's variables first, then those of a Slurm step, else a single process.
 
         Args:
-            variables: what to read in place of ``os.environ``.
+            variables: read instead of ``os.environ``.
 
         Raises:
             LaunchError: for variables that are missing, not numbers, or contradict each other.

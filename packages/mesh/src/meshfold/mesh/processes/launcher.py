@@ -223,9 +223,9 @@ def launch_node(
         nodes: the least and the largest number of nodes. A job that has lost some goes on with the least at least.
         rendezvous: ``host:port`` of one of them, where the agents meet; that one serves the meeting.
         job: a name that the agents of one job have in common.
-        restarts: how often all ranks are started anew after a failure.
+        restarts: how often all ranks are restarted after a failure.
         address: of this node, as the others see it; by default its host name.
-        stop_s: seconds that ranks get to end by themselves when the agent must end them; under torch 2.11 always 30.
+        stop_s: seconds that ranks get to finish when the agent must end them; under torch 2.11 always 30.
 
     Returns:
         0; 75 if the ranks stopped on request; else the code of the rank of this node that failed first.

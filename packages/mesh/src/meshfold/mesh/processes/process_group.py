@@ -76,7 +76,7 @@ class Process:
 
 
 def is_started() -> bool:
-    """Return True if this process is in a process group, whoever started it."""
+    """Return True if this process is in a process group, no matter who started it."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -100,7 +100,7 @@ def start(
             GPU for each of its ranks, else gloo.
         device: where this rank's tensors belong; by default the local rank's GPU under NCCL, else the CPU.
         timeout: seconds (or a timedelta) after which a collective that some rank never joins is an error.
-        store: where to meet, in place of the environment's address and port.
+        store: where to meet, instead of the environment's address and port.
         meeting: seconds (or a timedelta) that ranks are waited for here; by default the timeout.
 
     Raises:
@@ -253,7 +253,7 @@ def meet_members(ranks: Sequence[int], name: str, look: Callable[[], None] = lam
     Args:
         ranks: global ranks; this process's is among them.
         name: the same on all of them.
-        look: is called once a second; what it raises ends the wait.
+        look: called once a second; an error it raises ends the wait.
         forget: the name of a meeting that all of them have left.
 
     Raises:

@@ -112,7 +112,7 @@ class Rank:
             (os.kill if alone else os.killpg)(self.process.pid, number)
 
     def finish(self) -> None:
-        """Read what is left of the standard error and close the log."""
+        """Read the rest of the standard error and close the log."""
         # A process that the rank left running may hold the pipe open: do not wait for it.
         self._reader.join(timeout=1.0)
         if self._log is not None:
@@ -140,7 +140,7 @@ class Signals:
 
     Attributes:
         caught: in order.
-        gentle: those that ask ranks to stop by themselves.
+        gentle: those that ask ranks to stop.
     """
 
     def __init__(self, *, gentle: bool = False) -> None:
@@ -168,7 +168,7 @@ def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | 
 
     Args:
         job: the ranks.
-        signals: what is caught meanwhile.
+        signals: caught during the wait.
         calm: a code that is as good as 0.
         seconds: look no longer than this; None for as long as it takes.
     """

@@ -99,7 +99,7 @@ def meet(
         limit: how long they are waited for.
         known: addresses from earlier meetings, by rank.
         broken_off: whether the wait is to end at once.
-        look: is called once a second; what it raises ends the wait.
+        look: called once a second; an error it raises ends the wait.
 
     Raises:
         RuntimeError: if a rank did not come within the limit or its process is gone, the wait was broken off, or the store

@@ -25,7 +25,7 @@ from meshfold.mesh.random.numbers import key_of
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShards:
-    """The tokens of every sequence that this rank has, which decide what it drops.
+    """The tokens of every sequence that this rank has, which decide the elements it drops.
 
     Attributes:
         length: tokens of a whole sequence.

@@ -65,7 +65,7 @@ def key_of(name: str) -> int:
 
 
 def stream_state(seed: int, key: int) -> int:
-    """Return the state of the stream (seed, key), in [0, 2**64): what a kernel needs beside the element index."""
+    """Return the state of the stream (seed, key), in [0, 2**64): all a kernel needs besides the element index."""
     return _splitmix(_splitmix(seed) ^ _splitmix(key))
 
 

@@ -41,7 +41,7 @@ class Entry:
     """One collective.
 
     Attributes:
-        kind: what it was.
+        kind: of collective.
         axes: the mesh axes it ran over.
         group_size: ranks that took part.
         block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.comm_log`).

@@ -51,16 +51,16 @@ class Call:
     """One collective of this rank; a context manager around waiting for it.
 
     Attributes:
-        kind: what it is.
+        kind: name of the operation.
         group: the ranks it runs over.
-        channel: what is counted together: the group, or one direction between two of its ranks.
+        channel: calls counted together: of the group, or of one direction between two of its ranks.
         number: of this call on its channel, from 1.
         shape, dtype: of the tensor handed over.
         detail: what else the ranks must agree on: the operation, the dims, the source.
-        step: the optimizer step it belongs to; None if nobody said.
+        step: the optimizer step it belongs to; None if unknown.
         peer: the other rank of a send or a receive.
         is_meeting: it is no collective: the ranks meet in the store.
-        since: when waiting began, in seconds of ``time.monotonic()``; None while nobody waits.
+        since: when waiting began, in seconds of ``time.monotonic()``; None while not waiting.
         checked: whether the ranks' calls were compared.
     """
 
@@ -132,7 +132,7 @@ class Call:
         return self._flight.watcher.stays_away(self)
 
     def failed(self, error: RuntimeError) -> Exception:
-        """Return what to raise in place of torch's error."""
+        """Return the error to raise instead of torch's."""
         return self._flight.watcher.failed(self, error)
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class FlightRecorder:
 
     Attributes:
         watcher: looks at them.
-        step: the optimizer step; None if nobody said.
+        step: the optimizer step; None if unknown.
         counts: of calls, by channel.
         members: the ranks of each channel.
         last: the newest calls.
@@ -198,7 +198,7 @@ def meeting(kind: str, ranks: Sequence[int], rank: int, name: str) -> Iterator[C
     """Report that this rank waits in the store for these, if a watchdog runs.
 
     Args:
-        kind: what they meet for.
+        kind: purpose of the meeting.
         ranks: global ranks that meet.
         rank: this one.
         name: of the meeting.

@@ -66,7 +66,7 @@ def _stack(thread: int) -> list[Location]:
 
 
 def _innermost(thread: int, depth: int) -> tuple[object, ...]:
-    """Return code and line of a thread's innermost frames, one after the other, read in a single call of C.
+    """Return code and line of a thread's innermost frames in order, read in a single call of C.
 
     A running thread gets no turn within it, so its stack is whole. Between two steps of a walk in Python it runs on: a generator
     that yields then leaves a frame whose caller is gone, and reading that crashes. ``faulthandler`` reads the stacks of all

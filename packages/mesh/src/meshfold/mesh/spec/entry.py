@@ -105,7 +105,7 @@ class Entry:
         return f"{self.name}={format_value(self.value)}"
 
     def error(self, problem: str, change: str) -> SpecError:
-        """Return the error to raise: the entry, what is wrong with it, what to change. Both are whole sentences."""
+        """Return the error to raise: the entry, the mistake, and the change to make, the last two as whole sentences."""
         quoted = "" if problem.startswith(str(self)) else f"{self}: "
         return SpecError(f"{quoted}{problem} {change}")
 

@@ -211,7 +211,7 @@ class ParallelSpec:
         return tuple(dict.fromkeys(need.distribution for need in self._needs()))
 
     def require_installed(self) -> None:
-        """Raise a SpecError that names what is missing and what to do about it; nothing if all is there."""
+        """Raise a SpecError that names what is missing and how to install it; do nothing if nothing is missing."""
         if missing := [need for need in self._needs() if not is_importable(need.module)]:
             written = self.written or f"parallel={format_value(self.to_dict())}"
             raise SpecError(f"{written}: {why_missing(missing)}")
@@ -306,7 +306,7 @@ def is_importable(module: str) -> bool:
 
 
 def why_missing(needs: Sequence[Need]) -> str:
-    """Return what a spec needs that is not installed, and how to install it."""
+    """Return the packages that a spec needs and are not installed, and how to install them."""
     entries: dict[str, list[str]] = {}
     for need in needs:
         entries.setdefault(need.distribution, []).append(need.entry)

@@ -17,7 +17,7 @@ class SequenceSpec:
 
     ``size`` is the number of ranks it adds: 1 for megatron, which reuses the axis ``tensor``. ``ulysses``
     is the size of the inner axis of ring_ulysses, whose ring has ``size // ulysses`` ranks; None for the
-    others. A callable as the mode is an attention of one's own over the axis ``seq``.
+    others. A callable as the mode is a custom attention over the axis ``seq``.
     """
 
     mode: str | Callable[..., object]

@@ -1,4 +1,4 @@
-"""The entry ``tensor``: 1d, 2d, 2.5d, 3d or a mode of one's own, the sizes of its axes, and how attention is computed.
+"""The entry ``tensor``: 1d, 2d, 2.5d, 3d or a custom mode, the sizes of its axes, and how attention is computed.
 
 All modes are treated the same way: each has named axes. One called ``depth`` is set by ``depth``; the others are all
 equal when only ``size`` is given (a square, a cube), and free when ``grid`` names them.
@@ -69,7 +69,7 @@ class TensorSpec:
 
     @property
     def mode_name(self) -> str:
-        """``"2d"``, or the name of a mode of one's own."""
+        """``"2d"``, or the name of a custom mode."""
         return self.mode if isinstance(self.mode, str) else self.mode.name
 
     @property

@@ -24,7 +24,7 @@ _WRITTEN = _FOLDED | {name.removesuffix("b"): unit for name, unit in _FOLDED.ite
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that an amount of memory stands for; the unit may be in any case and without its B.
+    """Return an amount of memory in bytes; the unit may be in any case and without its B.
 
     >>> parse_bytes("24GiB") == parse_bytes("24 gi"), parse_bytes("5GB"), parse_bytes("0.5k")
     (True, 5000000000, 500)

@@ -40,7 +40,7 @@ class RankFailure(MeshfoldError):
 
     Attributes:
         rank: the first rank that failed; -1 when ranks did not answer in time.
-        detail: its traceback and what it had printed.
+        detail: its traceback and output.
     """
 
     def __init__(self, message: str, rank: int, detail: str) -> None:

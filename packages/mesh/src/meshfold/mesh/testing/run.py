@@ -57,7 +57,7 @@ def ranks(n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[[Callable
     >>> @ranks(4)
     ... def test_sum() -> None: ...
 
-    The test passes when the body returns on every rank; what it returns is dropped.
+    The test passes when the body returns on every rank; its result is dropped.
     """
 
     def decorate(function: Callable[P, object]) -> Callable[P, None]:

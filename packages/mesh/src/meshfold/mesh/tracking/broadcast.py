@@ -74,7 +74,7 @@ def _is_counted(dim: Dim) -> bool:
 
 
 def _open(call: Call, wide: list[tuple[Tensor, Dim]], place: int, size: int) -> Dim:
-    """Return the common layout of dims of which none is split: whole, or unknown."""
+    """Return the common layout of dims that are not split: whole, or unknown."""
     unknown = next((dim for _, dim in wide if is_unknown(dim)), None)
     known = [x for x, dim in wide if not is_open(dim) and not call.is_alike(x, place)]
     if size == 1 or not wide or (known and unknown is None) or any(isinstance(x, nn.Parameter) for x in known):

@@ -19,7 +19,7 @@ class Call:
         function: the operation, ``torch.ops.aten...``.
         name: without namespace and overload, ``"add"``; of ``add_`` too.
         given: arguments by name, defaults included.
-        out: what it returned.
+        out: its result.
         dims_of: the layout of a tensor before the call.
         is_alike: whether a tensor is the same all along a dim.
         inferred: which size of an ``unflatten`` the user has left open.

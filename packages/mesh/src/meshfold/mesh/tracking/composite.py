@@ -1,6 +1,6 @@
 """Calls that torch runs in several steps, tracked as one: their steps move dims of one element in ways that cannot be tracked.
 
-Of ``einsum`` over a dim of which a rank has one element torch does not even sum.
+In an ``einsum`` over a dim with one element on a rank, torch does not even sum.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _aligned(several: Sequence[tuple[Dim, int]]) -> Dim:
 
 
 def _product(a: Dims, b: Dims, summed: int | None = None) -> Dims:
-    """Multiply ``.. i k`` by ``.. k j``; ``summed``: the index of ``k`` in the tensor of which the second is a view."""
+    """Multiply ``.. i k`` by ``.. k j``; ``summed``: the index of ``k`` in the tensor that the second is a view of."""
     _summed("sums products over", ((a[-1], len(a) - 1), (b[-2], len(b) - 2 if summed is None else summed)))
     batch = max(len(a), len(b)) - 2
     lead = []

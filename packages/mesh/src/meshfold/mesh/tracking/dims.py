@@ -40,7 +40,7 @@ class Split:
 
 UNKNOWN, ALIKE = Split((), "unknown"), Split((), "alike")
 ROWS = Split(("rows",))
-"""Split of a factor that holds rows, and maybe what each of them has, one behind the other."""
+"""Split of a factor that holds rows, possibly joined with the entries of each row."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Factor:
     Attributes:
         size: local, in elements.
         split: None if it is whole on every rank.
-        parts: local sizes of the outputs that a fused layer has put one behind the other; each is a block by itself.
+        parts: local sizes of the outputs that a fused layer has concatenated; each is a block of its own.
         grain: elements of a block that always stay together, those of a head; 0 if that is not known, −1 if there are no such.
     """
 
@@ -75,7 +75,7 @@ def whole_dims(shape: Iterable[int]) -> Dims:
 
 
 def block(size: int, axes: Sequence[str], parts: tuple[int, ...] = (), grain: int = 0) -> Dim:
-    """Return a dim of which a rank has one block; whole without axes."""
+    """Return a dim that is split so that a rank has one block; whole without axes."""
     if not axes:
         return whole(size)
     return (Factor(size, Split(tuple(axes)), parts if len(parts) > 1 else (), grain),)
@@ -100,7 +100,7 @@ def axes_in(dims: Dims) -> set[str]:
 
 
 def is_split_first(dim: Dim, axes: tuple[str, ...]) -> bool:
-    """Return True if a dim is split over these axes first, so that ranks' pieces lie one behind the other."""
+    """Return True if a dim is split over these axes first, so that ranks' shards are in order."""
     split = dim[0].split
     return not axes or (split is not None and split.axes[: len(axes)] == axes and not dim[0].parts)
 

@@ -82,7 +82,7 @@ class Tracker(TorchDispatchMode):
         random_axes: those along which ranks have the same data, or parts of it, and need not draw the same random numbers.
         overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
         inferred: which size of the ``unflatten`` under way the user has left open.
-        asked: the sizes of the view under way, as they are written.
+        asked: the sizes of the current view, as written.
         rows: where tensors have the rows of the batch.
         wants_own_operations: True: fused kernels (meshfold.kernels.fuse) leave the operations to the model meanwhile.
     """
@@ -106,7 +106,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def is_off(self) -> bool:
-        """True while operations are not looked at."""
+        """True while operations are not tracked."""
         return self._off > 0
 
     def dims(self, tensor: Tensor) -> Dims:
@@ -304,7 +304,7 @@ def _line() -> str:
 
 
 def user_line() -> tuple[str, int]:
-    """Return the file and number of that line; an empty name if there is none."""
+    """Return the file and number of that line; an empty name if no line is known."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))

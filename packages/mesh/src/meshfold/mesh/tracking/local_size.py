@@ -1,4 +1,4 @@
-"""The size of a split dim as a number that remembers what it counts: valid as a size of views and new tensors, not as a factor."""
+"""The size of a split dim, a number that knows what it counts: valid as a size of views and new tensors, not as a factor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LocalSize(int):
 
     Attributes:
         axes: mesh axes that split what it counts.
-        dim: the dim of which it is the size; None for a number computed of such sizes.
+        dim: the dim it is the size of; None for a number computed from such sizes.
         refuse: raises the LayoutError of the line that computes with it.
     """
 
@@ -115,7 +115,7 @@ def local_size(value: int, axes: tuple[str, ...], dim: Dim | None, refuse: Calla
 
 
 def dim_of(size: int) -> Dim:
-    """Return the dim of a new tensor that has so many elements: a piece as that is of which this is the size."""
+    """Return the dim of a new tensor with this size: split like the dim that this is the size of."""
     if not isinstance(size, LocalSize):
         return (Factor(int(size)),)
     if size.dim is not None and size_of(size.dim) == size and axes_of(size.dim):

@@ -65,7 +65,7 @@ class Records:
 
         Args:
             tensor: the view.
-            dims: how it lies; by default as was said of it last.
+            dims: its layout; by default the last one recorded.
         """
         if 1 in tensor.shape and (dims is not None or _storage(tensor) in self._memory):
             memory = self._at(tensor)

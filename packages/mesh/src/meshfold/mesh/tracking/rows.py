@@ -36,7 +36,7 @@ from meshfold.mesh.tracking.records import Records
 ROWS_INNERMOST = Split(("rows",), "tokens")
 """Of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
 TOKENS_EXCHANGED = Split(("tokens",), "unknown")
-"""Of a tensor whose rows nobody knows, since ranks have exchanged tokens along a dim that is not the batch's."""
+"""Of a tensor whose rows are unknown, since ranks have exchanged tokens along a dim other than the batch's."""
 
 _MIXING = frozenset(
     (
@@ -79,7 +79,7 @@ class Rows:
         self._rules = {**rules, **dict.fromkeys(alike, _pointwise), **spread}
 
     def begin(self, tensors: Iterable[Tensor], rows: int) -> None:
-        """Mark those of these tensors that have so many elements in their first dim: a batch is there."""
+        """Mark those of these tensors whose first dim has this many elements: it is the batch."""
         self.follows = True
         for tensor in tensors:
             if tensor.dim() and tensor.shape[0] == rows:
@@ -147,7 +147,7 @@ class Rows:
         """Record a call before it runs; None if none of its operands comes from a batch.
 
         Args:
-            apart: ranks may exchange in it, so that its results are said by others.
+            apart: ranks may exchange in it, so its results are recorded by other code.
         """
         if not self.follows:
             return None
@@ -243,7 +243,7 @@ def _together(operands: list[Dims], shape: tuple[int, ...]) -> Dims:
 
 
 def _why_unknown(dims: Dims) -> Split | None:
-    """Return the mark of a tensor whose rows are in an unknown dim; None if there is none."""
+    """Return the mark of a tensor whose rows are in an unknown dim; None without one."""
     return next((factor.split for dim in dims if is_unknown(dim) for factor in dim if factor.split), None)
 
 

@@ -68,7 +68,7 @@ _DRAWN = (
     "gumbel_softmax rrelu alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like randint_like"
 )
 _RANDOM = frozenset(_DRAWN.split())
-"""Operations that draw from torch's generators; nn.Dropout and F.dropout have random numbers of their own."""
+"""Operations that draw from torch's generators; nn.Dropout and F.dropout have their own random numbers."""
 _SPREAD = frozenset(("expand", "broadcast_to"))
 _FAILS = (RuntimeError, IndexError, ValueError, TypeError)
 """Errors that torch raises where shapes do not fit."""

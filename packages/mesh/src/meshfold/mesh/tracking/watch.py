@@ -25,7 +25,7 @@ _TRACKING = "_meshfold_watch"
 
 
 class TrackingHooks(Protocol):
-    """Callbacks with which a way of splitting a model reports to the tracker what it has split."""
+    """Callbacks through which code that splits a model tells the tracker what it has split."""
 
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Begin a forward that is tracked, with these arguments by name or number."""

@@ -19,7 +19,7 @@ class CallComparison:
     """Compares calls through a store."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        """``store``: a connection that nobody else uses; its timeout is how long to wait for a rank."""
+        """``store``: a connection not shared with other code; its timeout is how long to wait for a rank."""
         self._store, self._rank = store, rank
 
     def announce(self, call: Call) -> None:

@@ -115,7 +115,7 @@ def ranks_behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> li
 
 
 def awaited_ranks(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
-    """Return the ranks that a call waits for, then those that these wait for, and so on: whoever waits is no cause."""
+    """Return the ranks that a call waits for, then those that these wait for, and so on: a rank that waits is not the cause."""
     found = ranks_behind(waiting, states, me)
     for rank in found:  # the list grows while it is read
         state = states.get(rank)
@@ -173,9 +173,9 @@ class Diagnosis:
     ) -> None:
         """Args:
         rank, world_size: of this process.
-        store, lock: a connection to the store, and what to hold while it is used.
+        store, lock: a connection to the store, and the lock to hold while using it.
         recorder: of this rank's calls.
-        failures: what is heard of the others' errors.
+        failures: reports of the other ranks' errors.
         """
         self.rank, self.world_size = rank, world_size
         self.limit_s = DEFAULT_LIMIT_S
@@ -205,7 +205,7 @@ class Diagnosis:
         return {int(key.removeprefix(_KEY)): RankStatus.from_json(text) for key, text in zip(keys, found, strict=True)}
 
     def what(self, call: Call, error: Exception | None) -> str:
-        """Describe the call that does not end; ``error``: what it raised, if it did."""
+        """Describe the call that does not end; ``error``: the one it raised, if any."""
         step = "" if call.step is None else f" in step {call.step}"
         late = error is None or "imed out" in str(error) or "timeout" in str(error).lower()
         how = f"did not finish in {self.limit_s:g} s" if late else "failed"
@@ -229,7 +229,7 @@ class Diagnosis:
         return text if first == text else f"{first}\n(Rank {self.rank} was in {call}.)"
 
     def stays_away(self, call: Call) -> str | None:
-        """Return why a meeting will not come about: a line for each rank that it waits for; None if all may still come."""
+        """Return why a meeting will fail: a line for each rank that it waits for; None if all may still come."""
         states = self.read()
         causes = awaited_ranks(waiting_call(call), states, self.rank)
         if not any(rank in states and self._is_past(states[rank]) for rank in causes):

@@ -59,7 +59,7 @@ class Watchdog:
     def __init__(self, rank: int, world_size: int, store: Any, checks: Any) -> None:
         """Args:
         rank, world_size: of this process.
-        store, checks: two connections of their own to the store, for the thread and for comparing calls.
+        store, checks: two separate connections to the store, for the thread and for comparing calls.
         """
         self.rank = rank
         self.users = 0
@@ -236,7 +236,7 @@ class GpuProgress:
             self._moved = now
 
     def held_up_by(self, seconds: float) -> Call | None:
-        """Return the call that was first in the queue for more than so many seconds at the last check."""
+        """Return the call that had been first in the queue for more than this many seconds at the last check."""
         queue = self._flight.on_device
         return queue[0] if queue and time.monotonic() - self._moved > seconds else None
 

@@ -46,7 +46,7 @@ class ErrorLocation:
 
     Attributes:
         kind: the error's type.
-        step: the optimizer step; None if nobody said.
+        step: the optimizer step; None if unknown.
         counts: calls made until then, by channel.
     """
 
@@ -153,7 +153,7 @@ class RankErrors:
     def __init__(self, rank: int, store: Any, lock: threading.Lock, recorder: FlightRecorder) -> None:
         """Args:
         rank: this one.
-        store, lock: a connection to the store, and what to hold while it is used.
+        store, lock: a connection to the store, and the lock to hold while using it.
         recorder: of this rank's calls.
         """
         self._rank, self._store, self._lock, self._flight = rank, store, lock, recorder

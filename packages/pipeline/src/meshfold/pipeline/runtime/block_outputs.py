@@ -20,7 +20,7 @@ class OutputForm:
 
     Attributes:
         spec: the tree structure of the output.
-        leaves: the shape of each tensor; other leaves as they are.
+        leaves: the shape of each tensor; other leaves unchanged.
         place: index of the leaf that has the shape of the block's input.
     """
 

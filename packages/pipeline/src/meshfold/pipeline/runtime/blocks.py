@@ -37,7 +37,7 @@ class Blocks:
 
     @property
     def members(self) -> tuple[nn.Module, ...]:
-        """The blocks as they are now."""
+        """The present blocks."""
         return tuple(self.container.get_submodule(key) for key in self.keys)
 
     def index_of(self, name: str) -> int | None:
@@ -60,7 +60,7 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Blocks:
         name: full name of the list to take instead.
 
     Raises:
-        LayoutError: if there is none, or ``name`` is no list.
+        LayoutError: if no list is found, or ``name`` is no list.
     """
     found = _lists_of(model, name, nn.ModuleList, nn.Sequential) or _lists_of(model, name, nn.ModuleDict)
     if found:
@@ -104,8 +104,8 @@ def balance_blocks(costs: Sequence[float], stages: int, *, before: float = 0.0, 
     Args:
         costs: of every block, in any unit of time.
         stages: how many; each gets one block at least.
-        before: cost of what comes before the blocks, in the first stage.
-        after: cost of what comes after them, in the last.
+        before: cost of the code before the blocks, in the first stage.
+        after: cost of the code after them, in the last.
 
     Raises:
         LayoutError: for more stages than blocks, or a cost that is negative.

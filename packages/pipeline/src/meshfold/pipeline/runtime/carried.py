@@ -1,4 +1,4 @@
-"""Numbers that travel beside the stream: each stage adds those of its blocks, the last reads all, and gradients go back."""
+"""Numbers sent along with the stream: each stage adds those of its blocks, the last reads all, and gradients go back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshfold.pipeline.runtime.partial_forward import Slot, Slots
 
 
 class Carried(Protocol):
-    """Numbers of blocks beside the stream, such as the sums of their routers, in one vector in the order of the blocks."""
+    """Numbers of blocks sent along with the stream, such as sums of routers, in one vector in the order of the blocks."""
 
     @property
     def dtype(self) -> torch.dtype:

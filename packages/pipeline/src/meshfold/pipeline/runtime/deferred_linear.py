@@ -5,7 +5,7 @@
     W        dw += dyᵀ x,  db += Σ dy
 
 :func:`defer_weight_gradients` switches the linear layers of a module to it, in place: names, parameters and hooks stay.
-Everything else of a stage (norms, tables, what is not a linear layer) gets its gradient in B, by autograd. Without a queue that
+Everything else in a stage (norms, tables, all but linear layers) gets its gradient in B, by autograd. Without a queue that
 collects (:mod:`meshfold.mesh.parameters.deferred_wgrad`) dw is computed in backward, as in an ordinary layer.
 """
 

@@ -71,7 +71,7 @@ class Channels:
 
 @dataclass
 class Peaks:
-    """Peak counts of what a rank held at a time.
+    """Peak counts on a rank.
 
     Attributes:
         microbatches: pairs of stage and micro-batch between F and the gradient of the weights.
@@ -95,7 +95,7 @@ class Executor:
         stages: this rank's, by number.
         stage_ranks: the rank of every stage.
         channels: to the others.
-        device: of what is received.
+        device: of received tensors.
         together: compute the weight gradients of consecutive W actions together.
         reduce: called with a stage once the gradients of its weights are complete.
         peaks: of the last program.

@@ -34,7 +34,7 @@ class ForwardAnalysis:
     Attributes:
         uses: of the parameters outside the blocks.
         seen: of the whole forward; None if it could not be run to its end.
-        last: what it computed after the last block.
+        last: tensors computed after the last block.
         changed: buffers that the forward changes: those outside the blocks, and shared ones in them.
     """
 
@@ -82,7 +82,7 @@ def analyze_forward(
     Args:
         model: real or meta; its parts are gated.
         partial_forward: of the model; gates all blocks and those of ``beside``.
-        beside: modules beside the blocks.
+        beside: modules outside the blocks.
         weights: parameters that lie in no block and no such module: module and name in it.
         example: what to call the model with.
         device: where it runs.

@@ -133,7 +133,7 @@ class CompleteGradients:
         self._unfinished = set(self._partition.stages)
 
     def of_stage(self, stage: int) -> None:
-        """Pass on what is complete once all micro-batches of a stage have had their W."""
+        """Pass on gradients that are complete once all micro-batches of a stage have had their W."""
         self._unfinished.discard(stage)
         done = [
             (name, parameter)

@@ -245,7 +245,7 @@ class Batches:
         weigh: Callable[[Any], Tensor | float] | None,
     ) -> None:
         """Args:
-        model: its class determines its arguments and what its loss is a mean over.
+        model: its class determines its arguments and the tokens its loss is a mean over.
         programs: determine the number of micro-batches.
         device: of the micro-batches.
         own_loss: the loss is a ``loss_fn``'s.

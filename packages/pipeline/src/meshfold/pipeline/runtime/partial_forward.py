@@ -65,11 +65,11 @@ class TransferPlan:
     forms: dict[int, OutputForm] = field(default_factory=dict)
 
     def into(self, first: int) -> Slots:
-        """Return what is sent to a stage that begins with a block: to the first block that is called from there on."""
+        """Return the tensors sent to a stage that begins with a block: those of the first block called from there on."""
         return self.slots[min(index for index in self.slots if index >= first)]
 
     def check(self, bounds: Sequence[int], blocks: str) -> None:
-        """Raise a ChainError for a stage of which no block is called.
+        """Raise a ChainError for a stage if none of its blocks is called.
 
         Args:
             bounds: stage s has the blocks from bounds[s] to bounds[s + 1], excluded.
@@ -129,7 +129,7 @@ class ObservedForward:
 
     Attributes:
         plan: what travels into each block.
-        calls: modules beside the blocks, each with the block that was called last before it; -1 for none.
+        calls: modules outside the blocks, each with the last block called before it; -1 for none.
         entering: what blocks and gated modules were called with, by the block called before, where that was kept.
         crossings: the points at which blocks were called, by block, where that was kept.
     """
@@ -179,7 +179,7 @@ class PartialForward:
     ) -> None:
         """Args:
         blocks: of the model, in order. Their names and parameters stay.
-        outside: modules with parameters beside them.
+        outside: modules with parameters outside them.
         same: for each block the first place in the list where it stands.
         """
         self._same = same
@@ -229,7 +229,7 @@ class PartialForward:
                 return end.tensors, run.inputs
 
     def look(self, call: Callable[[], Any], weights: Sequence[Tensor]) -> TransferPlan:
-        """Find out what is sent to each block.
+        """Find the tensors sent to each block.
 
         Args:
             call: calls the model on a batch.
@@ -243,7 +243,7 @@ class PartialForward:
     def watch(
         self, call: Callable[[], Any], weights: Sequence[Tensor], *, stop: int, keep: Around | None = None
     ) -> tuple[ObservedForward, Any]:
-        """:meth:`look` up to a block, or further; with what was seen beside the plan.
+        """:meth:`look` up to a block, or further; also return the observations behind the plan.
 
         Args:
             call: calls the model on a batch.

@@ -28,11 +28,11 @@ class PartitionConfig:
 
     Attributes:
         axis: of the mesh, along which the stages lie.
-        example: arguments to call the model with, once, to see what it does before its blocks; None: some token ids.
+        example: arguments to call the model with, once, to observe the code before its blocks; None: some token ids.
         device: where stages run; None: where the model's weights are, else the current GPU or the CPU.
         dtype: of the weights of a model that a function makes, or that is on the meta device; None: as it makes them.
         seed: of the first values of these.
-        fill: gives what is left of a model on the meta device its values and its device, in place of dtype and seed.
+        fill: gives the rank's part of a model on the meta device its values and its device, instead of dtype and seed.
         block_costs: time of what is before the blocks, of every block, and of what is behind them, in any unit; None: estimated by
             the elements of the matrices that a token meets.
         layers: how many blocks each stage gets, instead of costs.
@@ -79,7 +79,7 @@ class Partition:
         names: first name in the whole model by every name that is left.
         users: this rank's stages that use a parameter that it keeps, by its first name.
         weights: parameters, or their stand-ins, outside the blocks and all gated modules: module and name in it.
-        outside_blocks: all of those beside the blocks, the same on all ranks.
+        outside_blocks: all of those outside the blocks, the same on all ranks.
     """
 
     model: nn.Module

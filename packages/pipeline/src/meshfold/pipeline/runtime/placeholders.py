@@ -134,7 +134,7 @@ def agree_on_dtypes(parameters: Sequence[tuple[nn.Module, str]], group: Group, d
     Args:
         parameters: (module, name in it) of all parameters of the model, in the same order on all ranks.
         group: whose ranks together keep all of them.
-        device: of what is exchanged.
+        device: of exchanged tensors.
     """
     if device.type == "meta":  # the other ranks are simulated
         return
@@ -153,7 +153,7 @@ def set_absent_dtype(parameters: Sequence[tuple[nn.Module, str]], dtype: torch.d
 
     Args:
         parameters: (module, name in it).
-        dtype: of what they stand for.
+        dtype: of the tensors they represent.
     """
     for module, name in parameters:
         value = getattr(module, name)

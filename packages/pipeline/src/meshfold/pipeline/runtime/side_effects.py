@@ -42,7 +42,7 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_randomness(leaves: Sequence[Any]) -> Iterator[None]:
-    """Leave random states as they are, and give dropout a separate stream."""
+    """Preserve random states, and give dropout a separate stream."""
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))

@@ -62,7 +62,7 @@ class Stage:
         live: micro-batches between F and B.
         kept: micro-batches between F and W.
         logits: deferred logits of the last stage, which are never whole; None: all are computed.
-        carried: what travels beside the stream; None: nothing does.
+        carried: numbers sent along with the stream; None without.
     """
 
     def __init__(self, partition: Partition, number: int, queue: WeightGradQueue, loss_of: LossOf) -> None:
@@ -240,7 +240,7 @@ def dropout_of(work: Microbatch) -> AbstractContextManager[object]:
 
 
 def loss_in(output: Any, given: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    """Return the scalar loss in a model's output, or what ``loss_fn`` makes of it.
+    """Return the scalar loss in a model's output, or the result of ``loss_fn`` on it.
 
     Raises:
         SpecError: if there is none.

@@ -1,4 +1,4 @@
-"""The border between two stages: a received tensor enters the code of the next, and what cannot cross is refused.
+"""The border between two stages: a received tensor enters the code of the next; tensors that cannot cross are refused.
 
 The arguments of a stage's first block are sent. Everything else that was computed from weights before that block is absent
 after it: a residual around several blocks, the output of an early block that the model's end uses too. Autograd's graph of a
@@ -63,7 +63,7 @@ def same_storage(given: Tensor) -> Tensor:
 
 
 Layouts = dict[int, TrackedLayout]
-"""By place among the arguments of a block; empty where the forward is not looked at."""
+"""By place among the arguments of a block; empty if the forward is not observed."""
 
 
 def layouts_of(leaves: Mapping[int, Tensor]) -> Layouts:

@@ -74,7 +74,7 @@ class Schedule:
         stage_ranks: the rank of every stage.
         ranks: for every rank its actions in order. A rank without a stage has none.
 
-    Nothing is checked here: :func:`meshfold.pipeline.check` does that, and says what is wrong with a list.
+    Nothing is checked here: :func:`meshfold.pipeline.check` names the mistakes of a list.
     """
 
     name: str

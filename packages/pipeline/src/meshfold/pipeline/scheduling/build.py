@@ -1,4 +1,4 @@
-"""Schedules by name or by a function of one's own, and the programs of a pipeline made from them."""
+"""Schedules by name or by a custom function, and the programs of a pipeline made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshfold.pipeline.scheduling.search import auto
 from meshfold.pipeline.scheduling.validation import check
 
 Written = Schedule | str | Sequence[str | Iterable[Action | str]]
-"""What a function of one's own may return: text, or for every rank its actions, as such or as text"""
+"""What a custom function may return: text, or for every rank its actions, as objects or as text"""
 _TAKES = {"interleaved": "chunks", "hanayo": "waves"}
 _CHUNKS = {"zb-v": 2, "dualpipe-v": 2}
 
@@ -127,7 +127,7 @@ def _own(
 
 
 Source = str | Schedule | Callable[..., Written]
-"""a schedule by name, a schedule, or a function of one's own"""
+"""a schedule by name, a schedule, or a custom function"""
 
 
 class Programs:
@@ -183,7 +183,7 @@ class Programs:
             self._options.update(chunks=first.chunks, stage_ranks=first.stage_ranks)
 
     def count(self, rows: int, *, training: bool = True, unit: int = 1) -> int:
-        """Return the number of micro-batches for a batch of so many rows; ``unit``: rows that should stay together."""
+        """Return the number of micro-batches for a batch of ``rows`` rows; ``unit``: rows that should stay together."""
         if self._fixed is not None:
             return self._fixed if training else min(self._fixed, rows)
         if self._microbatches is not None:
@@ -195,7 +195,7 @@ class Programs:
         """Forward and backward.
 
         Raises:
-            SpecError: if the schedule of so many micro-batches has its stages elsewhere.
+            SpecError: if the schedule for this number of micro-batches has its stages on other ranks.
         """
         known = self._known.get((microbatches, True))
         if known is None:

@@ -80,7 +80,7 @@ class Program:
     """A schedule with its communication: for every rank its steps in order.
 
     Attributes:
-        schedule: what it was made from.
+        schedule: the one it was made from.
         ranks: the steps. Steps of communication that follow each other may be posted together (:meth:`batches`).
     """
 

@@ -24,7 +24,7 @@ class Costs:
         send: transfer time between stage s and s + 1, in either direction; one number for each of the
             stages - 1 borders. Ranks compute meanwhile, and stages of one rank need none.
         backward: time of BW, both gradients at once; None: the sum of both.
-        activation: what a stage holds of one micro-batch from the start of F, in any unit of memory.
+        activation: memory that a stage holds for one micro-batch from the start of F, in any unit.
         kept: share of it that is still held between the end of B and the end of W, from 0 to 1. In arXiv 2401.10241,
             Table 1, this is M_W / M_B = 32 sbh / sb(34 h + 5 a s).
     """

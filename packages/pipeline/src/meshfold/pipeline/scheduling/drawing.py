@@ -34,7 +34,7 @@ _FONT = "DejaVu Sans, Verdana, sans-serif"
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """A filled rectangle in pixels from the top left; ``name`` is an action's text, or what a rectangle stands for."""
+    """A filled rectangle in pixels from the top left; ``name`` is an action's text, or the meaning of the rectangle."""
 
     x: float
     y: float
@@ -67,7 +67,7 @@ class Scene:
 
 
 def scene(simulation: Simulation, *, width: float = 1000.0) -> Scene:
-    """Return the shapes of a simulated schedule's picture, in a frame of so many pixels."""
+    """Return the shapes of a simulated schedule's picture, in a frame of this size in pixels."""
     ranks = len(simulation.ranks)
     scale = (width - _LEFT - _RIGHT) / (simulation.makespan or 1.0)
     heading = textwrap.wrap(title(simulation), int((width - _RIGHT) / 7))

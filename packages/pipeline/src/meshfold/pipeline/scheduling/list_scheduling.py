@@ -16,7 +16,7 @@ Key = Callable[[Op, int, int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class ListScheduler:
-    """List scheduling: a clock, and rules for what a free rank takes next.
+    """List scheduling: a clock, and rules for the next action of a free rank.
 
     Attributes:
         stage_ranks: the rank of every stage.
@@ -25,7 +25,7 @@ class ListScheduler:
         key: priority among F, B and BW; W is taken if none of these can run, or if memory is short.
         window: the most micro-batches between their first forward and their last gradient of an input.
         split: whether weight gradients are computed separately, by stage.
-        patience: W waits for an action that will be ready within this share of W's time.
+        patience: W waits for an action that will be ready within this fraction of W's time.
         limit: the most activations a rank may hold; None: no limit.
     """
 

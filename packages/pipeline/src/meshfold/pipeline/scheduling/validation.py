@@ -1,4 +1,4 @@
-"""Checks of schedules, hand-written ones above all: what is wrong, where, and what to change.
+"""Checks of schedules, mainly hand-written ones: the mistake, its place, and the change to make.
 
 Places in a rank's list count from 0.
 """

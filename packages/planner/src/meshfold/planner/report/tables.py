@@ -1,4 +1,4 @@
-"""A plan as text: a picture of the mesh, and tables of what a rank holds, sends and waits for."""
+"""A plan as text: a picture of the mesh, and tables of a rank's memory, traffic and waits."""
 
 from __future__ import annotations
 

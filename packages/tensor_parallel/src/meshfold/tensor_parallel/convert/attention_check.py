@@ -174,7 +174,7 @@ class AttentionTrial:
         return f"{what}{self._hint()}"
 
     def _is_of_all_heads(self, reason: str) -> bool:
-        """Return True if a view failed because its shape has all heads, of which a rank has only some."""
+        """Return True if a view failed because its shape has all heads, while a rank has only some."""
         found = _WRONG_SIZE.search(reason)
         if found is None or config_size(self.module):
             return False

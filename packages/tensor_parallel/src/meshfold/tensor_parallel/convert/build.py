@@ -102,7 +102,7 @@ class LayerBuilder:
 
         Args:
             role: ``"source"``: it makes the stream, and is given none. ``"mixture"``: the experts in it are split.
-                ``"own_tokens"``: it works on each token by itself, and on no token twice.
+                ``"own_tokens"``: it works on each token separately, and on no token twice.
                 ``"attention"``: torch's own, whose heads are.
 
         Returns:
@@ -140,7 +140,7 @@ class LayerBuilder:
         return said
 
     def _inner_before(self, name: str) -> int:
-        """Return the width of the column layer called directly before a module by the same parent; 0 if there is none.
+        """Return the width of the column layer called directly before a module by the same parent; 0 without one.
 
         The order is that of the calls in the parent's forward, if its source can be read (T5 creates its dropout last but calls it
         before the last layer), else the order of creation.

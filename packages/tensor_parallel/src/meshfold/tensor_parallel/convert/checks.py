@@ -262,7 +262,7 @@ def _check_region(analysis: Analysis, name: str) -> None:
 
 
 def _check_head_norm(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for a norm of queries or keys that does not normalise each head by itself."""
+    """Raise a LayoutError for a norm of queries or keys that does not normalise each head separately."""
     attention = name.rpartition(".")[0]
     size = norm_size(analysis.modules[name])
     whole = f"keep all of the attention whole: {attention!r}: 'replicate'"

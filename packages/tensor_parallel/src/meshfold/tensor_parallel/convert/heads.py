@@ -26,7 +26,7 @@ class Heads:
     Attributes:
         query: full names of the projections that compute only queries.
         key_value: full names of those that compute keys or values.
-        fused: full names of those that compute all three, one after the other.
+        fused: full names of those that compute all three, concatenated.
         interleaved: full names of those that compute query, key and value head by head.
         heads: query heads.
         kv_heads: key/value heads.

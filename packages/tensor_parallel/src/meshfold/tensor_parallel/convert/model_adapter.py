@@ -39,7 +39,7 @@ _INSIDE = ("output_hidden_states", "output_attentions")
 
 
 def row_multiple(model: nn.Module, sequence: int) -> int:
-    """Return the multiple of rows that a batch of sequences of so many tokens is padded to; 1 for a model that is not split."""
+    """Return the number of rows that a batch of sequences of this length is padded to a multiple of; 1 for an unsplit model."""
     adapter: ModelAdapter | None = model.__dict__.get(_ADAPTER)
     return 1 if adapter is None else adapter.padded_rows(1, sequence)
 
@@ -122,7 +122,7 @@ class ModelAdapter(StreamAdapter):
             module.register_forward_pre_hook(self._attended_rows)
 
     def padded_rows(self, rows: int, sequence: int) -> int:
-        """Return the smallest batch from ``rows`` up that can be split, for sequences of so many tokens."""
+        """Return the smallest batch from ``rows`` up that can be split, for sequences of this length."""
         step = math.lcm(self._by_rows, self._by_tokens // math.gcd(self._by_tokens, sequence))
         return math.ceil(rows / step) * step
 

@@ -53,7 +53,7 @@ class OwnTokens(OnMesh):
         self._apart: list[ExitStack] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Register the hooks. Code inside is left alone: what it does with the tokens of one rank is its own affair."""
+        """Register the hooks. Code inside is not tracked: it works on the tokens of one rank only."""
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
         module.register_forward_hook(self.leave)
         module.register_forward_hook(self._end, always_call=True)

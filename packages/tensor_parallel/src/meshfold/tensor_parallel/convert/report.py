@@ -18,7 +18,7 @@ class Placed:
         name: full name.
         role: its role.
         was: its class before.
-        weights: layout of its weight, or what was done to it.
+        weights: layout of its weight, or how it was changed.
         shape: global shape of its weight, elements.
         local: shape of this rank's block, elements.
     """
@@ -38,7 +38,7 @@ class Report:
     Attributes:
         mode: name of the mode.
         mesh: the mesh, as text.
-        placed: what was done to each submodule.
+        placed: the layout of each submodule.
         parameters: global number of parameters, each tensor once.
         local_parameters: this rank's, padding included.
         notes: what else was done (heads, regions, loss).

@@ -4,7 +4,7 @@ Tokens are split by whole sequences and features by whole heads wherever attenti
 With fewer key/value heads than ranks (GQA, arXiv 2305.13245) neighbouring ranks hold the same key/value head.
 
 Torch's own ``nn.MultiheadAttention`` (Vaswani et al. 2017, arXiv 1706.03762) has parameters rather than layers as projections,
-so the rules for linear layers do not reach them. The module is split as it is, under the same names::
+so the rules for linear layers do not reach them. The module itself is split, under the same names::
 
     in_proj_weight   3e e   this rank's heads of queries, keys and values
     out_proj.weight  e e    the columns that read these heads

@@ -61,7 +61,7 @@ class Dropout(ShardedLayer):
         inner: size of the hidden dim that the layer before it writes; 0 if that writes the residual stream. It
             decides if the local widths of the two are equal.
         heads: of the attention that contains it, over all ranks; 0 if none does.
-        whole: what it drops of is the same on every rank.
+        whole: its input is the same on every rank.
         flat_tokens: a tensor of two dims is ``m h``, tokens; else ``b h``, one vector a sequence.
         batch: of the forward that runs.
         """
@@ -156,7 +156,7 @@ class Dropout(ShardedLayer):
             self._seen.pop(call, None)
 
     def _remembered(self, x: Tensor, call: int, batch: GlobalBatch) -> Positions | None:
-        """Return the positions tracked for this call, or for a similar one; None if there are none."""
+        """Return the positions tracked for this call, or for a similar one; None if none were tracked."""
         place = self._seen.get(call)
         if place is None or len(place) != x.dim():
             alike = [seen for seen in self._seen.values() if len(seen) == x.dim()]

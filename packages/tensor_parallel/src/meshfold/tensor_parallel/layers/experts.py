@@ -21,7 +21,7 @@ UP, DOWN = "gate_up_proj", "down_proj"
 
 
 def experts_of(module: nn.Module) -> str:
-    """Return the name of a module's child that holds experts' weights, in tensors of three dims; empty if there is none."""
+    """Return the name of a module's child that holds experts' weights, in tensors of three dims; empty without one."""
     for leaf, child in module.named_children():
         own = list(child.parameters(recurse=False))
         if len(own) == len(list(child.parameters())) and any(p.dim() == 3 for p in own):

@@ -36,7 +36,7 @@ class HeadExchange(OnMesh):
             parts: of the features, such as queries, keys and values, each split by heads; none: one part.
 
         Raises:
-            LayoutError: for a part that cannot be split into so many blocks.
+            LayoutError: for a part that cannot be split into this many blocks.
         """
         self.mesh, self.ranks = mesh, mesh.size(*axes)
         self.parts = tuple(parts) or (Part(features),)

@@ -28,7 +28,7 @@ from meshfold.tensor_parallel.cost import Cost, CostBuilder
 from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 _COPIED_ROWS = 1024
-"""At least so many rows in a product of its own: fewer would not fill a GPU."""
+"""Least number of rows in a separate product: fewer would not fill a GPU."""
 
 
 class Gather:

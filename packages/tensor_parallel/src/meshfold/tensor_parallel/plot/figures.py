@@ -94,12 +94,12 @@ def draw_mesh(mesh: Mesh, *axes: str | Sequence[str]) -> Figure:
 
 
 def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
-    """Draw a sharded matmul: who holds which block of x, w and y at rest, who multiplies what, and what is sent.
+    """Draw a sharded matmul: who holds which block of x, w and y at rest, which blocks a rank multiplies, and the messages.
 
     Args:
         plan: from :func:`meshfold.tensor_parallel.plan`.
         mesh: gives the sizes of the axes.
-        rank: the highlighted one: what it holds at rest is outlined, what it multiplies with is hatched.
+        rank: the highlighted one: blocks it holds at rest are outlined, those it multiplies with are hatched.
 
     Raises:
         MeshfoldError: if matplotlib is not installed, or the mesh has too many ranks to be drawn.

@@ -24,7 +24,7 @@ Point = tuple[float, float]
 _PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#4fb0ab", "#d8ae2c", "#9c755f")
 INK, FAINT, INK_ON_LIGHT = "#777777", "#808080", "#222222"
 PAPER = (0.5, 0.5, 0.55, 0.1)
-"""Fill of what has no colour of its own: red, green, blue, opacity."""
+"""Default fill: red, green, blue, opacity."""
 MONO = "DejaVu Sans Mono"
 
 
@@ -79,7 +79,7 @@ def moved(point: Point, right: float, down: float) -> Point:
 
 
 def spread(x: float, y: float, width: float, height: float, count: int) -> list[tuple[Point, float]]:
-    """Return centres and a radius for so many discs in a block."""
+    """Return centres and a radius for a number of discs in a block."""
     columns = max(1, min(count, round(math.sqrt(count * width / height))))
     rows = math.ceil(count / columns)
     cell_x, cell_y = width / columns, height / rows
@@ -91,7 +91,7 @@ def spread(x: float, y: float, width: float, height: float, count: int) -> list[
 
 
 def disc(canvas: Axes, centre: Point, radius: float, number: int, shade: Color, gid: str) -> None:
-    """Draw a rank. ``gid`` says what it stands for, so that a test can ask what was drawn."""
+    """Draw a rank. ``gid`` identifies it, so that a test can check the drawing."""
     canvas.add_patch(Circle(centre, radius, facecolor=shade, edgecolor="white", linewidth=0.8, zorder=4, gid=gid))
     if radius > 0.02:
         size = min(9.0, radius * 105) if radius < 0.2 else 10.0

@@ -40,10 +40,10 @@ class PendingStep(Protocol):
         """Return True if ``wait`` would return at once."""
 
     def wait(self) -> bool:
-        """Wait for the step. Return whether the new values are there, False if the step failed."""
+        """Wait for the step. Return True if it succeeded and the new values are ready."""
 
     def land(self) -> None:
-        """After ``wait``: start writing the new values to the chunk's shard, unless they are there."""
+        """After ``wait``: start writing the new values to the chunk's shard, unless they are there already."""
 
 
 @with_old_names({"home": "tier", "rehome": "move"})

@@ -30,7 +30,7 @@ class ChunkGradient:
     """Collects the gradients of one chunk.
 
     Attributes:
-        state: of what was collected since the last ``clear``.
+        state: of the gradients collected since the last ``clear``.
         tier: memory of the optimizer's state.
         shard: the sum over the group and over micro-steps of this rank's elements; None before it exists.
         used: indices of the parameters that had a gradient on this rank since the last ``clear``.
@@ -244,7 +244,7 @@ class ChunkGradient:
         ``measured`` stays.
 
         Raises:
-            ChunkError: if no gradient was reduced, or it was handed out before.
+            ChunkError: if no gradient was reduced, or it has been handed out already.
         """
         self.collect()
         if self.shard is None:

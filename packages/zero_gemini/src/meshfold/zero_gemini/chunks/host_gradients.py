@@ -26,7 +26,7 @@ class GradientRing:
         self._turn = self.nbytes = 0
 
     def fit(self, nbytes: int) -> None:
-        """Allocate buffers of so many bytes each, or none for 0. Waits for lent ones.
+        """Allocate buffers of ``nbytes`` bytes each, or none for 0. Waits for lent ones.
 
         Raises:
             OutOfBudget: if the host has less left; there are no buffers then.
@@ -50,7 +50,7 @@ class GradientRing:
         self.nbytes = nbytes
 
     def lend(self, elements: int, dtype: torch.dtype, until: Callable[[], None]) -> Tensor:
-        """Return a flat buffer of so many elements with undefined contents; wait while all are in use.
+        """Return a flat buffer of ``elements`` elements with undefined contents; wait while all are in use.
 
         Args:
             elements: no more than ``nbytes`` has room for.

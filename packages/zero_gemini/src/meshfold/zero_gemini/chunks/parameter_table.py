@@ -71,7 +71,7 @@ def members_of(facts: Mapping[str, ParameterFacts]) -> dict[str, Member]:
 
 
 PARTS = 16
-"""Into about so many chunks at least a model is laid out, however small, so that some of it can be elsewhere."""
+"""Approximate least number of chunks of a model, however small, so that some of them can be off the device."""
 LEAST_ELEMS = 2**16
 """Chunks of fewer elements are not worth a collective."""
 

@@ -80,7 +80,7 @@ BackwardRole = Literal["more", "apart", "last", "final"]
 """Role of a backward within its optimizer step.
 
 ``"more"``: others follow before the step; what is reduced is reduced as the stage does it.
-``"apart"``: others follow, and nothing is sent to other ranks meanwhile.
+``"apart"``: others follow, and nothing is sent to other ranks until then.
 ``"last"``: the last as far as one knows: gradients are complete after it.
 ``"final"``: surely the last, and nothing needs all gradients before the step: chunks are stepped in it.
 """

@@ -361,7 +361,7 @@ def with_observed_rates(
     Args:
         machine: measured by a sample.
         regime: bytes an element.
-        timings: of some steps; with too few elements in them the machine is what it was.
+        timings: of some steps; with too few elements the machine is not changed.
         passed: bytes an element that passed through the device in these steps; 0: none did, as before there is a plan.
     """
 

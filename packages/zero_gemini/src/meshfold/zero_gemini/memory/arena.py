@@ -30,7 +30,7 @@ class Block:
     Attributes:
         arena: that accounts for it.
         nbytes: bytes of its storage: those of the tensor, rounded up.
-        purpose: what it is for, shown by :class:`OutOfBudget`.
+        purpose: of the memory, shown by :class:`OutOfBudget`.
     """
 
     __slots__ = ("_tensor", "arena", "nbytes", "purpose")
@@ -156,7 +156,7 @@ class Arena:
             return tuple(self._blocks.values())
 
     def reset_peak(self) -> None:
-        """Restart the peak measurement from what is in use now."""
+        """Restart the peak measurement from the memory in use now."""
         with self._lock:
             self._peak = self._used
 
@@ -175,7 +175,7 @@ class Arena:
         Args:
             numel: elements.
             dtype: of the elements.
-            purpose: what it is for, in a word or two: shown when memory runs out.
+            purpose: of the memory, in a word or two, shown when memory runs out.
 
         Raises:
             OutOfBudget: if the budget or the device has less left; nothing has changed then.
@@ -317,7 +317,7 @@ class Memory:
     def __init__(self, device: torch.device, *, device_bytes: int | None = None, host_bytes: int | None = None) -> None:
         """Args:
         device: where the model computes.
-        device_bytes: budget of chunks there; None for what it has.
+        device_bytes: budget of chunks there; None for all it has.
         host_bytes: budget of the host.
         """
         self.device, self.host = device, torch.device("cpu")

@@ -95,7 +95,7 @@ def synchronize(device: torch.device) -> None:
 
 
 Watch = Callable[[str], AbstractContextManager[None]]
-"""Context manager around one wait, made from a description of what is waited for."""
+"""Context manager around one wait, made from a description of the wait."""
 
 
 class Waiting:

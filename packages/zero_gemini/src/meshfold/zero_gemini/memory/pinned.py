@@ -50,7 +50,7 @@ class _Pages(mmap.mmap):
 
 
 def page_locked(nbytes: int) -> Tensor:
-    """Return zeros, uint8 ``nbytes``, on pages of their own, locked if CUDA is available.
+    """Return zeros, uint8 ``nbytes``, on separate pages, locked if CUDA is available.
 
     ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
     freed. These are exact, and return to the system with the last tensor on them.

@@ -34,7 +34,7 @@ class BlockFile:
 
     @staticmethod
     def create(path: Path, layout: FileLayout, *, direct: Direct) -> BlockFile:
-        """Make a file, in place of one that is no longer used. An error leaves nothing behind."""
+        """Make a file, replacing one that is no longer used. An error leaves no file behind."""
         notes: list[str] = []
         control = claim(path, notes)
         file = BlockFile(path, control, layout, notes)

@@ -246,7 +246,7 @@ class AdamStepper(AdamValues):
             gradient: its shard on the host.
             used: names of the parameters that have a gradient.
             factor: expected factor of the gradient.
-            ready: returns when it is there; called in another thread.
+            ready: returns when the gradient is ready; called in another thread.
 
         Returns:
             True if possible: the chunk has a shadow copy, and all of it is stepped alike.
@@ -338,7 +338,7 @@ class AdamStepper(AdamValues):
         self.faults.keep(partial(self._worker.wait_moments, chunk))
 
     def close(self) -> None:
-        """Finish all steps, end the thread, remove what is on disk, and release all memory.
+        """Finish all steps, end the thread, remove the files on disk, and release all memory.
 
         Raises:
             DiskError: or another error of a step, unless it was reported before.

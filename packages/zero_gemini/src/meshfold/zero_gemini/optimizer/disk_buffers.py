@@ -83,7 +83,7 @@ class Ring:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory that all buffers take, as they are accounted."""
+        """Host-memory bytes accounted for all buffers."""
         return sum(buffer.block.nbytes for buffer in self._buffers)
 
     def fit(self, nbytes: int, memory: Memory) -> None:
@@ -127,7 +127,7 @@ class Ring:
     # -- use ----------------------------------------------------------------------------------------------------
 
     def expect(self, pieces: Iterable[Piece]) -> None:
-        """Announce what will be used next, in order; reading starts as far as buffers are free."""
+        """Announce the next uses, in order; reading starts as far as buffers are free."""
         self._order = deque(pieces)
         self.advance()
 
@@ -163,7 +163,7 @@ class Ring:
         self.advance()
 
     def advance(self, but: _Buffer | None = None) -> None:
-        """Start to read what comes next, as far as buffers are free. Waits for nothing."""
+        """Start reading ahead as far as buffers are free. Does not wait."""
         window = [*islice(self._order, self.count)]
         for piece in window:
             if any(buffer.piece is piece for buffer in self._buffers):
@@ -183,7 +183,7 @@ class Ring:
             self._load(free, piece)
 
     def settle(self) -> None:
-        """Wait for what is being written.
+        """Wait for pending writes.
 
         Raises:
             DiskError: if it could not be.

@@ -36,7 +36,7 @@ class EarlySteps:
     def __init__(self, stepper: EarlyStepper, calls: OpenCalls, memory: Memory) -> None:
         """Args:
         stepper: steps a chunk.
-        calls: knows what is still read.
+        calls: knows which tensors are still read.
         memory: for the ring.
         """
         self._stepper, self._calls, self._memory = stepper, calls, memory

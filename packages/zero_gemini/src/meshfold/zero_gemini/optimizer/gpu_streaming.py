@@ -24,11 +24,11 @@ SLOT_BYTES = 32 * 2**20
 SLOTS = 6
 _UP_AT_A_TIME = 2  # uploads queued ahead: copies that computation waits for queue behind them
 STREAMING_BYTES = SLOTS * SLOT_BYTES
-"""Device memory of the pieces that are there at a time."""
+"""Device memory of the pieces that are on it at a time."""
 _ALIGN_ELEMS = 2**14  # alignment of pieces, for blocks of 8-bit moments that share a scale
 
 StepPiece = Callable[[int, AdamState, Tensor, int], None]
-"""Steps a piece: of which run it is, its state, its gradient, and its first element in the shard."""
+"""Steps a piece, given its run, its state, its gradient, and its first element in the shard."""
 
 
 @dataclass(kw_only=True)

@@ -133,7 +133,7 @@ class StepsAtOnce:
         """Do nothing: no step runs in the background."""
 
     def begin(self) -> None:
-        """Make the optimizer's state anew if the optimizer makes it at construction; call it once its groups are filled."""
+        """Recreate the optimizer's state if the optimizer makes it at construction; call it once its groups are filled."""
         if self._made_with_state:
             # Keep the object: schedulers refer to it.
             groups, defaults = self.optimizer.param_groups, self.optimizer.defaults
@@ -149,7 +149,7 @@ class EarlyStepper(Protocol):
     """Interface for stepping chunks one by one during backward, before other gradients have arrived."""
 
     def begin_steps(self, chunks: Sequence[Chunk]) -> None:
-        """Announce before the backward what will be stepped, in about this order. All ranks must call."""
+        """Announce before the backward the chunks that will be stepped, in about this order. All ranks must call."""
 
     def step_one(self, chunk: Chunk, gradient: Tensor, used: set[str], *, ready: Callable[[], None]) -> None:
         """Step one chunk, once after ``begin_steps``; in parallel with compute if its state is not on the device.
@@ -158,7 +158,7 @@ class EarlyStepper(Protocol):
             chunk: which; nothing reads its parameters any more before the next step.
             gradient: its shard, where the chunk's state is; on the host for one on disk.
             used: names of the parameters that have a gradient; the others are left as they are.
-            ready: returns when the gradient is there; may be called in another thread.
+            ready: returns when the gradient is ready; may be called in another thread.
         """
 
     def end_steps(self) -> None:

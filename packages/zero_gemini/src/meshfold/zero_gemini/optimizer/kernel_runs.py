@@ -236,7 +236,7 @@ class StepTimer:
 
     @contextmanager
     def clock(self, what: StepKind, elements: int) -> Iterator[None]:
-        """Context manager: time a step of so many elements; a step that raises does not count."""
+        """Context manager: time a step of ``elements`` elements; a step that raises does not count."""
         begin = time.perf_counter()
         yield
         took = StepTiming(elements, time.perf_counter() - begin)

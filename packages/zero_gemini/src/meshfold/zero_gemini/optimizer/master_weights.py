@@ -1,4 +1,4 @@
-"""Master weights of a chunk and the planes that Adam keeps beside them: names, dtypes, bytes, and a second copy.
+"""Master weights of a chunk and the planes that Adam keeps with them: names, dtypes, bytes, and a second copy.
 
 Master weights are the chunk's shard itself where possible, else a separate plane. A chunk with a second copy can be
 stepped before the gradient norm is known: if the gradient's factor is as expected, the copies are swapped.
@@ -43,7 +43,7 @@ class Weights:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Start copying them to the chunk's shard, beside what is computed: what comes of it waits for ``chunk.wait``."""
+        """Start copying them to the chunk's shard during compute; ``chunk.wait`` waits for the copy."""
         if self._own is not None:
             self.chunk.show(self._own.tensor)
 
@@ -154,7 +154,7 @@ class Plane(NamedTuple):
     each: int = 1
 
     def numel(self, elements: int) -> int:
-        """Return the number of values for so many elements of a chunk."""
+        """Return the number of values for ``elements`` elements of a chunk."""
         return -(-elements // self.each)
 
     @property
@@ -164,7 +164,7 @@ class Plane(NamedTuple):
 
 
 def planes_of(dtype: torch.dtype, regime: str) -> tuple[Plane, ...]:
-    """Return the planes that are kept beside the weights of a model that computes in ``dtype``."""
+    """Return the planes that are kept with the weights of a model that computes in ``dtype``."""
     wide = (Plane("exp_avg", torch.float32), Plane("exp_avg_sq", torch.float32))
     if dtype == torch.float32:
         return wide
@@ -181,7 +181,7 @@ def planes_of(dtype: torch.dtype, regime: str) -> tuple[Plane, ...]:
 
 
 def lie(planes: tuple[Plane, ...], elements: int) -> tuple[list[tuple[Plane, int, int]], int]:
-    """Planes in one flat buffer, one after the other: from and to which byte each goes, and the bytes of all."""
+    """Planes in a row in one flat buffer: each one's first and last byte, and the bytes of all."""
     found, at = [], 0
     for plane in planes:
         begin = -(-at // _LINE_BYTES) * _LINE_BYTES
@@ -196,7 +196,7 @@ def views(buffer: Tensor, planes: tuple[Plane, ...], elements: int) -> dict[str,
 
 
 def state_of(weights: Tensor, planes: Mapping[str, Tensor]) -> AdamState:
-    """Return the state that the kernels take, from weights and the planes beside them."""
+    """Return the state that the kernels take, from weights and their planes."""
     if weights.dtype == torch.float32:
         return WholeState(parameter=weights, **planes)
     if weights.dtype == torch.float16:

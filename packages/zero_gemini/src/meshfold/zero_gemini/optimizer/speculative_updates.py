@@ -44,7 +44,7 @@ class SpeculativeUpdates:
         Args:
             chunk: which.
             step: of all its shard.
-            ready: returns when the gradient is there.
+            ready: returns when the gradient is ready.
             streaming: GPU streaming that may step it.
         """
         self._open[chunk] = update = _SpeculativeUpdate(step)

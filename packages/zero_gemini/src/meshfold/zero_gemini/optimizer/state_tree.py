@@ -41,7 +41,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def unflatten(leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of :func:`flatten`; tensors are taken as they are."""
+    """The inverse of :func:`flatten`; tensors are not copied."""
     tree: dict[str, Any] = {}
     for name, value in leaves.items():
         path, _, kind = name.partition("=")

@@ -1,7 +1,7 @@
 """HybridAdam and CPUAdam: Adam and AdamW (arXiv 1412.6980, 1711.05101) as torch.optim has them, on any parameters.
 
 They step with the kernels of :mod:`meshfold.kernels`, so a parameter in bfloat16 keeps its exact float32 value in
-two planes, the parameter and what it lacks, and is updated without a cast or a second copy::
+two planes, the parameter and its low bits, and is updated without a cast or a second copy::
 
     optimizer = HybridAdam(model.parameters(), lr=3e-4, weight_decay=0.1)
     loss.backward()
@@ -231,7 +231,7 @@ class FlatAdam(torch.optim.Optimizer):
             return slots.master_of(parameter, self.state.get(parameter, {}))
 
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
-        """Give a parameter a float32 value, such as a checkpoint's, without losing what its own dtype cannot hold.
+        """Give a parameter a float32 value, such as a checkpoint's, without losing the bits that its own dtype cannot hold.
 
         Raises:
             ValueError: for a value of another shape, or a parameter that this optimizer does not have.

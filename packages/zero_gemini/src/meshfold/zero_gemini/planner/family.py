@@ -1,4 +1,4 @@
-"""The best plan of an ordered family, exactly: what is used for more chunks than can be searched exhaustively.
+"""The exact best plan of an ordered family: used for more chunks than can be searched exhaustively.
 
 Chunks stand in an order. The first ``a`` have state and parameters on the GPU, the last ``d`` have their state on disk, the last
 ``b`` of the rest have resident parameters, and the first ``k`` layers in order of seconds saved per byte are kept. Cost and
@@ -158,7 +158,7 @@ class Family:
         return pairs
 
     def least(self, what: str) -> tuple[float, Choice] | None:
-        """The least peak bytes on the ``gpu`` or the ``host`` of any member, with what it takes."""
+        """The least peak bytes of any member on the ``gpu`` or the ``host``, and the placement for it."""
         found: tuple[float, Choice] | None = None
         for a, least, most in self.counts():
             if what == "gpu":

@@ -29,7 +29,7 @@ from meshfold.zero_gemini.planner.search import Best, exhaustive_search, search
 from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 MOST_PLANS = 10**9
-"""More than these are not looked at one by one."""
+"""Up to this many are examined one by one."""
 
 
 def plan(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:

@@ -57,9 +57,9 @@ class Machine:
     gpu_streaming: float = 0.0
     """bytes/s of host state, up and down together, that the GPU steps while the CPU steps other chunks; 0: no GPU streaming."""
     host_memory_while_streaming: float = 0.0
-    """bytes/s of host memory for the CPU's steps meanwhile, with the copies of stepped parameters to the GPU."""
+    """bytes/s of host memory for the CPU's steps at that time, with the copies of stepped parameters to the GPU."""
     moments_memory: float = 0.0
-    """bytes/s of host memory beside a backward in which the cores step moments; 0: ``host_memory``."""
+    """bytes/s of host memory during a backward in which the cores step moments; 0: ``host_memory``."""
     streaming_bytes: int = 0
     """bytes of GPU memory of the buffer for GPU streaming."""
     cpu_optimizer: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Machine:
                 raise SpecError(f"machine {self.name!r}: cpu_optimizer[{regime!r}]={rate!r} must be above 0")
 
     def seconds(self, flop: float) -> float:
-        """Seconds on the GPU of so many floating-point operations."""
+        """Seconds that the GPU takes for ``flop`` floating-point operations."""
         return flop / self.flops
 
 

@@ -1,4 +1,4 @@
-"""Error text for when nothing fits: the smallest sufficient memory, the limit that is too low, and what to change."""
+"""Error text for when nothing fits: the smallest sufficient memory, the limit that is too low, and the change to make."""
 
 from __future__ import annotations
 

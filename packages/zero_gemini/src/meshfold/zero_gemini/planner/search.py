@@ -25,7 +25,7 @@ from meshfold.zero_gemini.planner.options import ALL_GPU, Choice, Floats, Ints
 from meshfold.zero_gemini.planner.problem import Case, Problem
 
 BLOCK = 1024
-"""Number of partial choices that are looked at together."""
+"""Number of partial choices that are examined together."""
 ITERATIONS = 120
 """Steps towards the best prices."""
 ROUNDS, CLIMB = 2, 12
@@ -34,7 +34,7 @@ ROUNDS, CLIMB = 2, 12
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """The best choice, if one is better than what was known; ``proved`` unless the search was cut short."""
+    """The best choice, if it is better than the known one; ``proved`` unless the search was cut short."""
 
     value: float
     choice: Choice | None
@@ -215,7 +215,7 @@ def as_choice(problem: Problem, picks: Ints) -> Choice:
 
 EXACT_CHUNKS, EXACT_LAYERS = 10, 24
 MOST_SWAPS = 64
-"""so many swaps are tried to bring the earliest chunks to the GPU where that costs nothing"""
+"""number of swaps tried to bring the earliest chunks to the GPU where that costs nothing"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

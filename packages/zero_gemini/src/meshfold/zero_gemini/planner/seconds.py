@@ -307,7 +307,7 @@ class Loads:
         return width * forward / rate, width * backward / rate, self.regime.gradient * reduced / rate
 
     def _host_share(self, strategy: str) -> tuple[float, float]:
-        """Return the cores' fraction of the host's steps before a forward, and their host-memory bytes/s meanwhile."""
+        """Return the cores' fraction of the host's steps before a forward, and their host-memory bytes/s during it."""
         machine, regime = self.machine, self.regime
         if not machine.gpu_streaming:
             return 1.0, machine.host_memory
@@ -333,7 +333,7 @@ class Loads:
         return self.cpu_of(self.regime.step * self.elems)
 
     def cpu_of(self, traffic: Floats) -> Floats:
-        """Return the same for a pass that moves so many of the step's bytes."""
+        """Return the same for a pass that moves ``traffic`` bytes."""
         rate = self.machine.cpu_optimizer.get(self.regime.name)
         seconds: Floats = traffic / self.regime.step / rate if rate else np.zeros_like(traffic)
         return seconds

@@ -126,7 +126,7 @@ class Layer:
     last: int
     """the last moment before its backward: recomputed activations are in the non-model memory from there on."""
     own_bytes: int = 0
-    """bytes that keeping adds at the moment after that: what is alive there before anything is recomputed comes on top."""
+    """bytes that keeping adds at the moment after that, on top of the bytes alive there before anything is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +159,7 @@ class Workload:
     stage: int = 3
     """of ZeRO: 1 and 2 keep whole parameters on the GPU."""
     accumulation: int = 1
-    """micro-steps of a step; the moments and the chunks' seconds are those of one."""
+    """micro-steps of a step; moments and the chunks' seconds are of one micro-step."""
     data_ranks: int = 1
     ranks_per_host: int = 1
     """ranks that share a host's memory, its bandwidth and its disk."""
@@ -167,13 +167,13 @@ class Workload:
     """the gradients of whole chunks wait where the state is for the end of the step, as a pipeline's micro-batches leave them;
     else those of shards."""
     prefetch_moments: int = 1
-    """a streamed chunk is on the GPU so many moments before its use,"""
+    """a streamed chunk is on the GPU this many moments before its use,"""
     light_moments: frozenset[int] = frozenset()
     """not counting these, in which next to nothing is computed (:mod:`meshfold.zero_gemini.prefetch`)."""
     reshards: bool = True
     """a streamed chunk leaves the GPU between two uses; else it stays from its first to its last of a micro-step."""
     drain_moments: int = 1
-    """a gradient leaves the GPU within so many moments after the chunk's backward."""
+    """a gradient leaves the GPU within this many moments after the chunk's backward."""
     host_base_bytes: int = 0
     """host bytes that the process has besides."""
     disk_buffer_bytes: int = 2**28
@@ -236,7 +236,7 @@ class Workload:
 
         Args:
             forward: seconds of one forward.
-            backward: of one backward, with what is recomputed there.
+            backward: of one backward, with its recomputation.
             kept: names of the layers that were not recomputed.
         """
         recomputed = sum(layer.recompute_seconds for layer in self.layers if layer.name not in kept)
@@ -254,7 +254,7 @@ class Workload:
         )
 
     def ready_from(self, moment: int) -> int:
-        """From which moment on what is used at ``moment`` is on the GPU."""
+        """The moment from which on data used at ``moment`` is on the GPU."""
         return ready_from(moment, self.light_moments, self.prefetch_moments)
 
 

@@ -146,7 +146,7 @@ class PhaseSeconds:
 
     Attributes:
         forward: of the forward of one micro-step.
-        backward: of its backward, with what is recomputed there.
+        backward: of its backward, with its recomputation.
     """
 
     forward: float

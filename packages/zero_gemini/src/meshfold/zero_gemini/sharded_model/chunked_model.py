@@ -88,7 +88,7 @@ class ChunkedModel(ParameterValues):
             as :class:`meshfold.zero_gemini.ShardedInit` has noted them.
         chunk_elems: size of a chunk in elements; None searches for the least waste.
         prefetch: units gathered ahead of the one that runs.
-        apart: axes whose ranks have different parameters (stages of a pipeline). Axes that a parameter names by itself count
+        apart: axes whose ranks have different parameters (such as pipeline stages). Axes that a parameter names by itself count
             too, but a stage may have no parameters, and its ranks must know the same.
         settled: called with the optimizer, if there is one, before the first value goes into a chunk: all refusals come
             before that, unless memory runs out. The optimizer has parameters without memory until then.

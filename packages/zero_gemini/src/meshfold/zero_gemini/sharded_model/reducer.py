@@ -167,7 +167,7 @@ class GradientFlow:
         return self._came
 
     def end(self) -> None:
-        """End a backward. One that reached no parameter still takes part in the reductions."""
+        """End a backward. A backward that reached no parameter still takes part in the reductions."""
         if not self._came:
             self._came = True
             self._ended()
