@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.common import Contestant, add_output, add_rounds, check_out, measure, median, parse_with_tiny
 from benchmarks.experts.run import add_wheels
 from benchmarks.reports import met, ratio, read_bars, table
+from benchmarks.timed_training import kernels_of
 
 TINY = dict(
     hidden=32,
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--profile", action="store_true", help="print a step of ours by kernels")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     add_rounds(parser)
     parser.set_defaults(rounds=4, window_s=1.8)
@@ -54,8 +56,12 @@ def main(argv: Sequence[str]) -> int:
         report(options.report)
         return 0
     check_out(options.out)
-    measure("experts, a layer", contestants(options), options, settings=(*JUDGED, "backend", "window_s"))
+    found = contestants(options)
+    measure("experts, a layer", found, options, settings=(*JUDGED, "backend", "window_s"))
     report(options.out)
+    if options.profile and found[0].step is not None:
+        for kernel, calls, ms in kernels_of(found[0].step)[:60]:
+            print(f"{ms:9.3f} ms {calls:6d} x {kernel[:90]}")
     return 0
 
 
