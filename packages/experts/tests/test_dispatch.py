@@ -263,3 +263,33 @@ def test_what_cannot_be_split_is_refused() -> None:
     for capacity in (0, -1.0, float("nan"), "all"):
         with pytest.raises(SpecError, match="capacity="):
             Experts(8, 12, 6, capacity)(x, torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))  # type: ignore[arg-type]
+
+
+@ranks(2)
+def test_tokens_in_fp8_are_off_by_a_sixteenth_at_most_and_half_the_bytes() -> None:
+    group = Mesh({"expert": 2}).group("expert")
+    generator = torch.Generator().manual_seed(group.index)
+    wide = 64
+    x = torch.randn(20, wide, generator=generator).bfloat16()
+    index = torch.rand(20, EXPERTS, generator=generator).topk(TOP_K).indices
+    weights = torch.rand(20, TOP_K, generator=generator)
+
+    def found(fp8: bool) -> tuple[Tensor, Tensor, list[int]]:
+        leaf = x.clone().requires_grad_()
+        with record() as log:
+            y = dispatch(
+                leaf, index, weights, lambda rows, ends, counts: 2 * rows, experts=EXPERTS, group=group, fp8=fp8
+            )
+            (y.float() * x.float().flip(0)).sum().backward()
+        assert leaf.grad is not None
+        return y.detach().float(), leaf.grad.float(), [e.bytes for e in log.entries if e.kind == "exchange_rows"]
+
+    (y, dx, sent), (y8, dx8, sent8) = found(False), found(True)
+    whole = 2 * weights.sum(1, keepdim=True)
+    for got, exact, of in ((y8, y, x.float()), (dx8, dx, x.float().flip(0))):
+        off, rounding = (got - exact).abs(), 2**-7 * exact.abs()  # both are rounded to bfloat16
+        assert float(off.max()) > 0 and bool(
+            (off <= whole * (of.abs() / 16 + of.abs().amax(1, keepdim=True) / 2**17) + rounding).all()
+        )
+    assert [a * (wide + 4) // (2 * wide) for a in (sent[0], sent[3])] == [sent8[0], sent8[3]]
+    assert sent[1:3] + sent[4:] == sent8[1:3] + sent8[4:]

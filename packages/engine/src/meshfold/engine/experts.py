@@ -62,6 +62,26 @@ def give_own_tokens(mixtures: Iterable[nn.Module], world: World) -> None:
             OwnTokens(world.mesh, None).attach(module)
 
 
+def check_fp8_dispatch(world: World) -> None:
+    """Raise a SpecError unless tokens travel to experts of other ranks."""
+    if world.expert_group.size == 1:
+        written = world.spec.written or str(world.spec)
+        raise SpecError(
+            f"precision=dict(matmul='fp8', dispatch='fp8'): under {written} no token travels to the experts of another rank. Write "
+            "expert=dict(size=2) in the spec, or leave dispatch out"
+        )
+
+
+def dispatch_in_fp8(model: nn.Module) -> None:
+    """Let tokens travel to their experts in fp8, in every block of a model whose experts are split."""
+    from meshfold.experts import DispatchingForward
+
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, DispatchingForward):
+            forward.fp8 = True
+
+
 _IN_PIPELINES = (
     "a balance loss or z-loss of experts under pipeline: sums of routers go from stage to stage where each block of the model has "
     "one router at most, and there are none beside the blocks. Write the model so, leave the loss out (SigmoidRouter balances by a "

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from meshfold.experts.counting import by_expert, expert_places, pairs_of, rank_places
 from meshfold.experts.exchange import Exchange
+from meshfold.experts.fp8_rows import pack, unpack
 from meshfold.kernels import sum_rows, take_rows
 from meshfold.mesh import Group, SpecError, all_gather, all_to_all, exchange_rows
 from meshfold.mesh.collectives import adjoint_pair
@@ -44,6 +45,7 @@ def dispatch(
     group: Group | None = None,
     sharing: int = 1,
     weighs: bool = False,
+    fp8: bool = False,
     capacity: float | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
@@ -58,6 +60,7 @@ def dispatch(
         group: None, or a group of one rank: all experts are here, and nothing is sent.
         sharing: how many neighbouring ranks have parts of the same experts, whose outputs add up to these experts'.
         weighs: ``run`` takes the weights of its rows too, and gives weighted outputs.
+        fp8: tokens travel in float8 with a scale each, and so do gradients of what comes back; sums in both directions do not.
         capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
             ranks; the outputs of further ones are left out. None: none are.
         meanwhile: is called once, while tokens travel; so does what autograd records of it, backward. Such as a shared expert.
@@ -76,7 +79,7 @@ def dispatch(
         raise ValueError(
             f"{ranks} ranks, of which {sharing} share each expert: the first number must be a multiple of the second"
         )
-    y: Tensor = _in_eager_code(tokens, index, weights, run, experts, group, sharing, weighs, capacity, meanwhile)
+    y: Tensor = _in_eager_code(tokens, index, weights, run, experts, group, sharing, weighs, fp8, capacity, meanwhile)
     return y
 
 
@@ -90,6 +93,7 @@ def _in_eager_code(
     group: Group | None,
     sharing: int,
     weighs: bool,
+    fp8: bool,
     capacity: float | None,
     meanwhile: Callable[[], object] | None,
 ) -> Tensor:
@@ -105,7 +109,7 @@ def _in_eager_code(
     places, outgoing = rank_places(index, experts_each, ranks, sharing)
     sends, receives, counts = _sizes(index, outgoing, experts_each, group, sharing)
     pairs = pairs_of(places, sum(sends))
-    travelling = Exchange(group, sends, receives)
+    travelling = Exchange(group, sends, receives, fp8=fp8)
     started = travelling.start(take_rows(tokens, pairs, places))
     carried = take_rows(weights, pairs, places)
     # Numbered from the first expert of the rank that receives them.
@@ -115,7 +119,7 @@ def _in_eager_code(
         meanwhile()
     rows = travelling.finish(started)
     partial = _here(rows, mine, arrived, run, weighs, experts_each, sum(counts), counts)
-    return sum_rows(_exchange(partial, group, receives, sends), pairs, places)
+    return sum_rows(_exchange(partial, group, receives, sends, fp8), pairs, places)
 
 
 def experts_of_each(experts: int, ranks: int) -> int:
@@ -210,12 +214,15 @@ def _evenly(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def _exchange(rows: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-    """Exchange rows; backward sends the gradients back."""
-    return adjoint_pair(
-        lambda x: exchange_rows(x, group, sends, receives).wait(),
-        lambda g: exchange_rows(g, group, receives, sends).wait(),
-    )(rows)
+def _exchange(rows: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int], fp8: bool) -> Tensor:
+    """Exchange rows; backward sends the gradients back, in float8 if asked to."""
+
+    def back(gradient: Tensor) -> Tensor:
+        if fp8:
+            return unpack(exchange_rows(pack(gradient), group, receives, sends).wait(), gradient.dtype)
+        return exchange_rows(gradient, group, receives, sends).wait()
+
+    return adjoint_pair(lambda x: exchange_rows(x, group, sends, receives).wait(), back)(rows)
 
 
 class _Routing(torch.autograd.Function):

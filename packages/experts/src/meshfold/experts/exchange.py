@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.experts.fp8_rows import pack, unpack
 from meshfold.mesh import Group, Pending, exchange_rows
 
 
@@ -18,13 +19,15 @@ class Exchange:
     that autograd has recorded between the two overlaps as well.
     """
 
-    def __init__(self, group: Group, sends: Sequence[int], receives: Sequence[int]) -> None:
+    def __init__(self, group: Group, sends: Sequence[int], receives: Sequence[int], *, fp8: bool = False) -> None:
         """Args:
         group: the ranks.
         sends: rows for each rank.
         receives: rows from each rank.
+        fp8: send rows in float8 with a scale each; gradients go back in their own dtype.
         """
         self.group, self.sends, self.receives = group, sends, receives
+        self.fp8 = fp8
         self.forward: Pending | None = None
         self.backward: Pending | None = None
 
@@ -43,7 +46,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.forward = exchange_rows(x, exchange.group, exchange.sends, exchange.receives)
+        message = pack(x) if exchange.fp8 else x
+        exchange.forward = exchange_rows(message, exchange.group, exchange.sends, exchange.receives)
         return x.new_empty(sum(exchange.receives), 1).expand(-1, x.shape[1])
 
     @staticmethod
@@ -65,7 +69,7 @@ class _Finish(torch.autograd.Function):
             raise RuntimeError("an exchange of rows is finished before it was started")
         y = exchange.forward.wait()
         exchange.forward = None
-        return y
+        return unpack(y, started.dtype) if exchange.fp8 else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable

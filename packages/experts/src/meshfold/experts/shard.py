@@ -88,6 +88,9 @@ class DispatchingForward:
     """A forward for stacked experts, called as theirs, that dispatches tokens over a group.
 
     It takes the parameters that the module has when it is called: this rank's block. A deep copy of the module has one of its own.
+
+    Attributes:
+        fp8: whether tokens travel in float8; see :func:`meshfold.experts.dispatch`.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class DispatchingForward:
         capacity: see :func:`meshfold.experts.dispatch`; None: the one that the experts have.
         """
         self.experts, self.layout, self.number, self.group = block.experts, block.layout, block.num_experts, group
-        self.sharing = sharing
+        self.sharing, self.fp8 = sharing, False
         own = getattr(block.experts, "capacity", None)
         self.capacity = own if capacity is None and isinstance(own, int | float) else capacity
 
@@ -120,6 +123,7 @@ class DispatchingForward:
             group=self.group,
             sharing=self.sharing,
             weighs=self.layout.weighs,
+            fp8=self.fp8,
             capacity=self.capacity,
             meanwhile=meanwhile,
         )

@@ -14,6 +14,7 @@ from meshfold.engine.assembly.arguments import Arguments
 from meshfold.engine.assembly.assemble import Assembled, assemble, dropout_settings, make_states
 from meshfold.engine.captured_step import CapturedSteps, check_capture
 from meshfold.engine.checkpoints.model_state import ModelState
+from meshfold.engine.experts import check_fp8_dispatch, dispatch_in_fp8
 from meshfold.engine.forward import Forward
 from meshfold.engine.model import recompute as recomputation
 from meshfold.engine.model.checks import NoCopies
@@ -105,6 +106,8 @@ def build(
         asked.compile.check(world.spec)
     if asked.precision.fp8 is not None:
         check_fp8(world)
+        if asked.precision.fp8.dispatch:
+            check_fp8_dispatch(world)
 
     # This rank's part of the model: split, given its first values, in place.
     if asked.make_optimizer is not None:
@@ -117,6 +120,8 @@ def build(
     if asked.precision.fp8 is not None:
         fp8 = use_fp8(part.model, asked.precision.fp8, world, accumulation=asked.accumulation)
         opened.callback(fp8.close)
+        if asked.precision.fp8.dispatch:
+            dispatch_in_fp8(part.model)
     compiled = None
     if asked.compile is not None:  # first: modes and checkpoints go around a graph, not into it
         stages_blocks = None if part.pipelined is None else part.pipelined.blocks()

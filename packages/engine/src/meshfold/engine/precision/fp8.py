@@ -11,7 +11,7 @@ import torch
 from meshfold.kernels import FP8_RECIPES, Fp8Recipe
 from meshfold.mesh import SpecError, did_you_mean
 
-FP8_KEYS = ("matmul", "recipe", "keep", "cast")
+FP8_KEYS = ("matmul", "recipe", "keep", "cast", "dispatch")
 KEEP = ("head", "router", "narrow")
 CASTS = ("step", "use")
 _RECIPE = "rowwise_hp_dw"
@@ -28,12 +28,14 @@ class Fp8Settings:
         cast: when weights are cast: ``"step"``, once an optimizer step, which holds two more bytes an element of a weight;
             ``"use"``, at each use; None: once a step where micro-steps or micro-batches use them several times and they stay on the
             device.
+        dispatch: tokens travel to the experts of other ranks in fp8, with a scale each.
         asked: whether the user has written ``keep``; else ``"narrow"`` counts on GPUs alone.
     """
 
     recipe: Fp8Recipe = FP8_RECIPES[_RECIPE]
     keep: tuple[str, ...] = KEEP
     cast: str | None = None
+    dispatch: bool = False
     asked: bool = False
 
     def keeps_narrow(self, device: torch.device) -> bool:
@@ -79,4 +81,11 @@ class Fp8Settings:
                 f"precision={value!r}: cast={cast!r}: write 'step' (weights are cast once an optimizer step) or 'use' (at each "
                 "use), or leave it out"
             )
-        return cls(recipe=FP8_RECIPES[recipe], keep=tuple(keep), cast=cast, asked="keep" in keys)
+        dispatch = keys.get("dispatch", "bf16")
+        if dispatch not in ("fp8", "bf16"):
+            raise SpecError(
+                f"precision={value!r}: dispatch={dispatch!r}: write 'fp8' (in which tokens travel to experts) or leave it out"
+            )
+        return cls(
+            recipe=FP8_RECIPES[recipe], keep=tuple(keep), cast=cast, dispatch=dispatch == "fp8", asked="keep" in keys
+        )

@@ -1,0 +1,30 @@
+"""Rows as bytes: float8 numbers (e4m3), and after those of each row its scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshfold.kernels import to_fp8
+
+_SCALE = 4
+"""bytes of a scale in float32"""
+
+
+def pack(x: Tensor) -> Tensor:
+    """Return the bytes of rows: ``[m, h] -> [m, h + 4]``, each row scaled by a power of 2 so that its largest number fits."""
+    found = to_fp8(x, rows=True)
+    scales = found.inverse.reshape(-1, 1).float().contiguous()
+    return torch.cat([found.values.view(torch.uint8), scales.view(torch.uint8)], 1)
+
+
+def unpack(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows of :func:`pack`: ``[m, h + 4] -> [m, h]``.
+
+    A number is off by 1/16 of itself at most; one less than 2⁻¹⁴ of the row's largest by 2⁻¹⁷ of that.
+    """
+    hidden = message.shape[1] - _SCALE
+    # Copies: a single row counts as contiguous, however its bytes are aligned.
+    values = message[:, :hidden].clone(memory_format=torch.contiguous_format).view(torch.float8_e4m3fn)
+    scales = message[:, hidden:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return (values.float() * scales).to(dtype)
