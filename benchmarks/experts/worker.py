@@ -43,7 +43,7 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
         spec_of(job["ranks"], stage_of(job["contestant"])),
         precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
         clip_grad_norm=1.0,
-        optimizer=dict(name="adamw", lr=1e-5, weight_decay=0.01),
+        optimizer=dict(name="adamw", lr=1e-6, weight_decay=0.01),
         recompute="blocks" if job["recompute"] == "blocks" else None,
         **settings,
     )

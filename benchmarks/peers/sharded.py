@@ -35,7 +35,7 @@ def adamw_step(model: nn.Module, forward: Callable[[], Tensor]) -> Callable[[], 
     """Return a step: forward, backward, clipping by the norm, fused AdamW."""
     groups = by_mesh(model.parameters())
     optimizer = torch.optim.AdamW(
-        [dict(params=group) for group in groups], lr=1e-5, weight_decay=0.01, fused=torch.cuda.is_available()
+        [dict(params=group) for group in groups], lr=1e-6, weight_decay=0.01, fused=torch.cuda.is_available()
     )
 
     def step() -> Tensor:

@@ -30,7 +30,12 @@ def torchtitan_step(job: dict[str, Any], ids: Tensor, *, compiled: bool) -> Call
     Raises:
         AbsentError: if torchtitan, or what it needs, is not there.
     """
+    for name in ("llama3", "llama4"):  # whose ways to shard Qwen3 uses
+        without_data(f"torchtitan.models.{name}")
     package = without_data("torchtitan.models.qwen3")
+    loaders: Any = ModuleType("torchtitan.hf_datasets.text_datasets")
+    loaders.build_text_dataloader = loaders.build_text_validation_dataloader = None
+    sys.modules.setdefault(loaders.__name__, loaders)
     try:
         args, parallelize = (import_module(f"{package}.{name}") for name in ("model.args", "infra.parallelize"))
         Qwen3Model = import_module(f"{package}.model.model").Qwen3Model

@@ -251,7 +251,9 @@ def test_what_cannot_be_split_is_refused() -> None:
     [block] = find_experts(Experts(8, 12, 6))
     with fake_world(4):
         group = Mesh({"expert": 4}).group("expert")
-        with pytest.raises(SpecError, match=r"6 experts cannot be split over 4 ranks.*that divides 6: 1, 2, 3, 6"):
+        with pytest.raises(
+            SpecError, match=r"6 experts cannot be split evenly over 4 ranks.*that divides 6: 1, 2, 3, 6"
+        ):
             shard_experts(block, group)
     assert block.experts.get_parameter("down").shape[0] == 6
     shard_experts(block)
