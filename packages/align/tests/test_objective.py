@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from align_models import SPECS, SPECS_OF_4, gpt, hugging_face, llama, masked_batch, plain_log_probs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshfold.align import Objective, Terms, TokenValues, mean_of_sequences, mean_of_tokens
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
+from meshfold.models import Llama, LlamaConfig
 
 
 def terms(values: TokenValues, batch: Mapping[str, Any]) -> Terms:
@@ -116,6 +119,41 @@ def test_objective_on_4_in_more_specs() -> None:
         check(llama, SPECS_OF_4[name], **FUSED)
 
 
+class Largest(TorchDispatchMode):
+    """Records the elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for made in tree_leaves(found):
+            if isinstance(made, torch.Tensor):
+                self.elements = max(self.elements, made.numel())
+        return found
+
+
+def test_no_step_makes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 rows of 128 tokens and 512 words nothing is as large as the logits, forward or backward; without the kernels they are."""
+    for name in ("CHUNK_BYTES", "LARGE_CHUNK_BYTES"):
+        monkeypatch.setattr(f"meshfold.kernels.logit_chunks.{name}", 8192)
+    config = LlamaConfig(vocab_size=512, hidden=16, layers=1, heads=2, kv_heads=2)
+    batch = masked_batch(8, 128)
+    batch["weights"] = torch.ones(8, dtype=torch.float64)
+    largest = {}
+    for kernels in (dict(loss=True), "off"):
+        objective = Objective(terms, fields=("weights",), entropy=True)
+        with Engine(
+            lambda: Llama(config), loss_fn=objective, kernels=kernels, optimizer=dict(name="sgd", lr=0.1)
+        ) as engine:
+            objective.attach(engine)
+            with Largest() as seen:
+                objective.step([batch])
+                objective.score(batch)
+            largest[str(kernels)] = seen.elements
+    assert largest["off"] >= 8 * 128 * 512
+    assert largest["{'loss': True}"] <= 8 * 128 * 512 / 4
+
+
 def test_mistakes() -> None:
     with pytest.raises(SpecError, match="temperature=0"):
         Objective(terms, temperature=0)
@@ -126,6 +164,6 @@ def test_mistakes() -> None:
     objective = Objective(terms)
     with (
         Engine(torch.nn.Linear(2, 2), loss_fn=objective) as engine,
-        pytest.raises(SpecError, match="no loss of the next token"),
+        pytest.raises(SpecError, match="no loss to take log-probabilities from"),
     ):
         objective.attach(engine)
