@@ -133,7 +133,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_step_makes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 rows of 128 tokens and 512 words nothing is as large as the logits, forward or backward; without the kernels they are."""
+    """Nothing is as large as the logits of 8 rows of 128 tokens and 512 words; without the kernels they are there."""
     for name in ("CHUNK_BYTES", "LARGE_CHUNK_BYTES"):
         monkeypatch.setattr(f"meshfold.kernels.logit_chunks.{name}", 8192)
     config = LlamaConfig(vocab_size=512, hidden=16, layers=1, heads=2, kv_heads=2)
