@@ -63,7 +63,7 @@ def dispatch(
         fp8: tokens travel in float8 with a scale each, and so do gradients of what comes back; sums in both directions do not.
         capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
             ranks; the outputs of further ones are left out. None: none are.
-        meanwhile: is called once, while tokens travel; so does what autograd records of it, backward. Such as a shared expert.
+        meanwhile: called once during the exchange, such as a shared expert; its backward overlaps with the exchange's, too.
 
     Raises:
         SpecError: if the ranks do not divide the experts.

@@ -9,7 +9,7 @@ with ls the label smoothing and zl the weight of the z-loss. Computed in float32
 rounded once to the dtype of the logits. The kernels of :mod:`meshfold.kernels.linear_cross_entropy` take z from scaled and
 capped logits, and find the entropy of softmax(z) as well; :class:`Terms` has what they need to know.
 
-**Split vocabulary.** A rank holds the columns ``vocab_start`` onwards, of which the first ``vocab_valid`` are words
+**Split vocabulary.** A rank holds the columns ``vocab_start`` onwards; the first ``vocab_valid`` of them are words
 and the rest is padding, which takes no part and gets a gradient of zero. One all-reduce MAX, one fused all-reduce
 SUM, and no communication in the backward::
 

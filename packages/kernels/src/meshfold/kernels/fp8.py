@@ -121,7 +121,7 @@ def to_fp8(
         rows: a scale for each row, rounded down to a power of 2; else one for the matrix.
         dtype: float8_e4m3fn or float8_e5m2.
         tile: a scale for each tile with these sides, which divide those of the matrix, rounded down to a power of 2.
-        maximum: from the amax here to the amax of the whole, of which ``x`` is a block.
+        maximum: from this block's amax to the amax of the whole.
     """
     if rows and tile is None and maximum is None and dtype is torch.float8_e4m3fn and x.numel():
         values, inverse = cast_matrix(x)

@@ -48,7 +48,7 @@ class LarsScalars(NamedTuple):
         dampening: by which a new direction counts less.
         weight_decay: of the weights, in the direction.
         nesterov: look one step of momentum ahead.
-        first: the buffer takes the direction as it is.
+        first: the buffer takes the direction unchanged.
     """
 
     lr: float

@@ -153,7 +153,7 @@ class LogitChunks:
         return self._kernels.write_losses_and_gradient(self._logits, self._labels[self._at], share, self._terms)
 
     def rows_and_logits(self) -> tuple[Tensor, Tensor]:
-        """Return this chunk's rows, and its logits or what was written over them."""
+        """Return this chunk's rows, and its logits or the values written over them."""
         return self._rows[self._at], self._logits
 
 

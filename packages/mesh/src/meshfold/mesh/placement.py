@@ -2,7 +2,7 @@
 
 A rank's block is an outer product: along each dim it holds a list of segments (start, length) of the global
 tensor. One segment, usually; several when the dim is made of fused parts (Q, K and V in one weight; gate and up),
-each of which is split on its own so that every rank gets its heads of all three.
+each split separately, so that every rank gets its heads of all three.
 """
 
 from __future__ import annotations

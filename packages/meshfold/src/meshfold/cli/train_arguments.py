@@ -198,7 +198,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
 
 
 def words_of(settings: TrainSettings) -> list[str]:
-    """Return the arguments of which :func:`settings_of` makes these settings (objects in the spec cannot be written)."""
+    """Return the arguments that :func:`settings_of` makes these settings from (objects in the spec cannot be written)."""
     from dataclasses import fields
 
     from meshfold.train.run_folder import option_of

@@ -89,7 +89,7 @@ def _take(held: ExitStack, lock: Path) -> None:
 
 
 class KeptCheckpoints:
-    """Checkpoints in the folder of a run, of which the newest ``keep`` are kept. No communication.
+    """Checkpoints in the folder of a run; the newest ``keep`` are kept. No communication.
 
     Attributes:
         keep: number of checkpoints.
@@ -135,7 +135,7 @@ class KeptCheckpoints:
         """Return the newest complete checkpoint, or None if the run has no checkpoint.
 
         Raises:
-            CheckpointError: if no checkpoint is complete: what is wrong with the newest.
+            CheckpointError: if no checkpoint is complete; says why the newest is not.
         """
         found = self._complete()
         if found:

@@ -102,7 +102,7 @@ class Attention(nn.Module):
 
 
 class CausalMask(nn.Module):
-    """Masks for attention over whole rows: ``s s``, or ``b 1 s s`` with positions; what is added to the scores.
+    """Masks for attention over whole rows: ``s s``, or ``b 1 s s`` with positions; they are added to the scores.
 
     Two attributes tell code that shards a model: ``attended_rows = True``, to give it the positions of exactly the rows that
     attention has; ``makes_masks``, that can be set to False where sequences are sharded, and documents and ``window`` are kept
@@ -123,7 +123,7 @@ class CausalMask(nn.Module):
         """Return one mask for all layers, or None where a token sees all before it or is alone.
 
         Args:
-            position_ids: ``b s`` or ``1 s``, begin anew at each document; None: each row is one.
+            position_ids: ``b s`` or ``1 s``, restart at each document; None: each row is one.
             like: the residual stream; says dtype and device.
             length: s, tokens of a row.
         """

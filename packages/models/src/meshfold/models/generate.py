@@ -44,9 +44,9 @@ def generate(
     to those before it: in every tensor mode, in the stages of a pipeline and under ZeRO. They take 2 · layers · rows ·
     kv_heads · length · head_dim elements, room to grow aside, of which each rank has those of its layers, rows and heads;
     of a window no more than that, as length. They are let go at the end. Where a mode splits the stream by tokens, the
-    batch is filled up to as many rows as there are parts, since a row has one token at a time. All tokens are computed anew:
+    batch is filled up to as many rows as there are parts, since a row has one token at a time. All tokens are recomputed:
 
-    - where ranks share sequences (``sequence`` in ring, ulysses or a mode of one's own), where a single token is one rank's;
+    - where ranks share sequences (``sequence`` in ring, ulysses or a custom mode), where a single token is one rank's;
     - once the row is longer than ``max_positions``: its last tokens are looked at then, each in another place every time;
     - by any other model, and by ours with attention put in that is not theirs.
 

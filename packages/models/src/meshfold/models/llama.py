@@ -74,7 +74,7 @@ class Llama(nn.Module):
     ) -> CausalLMOutput:
         """``b s`` int64 -> the loss if labels ``b s`` are given (not shifted; -100 does not count), logits.
 
-        Documents packed into a row are told by ``position_ids`` (``b s`` or ``1 s``) that begin anew at 0 with each: tokens see
+        Documents packed into a row are told by ``position_ids`` (``b s`` or ``1 s``) that restart at 0 with each: tokens see
         their own, and none predicts another's first.
 
         Raises:

@@ -23,7 +23,7 @@ class GaLoreOptimizer(RoleOptimizer):
     """Base of optimizers that keep moments of projected gradients.
 
     A matrix m × n with m ≥ n keeps the first ``rank`` right singular vectors of a gradient, else left ones; they are
-    computed anew every ``update_proj_gap`` steps. Of each vector the component of largest size is positive: moments go on in
+    recomputed every ``update_proj_gap`` steps. Of each vector the component of largest size is positive: moments go on in
     the new vectors, so a sign that chance gives would change steps. Projection and moments are kept flat, whole on every
     rank that has a block. A group's ``role`` says what is projected: ``"matrices"`` of two dims; without a role, all of two dims.
 

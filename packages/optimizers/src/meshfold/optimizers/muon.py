@@ -31,7 +31,7 @@ class Muon(RoleOptimizer):
     :func:`meshfold.optimizers.role_groups` go to AdamW. Without a role, parameters of two dims count as matrices: so give
     groups for a model with embeddings. On matrices it is ``torch.optim.Muon``, with Nesterov momentum and rates that grow
     with the shape. Matrices of one shape are orthogonalised in one batch; of blocks, each matrix by one rank. Parameters of three
-    dims in a group of matrices are stacks of them, ``(experts, m, n)``, of which each is orthogonalised by itself.
+    dims in a group of matrices are stacks of them, ``(experts, m, n)``, each orthogonalised separately.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Estimates of a spec before anything runs: the engine itself, on the meta device with simulated ranks.
 
 The model is built, split and stepped as in training, on meta tensors. Collectives are recorded as they would be passed to
-torch.distributed, and matmuls are counted as they are called. Rank 0 is measured: no rank has larger shards.
+torch.distributed, and matmuls are counted in their calls. Rank 0 is measured: no rank has larger shards.
 """
 
 from __future__ import annotations

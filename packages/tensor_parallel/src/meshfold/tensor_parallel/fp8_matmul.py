@@ -1,6 +1,6 @@
 """The sharded matmul in fp8: the gather lowering, whose operands are rounded once they are gathered.
 
-A scale belongs to a row or a tensor of the whole operand, of which a rank has a block. The amax is reduced over the axes that split
+A scale belongs to a row or a tensor of the whole operand; a rank has a block of it. The amax is reduced over the axes that split
 the dims it was taken over, those of the batch among them, so that the rounded operands are those of the serial model, bit for bit.
 """
 

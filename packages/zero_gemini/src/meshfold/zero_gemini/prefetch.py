@@ -45,7 +45,7 @@ def ready_from(moment: int, light: frozenset[int], prefetch: int) -> int:
     """Return the timestep from which the unit that is entered at ``moment`` is gathered; the inverse of :func:`reach`.
 
     Args:
-        moment: at each of which one unit is entered.
+        moment: one unit is entered at each.
         light: moments of light units.
         prefetch: as in :func:`reach`.
     """

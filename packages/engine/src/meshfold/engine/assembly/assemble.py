@@ -57,7 +57,7 @@ class Assembled:
         values: makes the initial values of a parameter that is still on the meta device.
         report: what tensor parallelism did; None if the model was left whole.
         torch_dropout: whether dropout is torch's own, which draws from its random state.
-        pipelined: runs a model in stages, of which ``model`` has this rank's; else None.
+        pipelined: runs a model in stages; ``model`` has this rank's. None without a pipeline.
         loaded: how a folder's weights matched the model; None without a folder.
     """
 
@@ -255,7 +255,7 @@ def has_dropout(model: nn.Module) -> bool:
 def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, dropout: bool) -> Report | None:
     """Apply tensor parallelism, if the spec asks for it.
 
-    Without a tensor entry the model stays as it is, unless it has dropout: mode 1d on one rank makes it drop the same elements
+    Without a tensor entry the model is not changed, unless it has dropout: mode 1d on one rank makes it drop the same elements
     as every other spec. A model that mode 1d cannot place keeps torch's dropout.
     """
     tensor = world.spec.tensor

@@ -196,7 +196,7 @@ class _Batches:
 
 
 class DataPositions:
-    """Loaders by name; the position of a loader that does not exist yet is kept for it, and saved again meanwhile."""
+    """Loaders by name; the position of a loader that does not exist yet is kept for it, and saved again until then."""
 
     def __init__(self) -> None:
         self._loaders: dict[str, ShardedLoader] = {}

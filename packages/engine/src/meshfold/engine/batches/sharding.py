@@ -186,7 +186,7 @@ def randomness(seed: int, step: int, shares: Shares, device: torch.device, *, to
         step: micro-step, counted over the whole run.
         shares: position of this data coordinate's rows in the global batch, which determines what they drop.
         device: of torch's generator.
-        torch_too: also seed torch's generators meanwhile, for dropout that draws from them. It then depends on the number
+        torch_too: also seed torch's generators inside, for dropout that draws from them. It then depends on the number
             of data coordinates, but is repeatable.
     """
     with dropout_stream(seed, step, batch=shares):

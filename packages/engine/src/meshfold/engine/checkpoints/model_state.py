@@ -111,7 +111,7 @@ class ModelState:
         return found
 
     def load_extra(self, given: Mapping[str, Any], what: str) -> None:
-        """Set the extra state of modules; all ranks must call. Missing state is left as it is, with a warning.
+        """Set the extra state of modules; all ranks must call. State that is missing is not changed, with a warning.
 
         Raises:
             CheckpointError: on all ranks, if a module does not accept it; then nothing changes.

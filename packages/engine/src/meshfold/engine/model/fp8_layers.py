@@ -1,7 +1,7 @@
 """Linear layers that multiply in fp8: which of a model's do, and why the others stay in bf16.
 
 A layer's class is changed, not its forward: blocks of one class still share their compiled code, and names, parameters and state
-dicts stay as they are.
+dicts do not change.
 """
 
 from __future__ import annotations

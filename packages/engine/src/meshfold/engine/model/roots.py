@@ -63,7 +63,7 @@ def split_roots(
         drops: whether a root has dropout.
 
     Returns:
-        One report of all, None if nothing was split; and whether a root was left as it is that drops by torch's own dropout.
+        One report of all, None if nothing was split; and whether an unsplit root uses torch's own dropout.
 
     Raises:
         SpecError: for a rule that matches nothing.

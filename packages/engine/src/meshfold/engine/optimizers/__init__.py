@@ -296,7 +296,7 @@ class StepGuard:
     def __init__(self, optimizer: torch.optim.Optimizer | None, advice: str) -> None:
         """Args:
         optimizer: None for evaluation only, where nothing is guarded.
-        advice: what is wrong and what to call instead, appended to the name of the method.
+        advice: the mistake and the call to make instead, appended to the name of the method.
         """
         self._advice, self._open = advice, False
         self._handle = None if optimizer is None else optimizer.register_step_pre_hook(self._before)

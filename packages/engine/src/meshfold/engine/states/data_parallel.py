@@ -2,7 +2,7 @@
 
 A parameter's gradient is moved into its place in a flat bucket as soon as autograd has accumulated it. In the last
 backward of an accumulation a bucket whose parameters have all arrived is all-reduced at once, over the axes that
-its parameters' metadata names; the rest of backward goes on meanwhile (as in Li et al., "PyTorch Distributed:
+its parameters' metadata names, overlapping with the rest of backward (as in Li et al., "PyTorch Distributed:
 Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3.2). If it was not the last after all,
 the sum waits, and the sum of later gradients is added.
 

@@ -44,7 +44,7 @@ class Source(NamedTuple):
         read: makes the whole tensor; a collective over the ranks given by ``States.all_read``. A read error of this rank
             is raised after the collective.
         cut: how what this rank writes of it, where nothing is gathered, is found by its name. Without communication.
-        parts: what this rank keeps of it, of which the pieces are views; none where there are no pieces. Likewise.
+        parts: the tensors that this rank keeps of it; the pieces are views of them. None where there are no pieces.
         alike: all ranks read the same, and it does not change before a step; else rank 0's counts.
         on_disk: this rank's part is on a disk: ``parts`` reads it.
     """
@@ -147,7 +147,7 @@ class States(Protocol):
         """The optimizer's tensors by ``parameter/state``. All ranks must call."""
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
-        """Return sources of the model's tensors, by these names, for a background save, as they are now.
+        """Return sources of the model's tensors, by these names, for a background save, with their present values.
 
         Work that can be done later is deferred, but uses the tensors of now; copies of those that a forward may
         change.

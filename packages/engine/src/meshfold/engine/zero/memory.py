@@ -68,7 +68,7 @@ def grow_segments() -> bool:
 
     Chunks come and go in sizes of their own between activations. In segments of fixed sizes that leaves gaps (8 % of an
     H200 with a model of 13B parameters), and what a plan may use runs out although it is there. Where the environment
-    configures the allocator it is left as it is.
+    configures the allocator its settings are kept.
     """
     if any(os.environ.get(name) for name in _VARIABLES):
         return False
@@ -83,7 +83,7 @@ class Pressure:
     """Ranks of a stage tell each other after each step that a device is about to run out of memory, before one does.
 
     A rank that runs out in a forward leaves the others waiting in a collective, which cannot be undone. The answer is looked at
-    a step later, when it has long been there: nobody waits for it.
+    a step later, when it has long arrived, so no rank waits for it.
     """
 
     def __init__(self, world: World) -> None:
@@ -141,7 +141,7 @@ def describe_shortage(error: BaseException, model: nn.Module, tokens: int) -> st
 
     Args:
         error: raised for want of memory.
-        model: what was run.
+        model: the one that was run.
         tokens: of the forward, to recognise the output of one of its layers by its size.
 
     Returns:

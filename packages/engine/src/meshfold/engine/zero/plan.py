@@ -127,7 +127,7 @@ class Sizes:
         ranks: that share them; on average, where fewer share experts than the rest.
         parameter: what the model computes with.
         state: master weights and optimizer state beside it.
-        gradient: as it is summed.
+        gradient: in the dtype of its sum.
     """
 
     elements: int

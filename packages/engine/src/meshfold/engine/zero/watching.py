@@ -34,7 +34,7 @@ from meshfold.zero_gemini.profiler import (
 
 
 class Watcher:
-    """Traces the first micro-step of every optimizer step, as long as it is told to.
+    """Traces the first micro-step of every optimizer step while it is on.
 
     Attributes:
         traces: so far.

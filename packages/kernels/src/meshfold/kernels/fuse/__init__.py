@@ -8,7 +8,7 @@
 
 Each rule tries a module out on small random tensors before it touches it, and each replacement goes back to the model's own
 code wherever it cannot do better: under torch.compile, in another dtype than its weights', on a device without Triton. Names,
-parameters and state dicts stay as they are. Nothing is patched outside of the model's own modules.
+parameters and state dicts do not change. Nothing is patched outside of the model's own modules.
 """
 
 from __future__ import annotations

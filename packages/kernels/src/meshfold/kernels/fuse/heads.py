@@ -118,7 +118,7 @@ class Head:
 
     Attributes:
         name: of the layer in its model.
-        open: number of contexts inside of which its logits wait.
+        open: number of open contexts in which its logits wait.
         closed: number of times that logits made before could no longer be read.
         losses: number of losses that were computed with the layer.
         reads: number of logits that waited, and were computed all the same.

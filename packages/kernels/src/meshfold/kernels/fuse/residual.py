@@ -5,7 +5,7 @@ that it goes into, and a norm that is given such a sum makes it in its own kerne
 Hooks of the children, and who calls the module, see tensors alone.
 
 Which children are branches and norms is found by trial: the forward runs on small random tensors with other children that are
-cheap, once as it is and once with sums that wait. Results and gradients must be equal.
+cheap, once unchanged and once with sums that wait. Results and gradients must be equal.
 """
 
 from __future__ import annotations

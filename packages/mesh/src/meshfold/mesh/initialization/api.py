@@ -241,7 +241,7 @@ def materialize(
 ) -> Module:
     """Replace every meta parameter and buffer of a model, in place, by a real one that holds this rank's block.
 
-    Tensors that are real already are moved, and cut likewise. Tied parameters stay tied, and what was attached to a
+    Tensors that are already real are moved and cut too. Tied parameters stay tied, and what was attached to a
     parameter stays attached.
 
     Args:

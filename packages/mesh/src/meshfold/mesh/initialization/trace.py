@@ -174,7 +174,7 @@ class Recording:
 class Window:
     """Elements of a tensor that a write reaches: along each dim ``count`` indices from ``start`` in steps of ``step``.
 
-    ``dims`` says for each dim of what is written which dim of the tensor it runs along, None for one of size 1.
+    ``dims`` gives, for each dim of the written values, the dim of the tensor it runs along, None for one of size 1.
     """
 
     starts: tuple[int, ...]

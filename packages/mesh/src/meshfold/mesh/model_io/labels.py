@@ -43,7 +43,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tensor:
-    """Return targets of which at least one counts: if none does, the last becomes class 0, so that their mean is finite.
+    """Return targets with at least one that counts: if none does, the last becomes class 0, so that their mean is finite.
 
     For a part of a batch that has no share in the loss: 0 times its gradient is 0, and 0 times that of a mean over nothing
     is not.

@@ -182,7 +182,7 @@ _together: list[list[Callable[[], None]]] = []  # not thread-local: autograd run
 
 
 def accumulate_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is taken as it is.
+    """Add to ``.grad`` as autograd does, and run the hooks that wait for it. A first gradient is not copied.
 
     The parameter may be empty at that time: ZeRO stage 3 releases values that are not in use, and dw needs none.
     """

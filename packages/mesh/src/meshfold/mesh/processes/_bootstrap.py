@@ -68,7 +68,7 @@ def main() -> None:
     """``python _bootstrap.py LAUNCHER_PID RECORD PROGRAM ...``: see :func:`run_program` for the program.
 
     RECORD is a file; or a folder in which each rank has its own, where an agent of torch.distributed.elastic starts it. To
-    that agent every code but 0 is a failure, after which it starts all ranks anew; one that stopped on request must not be.
+    that agent every code but 0 is a failure, after which it restarts all ranks; a stop on request must not count as one.
     """
     parent, record, *argv = sys.argv[1:]
     die_with_parent(int(parent))

@@ -41,7 +41,7 @@ class Environment:
         master_addr: host where the processes meet; empty for a single process.
         master_port: port there; 0 for a single process.
         source: where the values come from.
-        attempt: how often torchrun has started these processes anew, where the store in which they meet outlives them.
+        attempt: how often torchrun has restarted these processes; the store in which they meet outlives them.
     """
 
     rank: int = 0

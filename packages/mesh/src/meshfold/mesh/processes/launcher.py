@@ -3,7 +3,7 @@
 The launcher itself hosts the store in which the ranks meet, on a port that the system picks, so a port in use
 cannot break a start. torchrun and Slurm start ranks on several machines, see
 :mod:`meshfold.mesh.processes.environment`; so does :func:`launch_node`, with torch's elastic agent: when a rank fails or a
-node is lost, the agents meet again and start all ranks anew, as often as was allowed. Added to torchrun: the traceback of the
+node is lost, the agents meet again and restart all ranks, as often as allowed. Added to torchrun: the traceback of the
 rank that failed first comes last, and a request to stop goes to the ranks, which end by themselves.
 """
 

@@ -1,7 +1,7 @@
 """Warm pools of gloo ranks on the CPU: a test on eight ranks in tens of milliseconds.
 
 A pool per world size is made at its first use and kept. Every call runs one module-level function on all its
-ranks. A rank that fails, dies or does not answer costs its pool, which is made anew at the next call, so that no
+ranks. A rank that fails, dies or does not answer costs its pool, which is recreated at the next call, so that no
 test sees what another left behind in the middle of a collective.
 """
 

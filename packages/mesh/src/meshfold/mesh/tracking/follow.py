@@ -84,7 +84,7 @@ class Tracker(TorchDispatchMode):
         inferred: which size of the ``unflatten`` under way the user has left open.
         asked: the sizes of the current view, as written.
         rows: where tensors have the rows of the batch.
-        wants_own_operations: True: fused kernels (meshfold.kernels.fuse) leave the operations to the model meanwhile.
+        wants_own_operations: True: fused kernels (meshfold.kernels.fuse) leave the operations to the model inside.
     """
 
     wants_own_operations = True

@@ -105,7 +105,7 @@ class Rows:
             self.put(made, _placed(self.dims(of), tuple(made.shape), fewer=True))
 
     def flattened(self, made: Tensor, of: Tensor) -> None:
-        """Do as :meth:`keep` where all dims but the last were made one, of which a rank may have a block."""
+        """Do as :meth:`keep` where all dims but the last were flattened into one that may be split."""
         dims, size = self.dims(of), made.shape[0]
         if not self.follows or made.dim() == of.dim():
             return self.keep(made, of)

@@ -33,7 +33,7 @@ class PartitionConfig:
         dtype: of the weights of a model that a function makes, or that is on the meta device; None: as it makes them.
         seed: of the first values of these.
         fill: gives the rank's part of a model on the meta device its values and its device, instead of dtype and seed.
-        block_costs: time of what is before the blocks, of every block, and of what is behind them, in any unit; None: estimated by
+        block_costs: time of the code before the blocks, of every block, and of the code after them, in any unit; None: estimated by
             the elements of the matrices that a token meets.
         layers: how many blocks each stage gets, instead of costs.
         blocks: full name of the list of blocks, where it is not the one with most parameters.

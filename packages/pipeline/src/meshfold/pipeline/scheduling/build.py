@@ -45,7 +45,7 @@ def schedule(
         memory: the most activations that a rank may hold at a time, in the unit of ``costs.activation``.
 
     Raises:
-        ScheduleError: for a name that is not known, numbers that do not fit, a list of one's own that cannot run, and a
+        ScheduleError: for a name that is not known, numbers that do not fit, a custom list that cannot run, and a
             schedule that holds more than ``memory``.
     """
     for what, value in (

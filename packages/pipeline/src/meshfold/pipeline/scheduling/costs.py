@@ -22,7 +22,7 @@ class Costs:
         backward_input: time of B, the gradient of the stage's input.
         backward_weight: time of W, the gradient of the stage's weights.
         send: transfer time between stage s and s + 1, in either direction; one number for each of the
-            stages - 1 borders. Ranks compute meanwhile, and stages of one rank need none.
+            stages - 1 borders. It overlaps with compute, and stages of one rank need none.
         backward: time of BW, both gradients at once; None: the sum of both.
         activation: memory that a stage holds for one micro-batch from the start of F, in any unit.
         kept: share of it that is still held between the end of B and the end of W, from 0 to 1. In arXiv 2401.10241,

@@ -84,7 +84,7 @@ def followed_positions(
 
     Args:
         x: the tensor.
-        real: its dims on the mesh; what is unknown of them is taken from ``guess``.
+        real: its dims on the mesh; unknown ones are taken from ``guess``.
         rows: its dims by rows of the batch.
         guess: positions inferred from its sizes.
         batch: of the forward.

@@ -1,4 +1,4 @@
-"""Adapters from the input of a linear layer to that of its matmul: as it is, some rows of it, flattened, or unfolded."""
+"""Adapters from the input of a linear layer to that of its matmul: unchanged, some of its rows, flattened, or unfolded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unfold(x: Tensor, times: int) -> Tensor:
 
 
 def as_given(x: Tensor) -> tuple[Tensor, None]:
-    """Adapt the input of a layer whose matmul reads it as it is."""
+    """Pass the input of a layer to its matmul unchanged."""
     return to_autocast_dtype(x), None
 
 

@@ -1,7 +1,7 @@
 """The stream lowering: SUMMA (van de Geijn and Watts, 1997; on a 2D grid of GPUs: Optimus, arXiv 2104.05343).
 
 Applies if all gathers are along k. With k split over ``p`` ranks in x and ``q`` in w, k falls
-into ``L = lcm(p, q)`` panels, each of which lies whole in one block of x and in one of w:
+into ``L = lcm(p, q)`` panels, each within one block of x and one of w:
 
     forward   for j < L:  y += bcast(x_j) bcast(w_j);             y leaves
     dgrad     for j < J:  dx_j = scatter(dy gather(w_j)ᵀ);        dx is summed over the axes left

@@ -79,7 +79,7 @@ def check_transition(who: object, transitions: dict[State, frozenset[State]], be
 BackwardRole = Literal["more", "apart", "last", "final"]
 """Role of a backward within its optimizer step.
 
-``"more"``: others follow before the step; what is reduced is reduced as the stage does it.
+``"more"``: others follow before the step; reductions happen as the stage does them.
 ``"apart"``: others follow, and nothing is sent to other ranks until then.
 ``"last"``: the last as far as one knows: gradients are complete after it.
 ``"final"``: surely the last, and nothing needs all gradients before the step: chunks are stepped in it.

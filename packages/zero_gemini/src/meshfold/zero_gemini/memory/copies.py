@@ -1,7 +1,7 @@
 """Copies between the host and a GPU in parallel with compute, on a separate stream, and waits of the host.
 
 Hooks of a backward wait for the optimizer's work of the step before, or for space for a gradient. A device that gets no
-work meanwhile is idle: `Waiting` reports each such wait, so that profilers do not count it as compute.
+work during it is idle: `Waiting` reports each such wait, so that profilers do not count it as compute.
 """
 
 from __future__ import annotations

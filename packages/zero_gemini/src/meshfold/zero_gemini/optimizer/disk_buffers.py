@@ -1,6 +1,6 @@
 """A few host buffers for state on disk: read ahead, changed, written behind.
 
-The buffers are a small cache: what was just used, or is expected next, is in one of them. One thread uses a ring at a
+The buffers are a small cache of the state used last and expected next. One thread uses a ring at a
 time (the worker during a step, the main thread between steps), so there is no lock.
 """
 

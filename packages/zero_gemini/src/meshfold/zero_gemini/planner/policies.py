@@ -135,7 +135,7 @@ def const(
     """Optimizer state on the host, and never more than ``boundary_bytes`` of parameters on the GPU.
 
     In order of use, parameters stay on the GPU as long as that leaves room for those that are streamed. None is
-    512 MiB, or what is used and prefetched at one timestep if that is more.
+    512 MiB, or the bytes used and prefetched at one timestep if they are more.
     """
     kinds = gpu_kinds(workload)
     parameters = kinds["resident parameters"] + kinds["gathered"]  # chunk option moment

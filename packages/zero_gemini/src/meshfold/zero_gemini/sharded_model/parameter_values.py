@@ -81,7 +81,7 @@ class ParameterValues(ABC):
     def parts(self, parameter: Tensor, key: str | None = None) -> StoredValue:
         """Return the elements of :meth:`kept`, of a parameter's master weights or of an optimizer tensor, flat as in memory.
 
-        A number is returned as it is. Call ``flush`` before; there is no communication. The next step changes the result, and
+        A number is returned unchanged. Call ``flush`` before; there is no communication. The next step changes the result, and
         ``move`` makes it invalid. State on disk is read.
 
         Raises:
