@@ -46,7 +46,7 @@ def texts(
     found = []
     for kind, spec in cases:
         with Engine(made(kind), spec) as engine:
-            generator = Generator(engine.generator, page_size=4, most_rows=3, chunk=5)
+            generator = Generator(engine.generator, page_size=4, most_rows=3, chunk=5, ahead=3)
             rollouts = generator.generate(prompts(3), sampling=DRAWN)
             found.append(
                 (
