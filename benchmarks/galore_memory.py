@@ -108,7 +108,7 @@ def report(path: Path, bar: Bar) -> None:
             f"- peak GiB: {gib['peak']:.2f} allocated, {gib['reserved']:.2f} reserved, under a limit of {settings['limit_gib']:g}"
         )
         if all(settings[name] == value for name, value in SHAPE.items() if name != "rank"):
-            trains = bar.met(gib["reserved"]) and losses[-1] < losses[0]
+            trains = bar.met(gib["reserved"]) and losses == sorted(losses, reverse=True)
             lines.append(f"- {bar.what}: {gib['reserved']:.2f} (bar {bar.most:g}): {met(trains)}")
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

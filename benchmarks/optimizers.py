@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--case", choices=("steps", "galore"), default="steps", help="galore: a Llama of 7B in 24 GiB")
     parser.add_argument("--steps", type=int, default=6, help="of --case galore")
     parser.add_argument("--rank", type=int, default=0, help="of its projections (1,024)")
-    parser.add_argument("--lr", type=float, default=5e-3, help="of its matrices")
+    parser.add_argument("--lr", type=float, default=1e-3, help="of its matrices")
     parser.add_argument("--limit-gib", type=float, default=24.0, help="of its memory")
     parser.add_argument("--only", nargs="*", default=[], help="names of contestants, or their beginnings")
     parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
