@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshfold.kernels import VocabularyShard, linear_cross_entropy, linear_log_probs
+from meshfold.kernels import VocabularyShard, linear_cross_entropy, linear_log_probs, logit_chunks
 from meshfold.kernels.cross_entropy import LossKernels, Terms
 from meshfold.kernels.logit_chunks import (
     CHUNK_BYTES,
@@ -392,7 +392,7 @@ def test_rows_of_logits_begin_at_multiples_of_16_elements() -> None:
         ),
     )
     for at in chunks:
-        logits = chunks.rows_and_logits()[1]
+        logits = chunks.operands().dlogits
         assert logits.shape == (at.stop - at.start, WORDS) and logits.stride(0) % 16 == 0
 
 
@@ -445,3 +445,29 @@ def test_errors(change: dict[str, Any], message: str) -> None:
     x, weight, labels, bias = operands()
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{**dict(x=x, weight=weight, labels=labels, bias=bias), **change})
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
+def test_an_odd_vocabulary_may_be_padded(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for fast products on a GPU: words of 0 behind the weight change nothing, with a bias, in chunks and recomputed."""
+
+    def found() -> list[Tensor]:
+        gradients: list[Tensor] = []
+        for bias in (True, False):
+            for recompute in (False, True):
+                given = operands(bias=bias)
+                x, weight, labels, made = given
+                loss = linear_cross_entropy(x, weight, labels, made, chunk=5, recompute=recompute, **settings)
+                loss.backward()
+                gradients += [
+                    loss.detach(),
+                    *(t.grad for t in (x, weight, made) if t is not None and t.grad is not None),
+                ]
+        return gradients
+
+    plain = found()
+    seen: list[int] = []
+    monkeypatch.setattr(logit_chunks, "product_alignment", lambda weight: seen.append(weight.shape[0]) or 8)
+    for padded, wanted in zip(found(), plain, strict=True):
+        torch.testing.assert_close(padded, wanted, rtol=1e-12, atol=1e-12)
+    assert len(plain) == 14 and seen[0] == WORDS

@@ -327,12 +327,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for at in chunks:
             if gradients is not None and settings.shard is None:
                 losses[at] = chunks.write_losses_and_gradient(share[at])
-                gradients.add(at, *chunks.rows_and_logits())
+                gradients.add(at, chunks.operands())
                 continue
             losses[at] = chunks.losses(statistics[:, at])
             if gradients is not None:
                 chunks.write_gradient(statistics[:, at], share[at])
-                gradients.add(at, *chunks.rows_and_logits())
+                gradients.add(at, chunks.operands())
         if gradients is not None:
             ctx.save_for_backward(*gradients.found())
         elif wanted:
@@ -364,5 +364,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
         share, towards = share * grad, None if entropy_grad is None else share * entropy_grad
         for at in chunks:
             chunks.write_gradient(statistics[:, at], share[at], None if towards is None else towards[at])
-            gradients.add(at, *chunks.rows_and_logits())
+            gradients.add(at, chunks.operands())
         return *gradients.found(), None, None, None

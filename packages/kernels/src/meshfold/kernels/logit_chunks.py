@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from meshfold.kernels.cross_entropy import LossKernels, Terms, loss_per_row
 from meshfold.kernels.inputs import compute_dtype, contiguous_like
@@ -89,16 +90,19 @@ class LogitChunks:
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: ChunkSettings
     ) -> None:
-        self._rows, self._weight, self._bias, self._labels = rows, weight, bias, labels
+        self._rows, self._labels = rows, labels
+        self._words, more = weight.shape[0], -weight.shape[0] % product_alignment(weight)
+        self._weight = F.pad(weight, (0, 0, 0, more)) if more else weight
+        self._bias = F.pad(bias, (0, more)) if more and bias is not None else bias
         self._settings, self._terms = settings, settings.terms
         self._kernels = settings.kernels
         self._at = slice(0, 0)
-        words, aligned = weight.shape[0], 16
+        words, aligned = self._weight.shape[0], 16
         # Align rows to 16 elements: fast matmuls need 16 bytes, and Triton specialises on strides divisible by 16.
         padded = words if torch.compiler.is_compiling() else -(-words // aligned) * aligned
         largest = min(settings.chunk, rows.shape[0])
         self._buffer = torch.empty(largest, padded, dtype=rows.dtype, device=rows.device)[:, :words]
-        self._logits = self._buffer
+        self._logits = self._padded = self._buffer
 
     def __iter__(self) -> Iterator[slice]:
         """Yield the place of each chunk among the rows, once its logits are computed."""
@@ -106,11 +110,12 @@ class LogitChunks:
         for first in range(0, count, size):
             self._at = slice(first, min(first + size, count))
             rows = self._rows[self._at]
-            self._logits = self._buffer[: rows.shape[0]]
+            self._padded = self._buffer[: rows.shape[0]]
             if self._bias is None:
-                torch.mm(rows, self._weight.t(), out=self._logits)
+                torch.mm(rows, self._weight.t(), out=self._padded)
             else:
-                torch.addmm(self._bias, rows, self._weight.t(), out=self._logits)
+                torch.addmm(self._bias, rows, self._weight.t(), out=self._padded)
+            self._logits = self._padded[:, : self._words]
             yield self._at
 
     def losses(self, statistics: Tensor) -> Tensor:
@@ -152,9 +157,35 @@ class LogitChunks:
         """Return the loss of each row, and overwrite the logits with the gradient of ``(share * loss).sum()``."""
         return self._kernels.write_losses_and_gradient(self._logits, self._labels[self._at], share, self._terms)
 
-    def rows_and_logits(self) -> tuple[Tensor, Tensor]:
-        """Return this chunk's rows, and its logits or the values written over them."""
-        return self._rows[self._at], self._logits
+    def operands(self) -> ChunkOperands:
+        """Return the operands of this chunk's gradients, after that of the logits was written."""
+        return ChunkOperands(self._rows[self._at], self._logits, self._padded, self._weight)
+
+
+class ChunkOperands(NamedTuple):
+    """Operands of a chunk's gradients.
+
+    Attributes:
+        rows: ``m k``.
+        dlogits: gradient of the logits, ``m v``.
+        padded: the same with columns of 0 behind it, ``m p``.
+        weight: with rows of 0 behind it, ``p k``.
+    """
+
+    rows: Tensor
+    dlogits: Tensor
+    padded: Tensor
+    weight: Tensor
+
+
+def product_alignment(weight: Tensor) -> int:
+    """Return the multiple of words at which cuBLAS takes its fast products; 1: it does not matter.
+
+    An odd vocabulary in a dtype of two bytes runs at a fourth of the speed, whatever the strides: GPT-2's 50,257 words on
+    an H100 take 11.6 ms in two products instead of 3. Rows of 0 behind the weight cost one copy of it.
+    """
+    fast = weight.is_cuda and weight.element_size() == 2 and not torch.compiler.is_compiling()
+    return 8 if fast else 1
 
 
 class HeadGradients:
@@ -179,10 +210,11 @@ class HeadGradients:
         if bias is not None and needed[2]:
             self._bias_grad = torch.zeros(bias.shape, dtype=compute_dtype(bias), device=bias.device)
 
-    def add(self, at: slice, rows: Tensor, dlogits: Tensor) -> None:
-        """Add a chunk's part, given its rows and the gradient of its logits."""
+    def add(self, at: slice, chunk: ChunkOperands) -> None:
+        """Add a chunk's part."""
+        rows, dlogits = chunk.rows, chunk.dlogits
         if self._rows_grad is not None:
-            torch.mm(dlogits, self._weight, out=self._rows_grad[at])
+            torch.mm(chunk.padded, chunk.weight, out=self._rows_grad[at])
         if self._weight_grad is not None:
             _add_product(self._weight_grad, dlogits.t(), rows, self._first)
         if self._bias_grad is not None:
