@@ -22,7 +22,7 @@ from meshfold.mesh.testing import ranks
 from meshfold.models import GPT, GPTConfig, build
 
 linear_cross_entropy = importlib.import_module("meshfold.kernels.linear_cross_entropy")
-ALWAYS = dict(norm=True, gated=True, rotary=True, residual=True, loss=True)
+ALWAYS = dict(norm=True, gated=True, activation=True, rotary=True, residual=True, loss=True)
 WORDS = 40
 IDS = torch.randint(1, WORDS, (4, 12), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from meshfold.kernels.fuse import heads as heads_module
 from meshfold.kernels.fuse import norms as norms_module
 from meshfold.kernels.fuse.sums import Branch, Sum
 
-ALWAYS: dict[str, Any] = dict(norm=True, gated=True, rotary=True, residual=True, loss=True)
+ALWAYS: dict[str, Any] = dict(norm=True, gated=True, activation=True, rotary=True, residual=True, loss=True)
 WORDS, WIDTH = 50, 16
 
 
@@ -329,6 +330,30 @@ def test_a_norm_with_hooks_is_called_and_a_sum_that_changed_is_not_made() -> Non
         waiting.sum()
 
 
+class NewGELU(nn.Module):
+    """As nanoGPT and Hugging Face's GPT-2 write it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+class PlainGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class QuickGELU(nn.Module):
+    """CLIP's: another function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
 FOUND: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "norm": (ScaledNorm, "norm"),
     "norm of one plus the weight": (OffsetNorm, "norm"),
@@ -353,6 +378,10 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "gate with ELU": (lambda: ModuleGate(nn.ELU()), None),
     "activation used twice": (TwiceUsed, None),
     "mere SiLU between layers": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()), None),
+    "GELU of nanoGPT's own": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), NewGELU()), "activation"),
+    "SiLU of one's own": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Swish()), "activation"),
+    "a GELU that is one operation": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), PlainGELU()), None),
+    "another function": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), QuickGELU()), None),
     "rotary": (Attention, "rotary"),
     "rotary of neighbours": (InterleavedAttention, None),
 }
@@ -376,12 +405,13 @@ def test_a_rule_finds_its_modules_and_changes_no_result(case: str) -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.parametrize("rule", ["norm", "gated", "rotary"])
+@pytest.mark.parametrize("rule", ["norm", "gated", "activation", "rotary"])
 def test_the_kernel_is_what_runs(rule: str) -> None:
     """A result that is the same to rounding does not show which code made it: its autograd node does."""
     model, node = {
         "norm": (ScaledNorm(), "_NormBackward"),
         "gated": (nn.Sequential(ModuleGate(nn.SiLU())), "_SeparateBackward"),
+        "activation": (nn.Sequential(NewGELU()), "GeluBackward0"),
         "rotary": (nn.Sequential(Attention()), "_RotaryBackward"),
     }[rule]
     x = torch.randn(2, 5, WIDTH, requires_grad=True)

@@ -3,6 +3,7 @@
     RMSNorm, LayerNorm      a module that computes what :func:`meshfold.kernels.rms_norm` or ``layer_norm`` does, of any name
     residual + norm         x = x + branch(...); norm(x) inside of one module, whose children branch and norm are
     gated activations       silu(gate) * up or gelu(gate) * up, where the activation of a module is only ever multiplied
+    composed activation     GELU or SiLU that a module writes in several operations
     rotary embedding        a function (q, k, cos, sin) of the Hugging Face kind that a module's forward calls
     linear + cross entropy  a head whose logits only the loss reads: they are never held whole
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from meshfold.kernels.fuse.activations import fuse_gated
+from meshfold.kernels.fuse.composed import fuse_composed
 from meshfold.kernels.fuse.heads import DeferredLogits, defer_logits, leaves_out_logits
 from meshfold.kernels.fuse.logits import LazyLogits
 from meshfold.kernels.fuse.norms import Norm, find_norms, fuse_norms, offered_norms
@@ -31,6 +33,7 @@ __all__ = ["RULES", "DeferredLogits", "FusedModel", "LazyLogits", "Norm", "fuse"
 RULES: Mapping[str, str] = {
     "norm": "RMSNorm or LayerNorm in one launch",
     "gated": "activation(gate) * up in one launch",
+    "activation": "activation of several operations in one launch",
     "rotary": "rotary embedding of queries and keys in one launch",
     "residual": "residual + norm in one launch",
     "loss": "linear + cross entropy, without whole logits",
@@ -72,6 +75,7 @@ def fuse(
     *,
     norm: bool | None = None,
     gated: bool | None = None,
+    activation: bool | None = None,
     rotary: bool | None = None,
     residual: bool | None = None,
     loss: bool | None = None,
@@ -80,8 +84,8 @@ def fuse(
 
     Args:
         model: real or meta weights; in training or not.
-        norm, gated, rotary, residual, loss: the rules. None: where it pays, which is decided at each call (on a GPU; logits from
-            :data:`meshfold.kernels.fuse.heads.WORTHWHILE` elements on, on any device). True: always. False: never.
+        norm, gated, activation, rotary, residual, loss: the rules. None: where it pays, which is decided at each call (on a GPU;
+            logits from :data:`meshfold.kernels.fuse.heads.WORTHWHILE` elements on, on any device). True: always. False: never.
 
     What torch.compile has been given, a module or the whole model, keeps its own operations.
     """
@@ -90,6 +94,7 @@ def fuse(
     for rule, always, apply in (
         ("norm", norm, fuse_norms),
         ("gated", gated, fuse_gated),
+        ("activation", activation, fuse_composed),
         ("rotary", rotary, fuse_rotary),
     ):
         if always is False:

@@ -48,7 +48,7 @@ def fuse_gated(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
     for name, module in candidates(model):
         if not own_forward(module) or type(module).__module__.startswith(("torch.", "meshfold.")):
             continue
-        kinds = {leaf: kind for leaf, child in module.named_children() if (kind := _kind(child))}
+        kinds = {leaf: kind for leaf, child in module.named_children() if (kind := _gate_of(child))}
         if len(kinds) == 1:
             ((leaf, (own, product)),) = kinds.items()
             child = module.get_submodule(leaf)
@@ -67,14 +67,17 @@ def fuse_gated(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
     return [*found.values()]
 
 
+def _gate_of(module: nn.Module) -> tuple[Activation, Product] | None:
+    """Return :func:`activation_of` a module of torch's or transformers' activations; None for any other module."""
+    return activation_of(module) if "activation" in type(module).__module__ else None
+
+
 @torch.no_grad()
-def _kind(module: nn.Module) -> tuple[Activation, Product] | None:
-    """Return the activation that a module computes, and its product, found by trial; None for any other module."""
+def activation_of(module: nn.Module) -> tuple[Activation, Product] | None:
+    """Return the activation that a module computes, and its gated product, found by trial; None for any other module."""
     if next(module.children(), None) is not None or not own_forward(module):
         return None
     if any(True for _ in module.parameters()) or getattr(module, "inplace", False):
-        return None
-    if "activation" not in type(module).__module__:
         return None
     x = torch.linspace(-4.0, 4.0, 33)
     try:
