@@ -39,8 +39,9 @@ SLOW = {
     "sequence.md",
     "testing.md",
     "training.md",
+    "zero-plan.md",
 }
-"""Pages that start many processes; what they show has quick tests of its own, and `make test-all` runs them"""
+"""Pages that start many processes or plan large models; what they show has quick tests of its own, and `make test-all` runs them"""
 
 each_page = pytest.mark.parametrize(
     "page",

@@ -65,6 +65,7 @@ def by_torch_alone(model: str, first: dict[str, Tensor], given: list[dict[str, T
     return losses, states
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("parallel", "model"), EIGHT, ids=["data-pipe-seq", "pipe-seq-tensor"])
 def test_every_gradient_is_that_of_one_process(parallel: dict[str, Any], model: str) -> None:
     given = batches(2, length=7)  # which two ranks cannot share evenly

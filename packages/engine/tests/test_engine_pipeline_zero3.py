@@ -158,6 +158,7 @@ def test_with_tensor_parallelism_and_on_more_ranks() -> None:
     compare(8, cases, batches(4), runs)
 
 
+@pytest.mark.slow  # smaller batches have tests in test_engine_pipeline.py
 def test_data_ranks_with_fewer_micro_batches() -> None:
     """A last batch of which one data coordinate has two rows and the other one: stages are used equally often."""
     given = [*batches(1), *batches(1, rows=3, seed=5), *batches(1, rows=1, seed=6), *batches(2, seed=7)]
@@ -219,6 +220,7 @@ def gathered(chunks: list[Chunk]) -> int:
     return sum(chunk.gathered_bytes for chunk in chunks if chunk.is_gathered)
 
 
+@pytest.mark.slow  # limits of a pipeline have tests in test_residency_pipeline.py
 @ranks(4)
 def test_what_stays_is_what_a_limit_leaves() -> None:
     """Under a limit that the plan accepts some may stay; under a higher one more."""

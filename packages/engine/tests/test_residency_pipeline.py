@@ -108,7 +108,7 @@ def made_up(seed: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("schedule", "seeds"),
     [
-        ("1f1b", (1, 7)),
+        pytest.param("1f1b", (1, 7), marks=pytest.mark.slow),
         *(pytest.param(name, (1, 3, 6, 7), marks=pytest.mark.slow) for name in ("1f1b", "zb-v")),
     ],
     ids=str,

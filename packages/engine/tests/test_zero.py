@@ -350,7 +350,8 @@ def build_quiet() -> GPT:
     return GPT(GPTConfig(vocab_size=VOCABULARY, hidden=32, layers=2, heads=4, max_positions=16))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # packages/zero_gemini/tests/test_gemini.py has a quick one
+@pytest.mark.parametrize("world", [1, 2])
 def test_regimes_learn(world: int) -> None:
     run_on_ranks(world, learn, world)
 

@@ -91,6 +91,7 @@ def killed_often(name: str, kills: int, seed: int, folder: Path) -> None:
         assert f"rank {victim} of 4 failed in run: the process was killed by SIGKILL" in text
 
 
+@pytest.mark.slow  # one kill of a whole job: integration_tests/test_kills_of_jobs.py
 @pytest.mark.parametrize("seed", [1])
 def test_two_kills(seed: int, tmp_path: Path) -> None:
     killed_often("tensor", 2, seed, tmp_path)

@@ -249,7 +249,7 @@ def against_reference(precision: str, world: int, steps: int, cases: list[tuple[
         same(found, wanted[stage > 1], (stage, place, moving))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "world", "cases"),
     [
