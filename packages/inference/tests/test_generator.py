@@ -142,7 +142,7 @@ def test_stop_strings_end_a_text_and_are_cut_off() -> None:
     assert generator.scheduler.pages.used == 0
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_compiled_blocks_write_the_same_texts(kind: str) -> None:
     model = own("gpt", layers=3).eval() if kind == "gpt" else hugging_face(kind, num_hidden_layers=3)
     counter = CompileCounter()

@@ -79,14 +79,8 @@ def families(name: str) -> list[str]:
 
 
 THIN: dict[int, list[tuple[str, str]]] = {
-    2: [
-        ("gpt", "1d"),
-        ("opt", "1d"),
-        ("mixtral", "1d+sequence"),
-        ("llama of ours, window", "pipeline"),
-        ("qwen3", "ring"),
-    ],
-    4: [("llama", "1d of 4"), ("mistral", "zero 3"), ("llama of ours", "2d"), ("gpt", "3d")],
+    2: [("gpt", "1d"), ("opt", "1d"), ("llama of ours, window", "pipeline")],
+    4: [("llama", "1d of 4"), ("mistral", "zero 3"), ("gpt", "3d")],
 }
 
 
