@@ -602,7 +602,7 @@ def test_what_the_boosted_pair_refuses() -> None:
     assert optimizer.unwrap() is boosted.engine.optimizer
     for call, message in (
         (lambda: optimizer.step(lambda: 0.0), "step(closure)"),
-        (lambda: boosted.load_state_dict({}, strict=False), "all of them"),
+        (lambda: boosted.load_state_dict({}, strict=False), "give all names of the model"),
         (
             lambda: booster.enable_lora(model, lora_config=None),
             "write model = peft.get_peft_model(model, lora_config)",

@@ -268,7 +268,7 @@ def test_a_right_header_is_not_refused(tmp_path: Path) -> None:
     assert TensorFile(tmp_path / "a.safetensors")["a"].tolist() == [0.0] * 4
     (tmp_path / "a.safetensors").unlink()
     os.mkfifo(tmp_path / "a.safetensors")  # would wait for ever
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a file"):
         TensorFile(tmp_path / "a.safetensors")
 
 

@@ -203,7 +203,7 @@ def test_what_is_no_checkpoint_of_this_module_is_an_error_on_all_ranks(tmp_path:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adagrad(self.parameters())
 
-    with pytest.raises(CheckpointError, match="of the optimizer SGD, this engine has Adagrad"):
+    with pytest.raises(CheckpointError, match="has the state of SGD, but this engine has Adagrad"):
         trainer_of(strategy_of({})).fit(
             Adaptive(), DataLoader(Rows(), batch_size=4), ckpt_path=tmp_path / "boring.ckpt"
         )

@@ -140,7 +140,7 @@ def test_precision_plugins_of_the_trainer_are_translated_and_others_refused() ->
     strategy = MeshfoldStrategy()
     strategy.precision_plugin = Precision()
     assert isinstance(strategy.precision_plugin, MeshfoldPrecision)
-    with pytest.raises(SpecError, match=r"knows 32-true.*Did you mean 'bf16-mixed'"):
+    with pytest.raises(SpecError, match=r"write one of 32-true.*Did you mean 'bf16-mixed'"):
         MeshfoldPrecision("bf16-mixd")
 
     class Own(Precision):
@@ -180,7 +180,7 @@ class Tells(Boring):
         assert mine.grad.item() == (6.0 if data == 0 else 0.0)  # both data ranks looked at the first one's
         with pytest.raises(SpecError, match="the mesh has the axes data, tensor"):
             strategy.reduce(mine, group="row")
-        with pytest.raises(SpecError, match="known are sum"):
+        with pytest.raises(SpecError, match="write one of sum"):
             strategy.reduce(mine, reduce_op="product")
         self.rows.update(len(batch))
         self.log("rows", self.rows, on_step=False, on_epoch=True)

@@ -174,7 +174,7 @@ def test_data_coordinates_share_a_batch_without_loss(blocks: int) -> None:
 )
 def test_too_few_rows_are_refused_on_every_rank(batch: object) -> None:
     for index in range(3):
-        with pytest.raises(SpecError, match=r"2 rows for 3 data coordinates, .* give at least 3 rows"):
+        with pytest.raises(SpecError, match=r"2 rows for 3 data ranks, .* give at least 3 rows"):
             shard_batch(batch, index, 3)
 
 

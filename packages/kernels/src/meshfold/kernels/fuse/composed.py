@@ -48,8 +48,9 @@ def _composed(module: nn.Module) -> Activation | None:
     found = activation_of(module)
     if found is None:
         return None
+    x = torch.zeros(4)
     with torch.no_grad(), _Operations() as operations:
-        module(torch.zeros(4))
+        module(x)
     return found[0] if operations.count > 1 else None
 
 

@@ -270,7 +270,7 @@ def check_slices(dims: Dims, index: Any, is_local: Callable[[Any], bool]) -> Non
                 named.remove(item.start)
             if named and item.indices(size) == (0, size, 1):
                 raise at_dim("selects elements by position in", number, dims[number])
-                number += _takes(item)
+        number += _takes(item)
 
 
 def _takes(item: Any) -> int:
