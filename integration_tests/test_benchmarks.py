@@ -120,9 +120,10 @@ def test_decoding_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| transformers static compiled |" in out.with_suffix(".md").read_text()
 
 
-def test_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["none", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_fp8_is_measured_without_a_gpu(backend: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    assert main(["bench", "fp8", "--tiny", "--blocks", "1", "--out", str(out)]) == 0
+    assert main(["bench", "fp8", "--tiny", "--blocks", "1", "--backend", backend, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     ours = [name for name in found["milliseconds"] if name.startswith("ours, fp8")]
     assert len(ours) == 3 and all(len(found["milliseconds"][name]) == 2 for name in ours)
