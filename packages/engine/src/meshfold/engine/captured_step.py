@@ -78,13 +78,13 @@ class CapturedSteps:
         device: where they run.
         """
         self._forward, self._reducer, self._model, self._device = forward, reducer, model, device
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._graphs: dict[Hashable, _MicroStep] = {}
         self._seen: Counter[Hashable] = Counter()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._places: tuple[int, ...] = ()
 
-    def is_ready(self, work: Batch) -> bool:
-        """Record a micro-step with this batch; return True if it is to be replayed."""
+    def form_to_replay(self, work: Batch) -> Hashable | None:
+        """Record a micro-step with this batch; return the batch's form if it is to be replayed, else None."""
         places = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
         if places != self._places:  # somebody has moved the weights
             self._graphs.clear()
@@ -92,7 +92,7 @@ class CapturedSteps:
         form = self._form(work)
         self._seen[form] += 1
         if form in self._graphs:
-            return True
+            return form
         if len(self._graphs) >= MOST_GRAPHS:
             if len(self._graphs) == MOST_GRAPHS and self._seen[form] == WARM_UP + 1:
                 warnings.warn(
@@ -100,19 +100,26 @@ class CapturedSteps:
                     "without a graph: pad batches to a few lengths",
                     stacklevel=5,
                 )
-            return False
-        return self._seen[form] > WARM_UP
+            return None
+        return form if self._seen[form] > WARM_UP else None
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """Context manager of a micro-step that is not replayed, on the stream on which others are captured."""
-        with self._on_stream():
+        if self._stream is None:
             yield
+            return
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
 
-    def run(self, work: Batch, count: Tensor, weight: Tensor, *, more: bool) -> Tensor:
+    def run(self, form: Hashable, work: Batch, count: Tensor, weight: Tensor, *, more: bool) -> Tensor:
         """Replay the micro-step with a batch, after capturing it if it is the first; inside ``States.backward``.
 
         Args:
+            form: from :meth:`form_to_replay`.
             work: the batch, on the device.
             count: its targets that count: a scalar.
             weight: factor of its mean loss in the loss whose gradient is taken: a scalar float64.
@@ -124,13 +131,11 @@ class CapturedSteps:
         Raises:
             TrainingError: if the model cannot be captured.
         """
-        form = self._form(work)
-        graph = self._graphs.get(form)
-        if graph is None:
-            graph = self._graphs[form] = self._capture(work, count, weight)
-        graph.fill(work, count, weight)
-        self._reducer.put(graph.replay(), keep=more)
-        return graph.loss.clone()
+        if form not in self._graphs:
+            self._graphs[form] = self._capture(work, count, weight)
+        loss, gradients = self._graphs[form].run(work, count, weight)
+        self._reducer.put(gradients, keep=more)
+        return loss.clone()
 
     def close(self) -> None:
         """Free the graphs with their memory."""
@@ -144,17 +149,17 @@ class CapturedSteps:
         )
         return each, str(tree), work.name, tuple(module.training for module in self._model.modules())
 
-    def _capture(self, work: Batch, count: Tensor, weight: Tensor) -> _Graph:
+    def _capture(self, work: Batch, count: Tensor, weight: Tensor) -> _MicroStep:
         inputs = _Inputs.like(work, count, weight)
 
-        def step() -> tuple[Tensor, Sequence[BucketGradients | None]]:
+        def step() -> _Results:
             with self._reducer.set_aside():
                 loss = self._forward.loss(inputs.work, _Counted(inputs.count))
                 (loss * inputs.weight).backward()
                 return loss.detach(), self._reducer.take()
 
         if self._stream is None:
-            return _Steps(inputs, step)
+            return _MicroStep(inputs, step)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may copy batches and saves meanwhile.
@@ -167,18 +172,12 @@ class CapturedSteps:
                 "a branch on a tensor's value, a mask that is looked at) or copies from the host: change the model, or leave "
                 "cuda_graph out"
             ) from error
-        return _Replayed(inputs, graph, loss, gradients)
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        outer = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
+        def replay() -> _Results:
+            graph.replay()
+            return loss, gradients
+
+        return _MicroStep(inputs, replay)
 
 
 @dataclass(frozen=True)
@@ -231,52 +230,23 @@ class _Inputs:
             own.copy_(given)
 
 
-class _Graph:
-    """A micro-step with inputs of its own.
+_Results = tuple[Tensor, "Sequence[BucketGradients | None]"]
+"""The mean loss of a micro-step, and its gradients in every bucket."""
+
+
+@dataclass(frozen=True)
+class _MicroStep:
+    """A micro-step that reads tensors of its own.
 
     Attributes:
-        loss: its mean loss, after :meth:`replay`.
+        inputs: those tensors.
+        replay: runs it: one launch of a graph, or kernel by kernel on a CPU.
     """
 
-    loss: Tensor
+    inputs: _Inputs
+    replay: Callable[[], _Results]
 
-    def __init__(self, inputs: _Inputs) -> None:
-        self._inputs = inputs
-
-    def fill(self, work: Batch, count: Tensor, weight: Tensor) -> None:
-        """Set the inputs of the next replay."""
-        self._inputs.fill(work, count, weight)
-
-    def replay(self) -> Sequence[BucketGradients | None]:
-        """Run the step; return the gradients of every bucket."""
-        raise NotImplementedError
-
-
-class _Replayed(_Graph):
-    """A captured one."""
-
-    def __init__(
-        self,
-        inputs: _Inputs,
-        graph: torch.cuda.CUDAGraph,
-        loss: Tensor,
-        gradients: Sequence[BucketGradients | None],
-    ) -> None:
-        super().__init__(inputs)
-        self._graph, self.loss, self._gradients = graph, loss, gradients
-
-    def replay(self) -> Sequence[BucketGradients | None]:
-        self._graph.replay()
-        return self._gradients
-
-
-class _Steps(_Graph):
-    """One that runs kernel by kernel, on a CPU."""
-
-    def __init__(self, inputs: _Inputs, step: Callable[[], tuple[Tensor, Sequence[BucketGradients | None]]]) -> None:
-        super().__init__(inputs)
-        self._step = step
-
-    def replay(self) -> Sequence[BucketGradients | None]:
-        self.loss, gradients = self._step()
-        return gradients
+    def run(self, work: Batch, count: Tensor, weight: Tensor) -> _Results:
+        """Run it with other inputs of the same form."""
+        self.inputs.fill(work, count, weight)
+        return self.replay()

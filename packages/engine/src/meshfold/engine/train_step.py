@@ -146,14 +146,15 @@ class TrainStep:
         kind: BackwardRole = "more" if not last else "last" if self.needs_all_gradients else "final"
         if self._captured is None or not replays:
             return self._eagerly(work, shares, kind, shown=shown)
-        if not self._captured.is_ready(work):
+        form = self._captured.form_to_replay(work)
+        if form is None:
             with self._captured.warming_up():
                 return self._eagerly(work, shares, kind, shown=shown)
         self.gradients.begin()
         share = shares.weight()
         with self.gradients.taking(kind, shown=shown):
             weight = self._in_step(share) * self.scaler.scale
-            loss = self._captured.run(work, shares.count, weight, more=shown)
+            loss = self._captured.run(form, work, shares.count, weight, more=shown)
         return loss * share
 
     def _eagerly(self, work: Batch, shares: Shares, kind: BackwardRole, *, shown: bool) -> Tensor:
