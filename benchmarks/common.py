@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,46 @@ def how_it_ended(ended: int | None, said: str, timeout: float) -> str:
         return f"stopped after {timeout:g} s"
     last = (said.strip().splitlines() or [""])[-1]
     return f"ended with {ended}: {last[:200]}"
+
+
+def run_contestant(
+    worker: Path, job: dict[str, Any], timeout: float, why: Callable[[str], str] = lambda said: ""
+) -> dict[str, Any]:
+    """Run one start of a contestant in processes of its own; print its profile, if it made one.
+
+    Args:
+        worker: the program; it gets the job as JSON and writes its result to the job's ``out``.
+        job: with the number of ``ranks``.
+        timeout: seconds after which it is ended.
+        why: finds the reason of a failure in what was printed; empty if there is none.
+
+    Returns:
+        The result with mean watts and clock, or ``error``.
+    """
+    with tempfile.TemporaryDirectory(prefix="contestant-") as folder, PowerLog() as power:
+        out = Path(folder) / "found.json"
+        ended, said = start_ranks(worker, [json.dumps({**job, "out": str(out)})], job["ranks"], timeout)
+        if ended or not out.exists():
+            print(said[-3000:], file=sys.stderr)
+            return {"error": why(said) or how_it_ended(ended, said, timeout)}
+        run: dict[str, Any] = json.loads(out.read_text())
+    if "error" in run:
+        return run
+    run.update(power.mean(run.pop("first"), run.pop("last"), job["ranks"]))
+    for kernel, calls, ms in (run.pop("profile", None) or [])[:60]:
+        print(f"{ms:9.2f} ms {calls:6d} x {kernel[:90]}")
+    return run
+
+
+def package_versions(*names: str) -> dict[str, Any]:
+    """Return the versions of installed distributions; None for one that is not."""
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def synchronize() -> None:

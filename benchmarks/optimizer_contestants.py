@@ -24,7 +24,7 @@ LR = 1e-5
 
 @dataclass
 class Parameters:
-    """What a contestant steps on.
+    """Tensors that a contestant steps on.
 
     Attributes:
         masters: float32, with gradients.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,18 @@ from typing import Any
 from benchmarks.common import (
     add_output,
     check_out,
-    how_it_ended,
     machine,
     median,
     new_call,
+    package_versions,
     parse_with_tiny,
-    start_ranks,
+    run_contestant,
     write,
 )
 from benchmarks.experts.planned import planned_bytes
 from benchmarks.experts.report import report
 from benchmarks.experts.run import add_wheels
 from benchmarks.experts.worker import CONTESTANTS, DEFAULT
-from benchmarks.power import PowerLog
 
 SHAPES: dict[str, dict[str, Any]] = {
     "30B-A3B": dict(
@@ -137,7 +134,9 @@ def opened(path: Path) -> dict[str, Any]:
     Raises:
         SystemExit: if it is of another machine.
     """
-    fresh: dict[str, Any] = dict(area="experts", machine={**machine(), **versions()}, cases={})
+    fresh: dict[str, Any] = dict(
+        area="experts", machine={**machine(), **package_versions("transformers", "torchtitan")}, cases={}
+    )
     if not path.exists():
         return fresh
     known: dict[str, Any] = json.loads(path.read_text())
@@ -146,45 +145,18 @@ def opened(path: Path) -> dict[str, Any]:
     return known
 
 
-def versions() -> dict[str, Any]:
-    """Return the versions of the peers that processes of contestants would import."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, Any] = {}
-    for name in ("transformers", "torchtitan"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def start(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Run one start of a contestant; its result, or the error."""
-    with tempfile.TemporaryDirectory(prefix="experts-") as folder, PowerLog() as power:
-        out = Path(folder) / "found.json"
-        job = dict(
-            **work,
-            contestant=name,
-            model=SHAPES[work["shape"]],
-            steps=options.steps,
-            warm_up=options.warm_up,
-            settle_s=options.settle_s,
-            profile=options.profile,
-            out=str(out),
-        )
-        worker = Path(__file__).with_name("worker.py")
-        ended, said = start_ranks(worker, [json.dumps(job)], work["ranks"], options.timeout)
-        if ended or not out.exists():
-            print(said[-3000:], file=sys.stderr)
-            return {"error": _why(said) or how_it_ended(ended, said, options.timeout)}
-        run: dict[str, Any] = json.loads(out.read_text())
-    if "error" in run:
-        return run
-    run.update(power.mean(run.pop("first"), run.pop("last"), work["ranks"]))
-    for kernel, calls, ms in (run.pop("profile", None) or [])[:60]:
-        print(f"{ms:9.2f} ms {calls:6d} x {kernel[:90]}")
-    return run
+    job = dict(
+        **work,
+        contestant=name,
+        model=SHAPES[work["shape"]],
+        steps=options.steps,
+        warm_up=options.warm_up,
+        settle_s=options.settle_s,
+        profile=options.profile,
+    )
+    return run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout, _why)
 
 
 def _why(said: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 from benchmarks.common import (
     add_output,
     check_out,
-    how_it_ended,
     machine,
     median,
+    package_versions,
     parse_with_tiny,
-    start_ranks,
+    run_contestant,
     write,
 )
 from benchmarks.hugging_face.worker import CONTESTANTS
-from benchmarks.power import PowerLog
 from benchmarks.reports import table
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -139,7 +137,8 @@ def main(argv: Sequence[str]) -> int:
         name: getattr(options, name)
         for name in ("shape", "untied", "ranks", "rows", "length", "dtype", "recompute", "gpu_memory")
     }
-    found: dict[str, Any] = dict(area="hugging-face", machine={**machine(), **_versions()}, cases={})
+    here = {**machine(), **package_versions("transformers", "liger-kernel")}
+    found: dict[str, Any] = dict(area="hugging-face", machine=here, cases={})
     if options.out.exists():
         before = json.loads(options.out.read_text())
         if before["machine"] != found["machine"]:
@@ -171,43 +170,18 @@ def case_name(work: dict[str, Any]) -> str:
     return f"{model}, {work['rows']} × {work['length']} tokens, {recompute[work['recompute']]}{limit}"
 
 
-def _versions() -> dict[str, Any]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: dict[str, Any] = {}
-    for name in ("transformers", "liger-kernel"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def _run(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Run one start of a contestant; its result, or the error."""
-    with tempfile.TemporaryDirectory(prefix="hugging-face-") as folder, PowerLog() as power:
-        out = Path(folder) / "found.json"
-        job = dict(
-            **work,
-            contestant=name,
-            model=_model(work),
-            steps=options.steps,
-            warm_up=options.warm_up,
-            settle_s=options.settle_s,
-            profile=options.profile,
-            out=str(out),
-        )
-        worker = Path(__file__).with_name("worker.py")
-        ended, said = start_ranks(worker, [json.dumps(job)], work["ranks"], options.timeout)
-        if ended or not out.exists():
-            print(said[-3000:], file=sys.stderr)
-            return {"error": how_it_ended(ended, said, options.timeout)}
-        run: dict[str, Any] = json.loads(out.read_text())
-    run.update(power.mean(run.pop("first"), run.pop("last"), work["ranks"]))
-    if (kernels := run.pop("profile", None)) is not None:
-        for name, calls, ms in kernels[:60]:
-            print(f"{ms:9.2f} ms {calls:6d} x {name[:90]}")
-    return run
+    job = dict(
+        **work,
+        contestant=name,
+        model=_model(work),
+        steps=options.steps,
+        warm_up=options.warm_up,
+        settle_s=options.settle_s,
+        profile=options.profile,
+    )
+    return run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout)
 
 
 def report(path: Path) -> None:

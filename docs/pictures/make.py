@@ -100,7 +100,7 @@ def _timeline(made: Plan) -> Picture:
 
 @functools.cache
 def names_of(page: str, *wanted: str) -> dict[str, Any]:
-    """What the Python of a page made of these names; what it writes goes to a folder that does not stay."""
+    """Return the objects that a page's Python gave these names; what it writes goes to a folder that does not stay."""
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
         return run_here((ROOT / "docs" / page).read_text(encoding="utf-8"), page, *wanted)[1]
 

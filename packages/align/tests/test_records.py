@@ -38,7 +38,7 @@ class Letters:
 
 
 class LettersOfTransformers:
-    """What :class:`ChatTokenizer` needs of a tokenizer of transformers, with a template like Qwen's."""
+    """Stand-in for a tokenizer of transformers, as far as :class:`ChatTokenizer` needs it, with a template like Qwen's."""
 
     eos_token_id = 0
     chat_template: str | None = "qwen"

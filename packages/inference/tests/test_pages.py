@@ -86,7 +86,7 @@ def drawn(request: Request, position: int) -> int:
 
 
 def fill(step: Step, held: dict[tuple[int, int], tuple[int, ...]], size: int) -> tuple[list[int], list[float]]:
-    """What a forward does: write the tokens of all spans to their pages, then read all that each sequence sees."""
+    """Do as a forward does: write the tokens of all spans to their pages, then read all that each sequence sees."""
     for span in step.spans:
         for position in range(span.start, span.stop):
             place = (span.request.pages[position // size], position % size)

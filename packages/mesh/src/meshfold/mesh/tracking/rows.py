@@ -34,9 +34,9 @@ from meshfold.mesh.tracking.dims import (
 from meshfold.mesh.tracking.records import Records
 
 ROWS_INNERMOST = Split(("rows",), "tokens")
-"""Of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
+"""Split of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
 TOKENS_EXCHANGED = Split(("tokens",), "unknown")
-"""Of a tensor whose rows are unknown, since ranks have exchanged tokens along a dim other than the batch's."""
+"""Split of a tensor whose rows are unknown, since ranks have exchanged tokens along a dim other than the batch's."""
 
 _MIXING = frozenset(
     (

@@ -16,7 +16,7 @@ from meshfold.pipeline.scheduling.search import auto
 from meshfold.pipeline.scheduling.validation import check
 
 Written = Schedule | str | Sequence[str | Iterable[Action | str]]
-"""What a custom function may return: text, or for every rank its actions, as objects or as text"""
+"""Result of a custom function: text, or for every rank its actions, as objects or as text"""
 _TAKES = {"interleaved": "chunks", "hanayo": "waves"}
 _CHUNKS = {"zb-v": 2, "dualpipe-v": 2}
 
