@@ -6,7 +6,7 @@ all items, so a loss is kept as these two numbers, :class:`Mean`, until the rank
     mean = mean_of_tokens(losses, mask)      # this rank's sum, and how many tokens it is of
     mean.part(group).backward()              # sum / tokens of all ranks: the ranks' parts add up to the mean
 
-Gradients are then summed over the ranks, not averaged. In an engine :class:`meshfold.align.TokenObjective` does the same.
+Gradients are then summed over the ranks, not averaged. In an engine :class:`meshfold.align.Objective` does the same.
 Statistics that are no losses (the mean and deviation that advantages are whitened with, those of a group) are global in the same
 way: sums of all ranks, divided once.
 """

@@ -23,6 +23,7 @@ from torch import Tensor
 from meshfold.align.log_probs import TokenLogProbs, TokenValues
 from meshfold.align.means import Mean
 from meshfold.engine import Engine
+from meshfold.engine.batches import row_range
 from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.model_io import IGNORE_INDEX
 
@@ -195,9 +196,9 @@ class Objective:
         table = torch.zeros(kinds, rows, length, dtype=torch.float64, device=engine.device)
         if kept:
             values = torch.cat([torch.stack([v for v in (k.log_probs, k.entropy) if v is not None]) for k in kept], 1)
-            first = sum(_rows(rows, index, world.row_size) for index in range(world.row_index))
-            count = _rows(rows, world.row_index, world.row_size)
-            table[:, first : first + count, : values.shape[2]] = values[:, :count].double()  # a pipeline repeats some
+            here = row_range(rows, world.row_index, world.row_size)
+            # A pipeline repeats some rows.
+            table[:, here.start : here.stop, : values.shape[2]] = values[:, : len(here)].double()
         table = all_reduce(table, world.everyone)[:, :wanted] / _copies(engine)
         return TokenValues(log_probs=table[0], entropy=table[1] if self._entropy else None)
 
@@ -243,7 +244,7 @@ class Objective:
         zero = torch.zeros((), dtype=torch.float64, device=engine.device)
         sums = torch.stack([self._metrics.get(name, zero).to(engine.device) for name in names])
         sums = all_reduce(sums, engine.world.everyone) / _copies(engine)
-        counts = [max(float(items.metrics[name].count), 1.0) * 1.0 for name in names]
+        counts = [max(float(items.metrics[name].count), 1.0) for name in names]
         weights = [items.metrics[name].weight for name in names]
         return {
             name: weight * total / count
@@ -256,10 +257,6 @@ def _copies(engine: Engine) -> int:
     world = engine.world
     stages = world.pipe_group.size if world.pipelined else 1
     return int(engine.mesh.world_size // (world.row_size * stages))
-
-
-def _rows(rows: int, index: int, blocks: int) -> int:
-    return rows // blocks + (index < rows % blocks)
 
 
 def _added(counted: Sequence[Terms]) -> Terms:
