@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,7 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this fil
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Contestant, add_output, add_rounds, check_out, measure, median, parse_with_tiny, ratios
+from benchmarks.common import (
+    Contestant,
+    add_output,
+    add_rounds,
+    check_out,
+    measure,
+    median,
+    parse_with_tiny,
+    ratios,
+    synchronize,
+)
 from benchmarks.reports import ratio, read_bars, table
 
 TINY = dict(
@@ -62,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--bandwidth", type=float, default=4.24, help="TB/s that the GPU's memory reaches (H200: 4.24)")
     parser.add_argument("--only", metavar="NAME,NAME", help="some contestants; see --list")
     parser.add_argument("--list", action="store_true", help="names of the contestants")
+    parser.add_argument("--profile", action="store_true", help="print the time of each kernel too")
     add_rounds(parser)
     add_output(parser, "decode")
     options = parse_with_tiny(parser, argv, TINY)
@@ -74,6 +86,8 @@ def main(argv: Sequence[str]) -> int:
     check_out(options.out)
     torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
     found = list(contestants(options))
+    if options.profile:
+        profile(found, options)
     options.weight_bytes = weight_bytes(options)
     measure(
         "decode",
@@ -132,8 +146,41 @@ def contestants(options: argparse.Namespace) -> Iterator[Contestant]:
                     made.step()
                 yield made
             except Exception as error:  # whatever a peer raises, or ours on a machine that lacks something
-                said = [line.strip() for line in str(error).splitlines() if line.strip()] or ["?"]
-                yield Contestant(name, note=f"{type(error).__name__}: {' … '.join([said[0], *said[1:][-4:]])[:900]}")
+                yield Contestant(name, note=reason_of(error))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, on one line, with the line of generated code that it is about."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or ["?"]
+    text = f"{type(error).__name__}: {' … '.join([said[0], *said[1:][-4:]])[:900]}"
+    file, line = re.search(r"/\S+\.py\b", str(error)), re.search(r"\bline (\d+)\)", str(error))
+    if file is None or line is None or not Path(file[0]).is_file():
+        return text
+    lines, at = Path(file[0]).read_text(errors="replace").splitlines(), int(line[1])
+    near = [f"{number}: {lines[number - 1]}" for number in range(max(at - 2, 1), min(at + 1, len(lines)) + 1)]
+    return f"{text} … its lines {' / '.join(near)[:900]}"
+
+
+def profile(contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
+    """Print the time of each kernel a token, and how often it runs: one text of each contestant, on the GPU or not."""
+    from torch.profiler import ProfilerActivity
+
+    on_gpu = torch.cuda.is_available()
+    for each in contestants:
+        if each.step is None:
+            continue
+        each.step()
+        synchronize()
+        with torch.profiler.profile(
+            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True
+        ) as found:
+            each.step()
+            synchronize()
+        events: Any = found.key_averages()
+        rows = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key) for e in events]
+        print(f"{each.name}: {sum(row[0] for row in rows) / options.new:.1f} µs a token in kernels")
+        for spent, count, key in sorted(rows, reverse=True)[:40]:
+            print(f"{spent / options.new:9.2f} µs {count / options.new:7.2f} x {key[:110]}")
 
 
 def ours(

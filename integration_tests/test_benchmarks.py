@@ -112,12 +112,23 @@ def test_the_linear_loss_is_measured_without_a_gpu(tmp_path: Path) -> None:
 
 def test_decoding_is_measured_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    few = ["--only", "ours,ours compiled,ours int8,transformers static compiled"]
+    few = ["--profile", "--only", "ours,ours compiled,ours int8,transformers static compiled"]
     assert main(["bench", "decode", "--tiny", *few, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert len(found["milliseconds"]) == 4 and not found["notes"]
     assert all(found["error"][name] < 1e-5 for name in found["milliseconds"] if name.startswith("ours"))
     assert "| transformers static compiled |" in out.with_suffix(".md").read_text()
+
+
+def test_a_note_quotes_the_generated_code_that_an_error_is_about(tmp_path: Path) -> None:
+    from benchmarks.decode import reason_of
+
+    made = tmp_path / "made.py"
+    made.write_text("x = 1\ny = (\nz = 3\n")
+    error = RuntimeError(f"Failed to import {made}\nSyntaxError: '(' was never closed (made.py, line 2)")
+    said = reason_of(error)
+    assert "never closed" in said and "its lines 1: x = 1 / 2: y = ( / 3: z = 3" in said
+    assert reason_of(ValueError("no file")) == "ValueError: no file"
 
 
 @pytest.mark.parametrize("backend", ["none", pytest.param("aot_eager", marks=pytest.mark.slow)])
