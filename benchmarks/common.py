@@ -259,7 +259,13 @@ def timed_windows(
     return times, power
 
 
-def measure(area: str, contestants: Sequence[Contestant], options: argparse.Namespace, settings: Sequence[str]) -> None:
+def measure(
+    area: str,
+    contestants: Sequence[Contestant],
+    options: argparse.Namespace,
+    settings: Sequence[str],
+    packages: Sequence[str] = (),
+) -> None:
     """Measure memory, time and power of all contestants that can run, and write the result to ``--out``.
 
     Args:
@@ -267,6 +273,7 @@ def measure(area: str, contestants: Sequence[Contestant], options: argparse.Name
         contestants: those that cannot run have a note that says why.
         options: parsed arguments, with those of :func:`add_output` and :func:`add_rounds`.
         settings: names of the options that are written with the result.
+        packages: distributions whose versions are written with the machine.
     """
     for each in contestants:
         measure_memory(each)
@@ -275,7 +282,7 @@ def measure(area: str, contestants: Sequence[Contestant], options: argparse.Name
     )
     result: dict[str, Any] = dict(
         area=area,
-        machine=machine(),
+        machine={**machine(), **package_versions(*packages)},
         settings={name: getattr(options, name) for name in settings},
         milliseconds=times,
         power=power,

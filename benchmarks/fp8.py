@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as opened:
         found = [*contestants(options, opened)]
         compare(found)
-        measure("fp8", found, options, settings=(*JUDGED, "rows", "length", "backend", "window_s"))
+        settings = (*JUDGED, "rows", "length", "backend", "window_s")
+        measure("fp8", found, options, settings, packages=("torchao",))
     report(options.out)
     return 0
 
@@ -91,7 +92,7 @@ def contestants(options: argparse.Namespace, opened: ExitStack) -> Iterator[Cont
         try:
             yield Contestant(name, step_of(torchao_model(options, opened, recipe), ids))
         except ImportError as error:
-            yield Contestant(name, note=str(error))
+            yield Contestant(name, note=f"{error}: pip install torchao==0.18.0")
 
 
 def engine_model(

@@ -4,8 +4,12 @@
 `--report FILE.json` makes the table and the plot from it. The text is the source of Python's standard library, cut into words: each
 word, run of spaces, line end or other character is a token; the rarest words share one.
 
+Two runs in bf16 that differ by rounding alone move apart, too. So bf16 is run again with each initial weight rounded to bf16, up or
+down at random (``--controls``: with as many seeds): all else is the same. The distances of these control runs are what chance
+makes of one rounding; the table has them beside the bars.
+
 A step of 4 × 1,024 tokens is 6 × 0.48 billion × 4,096 + attention = 12.4 TFLOP, 36 ms at 350 TFLOP/s, and about 6 ms of AdamW over
-0.5 billion float32 weights: 42 s for 1,000 steps, and a minute at most in which torch compiles. Two runs take under four minutes.
+0.5 billion float32 weights. On one H100 1,000 steps took 83 s in bf16 and 96 s in fp8: with two control runs about six minutes.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ TINY = dict(
 )
 SIZES = dict(hidden=1536, heads=12, kv_heads=4, ffn=4096, layers=18, words=16_384, rows=4, length=1024, steps=1000)
 RULES = dict(warmup=100, held=64, window=50, settled=100, max_bytes=1 << 26)
-BF16 = "bf16"
+BF16, CONTROL = "bf16", "bf16 again, weights rounded"
 _LAST = 0.05  # of the text, held out
 _WORD = re.compile(r"[A-Za-z]+| +|.|\n")
 _SKIPPED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data")
@@ -65,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=3e-4, help="highest rate of AdamW; it falls by a cosine to a tenth")
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=["rowwise"], help="of fp8, beside bf16")
+    parser.add_argument(
+        "--controls", type=int, default=2, help="runs in bf16 whose initial weights are rounded at random"
+    )
     parser.add_argument("--backend", default="inductor", help="of torch.compile; 'none' compiles nothing")
     add_output(parser, "fp8_curve")
     options = parse_with_tiny(parser, argv, TINY)
@@ -84,6 +91,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     batches = [*draw(options, tokens[:split], options.steps, options.rows, seed=0)]
     held = next(draw(options, tokens[split:], 1, options.held, seed=1))
     runs = {BF16: train(options, BF16, batches, held)}
+    for seed in range(1, options.controls + 1):
+        runs[f"{CONTROL} ({seed})"] = train(options, BF16, batches, held, rounding=seed)
     for recipe in options.recipe:
         runs[f"fp8 {recipe}"] = train(
             options, dict(name="bf16", matmul="fp8", recipe=recipe, keep=("head", "router")), batches, held
@@ -115,8 +124,20 @@ def draw(options: argparse.Namespace, tokens: Tensor, count: int, rows: int, *, 
         yield tokens[starts + torch.arange(options.length)]
 
 
-def train(options: argparse.Namespace, precision: object, batches: Sequence[Tensor], held: Tensor) -> dict[str, Any]:
-    """Train from seeded weights. Return the loss of each step, that on held-out text after the last, and the times."""
+def rounded(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Round float32 numbers to bf16, up or down at random: the mean is the number. The result is float32 again."""
+    bits = weight.float().contiguous().view(torch.int32)
+    noise = torch.randint(1 << 16, bits.shape, generator=generator, dtype=torch.int32)
+    return ((bits + noise) & -(1 << 16)).view(torch.float32)
+
+
+def train(
+    options: argparse.Namespace, precision: object, batches: Sequence[Tensor], held: Tensor, *, rounding: int = 0
+) -> dict[str, Any]:
+    """Train from seeded weights. Return the loss of each step, that on held-out text after the last, and the times.
+
+    ``rounding``: seed by which the initial weights are :func:`rounded`; 0: they are not.
+    """
     from meshfold.engine import Engine
     from meshfold.models import LlamaConfig, build
     from meshfold.train.schedule import lr_schedule
@@ -141,6 +162,10 @@ def train(options: argparse.Namespace, precision: object, batches: Sequence[Tens
         compile=False if options.backend == "none" else dict(backend=options.backend),
     )
     with engine:
+        if rounding:
+            generator = torch.Generator().manual_seed(rounding)
+            weights = {name: rounded(value.cpu(), generator) for name, value in engine.full_state_dict().items()}
+            engine.load_state_dict(weights)
         losses: list[Tensor] = []
         times: list[float] = []
         for ids in batches:
@@ -182,6 +207,13 @@ def distances(run: Mapping[str, Any], bf16: Mapping[str, Any], settings: Mapping
     return _apart(run["final"], bf16["final"]), worst, at
 
 
+def bias(run: Mapping[str, Any], bf16: Mapping[str, Any], settings: Mapping[str, Any]) -> float:
+    """Return the mean loss after the first ``settled`` steps, relative to bf16's, with its sign: chance mostly cancels in it."""
+    settled = settings["settled"]
+    one, other = (sum(each["losses"][settled:]) for each in (run, bf16))
+    return float(one / other - 1.0)
+
+
 def _apart(one: float, other: float) -> float:
     found = abs(one / other - 1.0)
     return found if found == found else float("inf")
@@ -193,16 +225,22 @@ def report(path: Path) -> None:
     settings, runs = found["settings"], found["runs"]
     bf16 = runs[BF16]
     rows, lines = [], []
+    controls = [distances(run, bf16, settings) for name, run in runs.items() if name.startswith(CONTROL)]
     judged = all(settings[name] == value for name, value in {**SIZES, **RULES}.items())
     for name, run in runs.items():
         final, worst, step = distances(run, bf16, settings)
         cells = [f"{run['losses'][0]:.3f}", f"{means(run['losses'], settings)[-1]:.4f}", f"{run['final']:.4f}"]
-        apart = ["–", "–"] if run is bf16 else [f"{final:.2%}", f"{worst:.2%}"]
+        apart = (
+            ["–"] * 3
+            if run is bf16
+            else [f"{final:.2%}", f"{worst:.2%} at {step:,}", f"{bias(run, bf16, settings):+.2%}"]
+        )
         rows.append((name, *cells, *apart, f"{run['step_ms']:.1f}", f"{run['seconds']:.0f}"))
-        if run is not bf16 and judged:
-            for bar, value in (("final", final), ("means", worst)):
+        if name != BF16 and not name.startswith(CONTROL) and judged:
+            for number, (bar, value) in enumerate((("final", final), ("means", worst))):
                 what = BARS[bar].what.format(name=name, step=step)
-                lines.append(f"- {what}: {value:.2%} (bar {BARS[bar].most:.1%}): {met(BARS[bar].met(value))}")
+                chance = f"; bf16 again: {max(each[number] for each in controls):.2%}" if controls else ""
+                lines.append(f"- {what}: {value:.2%} (bar {BARS[bar].most:.1%}{chance}): {met(BARS[bar].met(value))}")
     window = settings["window"]
     head = (
         "run",
@@ -211,6 +249,7 @@ def report(path: Path) -> None:
         "held-out text",
         "its distance",
         f"worst mean of {window}",
+        "mean of all",
         "ms a step",
         "seconds",
     )
@@ -221,6 +260,15 @@ def report(path: Path) -> None:
         f"{settings['hidden']:,}, ffn {settings['ffn']:,}), {settings['steps']:,} steps of {settings['rows']} × "
         f"{settings['length']:,} tokens of {found['text_tokens']:,}, AdamW at {settings['lr']:g}, compiled by "
         f"{settings['backend']}. Distances are relative to bf16; the first {settings['settled']} steps do not count in them.",
+        *(
+            [
+                "",
+                "Runs called *again* are in bf16, too, from the same weights rounded to bf16 at random, on the same batches: what "
+                "chance makes of one rounding. *Mean of all*: of all losses that count, with its sign.",
+            ]
+            if controls
+            else []
+        ),
         "",
         *table(head, rows),
         "",
@@ -244,14 +292,16 @@ def draw_curves(runs: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """
     height = 2.6
     figure, (top, bottom) = panels(2, 1, 2 * height, sharex=True)
-    colours = (plotting.GREY, plotting.BLUE, plotting.GREEN, plotting.RED, plotting.PURPLE)
+    colours = iter((plotting.BLUE, plotting.GREEN, plotting.RED, plotting.PURPLE))
     wanted = means(runs[BF16]["losses"], settings)
     steps = [settings["window"] * (number + 1) for number in range(len(wanted))]
     ends = []
-    for (name, run), colour in zip(runs.items(), colours, strict=False):
+    for name, run in runs.items():
         found = means(run["losses"], settings)
+        colour = plotting.GREY if name.startswith(BF16) else next(colours)
         top[0].plot(steps, found, color=colour)
-        ends.append((found[-1], name, colour))
+        if not name.startswith(CONTROL):
+            ends.append((found[-1], name, colour))
         if name != BF16:
             bottom[0].plot(
                 steps, [100 * (one / other - 1) for one, other in zip(found, wanted, strict=True)], color=colour
@@ -260,7 +310,7 @@ def draw_curves(runs: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
         bottom[0].axhline(bound, linestyle=":", color=plotting.RED)
     bottom[0].axvline(settings["settled"], linestyle=":", color=plotting.GREY)
     top[0].set(title=f"Mean loss of {settings['window']} steps")
-    bottom[0].set(title="Distance from bf16 in percent; red: the bar", xlabel="step")
+    bottom[0].set(title="Distance from bf16 in percent; grey: bf16 again; red: the bar", xlabel="step")
     plotting.name_lines(top[0], height, ends)
     return figure
 

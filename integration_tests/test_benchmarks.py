@@ -8,9 +8,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import reports
-from benchmarks.fp8_curve import distances
+from benchmarks.fp8_curve import bias, distances, rounded
 from benchmarks.power import PowerLog, parse
 from benchmarks.zero_offload import verdict
 from benchmarks.zero_offload.cases import CASES, read_bars
@@ -145,18 +146,31 @@ def test_fp8_is_measured_without_a_gpu(backend: str, tmp_path: Path) -> None:
 
 def test_a_loss_curve_in_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    words = ["--backend", "none", "--steps", "30", "--warmup", "5", "--settled", "10"]
+    words = ["--backend", "none", "--steps", "30", "--warmup", "5", "--settled", "10", "--controls", "1"]
     assert main(["bench", "fp8-curve", "--tiny", *words, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    bf16, fp8 = (found["runs"][name] for name in ("bf16", "fp8 rowwise"))
+    bf16, again, fp8 = (found["runs"][name] for name in ("bf16", "bf16 again, weights rounded (1)", "fp8 rowwise"))
     assert len(bf16["losses"]) == len(fp8["losses"]) == 30
     assert bf16["layers"] == "None" and fp8["layers"].startswith("fp8 (rowwise): blocks.0.attn.qkv and 3 more")
     assert bf16["final"] < 0.8 * bf16["losses"][0]  # it learns
     final, worst, step = distances(fp8, bf16, found["settings"])
     assert 0 < final < 0.01 and 0 < worst < 0.005 and step in (10, 20)
+    moved = [abs(one / other - 1) for one, other in zip(again["losses"], bf16["losses"], strict=True)]
+    assert 0 < max(moved[:3]) < 1e-3  # one rounding of each weight
+    assert 0 < distances(again, bf16, found["settings"])[1] < 0.005
     table = out.with_suffix(".md").read_text()
     assert "| fp8 rowwise |" in table and "bar" not in table  # which is for the large model
+    assert "| bf16 again, weights rounded (1) |" in table and "what chance makes of one rounding" in table
     assert out.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_weights_are_rounded_up_or_down_by_chance() -> None:
+    exact = torch.tensor([1.0, -0.5, 0.0])
+    assert torch.equal(rounded(exact, torch.Generator()), exact)
+    odd = torch.full((10_000,), 1 + 2**-9)  # a quarter of the way from 1 to the next number of bf16
+    found = rounded(odd, torch.Generator().manual_seed(0))
+    assert set(found.tolist()) == {1.0, 1 + 2**-7}
+    assert float((found - 1).mean()) == pytest.approx(2**-9, rel=0.05)
 
 
 def test_the_distance_of_two_loss_curves() -> None:
@@ -164,6 +178,7 @@ def test_the_distance_of_two_loss_curves() -> None:
     bf16 = dict(losses=[9.0, 9.0, 4.0, 4.0, 2.0, 2.0], final=2.0)
     near = dict(losses=[5.0, 5.0, 4.0, 4.08, 2.0, 1.92], final=2.01)
     assert distances(near, bf16, settings) == pytest.approx((0.005, 0.02, 4))
+    assert bias(near, bf16, settings) == 0.0
     assert distances(near | dict(losses=[5.0, 5.0, 4.0, float("nan"), 2.0, 2.0]), bf16, settings)[1:] == (math.inf, 2)
     assert distances(near | dict(final=float("nan")), bf16, settings)[0] == math.inf
 
