@@ -105,7 +105,8 @@ def graphed(job: dict[str, Any]) -> Step:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def replay() -> Tensor:
+    def replay(_kept: object = (model, masters, optimizer)) -> Tensor:
+        """Replay on the tensors that were captured, which live as long as this function."""
         graph.replay()
         return loss.clone()
 

@@ -114,3 +114,21 @@ def test_a_loss_of_the_users_own(spec: str, ignored: int) -> None:
     )
     found = waits(engine, (torch.randn(6, 6), torch.tensor([0, 1, 2, 0, 1, 2])))
     assert not found, "\n".join(found)
+
+
+def hugging_face() -> nn.Module:
+    """A Llama of transformers, which looks for packed documents in every forward of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    config._attn_implementation = "sdpa"
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("spec", [dict(data=1), dict(data=1, zero=dict(stage=3))], ids=["data", "zero 3"])
+def test_no_wait_in_a_hugging_face_model(spec: dict[str, Any]) -> None:
+    engine = Engine(hugging_face(), spec, optimizer=dict(name="adamw", lr=1e-3), clip_grad_norm=1.0)
+    assert waits(engine, dict(input_ids=torch.arange(16).view(2, 8))) == []

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshfold.engine.errors import TrainingError
+from meshfold.engine.model.mask_choice import masks_by_shape
 from meshfold.mesh import SpecError
 
 if TYPE_CHECKING:
@@ -107,11 +108,12 @@ class CapturedSteps:
     def warming_up(self) -> Iterator[None]:
         """Context manager of a micro-step that is not replayed, on the stream on which others are captured."""
         if self._stream is None:
-            yield
+            with masks_by_shape():
+                yield
             return
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), masks_by_shape():
             yield
         outer.wait_stream(self._stream)
 
@@ -153,7 +155,7 @@ class CapturedSteps:
         inputs = _Inputs.like(work, count, weight)
 
         def step() -> _Results:
-            with self._reducer.set_aside():
+            with self._reducer.set_aside(), masks_by_shape():
                 loss = self._forward.loss(inputs.work, _Counted(inputs.count))
                 (loss * inputs.weight).backward()
                 return loss.detach(), self._reducer.take()

@@ -15,6 +15,7 @@ from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
 from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
+from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model
 from meshfold.engine.model.pipelined_model import PipelinedModel
 from meshfold.engine.precision import Precision
 from meshfold.engine.states.replicated import States
@@ -63,6 +64,7 @@ class Forward:
         self._shifted = loss_fn is None and labels_are_shifted(model)
         self._aligned = not is_encoder_decoder(model)
         self._takes_cache = batches.takes_cache(model)
+        self._makes_masks = makes_masks(model)
         self._names_taken = batches.names_taken(model)
         self._ignored = IGNORE_INDEX
         # Determined once: a loss always averages over the same things.
@@ -116,8 +118,11 @@ class Forward:
 
     def output(self, work: batches.Batch) -> Any:
         """Return the model's output."""
+        # Positions may be among further arguments without names.
+        own_positions = self._makes_masks and len(work.args) < 2 and work.kwargs.get("position_ids") is None
         try:
-            return self._model(*work.args, **work.kwargs)
+            with positions_of_the_model() if own_positions else nullcontext():
+                return self._model(*work.args, **work.kwargs)
         except Exception as error:
             if isinstance(error, RuntimeError):
                 self._states.explain(error)
