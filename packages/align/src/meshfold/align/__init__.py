@@ -51,9 +51,10 @@ from meshfold.align.reference import AdapterReference, FrozenCopy, Reference
 from meshfold.align.reward import RewardModel, scorer
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import EngineRollouts, Rollout
-from meshfold.align.rows import completion_rows, pack, pair_rows
+from meshfold.align.rows import completion_rows, group_rows, pack, pair_rows
 from meshfold.align.run import Trainer, fit, latest_step, step_path
 from meshfold.align.sft import SFT
+from meshfold.align.sharing import SharedPrompts, unfolded
 
 __all__ = [
     "DPO",
@@ -76,6 +77,7 @@ __all__ = [
     "RewardModel",
     "Rewards",
     "Rollout",
+    "SharedPrompts",
     "Terms",
     "TextTokenizer",
     "TokenLogProbs",
@@ -90,6 +92,7 @@ __all__ = [
     "gae",
     "global_mean",
     "group_advantages",
+    "group_rows",
     "importance_weights",
     "kl_penalties",
     "kto_baseline",
@@ -112,5 +115,6 @@ __all__ = [
     "simpo_losses",
     "step_path",
     "tokenized",
+    "unfolded",
     "whiten",
 ]

@@ -14,8 +14,9 @@ from meshfold.align.objective import Objective, Terms
 from meshfold.align.preference import DPO_LOSSES, dpo_losses, kto_baseline, kto_losses, odds_ratio_losses, simpo_losses
 from meshfold.align.records import Completion, Preference
 from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
-from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, pair_rows, shuffled
+from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
 from meshfold.align.run import in_micro_steps
+from meshfold.align.sharing import SharedPrompts
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.model_io import IGNORE_INDEX
@@ -30,6 +31,7 @@ class DPO:
 
     Attributes:
         engines: by name; checkpoints have a folder for each. The reference is none of them: it does not change.
+        shared_prompt: whether pairs share their prompt, and how many tokens that has saved.
         reference: the frozen policy; None for losses without one.
     """
 
@@ -43,6 +45,7 @@ class DPO:
         gamma: float = 1.0,
         label_smoothing: float = 0.0,
         reference: str = "copy",
+        shared_prompt: object = "auto",
         parallel: Mapping[str, object] | None = None,
         batch_size: int = 8,
         length: int | None = None,
@@ -60,6 +63,8 @@ class DPO:
             gamma: margin of SimPO.
             label_smoothing: share of wrong labels.
             reference: ``"copy"`` of the model as it is now, or ``"adapter"``: the model without its adapters.
+            shared_prompt: compute the prompt of a pair once: True, False, or ``"auto"``: if the model can. Losses and
+                gradients are the same.
             parallel: the spec of policy and reference.
             batch_size: pairs of a step, on all ranks together.
             length: most tokens of a prompt with a completion; None: as they are.
@@ -89,6 +94,7 @@ class DPO:
         start_from(engine, start)
         self.objective.attach(engine)
         self.engines = dict(policy=engine)
+        self.shared_prompt = SharedPrompts(shared_prompt, engine, "pair", longest=longest_of(pairs, length))
         scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
         kind = None if loss in _WITHOUT_REFERENCE else reference
         self.reference = make_reference(kind, self.objective, engine, frozen, spec, start=start, **scored)
@@ -96,7 +102,9 @@ class DPO:
     def step(self, number: int) -> dict[str, float]:
         """Make a step; ``number`` counts from 0 and decides which pairs it is of. All ranks must call."""
         chosen = shuffled(len(self._pairs), number, self._batch, self._seed)
-        batch: dict[str, Any] = pair_rows([self._pairs[each] for each in chosen], self._length)
+        pairs = [self._pairs[each] for each in chosen]
+        shared = self.shared_prompt.shares([(pair.chosen, pair.rejected) for pair in pairs])
+        batch: dict[str, Any] = pair_rows(pairs, self._length, shared=shared)
         batch["reference_chosen"] = batch["reference_rejected"] = torch.zeros(len(chosen), dtype=torch.float64)
         if self.reference is not None:
             logs = self.reference.score(batch).log_probs.cpu()

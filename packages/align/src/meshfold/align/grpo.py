@@ -28,8 +28,9 @@ from meshfold.align.records import Completion, Prompt, TextTokenizer
 from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import EngineRollouts, Rollout
-from meshfold.align.rows import completion_rows, model_inputs, shuffled
+from meshfold.align.rows import completion_rows, group_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
+from meshfold.align.sharing import SharedPrompts, unfolded
 from meshfold.engine import Engine
 from meshfold.inference import Sampling
 from meshfold.mesh import SpecError, did_you_mean, key_of
@@ -47,6 +48,7 @@ class GRPO:
     Attributes:
         engines: by name; checkpoints have a folder for each.
         reference: the frozen policy; None if ``beta`` is 0.
+        shared_prompt: whether groups share their prompt in scoring and training, and how many tokens that has saved.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class GRPO:
         reference: str = "copy",
         rollout: Callable[[Engine], Rollout] = EngineRollouts,
         importance: Mapping[str, Any] | None = None,
+        shared_prompt: object = "auto",
         parallel: Mapping[str, object] | None = None,
         micro_steps: int = 1,
         start: str | None = None,
@@ -98,6 +101,8 @@ class GRPO:
             reference, parallel, micro_steps, start, seed, settings: as of :class:`meshfold.align.DPO`.
             rollout: makes the generator for the policy's engine.
             importance: options of :func:`meshfold.align.importance_weights`, for a generator that is not ``exact``.
+            shared_prompt: compute the prompt of a group once: True, False, or ``"auto"``: if the model can, where it saves time,
+                and ``updates`` is 1. Losses and gradients are the same. ``micro_steps`` are then parts of groups.
 
         Raises:
             SpecError: for a setting out of range, or a model with dropout.
@@ -130,7 +135,7 @@ class GRPO:
         self.rewards = Rewards(rewards, tokenizer, reward_weights)
         self.objective = Objective(
             self._terms,
-            fields=("advantage", "old", "reference", "weights"),
+            fields=("advantage", "old", "reference", "weights", "places"),
             temperature=given_sampling.temperature or 1.0,
         )
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
@@ -141,6 +146,12 @@ class GRPO:
         self.objective.attach(engine)
         self.engines = dict(policy=engine)
         self.rollout = rollout(engine)
+        longest = max((len(prompt.ids) for prompt in prompts), default=0) + self._sampling.max_new_tokens
+        self.shared_prompt = SharedPrompts(shared_prompt, engine, "group", longest=longest)
+        if updates > 1:
+            self.shared_prompt.refuse("updates divide a group's completions among optimizer steps")
+        elif micro_steps > batch_size:
+            self.shared_prompt.refuse(f"micro_steps={micro_steps} divide {batch_size} groups")
         scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
         self.reference = make_reference(
             reference if beta else None,
@@ -166,22 +177,26 @@ class GRPO:
 
         ended = [bool(ids) and ids[-1] in sampling.stop_tokens for ids in found.tokens]
         counted = [not self._mask_truncated or end for end in ended]
-        batch = rollout_rows(of_each, found.tokens, counted)
-        batch["old"] = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+        batch = self._rows(of_each, found.tokens, counted)
+        alone = unfolded(_nothing(batch), batch)[1]  # a row for each completion
+        batch["old"] = torch.zeros(alone["labels"].shape, dtype=torch.float64)
         batch["reference"], batch["weights"] = batch["old"], torch.ones_like(batch["old"])
         if not self._on_policy or self._kind == "rloo":
-            batch["old"] = self.objective.score(model_inputs(batch)).log_probs.cpu()
+            batch["old"] = unfolded(self.objective.score(model_inputs(batch)), batch)[0].log_probs.cpu()
         if self.reference is not None:
-            batch["reference"] = self.reference.score(batch).log_probs.cpu()
+            batch["reference"] = unfolded(self.reference.score(batch), batch)[0].log_probs.cpu()
         if not self.rollout.exact:
-            mask = batch["labels"] != IGNORE_INDEX
-            told = at_labels(batch, found.logprobs)
+            mask = alone["labels"] != IGNORE_INDEX
+            told = at_labels(alone, found.logprobs)
             weights = importance_weights(batch["old"], told, mask, **self._importance)
             batch["weights"] = weights.expand_as(batch["old"]).contiguous()
-        batch["advantage"] = self._advantages(rewards, groups, len(chosen), batch)
+        batch["advantage"] = self._advantages(rewards, groups, len(chosen), {**batch, "labels": alone["labels"]})
 
+        if "places" in batch:  # a row for each group
+            for name in ("old", "reference", "weights", "advantage"):
+                batch[name] = batch[name].unflatten(0, (len(chosen), self._group))
         order = torch.randperm(
-            len(of_each), generator=torch.Generator().manual_seed(key_of(f"order/{self._seed}/{number}"))
+            len(batch["labels"]), generator=torch.Generator().manual_seed(key_of(f"order/{self._seed}/{number}"))
         )
         steps = []
         for part in order.tensor_split(self._updates):
@@ -203,6 +218,14 @@ class GRPO:
         if self.reference is not None:
             self.reference.close()
 
+    def _rows(
+        self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], counted: Sequence[bool]
+    ) -> dict[str, Tensor]:
+        """Return a row for each completion, or for each group."""
+        whole = whole_completions(prompts, tokens, counted)
+        groups = [whole[first : first + self._group] for first in range(0, len(whole), self._group)]
+        return group_rows(whole, self._group) if self.shared_prompt.shares(groups) else completion_rows(whole)
+
     def _advantages(self, rewards: Tensor, groups: Tensor, count: int, batch: Mapping[str, Tensor]) -> Tensor:
         if self._kind != "rloo":
             return group_advantages(rewards, groups, count, scale=self._scale)
@@ -212,6 +235,7 @@ class GRPO:
         return leave_one_out(rewards, groups, count)
 
     def _terms(self, values: TokenValues, batch: Mapping[str, Any]) -> Terms:
+        values, batch = unfolded(values, batch)
         mask, logs = batch["labels"] != IGNORE_INDEX, values.log_probs
         old = logs.detach() if self._on_policy else batch["old"].to(logs)
         advantages = batch["advantage"].to(logs)[:, None].expand_as(logs)
@@ -239,16 +263,18 @@ class GRPO:
         return mean_of_token_means(losses, mask)
 
 
-def rollout_rows(
+def whole_completions(
     prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], counted: Sequence[bool]
-) -> dict[str, Tensor]:
-    """Return a row for each completion, of which the completion's tokens count if ``counted``."""
-    return completion_rows(
-        [
-            Completion(ids=(*prompt.ids, *ids), counts=(False,) * len(prompt.ids) + (counts,) * len(ids))
-            for prompt, ids, counts in zip(prompts, tokens, counted, strict=True)
-        ]
-    )
+) -> list[Completion]:
+    """Return prompts with their completions, whose tokens count if ``counted``."""
+    return [
+        Completion(ids=(*prompt.ids, *ids), counts=(False,) * len(prompt.ids) + (counts,) * len(ids))
+        for prompt, ids, counts in zip(prompts, tokens, counted, strict=True)
+    ]
+
+
+def _nothing(batch: Mapping[str, Tensor]) -> TokenValues:
+    return TokenValues(log_probs=torch.zeros(batch["labels"].shape))
 
 
 def at_labels(batch: Mapping[str, Tensor], values: Sequence[Sequence[float]]) -> Tensor:

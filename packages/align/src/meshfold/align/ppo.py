@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.align.grpo import rollout_rows, taken
+from meshfold.align.grpo import taken, whole_completions
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_tokens, whiten
 from meshfold.align.objective import Objective, Terms
@@ -22,7 +22,7 @@ from meshfold.align.records import Prompt, TextTokenizer
 from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import EngineRollouts
-from meshfold.align.rows import model_inputs, shuffled
+from meshfold.align.rows import completion_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.engine import Engine
 from meshfold.inference import Sampling
@@ -139,7 +139,7 @@ class PPO:
         sampling = Sampling(**{**vars(self._sampling), "seed": key_of(f"step/{self._seed}/{number}")})
         found = self.rollout.generate([prompt.ids for prompt in chosen], 1, sampling)
         scores = self.rewards(self.engines["policy"], chosen, found.tokens)
-        batch = rollout_rows(chosen, found.tokens, [True] * len(chosen))
+        batch = completion_rows(whole_completions(chosen, found.tokens, [True] * len(chosen)))
         mask = batch["labels"] != IGNORE_INDEX
 
         seen = model_inputs(batch)

@@ -14,8 +14,9 @@ from meshfold.align.objective import Objective, Terms
 from meshfold.align.preference import reward_losses
 from meshfold.align.records import Completion, Preference
 from meshfold.align.reference import Model, start_from
-from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, pair_rows, shuffled
+from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
 from meshfold.align.run import in_micro_steps
+from meshfold.align.sharing import SharedPrompts
 from meshfold.engine import Engine
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import IGNORE_INDEX
@@ -54,6 +55,7 @@ class RewardModel:
 
     Attributes:
         engines: by name.
+        shared_prompt: whether pairs share their prompt, and how many tokens that has saved.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RewardModel:
         pairs: Sequence[Preference],
         *,
         centering: float = 0.0,
+        shared_prompt: object = "auto",
         parallel: Mapping[str, object] | None = None,
         batch_size: int = 8,
         length: int | None = None,
@@ -74,7 +77,7 @@ class RewardModel:
             model: returns a number a token, ``b s 1`` in ``.logits``: see :func:`scorer`.
             pairs: to be learned from; none for a model that is only to score.
             centering: of :func:`meshfold.align.reward_losses`.
-            parallel, batch_size, length, micro_steps, start, seed, settings: as of :class:`meshfold.align.DPO`.
+            shared_prompt, parallel, batch_size, length, micro_steps, start, seed, settings: as of :class:`meshfold.align.DPO`.
 
         Raises:
             SpecError: for a setting out of range.
@@ -89,11 +92,14 @@ class RewardModel:
         start_from(engine, start)
         self.objective.attach(engine)
         self.engines = dict(policy=engine)
+        self.shared_prompt = SharedPrompts(shared_prompt, engine, "pair", longest=longest_of(pairs, length))
 
     def step(self, number: int) -> dict[str, float]:
         """Make a step; ``number`` counts from 0 and decides which pairs it is of. All ranks must call."""
         chosen = shuffled(len(self._pairs), number, self._batch, self._seed)
-        batch = at_last_tokens(pair_rows([self._pairs[each] for each in chosen], self._length))
+        pairs = [self._pairs[each] for each in chosen]
+        shared = self.shared_prompt.shares([(pair.chosen, pair.rejected) for pair in pairs])
+        batch = at_last_tokens(pair_rows(pairs, self._length, shared=shared))
         return self.objective.step(in_micro_steps(batch, self._micro_steps))
 
     def scores(self, completions: Sequence[Completion]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
 from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
-from meshfold.engine.batches.packed import OwnDocuments
+from meshfold.engine.batches.packed import BranchMask, OwnDocuments
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
 from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model
@@ -69,7 +69,7 @@ class Forward:
         self._ignored = IGNORE_INDEX
         # Determined once: a loss always averages over the same things.
         self._looks = world.data_size > 1
-        self._documents = OwnDocuments(model, own_loss=loss_fn is not None)
+        self._documents, self._branches = OwnDocuments(model, own_loss=loss_fn is not None), BranchMask(model)
 
     @property
     def shifts_labels(self) -> bool:
@@ -96,6 +96,7 @@ class Forward:
         )
         if self._takes_cache:
             work.kwargs.setdefault("use_cache", False)
+        work = self._branches.add(batch, work, self._precision.dtype)
         work = replace(work, kwargs=leave_out_targets(work.kwargs, self._model, self._loss_fn))
         batches.check_fields(work, self._model, self._names_taken, own_loss=own_loss)
         return work

@@ -83,6 +83,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     losses.add_argument("--gamma", type=rate, metavar="X", help="simpo: the margin (1.0)")
     losses.add_argument("--label-smoothing", type=rate, metavar="X", help="dpo: share of wrong labels (0)")
     losses.add_argument("--centering", type=rate, metavar="X", help="reward: keeps scores around 0 (0)")
+    losses.add_argument(
+        "--shared-prompt",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="dpo, reward, grpo: compute a prompt once for its completions (auto: if the model can)",
+    )
     samples = parser.add_argument_group("samples (grpo, ppo)")
     samples.add_argument(
         "--reward",
@@ -170,6 +176,9 @@ def _train(arguments: argparse.Namespace, *, say: bool) -> int:
         trainer.close()
     if say:
         draw(out, f"{arguments.trainer}, {made.name}")
+        shared = getattr(trainer, "shared_prompt", None)
+        if shared is not None and not arguments.json:
+            print(shared)
         print(f"checkpoint: {out}", flush=True)
     return 0
 

@@ -116,6 +116,10 @@ def _trainer(
         if option not in _OPTIONS.get(name, ()):
             raise SpecError(f"--{option.replace('_', '-')} with {name}, whose loss has none: leave it out")
         common[option] = value
+    if name in ("dpo", "reward", "grpo"):
+        common["shared_prompt"] = {"auto": "auto", "yes": True, "no": False}[a.shared_prompt]
+    elif a.shared_prompt == "yes":
+        raise SpecError(f"--shared-prompt yes with {name}, whose rows share no prompt: leave it out")
     model = choice.source if a.lora is None else _with_adapters(a.hf, a.lora)
     if a.lora is not None and name != "sft":
         common["reference"] = "adapter"

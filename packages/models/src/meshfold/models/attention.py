@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshfold.kernels import apply_rotary
-from meshfold.mesh.model_io import document_starts
+from meshfold.mesh.model_io import visible
 from meshfold.models.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -123,21 +123,22 @@ class CausalMask(nn.Module):
         """Return one mask for all layers, or None where a token sees all before it or is alone.
 
         Args:
-            position_ids: ``b s`` or ``1 s``, restart at each document; None: each row is one.
+            position_ids: ``b s`` or ``1 s``, restart at each document, and go back where a branch continues its first tokens
+                (:func:`meshfold.mesh.model_io.visible`); None: each row is a document.
             like: the residual stream; says dtype and device.
             length: s, tokens of a row.
         """
         window = None if self.window is None or self.window >= length else self.window
         if not self.makes_masks or length == 1 or (window is None and position_ids is None):
             return None
-        token = torch.arange(length, device=like.device)
-        back = token[:, None] - token
-        seen = back >= 0
-        if window is not None:
-            seen = seen & (back < window)
         if position_ids is not None:
-            document = document_starts(position_ids).cumsum(1)
-            seen = (seen & (document[:, :, None] == document[:, None, :])).unsqueeze(1)
+            seen = visible(position_ids, window).unsqueeze(1)
+        else:
+            token = torch.arange(length, device=like.device)
+            back = token[:, None] - token
+            seen = back >= 0
+            if window is not None:
+                seen = seen & (back < window)
         mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
         return mask.masked_fill_(~seen, -torch.inf)
 

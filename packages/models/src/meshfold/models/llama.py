@@ -75,7 +75,8 @@ class Llama(nn.Module):
         """``b s`` int64 -> the loss if labels ``b s`` are given (not shifted; -100 does not count), logits.
 
         Documents packed into a row are told by ``position_ids`` (``b s`` or ``1 s``) that restart at 0 with each: tokens see
-        their own, and none predicts another's first.
+        their own, and none predicts another's first. Positions that go back to q > 0 begin a branch: it continues the first q
+        tokens of its document, and sees no other branch.
 
         Raises:
             SpecError: for position_ids of another shape.

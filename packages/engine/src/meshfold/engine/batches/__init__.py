@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshfold.engine.batches.batch import Batch, prepare_batch
 from meshfold.engine.batches.loss import FallbackLoss
+from meshfold.engine.batches.packed import no_branches
 from meshfold.engine.batches.sharding import Shares, gather_list, randomness, row_range, shard_batch
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "FallbackLoss",
     "Shares",
     "gather_list",
+    "no_branches",
     "prepare_batch",
     "randomness",
     "row_range",

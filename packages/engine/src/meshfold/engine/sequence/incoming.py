@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.engine.batches.packed import Documents, packed_documents
 from meshfold.mesh import Mesh, SpecError
-from meshfold.mesh.model_io import IGNORE_INDEX, ignore_document_starts
+from meshfold.mesh.model_io import IGNORE_INDEX, branch_starts, ignore_document_starts
 from meshfold.mesh.random import TokenShards, set_token_shards
 from meshfold.sequence import SequenceSharding, next_tokens, sequence_mode, sequence_sharding
 
@@ -139,6 +139,12 @@ class Incoming:
         if not self._theirs and not self._own:
             return None
         masked = isinstance(given.get("attention_mask"), Tensor)
+        positions = given.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 2 and bool(branch_starts(positions).any()):
+            self._refuse(
+                "position_ids go back to a token of their document, where a branch continues it (completions that share a "
+                "prompt): give each of them a row, or a document, of its own"
+            )
         try:
             found = packed_documents(given, rows, length)
         except SpecError as error:

@@ -6,6 +6,7 @@ from meshfold.mesh.model_io.dry_run import DryRun, eval_mode, map_tensors, saved
 from meshfold.mesh.model_io.labels import (
     IGNORE_INDEX,
     LABEL_NAMES,
+    branch_starts,
     check_position_ids,
     document_starts,
     ensure_one_target,
@@ -13,6 +14,7 @@ from meshfold.mesh.model_io.labels import (
     is_encoder_decoder,
     labels_are_shifted,
     targets_key,
+    visible,
 )
 from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
 
@@ -21,6 +23,7 @@ __all__ = [
     "LABEL_NAMES",
     "DryRun",
     "ShardedOutput",
+    "branch_starts",
     "check_position_ids",
     "document_starts",
     "ensure_one_target",
@@ -33,4 +36,5 @@ __all__ = [
     "map_tensors",
     "saved_for_backward",
     "targets_key",
+    "visible",
 ]

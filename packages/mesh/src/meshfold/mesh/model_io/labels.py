@@ -1,7 +1,8 @@
 """Labels of a loss, batches without a label that counts, and documents packed into a row.
 
-A new document begins where positions restart, as in transformers: the positions 0 1 2 0 1 2 3 are two documents of 3 and
-4 tokens.
+A new document begins where positions restart at 0, as in transformers: the positions 0 1 2 0 1 2 3 are two documents of 3 and
+4 tokens. Positions that go back to q > 0 begin a branch: it continues the first q tokens of its document, and does not see what
+other branches have there. So the positions 0 1 2 3 4 2 3 are a prompt of 2 tokens with completions of 3 and of 2.
 """
 
 from __future__ import annotations
@@ -85,3 +86,48 @@ def document_starts(position_ids: Tensor) -> Tensor:
 def ignore_document_starts(labels: Tensor, position_ids: Tensor) -> Tensor:
     """Return unshifted labels ``b s`` that leave out each document's first token, which no token before it should predict."""
     return labels.masked_fill(document_starts(position_ids), IGNORE_INDEX)
+
+
+def visible(position_ids: Tensor, window: int | None = None) -> Tensor:
+    """Return which tokens see which under causal attention, ``b s`` positions -> ``b s s`` bool: query, key.
+
+    A token sees its own document up to itself; in a branch, its own branch and the tokens that it continues.
+
+    Args:
+        position_ids: of each token in its document; see the module.
+        window: a token sees itself and ``window - 1`` positions before; None: all before.
+    """
+    token = torch.arange(position_ids.shape[1], device=position_ids.device)
+    starts = document_starts(position_ids)
+    run = starts.cumsum(1)
+    first = torch.where(starts, token, 0).cummax(1).values
+    branch = branch_starts(position_ids).gather(1, first)
+    trunk = torch.where(branch, run.gather(1, _last_document(position_ids)), run)
+    continued = position_ids.gather(1, first)  # tokens of the trunk that a branch continues
+    seen = run[:, :, None] == run[:, None, :]
+    seen |= (trunk[:, :, None] == run[:, None, :]) & (position_ids[:, None, :] < continued[:, :, None])
+    seen &= token[:, None] >= token
+    if window is not None:
+        seen &= position_ids[:, :, None] - position_ids[:, None, :] < window
+    return seen
+
+
+def branch_starts(position_ids: Tensor) -> Tensor:
+    """Return where branches begin: ``b s`` positions -> ``b s`` bool.
+
+    Where positions jump to a number that the document has not reached, another document begins, as in transformers.
+    """
+    token = torch.arange(position_ids.shape[1], device=position_ids.device)
+    starts = document_starts(position_ids)
+    document = _last_document(position_ids)
+    run = starts.cumsum(1)
+    last_of_trunk = torch.where(run == run.gather(1, document), token, 0).cummax(1).values
+    tokens = last_of_trunk - document + 1  # of the document's first run
+    whole = position_ids.gather(1, document) == 0
+    return starts & whole & (position_ids > 0) & (position_ids <= tokens)
+
+
+def _last_document(position_ids: Tensor) -> Tensor:
+    """Return the place of each token's last position 0 that begins a document; the first place without one."""
+    token = torch.arange(position_ids.shape[1], device=position_ids.device)
+    return torch.where(document_starts(position_ids) & (position_ids == 0), token, 0).cummax(1).values
