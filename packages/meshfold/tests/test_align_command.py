@@ -75,6 +75,20 @@ def test_on_two_ranks(data: Path) -> None:
         (["spo", "--data", "x"], "invalid choice"),
         (["grpo", "--data", "prompts"], "needs --reward FILE.py:NAME"),
         (["sft", "--data", "chats", "--reward", "a.py:b"], "belongs to grpo and ppo"),
+        (["sft", "--data", "chats", "--rollout", "transformers"], "--rollout with sft"),
+        (["sft", "--data", "chats", "--shared-prompt", "yes"], "--shared-prompt yes with sft"),
+        (
+            ["grpo", "--data", "prompts", "--reward", "rewards.py:letters", "--rollout", "vllm"],
+            "--rollout 'vllm': write engine",
+        ),
+        (
+            ["grpo", "--data", "prompts", "--reward", "rewards.py:letters", "--rollout-sleep"],
+            "give --rollout http://HOST:PORT",
+        ),
+        (
+            ["grpo", "--data", "prompts", "--reward", "rewards.py:letters", "--importance-high", "0"],
+            "leaves no token a weight",
+        ),
         (["sft", "--data", "chats", "--beta", "1"], "--beta with sft"),
         (["sft", "--data", "chats", "--lora", "4"], "--lora needs --hf"),
         (["sft", "--data", "chats", "--loss", "dpo"], "--loss with sft"),

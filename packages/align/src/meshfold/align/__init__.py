@@ -50,11 +50,13 @@ from meshfold.align.records import (
 from meshfold.align.reference import AdapterReference, FrozenCopy, Reference
 from meshfold.align.reward import RewardModel, scorer
 from meshfold.align.rewards import Rewards
-from meshfold.align.rollout import EngineRollouts, Rollout
+from meshfold.align.rollout import Correction, EngineRollouts, Rollout
 from meshfold.align.rows import completion_rows, group_rows, pack, pair_rows
 from meshfold.align.run import Trainer, fit, latest_step, step_path
+from meshfold.align.server_rollouts import ServerRollouts
 from meshfold.align.sft import SFT
 from meshfold.align.sharing import SharedPrompts, unfolded
+from meshfold.align.transformers_rollouts import TransformersRollouts
 
 __all__ = [
     "DPO",
@@ -67,6 +69,7 @@ __all__ = [
     "AdapterReference",
     "ChatTokenizer",
     "Completion",
+    "Correction",
     "EngineRollouts",
     "FrozenCopy",
     "Mean",
@@ -77,12 +80,14 @@ __all__ = [
     "RewardModel",
     "Rewards",
     "Rollout",
+    "ServerRollouts",
     "SharedPrompts",
     "Terms",
     "TextTokenizer",
     "TokenLogProbs",
     "TokenValues",
     "Trainer",
+    "TransformersRollouts",
     "clipped_policy_losses",
     "clipped_value_losses",
     "completion_of",

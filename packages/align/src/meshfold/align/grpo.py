@@ -23,11 +23,11 @@ from meshfold.align.means import (
     mean_over_length,
 )
 from meshfold.align.objective import Objective, Terms
-from meshfold.align.policy import clipped_policy_losses, importance_weights, kl_penalties
+from meshfold.align.policy import clipped_policy_losses, kl_penalties
 from meshfold.align.records import Completion, Prompt, TextTokenizer
 from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
 from meshfold.align.rewards import Rewards
-from meshfold.align.rollout import EngineRollouts, Rollout
+from meshfold.align.rollout import Correction, EngineRollouts, Rollout
 from meshfold.align.rows import completion_rows, group_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts, unfolded
@@ -74,6 +74,7 @@ class GRPO:
         reference: str = "copy",
         rollout: Callable[[Engine], Rollout] = EngineRollouts,
         importance: Mapping[str, Any] | None = None,
+        max_staleness: int = 0,
         shared_prompt: object = "auto",
         parallel: Mapping[str, object] | None = None,
         micro_steps: int = 1,
@@ -101,6 +102,7 @@ class GRPO:
             reference, parallel, micro_steps, start, seed, settings: as of :class:`meshfold.align.DPO`.
             rollout: makes the generator for the policy's engine.
             importance: options of :func:`meshfold.align.importance_weights`, for a generator that is not ``exact``.
+            max_staleness: most optimizer steps that such a generator's weights may be behind the policy's.
             shared_prompt: compute the prompt of a group once: True, False, or ``"auto"``: if the model can, where it saves time,
                 and ``updates`` is 1. Losses and gradients are the same. ``micro_steps`` are then parts of groups.
 
@@ -122,12 +124,11 @@ class GRPO:
         self._scale = cast(Literal["group", "batch", "none"], scale or ("none" if kind == "dr_grpo" else "group"))
         self._clip: dict[str, Any] = dict(low=low, high=high, ratio_of=ratio_of)
         self._beta, self._kl, self._mask_truncated = beta, kl, mask_truncated
-        self._importance = dict(importance or {})
+        self._correction = Correction(importance, max_staleness=max_staleness)
         one = torch.zeros(1, 1)
         clipped_policy_losses(one, one, one, one, **self._clip)  # checks the settings before anything starts
         kl_penalties(one, one, kl)  # type: ignore[arg-type]
         group_advantages(one[0], one[0].long(), 1, scale=self._scale)
-        importance_weights(one, one, one, **self._importance)
         self._prompts, self._micro_steps, self._seed = prompts, micro_steps, seed
         given_sampling = Sampling() if sampling is None else sampling
         stops = tuple({*given_sampling.stop_tokens, tokenizer.end})
@@ -171,6 +172,7 @@ class GRPO:
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
         sampling = Sampling(**{**vars(self._sampling), "seed": key_of(f"step/{self._seed}/{number}")})
         found = self.rollout.generate([prompt.ids for prompt in chosen], self._group, sampling)
+        behind = self._correction.staleness(found, self.engines["policy"])
         of_each = [prompt for prompt in chosen for _ in range(self._group)]
         rewards = self.rewards(self.engines["policy"], of_each, found.tokens)
         groups = torch.arange(len(chosen)).repeat_interleave(self._group)
@@ -185,11 +187,11 @@ class GRPO:
             batch["old"] = unfolded(self.objective.score(model_inputs(batch)), batch)[0].log_probs.cpu()
         if self.reference is not None:
             batch["reference"] = unfolded(self.reference.score(batch), batch)[0].log_probs.cpu()
+        told: dict[str, float] = {}
         if not self.rollout.exact:
-            mask = alone["labels"] != IGNORE_INDEX
-            told = at_labels(alone, found.logprobs)
-            weights = importance_weights(batch["old"], told, mask, **self._importance)
-            batch["weights"] = weights.expand_as(batch["old"]).contiguous()
+            sampled, mask = at_labels(alone, found.logprobs), alone["labels"] != IGNORE_INDEX
+            batch["weights"], told = self._correction.weights(batch["old"], sampled, mask)
+            told["stale"] = float(behind)
         batch["advantage"] = self._advantages(rewards, groups, len(chosen), {**batch, "labels": alone["labels"]})
 
         if "places" in batch:  # a row for each group
@@ -209,6 +211,7 @@ class GRPO:
             "reward": float(rewards[known].mean()) if known.any() else 0.0,
             "tokens": sum(map(len, found.tokens)) / len(found.tokens),
             "ended": sum(ended) / len(ended),
+            **told,
         }
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.align.grpo import taken, whole_completions
+from meshfold.align.grpo import at_labels, taken, whole_completions
 from meshfold.align.log_probs import TokenValues
 from meshfold.align.means import mean_of_tokens, whiten
 from meshfold.align.objective import Objective, Terms
@@ -21,7 +21,7 @@ from meshfold.align.policy import clipped_policy_losses, clipped_value_losses, g
 from meshfold.align.records import Prompt, TextTokenizer
 from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
 from meshfold.align.rewards import Rewards
-from meshfold.align.rollout import EngineRollouts
+from meshfold.align.rollout import Correction, EngineRollouts, Rollout
 from meshfold.align.rows import completion_rows, model_inputs, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.engine import Engine
@@ -62,6 +62,9 @@ class PPO:
         kl: str = "k1",
         reward_weights: Sequence[float] | None = None,
         reference: str = "copy",
+        rollout: Callable[[Engine], Rollout] = EngineRollouts,
+        importance: Mapping[str, Any] | None = None,
+        max_staleness: int = 0,
         parallel: Mapping[str, object] | None = None,
         micro_steps: int = 1,
         start: str | None = None,
@@ -82,6 +85,7 @@ class PPO:
             gamma, lam: of :func:`meshfold.align.gae`.
             beta: factor of the KL penalty in the reward of each token.
             kl: of :func:`meshfold.align.kl_penalties`.
+            rollout, importance, max_staleness: as of :class:`meshfold.align.GRPO`; the weights are those of the policy's losses.
             reference, parallel, micro_steps, seed, settings: as of :class:`meshfold.align.DPO`; the spec is of all models.
             start, critic_start: checkpoints to take weights from; a reward model's is a good one for the critic.
             critic_optimizer: of the critic; None: as the policy's.
@@ -97,6 +101,7 @@ class PPO:
         self._clip: dict[str, Any] = dict(low=low, high=high, dual=dual)
         self._value_clip, self._gae = value_clip, dict(gamma=gamma, lam=lam)
         self._beta, self._kl = beta, kl
+        self._correction = Correction(importance, max_staleness=max_staleness)
         one = torch.zeros(1, 1)  # checks the settings before anything starts
         clipped_policy_losses(one, one, one, one, **self._clip)
         clipped_value_losses(one, one, one, value_clip)
@@ -109,7 +114,7 @@ class PPO:
         self._sampling = Sampling(**{**vars(given_sampling), "stop_tokens": stops})
         self.rewards = Rewards(rewards, tokenizer, reward_weights)
         temperature = given_sampling.temperature or 1.0
-        self.objective = Objective(self._policy_terms, fields=("old", "advantages"), temperature=temperature)
+        self.objective = Objective(self._policy_terms, fields=("old", "advantages", "weights"), temperature=temperature)
         self.values = Objective(self._value_terms, fields=("old_values", "returns"), reads="scores")
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
         frozen, spec = copied(model), parallel or {}
@@ -124,7 +129,7 @@ class PPO:
         start_from(judge, critic_start)
         self.values.attach(judge)
         self.engines = dict(policy=policy, critic=judge)
-        self.rollout = EngineRollouts(policy)
+        self.rollout = rollout(policy)
         scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
         found = make_reference(
             reference, self.objective, policy, frozen, spec, start=start, temperature=temperature, **scored
@@ -138,12 +143,19 @@ class PPO:
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
         sampling = Sampling(**{**vars(self._sampling), "seed": key_of(f"step/{self._seed}/{number}")})
         found = self.rollout.generate([prompt.ids for prompt in chosen], 1, sampling)
+        behind = self._correction.staleness(found, self.engines["policy"])
         scores = self.rewards(self.engines["policy"], chosen, found.tokens)
         batch = completion_rows(whole_completions(chosen, found.tokens, [True] * len(chosen)))
         mask = batch["labels"] != IGNORE_INDEX
 
         seen = model_inputs(batch)
         batch["old"] = self.objective.score(seen).log_probs.cpu()
+        batch["weights"] = torch.ones_like(batch["old"])
+        told: dict[str, float] = {}
+        if not self.rollout.exact:
+            sampled = at_labels(batch, found.logprobs)
+            batch["weights"], told = self._correction.weights(batch["old"], sampled, mask)
+            told["stale"] = float(behind)
         reference = self.reference.score(seen).log_probs.cpu()
         batch["old_values"] = torch.where(mask, _before(self.values.score(seen).log_probs.cpu()), 0.0)
         penalty = kl_penalties(batch["old"], reference, self._kl)  # type: ignore[arg-type]  # checked
@@ -156,7 +168,7 @@ class PPO:
             order = torch.Generator().manual_seed(key_of(f"order/{self._seed}/{number}/{epoch}"))
             for part in torch.randperm(len(chosen), generator=order).tensor_split(self._updates):
                 rows = in_micro_steps(taken(batch, part.sort().values), self._micro_steps)
-                policy = self.objective.step([_only(row, "old", "advantages") for row in rows])
+                policy = self.objective.step([_only(row, "old", "advantages", "weights") for row in rows])
                 critic = self.values.step([_only(row, "old_values", "returns") for row in rows])
                 steps.append({**policy, "value_loss": critic["loss"]})
         metrics = {name: sum(each[name] for each in steps) / len(steps) for name in steps[0]}
@@ -166,6 +178,7 @@ class PPO:
             "reward": float(scores[known].mean()) if known.any() else 0.0,
             "kl": float((penalty * mask).sum() / mask.sum().clamp(min=1)),
             "tokens": sum(map(len, found.tokens)) / len(found.tokens),
+            **told,
         }
 
     def close(self) -> None:
@@ -179,7 +192,7 @@ class PPO:
     def _policy_terms(self, values: TokenValues, batch: Mapping[str, Any]) -> Terms:
         mask, logs = batch["labels"] != IGNORE_INDEX, values.log_probs
         old, advantages = batch["old"].to(logs), batch["advantages"].to(logs)
-        losses = clipped_policy_losses(logs, old, advantages, mask, **self._clip)
+        losses = clipped_policy_losses(logs, old, advantages, mask, **self._clip) * batch["weights"].to(logs)
         with torch.no_grad():
             ratio = (logs - old).exp()
             outside = (ratio < 1 - self._clip["low"]) | (ratio > 1 + (self._clip["high"] or self._clip["low"]))

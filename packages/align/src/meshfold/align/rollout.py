@@ -2,22 +2,26 @@
 
 The protocol is one function, ``generate(prompts, n, sampling) -> tokens, logprobs, version``. :class:`EngineRollouts` runs the
 modules that are trained, on their ranks: no weights are sent, and the policy that samples is the one that is trained. Pages of
-keys and values exist only while it generates. Another generator, such as a server, says ``exact = False``: trainers then compute
-the log-probabilities of its tokens themselves and weigh them (:func:`meshfold.align.importance_weights`).
+keys and values exist only while it generates. Another generator, such as :class:`meshfold.align.ServerRollouts`, says
+``exact = False``: trainers then compute the log-probabilities of its tokens themselves and weigh them (:class:`Correction`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
+from meshfold.align.policy import importance_weights
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Rollouts, Sampling
 from meshfold.mesh import SpecError, key_of
 from meshfold.mesh.collectives import all_gather_object
 
-__all__ = ["EngineRollouts", "Rollout"]
+__all__ = ["Correction", "EngineRollouts", "Rollout"]
 
 _PAGE, _ROWS = 16, 64
 
@@ -33,6 +37,59 @@ class Rollout(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> Rollouts:
         """Return ``n`` completions of each prompt, one prompt behind the other; all ranks call with the same, and get the same."""
+
+
+class Correction:
+    """Weights of samples that another generator drew, perhaps with older weights."""
+
+    def __init__(self, options: Mapping[str, Any] | None, *, max_staleness: int) -> None:
+        """Args:
+            options: of :func:`meshfold.align.importance_weights`.
+            max_staleness: most optimizer steps that the generator's weights may be behind the policy's.
+
+        Raises:
+            SpecError: for options out of range.
+        """
+        if max_staleness < 0:
+            raise SpecError(f"max_staleness={max_staleness!r}: optimizer steps, 0 or more")
+        self._options, self._most = dict(options or {}), max_staleness
+        one = torch.zeros(1, 1)
+        importance_weights(one, one, one, **self._options)
+
+    def staleness(self, found: Rollouts, engine: Engine) -> int:
+        """Return how many optimizer steps samples are behind an engine.
+
+        Raises:
+            SpecError: for more than are allowed, or weights that the engine has not reached.
+        """
+        behind = engine.steps - found.version
+        if not 0 <= behind <= self._most:
+            raise SpecError(
+                f"samples of weights of optimizer step {found.version} for a policy at step {engine.steps}: let the generator take "
+                f"the policy's weights before it samples, or allow max_staleness={max(behind, 0)}"
+            )
+        return behind
+
+    def weights(self, log_probs: Tensor, sampled: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Return the weights of tokens, ``n s``, and what they were before the bounds.
+
+        Args:
+            log_probs: of the trainer's policy, ``n s``.
+            sampled: of the generator.
+            mask: True for the completions' tokens.
+
+        Returns:
+            The weights; ``importance``: the mean ratio of the two policies over tokens, 1 where both agree; ``bounded``: the
+            share of tokens whose weight is another one.
+        """
+        weights = importance_weights(log_probs, sampled, mask, **self._options).expand_as(log_probs).contiguous()
+        free = {**self._options, "low": None, "high": None}
+        ratios = importance_weights(log_probs, sampled, mask, **free).expand_as(log_probs)
+        tokens = max(int(mask.sum()), 1)
+        told = dict(
+            importance=float(ratios[mask].sum()) / tokens, bounded=float((weights != ratios)[mask].sum()) / tokens
+        )
+        return weights, told
 
 
 class EngineRollouts:

@@ -107,6 +107,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     samples.add_argument(
         "--epochs", type=positive, default=2, metavar="N", help="ppo: times that samples are trained on (2)"
     )
+    samples.add_argument(
+        "--rollout",
+        default="engine",
+        metavar="engine|transformers|URL",
+        help="what samples: the trained modules, transformers' generate_batch, or a vLLM server (engine)",
+    )
+    samples.add_argument(
+        "--rollout-weights", metavar="DIR", help="folder through which a server gets the policy's weights in each step"
+    )
+    samples.add_argument(
+        "--rollout-sleep", action="store_true", help="let a server give its GPU memory back between rollouts"
+    )
+    samples.add_argument(
+        "--importance-high",
+        type=rate,
+        default=2.0,
+        metavar="X",
+        help="largest weight of a token that transformers or a server sampled (2.0)",
+    )
+    samples.add_argument(
+        "--max-staleness",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="most optimizer steps that a server's weights may be behind (0)",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     out.add_argument(
@@ -201,6 +227,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise Failure("--lora needs --hf FOLDER: adapters are put on a model of transformers")
     if arguments.lora is not None and name in ("reward", "ppo"):
         raise Failure(f"--lora with {name}: adapters of models of scores cannot be trained; leave --lora out")
+    if not arguments.importance_high:
+        raise Failure("--importance-high 0 leaves no token a weight: write a number above 0")
+    rollout, addressed = arguments.rollout, arguments.rollout.startswith(("http://", "https://"))
+    if rollout not in ("engine", "transformers") and not addressed:
+        raise Failure(
+            f"--rollout {rollout!r}: write engine, transformers, or the address of a server, http://HOST:PORT"
+        )
+    of_server = arguments.rollout_weights is not None or arguments.rollout_sleep
+    if of_server and not addressed:
+        raise Failure("--rollout-weights and --rollout-sleep are a server's: give --rollout http://HOST:PORT")
+    if not sampled and rollout != "engine":
+        raise Failure(f"--rollout with {name}, which samples nothing: it belongs to grpo and ppo")
     if name in ("sft", "reward", "kto", "ppo") and arguments.loss is not None:
         raise Failure(f"--loss with {name}, which has one loss: it belongs to dpo and grpo")
 

@@ -139,11 +139,24 @@ def _trainer(
         rewards = [*rewards, scores]
     common["sampling"] = Sampling(max_new_tokens=a.max_new_tokens, temperature=a.temperature)
     common["updates"] = a.updates
+    common.update(rollout=_rollout(a), importance=dict(high=a.importance_high), max_staleness=a.max_staleness)
     if name == "grpo":
         return align.GRPO(model, examples, rewards, tokenizer, kind=a.loss or "grpo", group=a.group, **common)
     critic = _scorer(a.hf, choice)
     return align.PPO(
         model, critic, examples, rewards, tokenizer, epochs=a.epochs, critic_start=_checkpoint(a.critic_start), **common
+    )
+
+
+def _rollout(arguments: argparse.Namespace) -> Callable[[Any], Any]:
+    """Return what makes the generator of a policy's engine."""
+    name = arguments.rollout
+    if name == "engine":
+        return align.EngineRollouts
+    if name == "transformers":
+        return align.TransformersRollouts
+    return lambda engine: align.ServerRollouts(
+        engine, name, weights=arguments.rollout_weights, sleep=arguments.rollout_sleep
     )
 
 
