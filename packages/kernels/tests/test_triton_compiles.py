@@ -28,7 +28,9 @@ POINTERS = {
     torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int16: "*i16",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -76,6 +78,23 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
     monkeypatch.setattr(dispatch, "_obstacle", lambda *arguments: "")
     with K.use("triton"):
         yield made
+
+
+@pytest.mark.slow  # the interpreter runs them all but those of fp8
+def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from meshfold.kernels import row_product_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = Compiler()
+    monkeypatch.setattr(row_product_triton, "launch", made.launch)
+    x, w = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(4096, 4096)
+    K.row_product(x, w.bfloat16(), w[0].bfloat16())
+    for form in K.PACKED_FORMATS:
+        packed = K.pack_weight(w, form, 128, K.largest_magnitudes(w, form, 128))
+        for scale in (packed.scale, torch.zeros(4096, 32)):
+            for zero in (None, scale.to(torch.uint8)):
+                K.row_product(x, packed.codes, None, scale, zero)
+    assert made.compiled == {"row_product._product", "row_product._product_int4"}
 
 
 @pytest.mark.slow  # the interpreter runs them all

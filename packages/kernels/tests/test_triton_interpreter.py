@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ("test_triton_twins.py", "test_adam_triton.py", "test_tensor_lists.py", "test_factored_lists.py")
+FILES = (
+    "test_triton_twins.py",
+    "test_adam_triton.py",
+    "test_tensor_lists.py",
+    "test_factored_lists.py",
+    "test_row_product.py",
+)
 
 
 @pytest.mark.parametrize("chosen", ["not torch.float16", pytest.param("torch.float16", marks=pytest.mark.slow)])

@@ -22,9 +22,10 @@ from meshfold.checkpoint import CheckpointError
 from meshfold.checkpoint.tensors import has_weights, open_weights, verify_checksums
 from meshfold.engine.model import Loaded, SourceValues, WeightSource
 from meshfold.huggingface.adapter import NF4, Adapter, pack_linears, unpacked_twins
-from meshfold.huggingface.folder_config import read_config, require_config
+from meshfold.huggingface.folder_config import read_config, read_raw_config, require_config
+from meshfold.huggingface.packed_folder import PackedFiles, Packing, read_packing, shard_packed
 from meshfold.huggingface.weight_names import Matched, match
-from meshfold.kernels import pack_nf4
+from meshfold.kernels import PackedWeight, keep_packed, pack_nf4
 from meshfold.mesh import ParallelSpec, SpecError, did_you_mean, metadata
 from meshfold.mesh.initialization import ParameterInit
 
@@ -39,6 +40,7 @@ class Pretrained(WeightSource):
         folder: where.
         config: transformers' configuration, with the requested changes.
         model_class: makes the model from it.
+        keeps_packed: the folder has packed weights, and the model keeps them so.
     """
 
     def __init__(
@@ -51,12 +53,16 @@ class Pretrained(WeightSource):
         ignore_mismatched_sizes: bool,
         adapter: Adapter | None = None,
         quantize: str | None = None,
+        packing: Packing | None = None,
+        dequantize: bool = False,
         verify: bool = True,
     ) -> None:
         self.adapter, self.quantize, self._verifies = adapter, quantize, verify
         self.folder, self.config, self.model_class = folder, config, model_class
         self._dtype, self._ignores = dtype, ignore_mismatched_sizes
         self._files = _open(folder)
+        self._packed = None if packing is None else PackedFiles(self._files, packing)
+        self.keeps_packed = packing is not None and not dequantize
 
     def __call__(self) -> nn.Module:
         """Return the model with fresh weights."""
@@ -66,6 +72,8 @@ class Pretrained(WeightSource):
             model = self.model_class._from_config(self.config, dtype=self._dtype)
         if self.quantize is not None:
             pack_linears(model)
+        if self.keeps_packed:
+            model.requires_grad_(False)
         return model if self.adapter is None else self.adapter.put_on(model)
 
     def check(self, spec: ParallelSpec) -> None:
@@ -74,6 +82,11 @@ class Pretrained(WeightSource):
             raise SpecError(
                 f"quantize={self.quantize!r} with tensor: packed weights are not split over tensor axes; share the model with "
                 "data=... and zero=dict(stage=3), or cut it into stages"
+            )
+        if self.keeps_packed and spec.zero is not None:
+            raise SpecError(
+                f"model {str(self.folder)!r} keeps its weights packed, and zero has weights in chunks: leave zero out, or give "
+                "pretrained(folder, dequantize=True)"
             )
 
     def verify(self, part: int, parts: int) -> None:
@@ -98,8 +111,9 @@ class Pretrained(WeightSource):
             names, wanted = self.adapter.names_of(model)
         twins = unpacked_twins(model)
         wanted = {key: twins.get(value, value) for key, value in wanted.items()}
+        files = self._files if self._packed is None else self._packed
         try:
-            found = match(base, self._files, wanted)
+            found = match(base, files if self._packed is None else self._packed.described(), wanted)
         except CheckpointError as error:
             raise SpecError(f"model {str(self.folder)!r}: its weights cannot be loaded: {error}") from error
         if not found.recipes:
@@ -120,7 +134,9 @@ class Pretrained(WeightSource):
             raise SpecError(
                 f"model {str(self.folder)!r}: {found.missing[0]!r} is missing, so it cannot be a frozen base"
             )
-        values = FolderValues(name, self.folder, self._files, found, base, names)
+        values = FolderValues(name, self.folder, files, found, base, names)
+        if self.keeps_packed:
+            values.keep_packed_weights()
         if self.adapter is not None:
             values.more = self.adapter.values(model)
         return values
@@ -148,6 +164,7 @@ class FolderValues(SourceValues):
         """
         self._files, self._found, self._model, self._names = files, found, model, names
         self.more: Mapping[str, Tensor] = {}
+        self._kept: dict[str, str] = {}
         self.report = Loaded(
             name=name,
             folder=str(folder),
@@ -157,10 +174,28 @@ class FolderValues(SourceValues):
             mismatched=found.mismatched,
         )
 
+    def keep_packed_weights(self) -> None:
+        """Leave the folder's packed weights packed, of linear layers that read them as they are; others are unpacked."""
+        for name, recipe in self._found.recipes.items():
+            source, layer = recipe.sources[0][0], self._model.get_submodule(name.rpartition(".")[0])
+            if recipe.converter is None and self._packed_files.is_packed(source) and isinstance(layer, nn.Linear):
+                self._kept[name] = source
+
+    @property
+    def _packed_files(self) -> PackedFiles:
+        assert isinstance(self._files, PackedFiles)
+        return self._files
+
     def over(self, fresh: ParameterInit, device: torch.device) -> ParameterInit:
-        """Return this rank's block of a parameter from the folder, or from ``fresh`` if missing there."""
+        """Return this rank's block of a parameter from the folder, or from ``fresh`` if missing there.
+
+        One that stays packed has no values: :meth:`fill_buffers` puts its codes in its place.
+        """
+        self._device = device
 
         def values(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+            if self._names.get(name) in self._kept:
+                return torch.empty_like(parameter, dtype=dtype, device="meta")
             if not self._has(name):
                 return fresh(name, parameter, dtype)
             return self._block(name, parameter, dtype, device)
@@ -169,7 +204,14 @@ class FolderValues(SourceValues):
 
     @torch.no_grad()
     def fill_buffers(self, model: nn.Module) -> None:
-        """Set buffers to the folder's values."""
+        """Set buffers to the folder's values, and put codes in the place of weights that stay packed."""
+        for path, module in model.named_modules():
+            weight = module._parameters.get("weight")
+            source = self._kept.get(self._names.get(f"{path}.weight", ""))
+            if weight is not None and source is not None:
+                mine = shard_packed(f"{path}.weight", self._packed_files.packed(source), weight)
+                there = {name: part.to(self._device, copy=True) for name, part in mine.parts().items()}
+                keep_packed(module, PackedWeight(**there), weight.dtype)
         for name, buffer in model.named_buffers():
             if self._has(name):
                 buffer.copy_(self._block(name, buffer, buffer.dtype, buffer.device))
@@ -203,6 +245,7 @@ def pretrained(
     ignore_mismatched_sizes: bool = False,
     adapter: Any = None,
     quantize: str | None = None,
+    dequantize: bool = False,
     verify: bool = True,
     **changes: Any,
 ) -> Pretrained:
@@ -220,6 +263,8 @@ def pretrained(
         ignore_mismatched_sizes: initialise tensors that have another shape in the folder.
         adapter: train only low-rank adapters: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
         quantize: ``"nf4"``: keep linear layers except the head in four bits, packed while reading (QLoRA); with ``adapter``.
+        dequantize: unpack the weights of a folder that AWQ, GPTQ, compressed-tensors or fp8 have packed, to train them, say. By
+            default linear layers keep them as they are stored, for generation: sharded along their groups, without gradients.
         verify: compare tensors with their checksums first, if the files have any (those written by Meshfold and torch); the
             ranks divide this work.
         changes: to the configuration: ``num_labels=3``; ``attn_implementation`` and ``experts_implementation`` as in
@@ -239,6 +284,16 @@ def pretrained(
             f"pretrained(quantize={quantize!r}) freezes the model: give adapter=LoraConfig(...), which is then trained"
         )
     config = read_config(path, f"pretrained({shown!r})")
+    packing = read_packing(read_raw_config(path), shown)
+    if packing is None and dequantize:
+        raise SpecError(f"pretrained({shown!r}, dequantize=True): its weights are not packed; leave dequantize out")
+    if packing is not None:
+        if adapter is not None and not dequantize:
+            raise SpecError(
+                f"pretrained({shown!r}, adapter=...): its weights are packed by {packing.method}; give dequantize=True, or "
+                f"dequantize=True and quantize={NF4!r}, to train an adapter on them"
+            )
+        vars(config).pop("quantization_config", None)  # transformers would look for the library
     for key, value in changes.items():
         if key in _IMPLEMENTATIONS:
             setattr(config, f"_{key}", value)
@@ -263,6 +318,8 @@ def pretrained(
         ignore_mismatched_sizes=ignore_mismatched_sizes,
         adapter=None if adapter is None else Adapter.of(adapter),
         quantize=quantize,
+        packing=packing,
+        dequantize=dequantize,
         verify=verify,
     )
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from meshfold.inference.cache import Chunk, LayerShape, PagedLayer, Pool, Rows
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
-from meshfold.inference.products import one_row_products
 from meshfold.inference.routing import head_of, routed
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
+from meshfold.kernels import one_row_products
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.tracking import without_tracking

@@ -114,7 +114,7 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
     from meshfold.data.tokenizers import load_tokenizer, tokenizer_of_model
     from meshfold.engine import Engine
     from meshfold.huggingface import open_model, silence_transformers
-    from meshfold.inference import Generator, quantize
+    from meshfold.inference import Generator, Quantized, quantize
     from meshfold.mesh.spec import format_bytes
 
     if arguments.quantize and spec.zero is not None:
@@ -130,10 +130,12 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
     )
     with Engine(model.source, parallel=spec, precision=arguments.precision, device=arguments.device) as engine:
         first, notes = engine.mesh.rank == 0, [note]
+        packed, how = Quantized.of(engine.model), "packed as they are stored"
         if arguments.quantize:
-            packed = quantize(engine.model, arguments.quantize, group=arguments.group)
+            packed, how = quantize(engine.model, arguments.quantize, group=arguments.group), f"in {arguments.quantize}"
+        if packed.layers:
             notes.append(
-                f"{len(packed.layers)} layers in {arguments.quantize}: {format_bytes(packed.bytes)} a rank instead of "
+                f"{len(packed.layers)} layers {how}: {format_bytes(packed.bytes)} a rank instead of "
                 f"{format_bytes(packed.bytes_before)}"
             )
         generator = Generator(

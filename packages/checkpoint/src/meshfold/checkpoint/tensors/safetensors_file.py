@@ -42,6 +42,8 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGN = 8  # bytes
@@ -232,6 +234,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
         tensor = tensor.detach().to("cpu").contiguous()
     if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16
         tensor = tensor.view(torch.int16)
+    elif tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.view(torch.uint8)
     return tensor.numpy().reshape(-1).view(np.uint8).data
 
 

@@ -256,16 +256,19 @@ def cast_rest(model: nn.Module, precision: Precision, trained: set[Tensor]) -> N
     """Cast everything that is not trained to the precision: frozen parameters, and buffers in the state dict.
 
     Tables that a module recomputes (non-persistent buffers, such as rotary frequencies) and the running statistics
-    of batch norms stay in float32: rounding them loses more than it saves. With fp64 everything is float64.
+    of batch norms stay in float32: rounding them loses more than it saves. With fp64 everything is float64. Codes of packed
+    weights stay as they are, and make weights in the precision.
     """
     for module in model.modules():
         statistics = keeps_statistics(module)
+        if isinstance(getattr(module, "weight_dtype", None), torch.dtype):  # of meshfold.kernels.keep_packed
+            module.__dict__["weight_dtype"] = precision.dtype
         for parameter in module.parameters(recurse=False):
             if parameter not in trained and parameter.is_floating_point():
                 wanted = precision.master_dtype if statistics else precision.dtype
                 parameter.data = parameter.data.to(wanted)
         for name, buffer in module._buffers.items():
-            if buffer is None or not buffer.is_floating_point():
+            if buffer is None or not buffer.is_floating_point() or buffer.itemsize == 1:
                 continue
             keep = statistics or name in module._non_persistent_buffers_set
             wanted = precision.master_dtype if keep else precision.dtype

@@ -1,4 +1,4 @@
-"""Linear layers whose product with one row is a Triton kernel on a GPU, where a library's product does not read at full speed."""
+"""Products of one row with a weight, or with its codes: a Triton kernel on a GPU, where a library's product reads slower."""
 
 from __future__ import annotations
 
@@ -25,11 +25,20 @@ def is_one_row(x: Tensor) -> bool:
     )
 
 
-def multiply(weight: Tensor, bias: Tensor | None, scale: Tensor | None, x: Tensor) -> Tensor:
-    """Multiply one row by a weight or its codes: ``.. k -> .. n``; see :func:`meshfold.inference.products_triton.product`."""
-    from meshfold.inference.products_triton import product  # which needs Triton
+def row_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, zero: Tensor | None = None
+) -> Tensor:
+    """Multiply one row by a weight: ``.. k -> .. n``, in the dtype of ``x``; sums are in float32.
 
-    return product(x, weight, bias, scale)
+    Args:
+        x: of k elements in all, on a GPU.
+        weight: ``n k``, rows contiguous; or codes, as in :class:`meshfold.kernels.PackedWeight`.
+        bias: ``n``, or None.
+        scale, zero: of codes.
+    """
+    from meshfold.kernels.row_product_triton import product  # which needs Triton
+
+    return product(x, weight, bias, scale, zero)
 
 
 @contextmanager
@@ -55,5 +64,5 @@ def one_row_products(model: nn.Module) -> Iterator[None]:
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     if is_one_row(x) and x.dtype == module.weight.dtype:
-        return multiply(module.weight, module.bias, None, x)
+        return row_product(x, module.weight, module.bias)
     return F.linear(x, module.weight, module.bias)

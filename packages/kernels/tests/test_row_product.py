@@ -1,0 +1,66 @@
+"""Products of one row in Triton against torch: on a GPU, or in Triton's interpreter (``test_triton_interpreter.py``)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshfold.kernels import PackedWeight, largest_magnitudes, pack_weight
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not torch.cuda.is_available() and not INTERPRETED:
+    pytest.skip("no GPU; test_triton_interpreter.py runs this file in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+from meshfold.kernels.row_product_triton import product  # noqa: E402  (which needs Triton)
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+SIZES = [(5, 48), (3, 4160), *([] if INTERPRETED else [(2050, 32)])]
+FORMS = [
+    "float",
+    "int8",
+    "int8 groups",
+    "int8 zero",
+    "int4",
+    "int4 zero",
+    *([] if INTERPRETED else ["fp8", "fp8 groups"]),
+]
+
+
+def packed(weight: Tensor, form: str) -> PackedWeight:
+    """Codes of a form, with groups of 16 and zero points where its name says so; random ones are as good as any."""
+    kind, _, more = form.partition(" ")
+    made = pack_weight(weight, kind, 16, largest_magnitudes(weight, kind, 16))
+    n, k = weight.shape
+    random = torch.Generator().manual_seed(n + k)
+    scale, zero = made.scale, None
+    if more:
+        groups = 1 if more == "zero" and kind == "int8" else k // 16
+        scale = torch.rand(n, groups, generator=random).to(DEVICE) + 0.1
+    if more == "zero":
+        zero = torch.randint(0, 16, scale.shape, generator=random).to(
+            DEVICE, torch.uint8 if kind == "int4" else torch.int16
+        )
+    return PackedWeight(codes=made.codes, scale=scale, zero=zero)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *([] if INTERPRETED else [torch.bfloat16, torch.float16])])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_row(form: str, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    for (n, k), biased in ((size, biased) for size in SIZES for biased in (False, True)):
+        x, weight, bias = (torch.randn(*s, generator=random).to(DEVICE, dtype) for s in ((1, 1, k), (n, k), (n,)))
+        given = bias if biased else None
+        if form == "float":
+            wanted, found = F.linear(x.double(), weight.double()), product(x, weight, given)
+        else:
+            made = packed(weight, form)
+            wanted = F.linear(x.double(), made.unpack(torch.float64))
+            found = product(x, made.codes, given, made.scale, made.zero)
+        wanted = wanted + bias.double() if biased else wanted
+        error = float((found.double() - wanted).abs().max() / wanted.abs().max())
+        assert found.shape == (1, 1, n) and error < (1e-5 if dtype == torch.float32 else 2e-2), (n, k, error)
