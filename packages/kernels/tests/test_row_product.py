@@ -64,3 +64,26 @@ def test_one_row(form: str, dtype: torch.dtype) -> None:
         wanted = wanted + bias.double() if biased else wanted
         error = float((found.double() - wanted).abs().max() / wanted.abs().max())
         assert found.shape == (1, 1, n) and error < (1e-5 if dtype == torch.float32 else 2e-2), (n, k, error)
+
+
+@pytest.mark.parametrize("form", ["float", "int8 zero", "int4 zero"])
+def test_what_stands_around_a_product(form: str) -> None:
+    """A norm before, a second product that gates, a bias and a residual behind."""
+    random = torch.Generator().manual_seed(1)
+    n, k = 6, 96
+    draw = lambda *shape: torch.randn(*shape, generator=random).to(DEVICE)  # noqa: E731
+    x, weights, biases, gain, residual = draw(1, 1, k), draw(2, n, k), draw(2, n), draw(k), draw(1, 1, n)
+    if form == "float":
+        exact, given = (
+            weights.double(),
+            [(weight, bias, None, None) for weight, bias in zip(weights, biases, strict=True)],
+        )
+    else:
+        made = [packed(weight, form) for weight in weights]
+        exact = torch.stack([each.unpack(torch.float64) for each in made])
+        given = [(each.codes, bias, each.scale, each.zero) for each, bias in zip(made, biases, strict=True)]
+    normed = F.rms_norm(x.double(), (k,), gain.double(), 1e-5)
+    gate, up = (F.linear(normed, exact[i], biases[i].double()) for i in (0, 1))
+    found = product(x, *given[1], gate=given[0], norm=(gain, 1e-5), add=residual)
+    wanted = F.silu(gate) * up + residual.double()
+    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < 1e-5

@@ -1,9 +1,12 @@
 """Products of one row with a weight in Triton, which read the weight, or its codes, at the speed of memory.
 
-A program takes a few outputs and goes along their rows of the weight; sums are in float32.
+A program takes a few outputs and goes along their rows of the weight; sums are in float32. What stands in front of a product, and
+behind it, is done in the same launch: RMSNorm of the row, a second product that gates, a bias, a residual.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,111 +16,280 @@ from torch import Tensor
 from meshfold.kernels._triton import launch
 
 
+class Tile(NamedTuple):
+    """Sizes of a program.
+
+    Attributes:
+        rows: outputs.
+        columns: of the weight at a time.
+        warps: of the program.
+        stages: loads in flight by way of shared memory; 1 for none.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+
+
+@triton.jit
+def _finish(
+    total,
+    other,
+    squares,
+    bias,
+    bias2,
+    add,
+    y,
+    row,
+    inside,
+    n,
+    k,
+    eps,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    if NORM:
+        rstd = 1.0 / tl.sqrt(squares / k + eps)
+        total *= rstd
+        other *= rstd
+    if BIAS:
+        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            other += tl.load(bias2 + row, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * other
+    if ADD:
+        total += tl.load(add + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _of_group(weight, scale, zero, group, mask, ZERO: tl.constexpr):
+    if ZERO:
+        weight -= tl.load(zero + group, mask=mask, other=0).to(tl.float32)
+    return weight * tl.load(scale + group, mask=mask, other=0.0)
+
+
 @triton.jit
 def _product(
     x,
     w,
+    w2,
     scale,
+    scale2,
     zero,
+    zero2,
     bias,
+    bias2,
+    gain,
+    add,
     y,
     n,
     k,
     w_row,
     groups,
+    eps,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Multiply by a weight (GROUP 0), by codes with a scale of each row (GROUP 1), or of each group."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = row < n
     column = tl.arange(0, BK)
     wide = row.to(tl.int64)[:, None]
-    start = w + wide * w_row
     acc = tl.zeros((BN, BK), tl.float32)
-    for at in range(0, k, BK):
+    acc2 = tl.zeros((BN, BK), tl.float32)
+    squares = tl.zeros((BK,), tl.float32)
+    for at in tl.range(0, k, BK, num_stages=STAGES):
         here = at + column
-        given = tl.load(x + here, mask=here < k, other=0.0).to(tl.float32)
-        mask = inside[:, None] & (here < k)[None, :]
-        weight = tl.load(start + here[None, :], mask=mask, other=0.0).to(tl.float32)
+        there = here < k
+        given = tl.load(x + here, mask=there, other=0.0).to(tl.float32)
+        if NORM:
+            squares += given * given
+            given *= tl.load(gain + here, mask=there, other=0.0).to(tl.float32)
+        mask = inside[:, None] & there[None, :]
+        place = wide * w_row + here[None, :]
+        group = wide * groups + (here // GROUP if GROUP > 1 else here * 0)[None, :]
+        weight = tl.load(w + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if GROUP > 1:
-            group = wide * groups + (here // GROUP)[None, :]
-            if ZERO:
-                weight -= tl.load(zero + group, mask=mask, other=0).to(tl.float32)
-            weight *= tl.load(scale + group, mask=mask, other=0.0)
+            weight = _of_group(weight, scale, zero, group, mask, ZERO)
         elif ZERO:
             weight -= tl.load(zero + row, mask=inside, other=0).to(tl.float32)[:, None]
         acc += weight * given[None, :]
-    total = tl.sum(acc, 1)
+        if GATED:
+            weight = tl.load(w2 + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if GROUP > 1:
+                weight = _of_group(weight, scale2, zero2, group, mask, ZERO)
+            elif ZERO:
+                weight -= tl.load(zero2 + row, mask=inside, other=0).to(tl.float32)[:, None]
+            acc2 += weight * given[None, :]
+    total, other = tl.sum(acc, 1), tl.sum(acc2, 1)
     if GROUP == 1:
         total *= tl.load(scale + row, mask=inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row, total.to(y.dtype.element_ty), mask=inside)
+        if GATED:
+            other *= tl.load(scale2 + row, mask=inside, other=0.0)
+    _finish(total, other, tl.sum(squares, 0), bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD)
+
+
+@triton.jit
+def _level(word, place: tl.constexpr):
+    # A code of four bits becomes the last digits of a float with a fixed exponent: no conversion, which is slower.
+    return ((word & (15 << (4 * place))) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def _product_int4(
     x,
     w,
+    w2,
     scale,
+    scale2,
     zero,
+    zero2,
     bias,
+    bias2,
+    gain,
+    add,
     y,
     n,
     k,
+    w_row,
     groups,
+    eps,
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
     BN: tl.constexpr,
-    BP: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    """Multiply by codes of four bits, in words of eight; BK / GROUP groups at a time."""
+    BG: tl.constexpr = BK // GROUP
+    WORDS: tl.constexpr = GROUP // 8
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = row < n
-    pair = tl.arange(0, BP)
-    wide = row.to(tl.int64)[:, None]
-    acc = tl.zeros((BN, BP), tl.float32)
-    for at in range(0, k // 2, BP):
-        here = at + pair
-        there = here < k // 2
-        low = tl.load(x + 2 * here, mask=there, other=0.0).to(tl.float32)
-        high = tl.load(x + 2 * here + 1, mask=there, other=0.0).to(tl.float32)
-        mask = inside[:, None] & there[None, :]
-        codes = tl.load(w + wide * (k // 2) + here[None, :], mask=mask, other=0).to(tl.int32)
-        group = wide * groups + (2 * here // GROUP)[None, :]
-        middle = tl.full((BN, BP), 8.0, tl.float32)
+    wide = row.to(tl.int64)
+    number, word = tl.arange(0, BG), tl.arange(0, WORDS)
+    acc = tl.zeros((BN, BG), tl.float32)
+    acc2 = tl.zeros((BN, BG), tl.float32)
+    squares = tl.zeros((BG, WORDS), tl.float32)
+    for at in tl.range(0, groups, BG, num_stages=STAGES):
+        group = at + number
+        there = group < groups
+        column = group[:, None] * WORDS + word[None, :]
+        mask = inside[:, None, None] & there[None, :, None]
+        place = wide[:, None, None] * w_row + column[None, :, :]
+        codes = tl.load(w + place, mask=mask, other=0, eviction_policy="evict_first")
+        codes2 = codes
+        if GATED:
+            codes2 = tl.load(w2 + place, mask=mask, other=0, eviction_policy="evict_first")
+        part = tl.zeros((BN, BG, WORDS), tl.float32)
+        part2 = tl.zeros((BN, BG, WORDS), tl.float32)
+        whole = tl.zeros((BG, WORDS), tl.float32)
+        for i in tl.static_range(8):
+            given = tl.load(x + column * 8 + i, mask=there[:, None], other=0.0).to(tl.float32)
+            if NORM:
+                squares += given * given
+                given *= tl.load(gain + column * 8 + i, mask=there[:, None], other=0.0).to(tl.float32)
+            whole += given
+            given *= 1.0 / (1 << (4 * (i % 4)))  # the level of a place is that many times too large
+            part += _level(codes >> 16 if i > 3 else codes, i % 4) * given[None, :, :]
+            if GATED:
+                part2 += _level(codes2 >> 16 if i > 3 else codes2, i % 4) * given[None, :, :]
+        sums = tl.sum(whole, 1)[None, :]
+        factor = wide[:, None] * groups + group[None, :]
+        inner = inside[:, None] & there[None, :]
+        middle = tl.full((BN, BG), 8.0, tl.float32)
         if ZERO:
-            middle = tl.load(zero + group, mask=mask, other=0).to(tl.float32)
-        part = ((codes & 15).to(tl.float32) - middle) * low[None, :]
-        part += ((codes >> 4).to(tl.float32) - middle) * high[None, :]
-        acc += part * tl.load(scale + group, mask=mask, other=0.0)
-    total = tl.sum(acc, 1)
-    if BIAS:
-        total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row, total.to(y.dtype.element_ty), mask=inside)
+            middle = tl.load(zero + factor, mask=inner, other=0).to(tl.float32)
+        acc += (tl.sum(part, 2) - middle * sums) * tl.load(scale + factor, mask=inner, other=0.0)
+        if GATED:
+            if ZERO:
+                middle = tl.load(zero2 + factor, mask=inner, other=0).to(tl.float32)
+            acc2 += (tl.sum(part2, 2) - middle * sums) * tl.load(scale2 + factor, mask=inner, other=0.0)
+    squared = tl.sum(tl.sum(squares, 1), 0)
+    _finish(
+        tl.sum(acc, 1), tl.sum(acc2, 1), squared, bias, bias2, add, y, row, inside, n, k, eps, NORM, GATED, BIAS, ADD
+    )
 
 
 def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, zero: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    *,
+    gate: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    add: Tensor | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
-    """Multiply one row by a weight or its codes: :func:`meshfold.kernels.row_product.row_product`."""
+    """Multiply one row by a weight or its codes; see :func:`meshfold.kernels.row_product.row_product`.
+
+    Args:
+        x, weight, bias, scale, zero: as there.
+        gate: weight, bias, scale and zero of the layer whose SiLU gates the result: silu(x gateᵀ) · (x weightᵀ).
+        norm: gain ``k`` and epsilon of an RMSNorm of x before.
+        add: ``n``, is added to the result.
+        tile: sizes of a program; None to choose.
+    """
     n, k = weight.shape[0], x.shape[-1]
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
-    rows = 4 if n >= 2048 else 1
-    grid = (triton.cdiv(n, rows),)
-    groups = 1 if scale is None else scale.shape[1]
-    given = [weight if part is None else part for part in (scale, zero, bias)]  # what is not there is not read
-    flags = dict(ZERO=zero is not None, BIAS=bias is not None, BN=rows, num_warps=4)
-    if weight.dtype == torch.uint8:
-        wide = min(triton.next_power_of_2(k // 2), 1024)
-        launch(_product_int4, grid, x, x, weight, *given, y, n, k, groups, GROUP=k // groups, BP=wide, **flags)
-        return y
-    group = 0 if scale is None else 1 if groups == 1 else k // groups
-    wide = min(triton.next_power_of_2(k), 1024 if weight.element_size() > 1 else 2048)
-    launch(_product, grid, x, x, weight, *given, y, n, k, weight.stride(0), groups, GROUP=group, BK=wide, **flags)
+    first = (weight, bias, scale, zero) if gate is None else gate
+    second = (weight, bias, scale, zero)
+    four, groups = weight.dtype == torch.uint8, 1 if scale is None else scale.shape[1]
+    group = k // groups if four else 0 if scale is None else 1 if groups == 1 else k // groups
+    sizes = tile or tile_of(n, k, weight, group, gated=gate is not None)
+    codes = [part[0].view(torch.int32) if four else part[0] for part in (first, second)]
+    gain, eps = (weight, 0.0) if norm is None else norm
+    pairs = [weight if part is None else part for i in (2, 3, 1) for part in (first[i], second[i])]
+    launch(
+        _product_int4 if four else _product,
+        (triton.cdiv(n, sizes.rows),),
+        x,
+        x,
+        *codes,
+        *pairs,
+        gain,
+        weight if add is None else add,  # what is not there is not read
+        y,
+        n,
+        k,
+        codes[0].stride(0),
+        groups,
+        eps,
+        GROUP=group,
+        ZERO=zero is not None,
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        GATED=gate is not None,
+        ADD=add is not None,
+        BN=sizes.rows,
+        BK=max(sizes.columns, group) if four else sizes.columns,
+        STAGES=sizes.stages,
+        num_warps=sizes.warps,
+    )
     return y
+
+
+def tile_of(n: int, k: int, weight: Tensor, group: int, *, gated: bool) -> Tile:
+    """Return the sizes of a program for a weight."""
+    rows = 4 if n >= 2048 else 1
+    most = 4096 if weight.dtype == torch.uint8 else 1024 if weight.element_size() > 1 else 2048
+    wide = min(triton.next_power_of_2(k), most)
+    return Tile(rows // 2 if gated and rows > 1 else rows, wide, 4)
