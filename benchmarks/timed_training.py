@@ -18,12 +18,17 @@ Step = Callable[[], Tensor]
 """Trains once: the loss, on the device; of this rank's rows or of all."""
 
 
+MOST_SETTLING = 80
+"""Steps at most until a memory plan that changes during training has come to rest."""
+
+
 def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> None:
     """Warm up until clocks have settled, then time each step; rank 0 writes what it found.
 
     Args:
         job: ``steps``, ``warm_up``, ``settle_s``, ``profile`` and ``out``, beside what the contestant reads. It may add ``said``, a
-            function that returns what is known of the plan.
+            function that returns what is known of the plan, and ``settled``, one that returns False while steps still change where
+            state lies: they are warm-up too, up to ``MOST_SETTLING`` of them.
         contestant: makes the step of a job.
     """
     if torch.cuda.is_available():
@@ -40,6 +45,12 @@ def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> 
         one = one.to(losses[0].device)
         torch.distributed.broadcast(one, 0)
     for _ in range(int(job["settle_s"] / float(one))):
+        losses.append(step())
+        synchronize()
+    is_settled: Callable[[], bool] = job.pop("settled", lambda: True)
+    for _ in range(MOST_SETTLING):
+        if is_settled():
+            break
         losses.append(step())
         synchronize()
     if torch.cuda.is_available():

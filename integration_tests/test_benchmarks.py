@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import reports
 from benchmarks.fp8_curve import bias, distances, rounded
 from benchmarks.power import PowerLog, parse
+from benchmarks.timed_training import train
 from benchmarks.zero_offload import verdict
 from benchmarks.zero_offload.cases import CASES, read_bars
 from experiments.toml_tables import TableError
 from meshfold.cli import main
+
+
+def test_steps_are_timed_once_a_memory_plan_has_come_to_rest(tmp_path: Path) -> None:
+    """Steps before may move the state between host and device, which took 7 to 10 s in the middle of the timed ones."""
+    taken: list[int] = []
+    moves = 9  # steps until the plan rests
+
+    def contestant(job: dict[str, Any]) -> Callable[[], Tensor]:
+        job["settled"] = lambda: len(taken) >= moves
+        job["said"] = lambda: dict(steps=len(taken))
+
+        def step() -> Tensor:
+            taken.append(1)
+            return torch.tensor(float(len(taken)))
+
+        return step
+
+    out = tmp_path / "found.json"
+    train(dict(steps=4, warm_up=2, settle_s=0.0, profile=False, out=str(out)), contestant)
+    found = json.loads(out.read_text())
+    assert found["plan"] == dict(steps=moves + 4) and len(found["seconds"]) == 4
+
 
 SMALL = [
     "--ranks",

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,7 @@ def ours(job: dict[str, Any], *, split: bool = True, **settings: Any) -> Step:
         print(engine.fused_kernels, file=sys.stderr)
     ids = batch(job)
     job["said"] = lambda: _plan_of(engine)
+    job["settled"] = lambda: engine.residency is None or engine.residency.is_settled
 
     def step() -> Tensor:
         engine.run_step(dict(input_ids=ids, labels=ids))
@@ -177,11 +179,24 @@ def ours(job: dict[str, Any], *, split: bool = True, **settings: Any) -> Step:
 
 
 def _plan_of(engine: Any) -> dict[str, Any]:
-    """Return what an engine's memory plan expects, and how often the allocator had to give memory back; empty without one."""
+    """Return what an engine's memory plan expects and is made from, what its steps took, and how often the allocator had to give
+    memory back; empty without a plan."""
     plan = None if engine.residency is None else engine.residency.plan
     if plan is None:
         return {}
-    found: dict[str, Any] = dict(seconds=plan.seconds, gpu_bytes=plan.peak_gpu_bytes, moves=engine.residency.moves)
+    found: dict[str, Any] = dict(
+        seconds=plan.seconds,
+        gpu_bytes=plan.peak_gpu_bytes,
+        moves=engine.residency.moves,
+        phase=engine.residency.phase.value,
+        steps_alike=engine.states.gemini.steps_alike,
+        measured=None if engine.residency.measured is None else asdict(engine.residency.measured),
+        machine=asdict(plan.machine),
+        workload={**asdict(plan.workload), "light_moments": sorted(plan.workload.light_moments)},
+        chunks=[(chunk.name, chunk.parameters, chunk.state) for chunk in plan.chunks],
+        kept=[layer.name for layer in plan.layers if layer.kept],
+        strategy=plan.strategy,
+    )
     if torch.cuda.is_available():
         statistics = torch.cuda.memory_stats()
         found.update(retries=statistics.get("num_alloc_retries", 0), out_of_memory=statistics.get("num_ooms", 0))

@@ -20,6 +20,7 @@ from meshfold.engine.zero.measured_plans import MeasuredPlans
 from meshfold.engine.zero.memory import resident_bytes
 from meshfold.engine.zero.residency import Residency
 from meshfold.engine.zero.states import ZeroStates
+from meshfold.engine.zero.watching import typical_timings
 from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import Chunk, ChunkPlacement, DiskError, Gemini, MemoryPlanError
@@ -169,6 +170,18 @@ def test_a_plan_is_corrected_by_its_own_first_steps(monkeypatch: pytest.MonkeyPa
     assert measured is not None and {*measured.host_steps} == {"parameters", "moments"}
     for engine in (wanted[2], found[2]):
         engine.close()
+
+
+def test_slow_steps_in_between_do_not_count_for_a_plan() -> None:
+    """On a host with other work two of four steps took 1.4 times as long as those before and after."""
+    steps: list[dict[StepKind, StepTiming]] = [
+        {"parameters": StepTiming(100, seconds)} for seconds in (1.0, 5.0, 1.1, 1.2)
+    ]
+    steps[1]["GPU streaming"] = StepTiming(10, 1.0)
+    found = typical_timings(steps)
+    assert found["parameters"].elements == 400 and found["parameters"].seconds == pytest.approx(4 * 1.15)
+    assert found["GPU streaming"] == StepTiming(10, 1.0)
+    assert typical_timings([]) == {} and typical_timings([{"disk": StepTiming()}]) == {}
 
 
 def expecting(*strategies: str) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from statistics import median
 
@@ -31,7 +31,7 @@ from meshfold.engine.zero.memory import (
     resident_bytes,
     shortage_remedy,
 )
-from meshfold.engine.zero.watching import Watcher
+from meshfold.engine.zero.watching import Measured, Watcher, typical_timings
 from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import (
@@ -49,33 +49,16 @@ from meshfold.zero_gemini.optimizer import StepKind, StepTiming
 from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, SPLIT_STEP_ON_DEVICE, Plan, Regime
 
 WATCHED_STEPS = 2
-CORRECTED_AFTER = 4
-"""Steps under a plan, of which the last two say how fast the host's steps are: the first follows a step before the plan, and the
-second makes kernels and takes memory for the first time."""
+CORRECTED_AFTER = 6
+"""Steps under a plan, of which all but the first two say how fast its steps are: the first follows a step before the plan, and the
+second makes kernels and takes memory for the first time. The median of four counts: on a host with other work two steps in a
+row took 1.4 times the others' time."""
 STEADY = 16
 """Steps in a row whose gradients count the same, before a plan that waits for the norm is made again without."""
 WORTH_MOVING = 0.97
 """What another plan takes at most of a step's seconds for chunks to move once more."""
 SHRINK = 0.04
 """How much more of it, each time that was too little."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Measured result of a plan.
-
-    Attributes:
-        seconds: of an optimizer step, from its first micro-step to its end: the median.
-        gpu_bytes: most that tensors took on the device at once, gathered chunks and activations included; 0 on a CPU.
-        host_bytes: most that the process had of the host's memory at the end of a step.
-        host_steps: elements a second that the optimizer stepped on the host, by what was done (see
-            :mod:`meshfold.zero_gemini.optimizer.kernel_runs`); empty for other optimizers than Adam.
-    """
-
-    seconds: float
-    gpu_bytes: int
-    host_bytes: int
-    host_steps: Mapping[str, float]
 
 
 class Phase(Enum):
@@ -143,7 +126,9 @@ class Residency:
         self._pressure, self._recomputes = Pressure(world), recomputes
         self._begun = 0.0
         self._took: list[float] = []  # seconds of the steps under the plan
-        self._timings: dict[StepKind, StepTiming] = {}  # of the host's optimizer, from the third step on
+        self._timings: list[
+            Mapping[StepKind, StepTiming]
+        ] = []  # of the host's optimizer, step by step from the third on
         self._peak_gpu = self._peak_host = 0
         self._shrunk = 0.0
         self._in_flight: InFlight | None = None
@@ -185,12 +170,12 @@ class Residency:
     @property
     def _is_timing(self) -> bool:
         """True if this step is timed for the plan."""
-        return self._is_trial and self._is_settled
+        return self._is_trial and self._is_representative
 
     @property
-    def _is_settled(self) -> bool:
+    def _is_representative(self) -> bool:
         """True after the plan's first two steps, which are not representative."""
-        return len(self._took) >= CORRECTED_AFTER - 2
+        return len(self._took) >= 2
 
     @property
     def is_watching(self) -> bool:
@@ -226,10 +211,8 @@ class Residency:
                 self._decide()
             return
         device, auto = self._world.device, self._spec.placement == "auto"
-        if self._is_settled:
-            self._timings |= {
-                what: timing + self._timings.get(what, StepTiming()) for what, timing in self._watcher.timings.items()
-            }
+        if self._is_representative:
+            self._timings.append(self._watcher.timings)
         self._took.append(took)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         self._peak_gpu, self._peak_host = max(self._peak_gpu, peak), max(self._peak_host, resident_bytes())
@@ -251,11 +234,18 @@ class Residency:
         if len(self._took) < 2:
             return None
         steps: dict[str, float] = {
-            what: timing.elements / timing.seconds for what, timing in self._timings.items() if timing.seconds
+            what: timing.elements / timing.seconds
+            for what, timing in typical_timings(self._timings).items()
+            if timing.seconds
         }
         return Measured(
             seconds=median(self._took[1:]), gpu_bytes=self._peak_gpu, host_bytes=self._peak_host, host_steps=steps
         )
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the plan will not be made again, unless memory runs short. Steps before may move chunks, which takes seconds."""
+        return self.phase in (Phase.OFF, Phase.STEADY)
 
     def can_relieve(self, error: BaseException) -> bool:
         """Return True if a micro-step ran out of memory, and some can be freed.
@@ -377,7 +367,7 @@ class Residency:
         self._pressure.forget()
         self._took.clear()
         self._watcher.times.clear()
-        self._timings = {}
+        self._timings.clear()
         self._peak_gpu = self._peak_host = 0
         chunks = self._gemini.chunks
         self._gemini.stream_on_gpu(False)
@@ -405,7 +395,8 @@ class Residency:
         self._to(Phase.CORRECTED if self.phase is Phase.TRIAL else Phase.STEADY)
         plan = self.plan
         assert plan is not None  # steps are counted from the first plan
-        seen = self._plans.seen(plan, peak=self._peak_gpu, timings=self._timings, compute=self._watcher.compute)
+        timings = typical_timings(self._timings)
+        seen = self._plans.seen(plan, peak=self._peak_gpu, timings=timings, compute=self._watcher.compute)
         if (seen.workload, seen.machine) == (plan.workload, plan.machine):
             return
         self.plan = seen

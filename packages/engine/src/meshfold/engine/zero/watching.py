@@ -6,9 +6,10 @@ Before there is a plan, unit by unit; under it, how long compute takes all in al
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,6 +32,24 @@ from meshfold.zero_gemini.profiler import (
     WallClock,
     peak_of,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Measured result of a plan.
+
+    Attributes:
+        seconds: of an optimizer step, from its first micro-step to its end: the median.
+        gpu_bytes: most that tensors took on the device at once, gathered chunks and activations included; 0 on a CPU.
+        host_bytes: most that the process had of the host's memory at the end of a step.
+        host_steps: elements a second that the optimizer stepped on the host, by what was done (see
+            :mod:`meshfold.zero_gemini.optimizer.kernel_runs`); empty for other optimizers than Adam.
+    """
+
+    seconds: float
+    gpu_bytes: int
+    host_bytes: int
+    host_steps: Mapping[str, float]
 
 
 class Watcher:
@@ -92,10 +111,10 @@ class Watcher:
 
     @property
     def compute(self) -> PhaseSeconds | None:
-        """The least that a forward and a backward took; None if no time was taken."""
+        """The median of what forwards and backwards took; None if no time was taken."""
         if not self.times:
             return None
-        return PhaseSeconds(min(x.forward for x in self.times), min(x.backward for x in self.times))
+        return PhaseSeconds(median(x.forward for x in self.times), median(x.backward for x in self.times))
 
     def end(self) -> None:
         """After the backward."""
@@ -122,6 +141,18 @@ class Watcher:
     def _count_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self.tokens = max([1, *(x.numel() for x in given if not x.is_floating_point())])
+
+
+def typical_timings(steps: Sequence[Mapping[StepKind, StepTiming]]) -> dict[StepKind, StepTiming]:
+    """Return the host's optimizer steps of several training steps: all their elements, at the median of their paces."""
+    found: dict[StepKind, StepTiming] = {}
+    for what in dict.fromkeys(what for step in steps for what in step):
+        there = [step[what] for step in steps if what in step and step[what].elements]
+        elements = sum(timing.elements for timing in there)
+        if elements:
+            pace = median(timing.seconds / timing.elements for timing in there)
+            found[what] = StepTiming(elements, pace * elements)
+    return found
 
 
 @contextmanager
