@@ -96,6 +96,17 @@ def test_tensor_parallel_measures_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_commands")
+def test_pushes_are_measured_beside_a_matmul(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    small = ["--mib", "0.01", "--matmul", "8,8,8", "--settle-s", "0", "--rounds", "1", "--repeats", "1"]
+    assert main(["bench", "push", *small, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["no_push"] == "" and set(found["cases"]) == {"all_gather 0.01 MiB", "reduce_scatter 0.01 MiB"}
+    assert all(case["agrees"] == 0 for case in found["cases"].values())  # of two parts the sum is the same
+    assert {"matmul", "push alone", "push matmul beside"} <= set(found["cases"]["all_gather 0.01 MiB"]["milliseconds"])
+
+
+@pytest.mark.usefixtures("warm_commands")
 def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
     names, out = ["1f1b", "torch 1f1b", "torch interleaved"], tmp_path / "found.json"
     words = [

@@ -37,7 +37,7 @@ _TRACES_NO_OUT = torch.__version__ < "2.13"
 class Pending:
     """A collective in flight: ``wait()`` returns the tensor, and may be called several times."""
 
-    __slots__ = ("_call", "_finish", "_tensor", "_waits")
+    __slots__ = ("_call", "_finish", "_keep", "_tensor", "_waits")
 
     def __init__(
         self,
@@ -46,17 +46,20 @@ class Pending:
         *,
         waits: bool = True,
         call: Call | None = None,
+        keep: Tensor | None = None,
     ) -> None:
         """Args:
         tensor: the functional collective's output, or the result itself if there is nothing to finish.
         finish: turns the output into the result.
         waits: the caller must wait for the tensor; if False, ``finish`` waits.
         call: for the watchdog, if there is one.
+        keep: a tensor whose memory is needed until the wait.
         """
         self._tensor = tensor
         self._finish = finish
         self._waits = waits
         self._call = call
+        self._keep = keep
 
     def wait(self) -> Tensor:
         """Return the result, ordered after the collective on the current stream."""
@@ -67,7 +70,7 @@ class Pending:
                 with self._call:
                     self._tensor = self._finish(self._arrived())
                 self._call = None
-            self._finish = None
+            self._finish = self._keep = None
         return self._tensor
 
     def _arrived(self) -> Tensor:
@@ -83,7 +86,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", *, async_op: bool = Fal
     """Return the sum (or ``"max"``, ``"min"``) over the group, the same bits on every rank. Shape unchanged."""
     if group.size == 1:
         return _ready(x, async_op)
-    call = _note("all_reduce", group, x, detail=op, later=async_op)
+    call = note_call("all_reduce", group, x, detail=op, later=async_op)
     return _issue(_ops.all_reduce(x.contiguous(), op, group.name), _same, async_op, call)
 
 
@@ -97,7 +100,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = False)
         return _ready(x, async_op)
     dim = dim % x.dim()
     shape, size = x.shape, group.size
-    call = _note("all_gather", group, x, times=size, detail=dim, later=async_op)
+    call = note_call("all_gather", group, x, times=size, detail=dim, later=async_op)
     if _leads_in_memory(x, dim):
         turned = x.movedim(dim, 0)
         gathered = _blocks_of_all(turned, group)
@@ -151,7 +154,7 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Pending(out, None)
-    call = _note("all_gather", group, x, times=group.size, detail=0, later=True)
+    call = note_call("all_gather", group, x, times=group.size, detail=0, later=True)
     gathered = _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)
     return Pending(gathered, _same, call=call)
 
@@ -174,7 +177,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, *, async_op: bool = Fa
         raise CollectiveError(
             f"reduce_scatter of {tuple(shape)} along dim {dim}: {size} ranks do not divide {shape[dim]}"
         )
-    call = _note("reduce_scatter", group, x, detail=dim, later=async_op)
+    call = note_call("reduce_scatter", group, x, detail=dim, later=async_op)
     if _leads_in_memory(x, dim):
         scattered = _ops.reduce_scatter_tensor(x.movedim(dim, 0), "sum", size, group.name)
         return _issue(scattered, lambda out: out.movedim(0, dim), async_op, call)
@@ -197,7 +200,7 @@ def reduce_scatter_inside(x: Tensor, group: Group) -> Pending:
     """
     if group.size == 1 or not x.is_cuda or torch.compiler.is_compiling():
         return reduce_scatter(x, group, async_op=True)
-    call = _note("reduce_scatter", group, x, detail=0, later=True)
+    call = note_call("reduce_scatter", group, x, detail=0, later=True)
     rows = x.shape[0] // group.size
     block = x[group.index * rows : (group.index + 1) * rows]
     work = dist.reduce_scatter_tensor(block, x, group=_resolve(group.name), async_op=True)
@@ -230,7 +233,7 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, asyn
         raise CollectiveError(
             f"all_to_all of {tuple(shape)} along dim {split}: {size} ranks do not divide {shape[split]}"
         )
-    call = _note("all_to_all", group, x, detail=(split, concat), later=async_op)
+    call = note_call("all_to_all", group, x, detail=(split, concat), later=async_op)
     block = (*shape[:split], shape[split] // size, *shape[split + 1 :])
     stacked = wide_contiguous(x.reshape(*shape[:split], size, *block[split:]).movedim(split, 0))
     ones = [1] * size
@@ -276,7 +279,7 @@ def broadcast(x: Tensor, group: Group, source: int, *, async_op: bool = False) -
     """Return the tensor of the rank with index ``source`` in the group; the others pass one of the same shape and dtype."""
     if group.size == 1:
         return _ready(x, async_op)
-    call = _note("broadcast", group, x, detail=source, later=async_op)
+    call = note_call("broadcast", group, x, detail=source, later=async_op)
     return _issue(_ops.broadcast(x.contiguous(), source, group.name), _same, async_op, call)
 
 
@@ -289,7 +292,7 @@ def shift(x: Tensor, group: Group, steps: int = 1, *, async_op: bool = False) ->
     size = group.size
     if size == 1 or steps % size == 0:
         return _ready(x, async_op)
-    call = _note("shift", group, x, detail=steps, later=async_op)
+    call = note_call("shift", group, x, detail=steps, later=async_op)
     # A point-to-point exchange as an all-to-all with all blocks but one empty: the same messages, and unlike isend/irecv it
     # can be traced.
     sends, receives = [0] * size, [0] * size
@@ -328,7 +331,7 @@ def send(x: Tensor, group: Group, target: int) -> Transfer:
     What is sent from one rank to another over one group arrives in the order in which it was sent. On a GPU one
     direction must not wait for the other: give each a group of its own (:meth:`meshfold.mesh.Mesh.channel`).
     """
-    call = _note("send", group, x, peer=group.ranks[target], later=True)
+    call = note_call("send", group, x, peer=group.ranks[target], later=True)
     whole = x.contiguous()
     work = _begun(call, lambda: dist.isend(whole, group=_resolve(group.name), group_dst=target))
     return Transfer(whole, work, call)
@@ -378,7 +381,7 @@ def _leads_in_memory(x: Tensor, dim: int) -> bool:
     return dim > 0 and not x.is_contiguous() and x.movedim(dim, 0).is_contiguous()
 
 
-def _note(
+def note_call(
     kind: Kind,
     group: Group,
     x: Tensor,

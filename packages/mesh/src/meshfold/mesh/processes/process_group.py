@@ -239,7 +239,7 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
             dist.Backend(backend),
             store,
             c10d.GroupName(name),
-            timeout=_call_limit(),
+            timeout=call_limit(),
         )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     if _limit is not None:
@@ -264,12 +264,12 @@ def meet_members(ranks: Sequence[int], name: str, look: Callable[[], None] = lam
     if backend == dist.Backend.FAKE or store is None:
         return
     rank = dist.get_rank()
-    meet(store, name, rank, ranks, _call_limit(), _addresses, lambda: _broken_off is world_key(), look)
+    meet(store, name, rank, ranks, call_limit(), _addresses, lambda: _broken_off is world_key(), look)
     if forget:
         leave(store, forget, rank)
 
 
-def _call_limit() -> timedelta:
+def call_limit() -> timedelta:
     """Return the timeout for collectives of a new group."""
     return _limit or dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend()))
 
@@ -316,6 +316,11 @@ def break_off() -> None:
             neighbour = (group.rank() + 1) % group.size()
             never = group.recv([torch.empty(1)], neighbour, _NEVER_SENT)
             never.wait(timedelta(milliseconds=1))
+
+
+def is_broken_off() -> bool:
+    """Return True after :func:`break_off` in this world."""
+    return _broken_off is not None and _broken_off is world_key()
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -111,6 +111,16 @@ def record() -> Iterator[Log]:
         _active.remove(log)
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context manager: the collectives inside serve the library itself and are in no recording."""
+    logs, _active[:] = _active[:], []
+    try:
+        yield
+    finally:
+        _active[:] = logs
+
+
 _of_weights: list[bool] = []
 
 

@@ -1,0 +1,27 @@
+"""Collectives by pushes: blocks go by copy engine into memory of the peers, flags say what has arrived, one kernel sums.
+
+NCCL's kernels take multiprocessors from the matmuls that run beside them; a push takes none. See
+:mod:`~meshfold.mesh.collectives.push.epochs` for the protocol, :mod:`~meshfold.mesh.collectives.push.gpu` for what carries it
+between GPUs, and :mod:`~meshfold.mesh.collectives.push.host` between CPUs.
+"""
+
+from __future__ import annotations
+
+from meshfold.mesh.collectives.push.channel import Channel, Exchange
+from meshfold.mesh.collectives.push.channels import LARGEST_SLOT_BYTES, channel, why_not
+from meshfold.mesh.collectives.push.epochs import sources, targets
+from meshfold.mesh.collectives.push.part_sums import sum_parts
+from meshfold.mesh.collectives.push.pushed import all_gather_push, reduce_scatter_push
+
+__all__ = [
+    "LARGEST_SLOT_BYTES",
+    "Channel",
+    "Exchange",
+    "all_gather_push",
+    "channel",
+    "reduce_scatter_push",
+    "sources",
+    "sum_parts",
+    "targets",
+    "why_not",
+]

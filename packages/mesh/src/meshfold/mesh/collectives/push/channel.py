@@ -1,0 +1,121 @@
+"""A channel: numbered calls in which each rank of a group pushes blocks into its peers' memory and reads what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.collectives.push import epochs
+from meshfold.mesh.collectives.push.transport import Transport
+from meshfold.mesh.errors import CollectiveError
+
+
+class Channel:
+    """The calls of one group over one transport. All of its ranks make the same calls in the same order."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._number = 0
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return self.transport.index
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.transport.size
+
+    @property
+    def block_bytes(self) -> int:
+        """The largest block of a call: a slot has a row for each rank."""
+        return self.transport.slot_bytes // self.size
+
+    def begin(self, shape: Sequence[int], dtype: torch.dtype) -> Exchange:
+        """Begin the next call.
+
+        Args:
+            shape: of every block of it.
+            dtype: of every block of it.
+
+        Raises:
+            CollectiveError: if a block is larger than :attr:`block_bytes`.
+        """
+        exchange = Exchange(self, self._number + 1, tuple(shape), dtype)
+        self._number += 1
+        return exchange
+
+
+class Exchange:
+    """One call of a channel.
+
+    Queue pushes before waits: a rank that waits for a block before it has queued its own pushes may keep its peers waiting.
+
+    Attributes:
+        number: of the call, from 1.
+        shape, dtype: of every block.
+    """
+
+    def __init__(self, channel: Channel, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.number, self.shape, self.dtype = number, shape, dtype
+        self._transport = channel.transport
+        self._slot = epochs.slot_of(number)
+        self._elements = 1
+        for length in shape:
+            self._elements *= length
+        self._bytes = self._elements * dtype.itemsize
+        self._last: torch.cuda.Event | None = None
+        if self._bytes > channel.block_bytes:
+            raise CollectiveError(
+                f"a block of {shape} {dtype} has {self._bytes} bytes, and the channel has room for {channel.block_bytes} from each "
+                f"of {channel.size} ranks: send it in pieces, or open a channel for larger blocks"
+            )
+
+    def push(self, target: int, block: Tensor) -> None:
+        """Start copying a contiguous block into this rank's row of the memory of ``target``, in parallel with compute."""
+        transport = self._transport
+        with transport.beside("send"):
+            self._write(target, block)
+            if target != transport.index:
+                transport.raise_flag(target, epochs.arrived(transport.index), self.number)
+            self._last = transport.mark()
+
+    def _write(self, target: int, block: Tensor) -> None:
+        transport = self._transport
+        # The last reader of this row: the target itself.
+        transport.await_flag(epochs.released(target, transport.size), epochs.call_before(self.number))
+        start = transport.index * self._bytes
+        room = transport.memory(target, self._slot)[start : start + self._bytes]
+        transport.copy(room, block.reshape(-1).view(torch.uint8))
+
+    def await_block(self, source: int) -> Tensor:
+        """Let the current stream wait for the block of ``source``, and return it: a view that is valid until :meth:`release`."""
+        if source != self._transport.index:
+            self._transport.await_flag(epochs.arrived(source), self.number)
+        start = source * self._bytes
+        return self._own()[start : start + self._bytes].view(self.dtype).view(self.shape)
+
+    def blocks(self) -> Tensor:
+        """Return all rows of the slot, ``[ranks, *shape]``, in group order: a view, valid until :meth:`release`.
+
+        The caller has waited for every block, and pushed its own to itself if it reads it here.
+        """
+        size = self._transport.size
+        return self._own()[: size * self._bytes].view(self.dtype).view(size, *self.shape)
+
+    def _own(self) -> Tensor:
+        return self._transport.memory(self._transport.index, self._slot)
+
+    def release(self) -> None:
+        """Tell the ranks that push here that the current stream has read their blocks; every call must."""
+        transport = self._transport
+        for writer in range(transport.size):
+            transport.raise_flag(writer, epochs.released(transport.index, transport.size), self.number)
+
+    @property
+    def sent(self) -> torch.cuda.Event | None:
+        """The end of the last push: the memory of the blocks may be reused after it. None on a CPU."""
+        return self._last

@@ -1,0 +1,134 @@
+"""All-gather and reduce-scatter by pushes: drop-in transports of the collectives of the same names.
+
+Blocks go in pieces, so that a channel of fixed size serves messages of any. What arrives is copied out, or summed, on a
+stream of its own, and the slot released at once: results may be waited for in any order, or late. Recorded bytes, calls that
+the watchdog counts and results are those of the collectives; only reduce-scatter's sum is better, in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh.collectives.operations import Pending, all_gather_into, note_call, reduce_scatter
+from meshfold.mesh.collectives.push.channel import Channel
+from meshfold.mesh.collectives.push.channels import channel
+from meshfold.mesh.collectives.push.epochs import sources, targets
+from meshfold.mesh.collectives.push.part_sums import sum_parts
+from meshfold.mesh.errors import CollectiveError
+from meshfold.mesh.group import Group
+from meshfold.mesh.recording.flight_recorder import Call
+
+
+def all_gather_push(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """Start gathering along dim 0 by pushes, in parallel with compute: ``[n, ..] -> [g·n, ..]``.
+
+    Where the ranks cannot push to each other it is the ordinary all-gather, on all of them.
+
+    Args:
+        x: contiguous; it may be this rank's block of ``out``. It must not change before the result has been waited for.
+        group: all of its ranks must call.
+        out: contiguous; written when the result has been waited for. By default a new tensor.
+
+    Raises:
+        CollectiveError: if the size of ``out`` is not exactly that of all ranks' blocks, or x is not contiguous.
+    """
+    whole = (group.size * x.shape[0], *x.shape[1:])
+    if not x.is_contiguous():
+        raise CollectiveError(
+            f"all_gather_push of {tuple(x.shape)}: strides {x.stride()} are not contiguous; pass x.contiguous()"
+        )
+    if out is None:
+        out = x.new_empty(whole)
+    found = channel(group, x.device) if group.size > 1 else None
+    if found is None or x.numel() == 0 or out.shape != whole or out.dtype != x.dtype:
+        return all_gather_into(out, x, group)
+    call = note_call("all_gather", group, x, times=group.size, detail=0, later=True)
+    mine, rows = x.view(-1), out.view(group.size, -1)
+    transport = found.transport
+    with _waits_now(call, x):
+        if rows[group.index].data_ptr() != mine.data_ptr():
+            with transport.beside("receive"):
+                rows[group.index].copy_(mine)
+        for start, stop in _pieces(found, mine):
+            exchange = found.begin((stop - start,), x.dtype)
+            for target in targets(group.index, group.size):
+                exchange.push(target, mine[start:stop])
+            with transport.beside("receive"):
+                for source in sources(group.index, group.size):
+                    rows[source, start:stop].copy_(exchange.await_block(source))
+                exchange.release()
+                last = transport.mark()
+    sent = exchange.sent
+
+    def finish(result: Tensor) -> Tensor:
+        transport.after(last)
+        transport.after(sent)  # then the memory of x may be reused
+        return result
+
+    return Pending(out, finish, waits=False, call=call if x.is_cuda else None, keep=x)
+
+
+def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = None) -> Pending:
+    """Start summing over the group by pushes, in parallel with compute: this rank's block along dim 0, ``[g·n, ..] -> [n, ..]``.
+
+    Each rank pushes its part of a block to the block's rank, in the dtype of x; that rank sums the parts in float32 (those of
+    float64 in float64), in the order of the ranks, and rounds once. Where the ranks cannot push to each other it is the
+    ordinary reduce-scatter, on all of them.
+
+    Args:
+        x: contiguous. It must not change before the result has been waited for.
+        group: all of its ranks must call.
+        dtype: of the result; by default that of x.
+
+    Raises:
+        CollectiveError: if the group's size does not divide dim 0, or x is not contiguous.
+    """
+    if x.shape[0] % group.size or not x.is_contiguous():
+        raise CollectiveError(
+            f"reduce_scatter_push of {tuple(x.shape)} with strides {x.stride()} over {group.size} ranks: dim 0 must be a multiple "
+            f"of {group.size}, and the tensor contiguous; pass x.contiguous()"
+        )
+    found = channel(group, x.device) if group.size > 1 else None
+    if found is None or x.numel() == 0:
+        wide = x if dtype is None else x.to(dtype)
+        return reduce_scatter(wide, group, 0, async_op=True)
+    call = note_call("reduce_scatter", group, x, detail=0, later=True)
+    parts = x.view(group.size, -1)
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]), dtype=dtype or x.dtype)
+    flat, transport = out.view(-1), found.transport
+    with _waits_now(call, x):
+        for start, stop in _pieces(found, parts[0]):
+            exchange = found.begin((stop - start,), x.dtype)
+            for target in targets(group.index, group.size):
+                exchange.push(target, parts[target, start:stop])
+            with transport.beside("receive"):
+                for source in sources(group.index, group.size):
+                    exchange.await_block(source)
+                sum_parts(exchange.blocks(), parts[group.index, start:stop], group.index, flat[start:stop])
+                exchange.release()
+                last = transport.mark()
+    sent = exchange.sent
+
+    def finish(result: Tensor) -> Tensor:
+        transport.after(last)
+        transport.after(sent)
+        return result
+
+    return Pending(out, finish, waits=False, call=call if x.is_cuda else None, keep=x)
+
+
+def _waits_now(call: Call | None, x: Tensor) -> AbstractContextManager[None]:
+    """Return the context in which a CPU pushes, which waits at once; on a GPU the wait comes later."""
+    return nullcontext() if call is None or x.is_cuda else call
+
+
+def _pieces(found: Channel, block: Tensor) -> list[tuple[int, int]]:
+    """Return (first, one past the last) element of each piece of a flat block; pieces are as equal as 16 bytes allow."""
+    elements, most = block.numel(), found.block_bytes // block.element_size()
+    pieces = -(-elements // most)
+    each = -(-elements // pieces)
+    each = min(most, -(-each // 16) * 16)
+    return [(start, min(start + each, elements)) for start in range(0, elements, each)]

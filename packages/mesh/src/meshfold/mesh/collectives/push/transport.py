@@ -1,0 +1,58 @@
+"""The interface of a transport: memory that the peers of a group can write, flags in it, and two more streams."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+FLAG_BYTES = 4096
+"""Room for the flags behind the slots."""
+
+MOST_RANKS = FLAG_BYTES // 4 // 3  # two flags a rank, and one to try them out
+
+
+class Transport(Protocol):
+    """Memory, flags and streams of a :class:`~meshfold.mesh.collectives.push.channel.Channel`.
+
+    All but ``memory`` queue work on the current stream, and return at once on a GPU; on a CPU they are done when they return.
+
+    Attributes:
+        index: this rank's place in the group.
+        size: ranks of the group.
+        slot_bytes: bytes of each slot.
+    """
+
+    index: int
+    size: int
+    slot_bytes: int
+
+    def memory(self, rank: int, slot: int) -> Tensor:
+        """Return a slot of a rank's memory as bytes, ``[slot_bytes]``; what is written there is written in that rank's memory."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy bytes to memory of another rank or from this rank's own; both are contiguous and equally large."""
+        ...
+
+    def raise_flag(self, rank: int, place: int, number: int) -> None:
+        """Set a flag in a rank's memory, after what was queued before."""
+        ...
+
+    def await_flag(self, place: int, number: int) -> None:
+        """Wait until a flag in this rank's memory stands at a call or a later one, before what is queued from now on."""
+        ...
+
+    def beside(self, stream: Literal["send", "receive"]) -> AbstractContextManager[None]:
+        """Queue what is inside on a stream of its own, after what the current stream has now."""
+        ...
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return the point that the current stream has come to; None on a CPU."""
+        ...
+
+    def after(self, point: torch.cuda.Event | None) -> None:
+        """Let what is queued on the current stream from now on come after a point."""
+        ...

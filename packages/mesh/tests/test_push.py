@@ -1,0 +1,230 @@
+"""Collectives by pushes between CPU ranks: equal to the collectives that they stand for, in any size, and watched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshfold.mesh import CollectiveError, Mesh, all_gather, all_reduce, barrier, reduce_scatter
+from meshfold.mesh.collectives import push
+from meshfold.mesh.collectives.push import channels
+from meshfold.mesh.collectives.push.part_sums import sum_parts_reference
+from meshfold.mesh.group import Group
+from meshfold.mesh.recording import record
+from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
+from meshfold.mesh.watchdog.monitor import watch
+
+CPU = torch.device("cpu")
+SHAPES = [(1,), (3, 5), (64, 7), (0, 4)]
+
+
+def group_of(size: int) -> Group:
+    return Mesh(dict(tensor=size)).group("tensor")
+
+
+def mine(shape: tuple[int, ...], dtype: torch.dtype, rank: int, call: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(97 * rank + call)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def exact_sum(parts: list[Tensor]) -> Tensor:
+    """The sum in float32 (float64 for float64), in the order of the ranks, rounded once."""
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    total = torch.zeros_like(parts[0], dtype=wide)
+    for part in parts:
+        total = total + part.to(wide)
+    return total.to(parts[0].dtype)
+
+
+@ranks(3)
+def test_blocks_arrive_in_group_order() -> None:
+    group = group_of(3)
+    for call, dtype in enumerate((torch.float64, torch.bfloat16, torch.int64)):
+        for shape in SHAPES:
+            wanted = torch.cat([mine(shape, dtype, rank, call) for rank in range(3)])
+            found = push.all_gather_push(mine(shape, dtype, group.index, call), group).wait()
+            assert torch.equal(found, wanted)
+
+
+@ranks(3)
+def test_sums_are_those_of_float32_in_the_order_of_ranks_rounded_once() -> None:
+    group = group_of(3)
+    for call, dtype in enumerate((torch.float64, torch.float32, torch.bfloat16)):
+        for rows, *rest in SHAPES:
+            shape = (3 * rows, *rest)
+            everyone = [mine(shape, dtype, rank, call) for rank in range(3)]
+            wanted = exact_sum([part.chunk(3)[group.index] if rows else part for part in everyone])
+            found = push.reduce_scatter_push(everyone[group.index], group).wait()
+            assert found.dtype == dtype and torch.equal(found, wanted)
+
+
+@ranks(2)
+def test_a_half_precision_wire_may_give_a_float32_sum() -> None:
+    group = group_of(2)
+    everyone = [mine((8, 3), torch.bfloat16, rank) for rank in range(2)]
+    found = push.reduce_scatter_push(everyone[group.index], group, dtype=torch.float32).wait()
+    wanted = everyone[0].float() + everyone[1].float()
+    assert found.dtype == torch.float32 and torch.equal(found, wanted.chunk(2)[group.index])
+
+
+@ranks(2)
+def test_messages_larger_than_a_slot_go_in_pieces() -> None:
+    group, size = group_of(2), channels.PIECE_SLOT_BYTES
+    channels.PIECE_SLOT_BYTES = 1000  # 62 float64 a block
+    try:
+        for call, length in enumerate((1, 62, 63, 64, 500, 997)):
+            everyone = [mine((2 * length,), torch.float64, rank, call) for rank in range(2)]
+            gathered = push.all_gather_push(everyone[group.index], group)
+            summed = push.reduce_scatter_push(everyone[group.index], group)
+            assert torch.equal(summed.wait(), (everyone[0] + everyone[1]).chunk(2)[group.index])
+            assert torch.equal(gathered.wait(), torch.cat(everyone))
+    finally:
+        channels.PIECE_SLOT_BYTES = size
+
+
+@ranks(2)
+def test_a_block_may_lie_in_the_memory_that_it_is_gathered_into() -> None:
+    group = group_of(2)
+    whole = torch.full((6,), -1.0)
+    own = whole[3 * group.index : 3 * group.index + 3]
+    own.fill_(group.index)
+    push.all_gather_push(own, group, whole).wait()
+    assert whole.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@ranks(4)
+def test_groups_of_a_mesh_push_beside_each_other() -> None:
+    mesh = Mesh(dict(data=2, tensor=2))
+    for call in range(5):
+        x = mine((4, 2), torch.float64, mesh.rank, call)
+        for axis in ("tensor", "data"):
+            assert torch.equal(push.all_gather_push(x, mesh.group(axis)).wait(), all_gather(x, mesh.group(axis), 0))
+
+
+@ranks(2)
+def test_recorded_bytes_are_those_of_the_collectives() -> None:
+    group, x = group_of(2), torch.ones(4, 3)
+    with record() as pushed:
+        push.all_gather_push(x, group).wait()
+        push.reduce_scatter_push(x, group).wait()
+    with record() as ordinary:
+        all_gather(x, group, 0)
+        reduce_scatter(x, group, 0)
+    assert pushed.entries == ordinary.entries
+
+
+@ranks(2)
+def test_results_may_be_waited_for_in_any_order() -> None:
+    group = group_of(2)
+    everyone = [[mine((5,), torch.float32, rank, call) for rank in range(2)] for call in range(6)]
+    pending = [push.all_gather_push(parts[group.index], group) for parts in everyone]
+    for parts, one in reversed(list(zip(everyone, pending, strict=True))):
+        assert torch.equal(one.wait(), torch.cat(parts))
+
+
+def slow_rank(seconds: float) -> list[float]:
+    """Two hundred calls in which one rank after another is slow."""
+    group, found = group_of(2), []
+    for call in range(200):
+        if call % 50 == 25 * group.index:
+            time.sleep(seconds)
+        found.append(float(push.all_gather_push(torch.full((300,), float(call + group.index)), group).wait().sum()))
+    barrier(group, CPU)
+    return found
+
+
+def test_a_slow_rank_neither_loses_nor_repeats_a_block() -> None:
+    wanted = [300.0 * (2 * call + 1) for call in range(200)]
+    assert run_on_ranks(2, slow_rank, 0.02) == [wanted, wanted]
+
+
+def one_does_not_push() -> str:
+    group = group_of(2)
+    watch(1.0)
+    push.all_gather_push(torch.ones(3), group).wait()
+    try:
+        if group.index == 1:
+            looks_for_its_glasses()
+        push.reduce_scatter_push(torch.ones(4, 2), group).wait()
+        all_reduce(torch.ones(2), group)
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def looks_for_its_glasses() -> None:
+    """Where rank 1 is while rank 0 waits for its block."""
+    time.sleep(4)
+
+
+@pytest.mark.few(1)
+def test_the_watchdog_names_the_rank_that_does_not_push() -> None:
+    try:
+        verdict = run_on_ranks(2, one_does_not_push)[0]
+    finally:
+        close_pools()
+    assert "reduce_scatter of (4, 2) float32 over tensor (ranks 0, 1)" in verdict
+    culprit = next(line for line in verdict.splitlines() if line.startswith("  rank 1: "))
+    assert "in looks_for_its_glasses" in culprit
+
+
+def test_simulated_ranks_record_the_ordinary_collectives() -> None:
+    with fake_world(8), record() as log:
+        group = group_of(8)
+        assert push.why_not(group, CPU) == "the ranks are simulated"
+        push.all_gather_push(torch.ones(2, 3), group).wait()
+        push.reduce_scatter_push(torch.ones(8, 3), group).wait()
+    assert [entry.kind for entry in log.entries] == ["all_gather", "reduce_scatter"]
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    group = Mesh({}).group()
+    x = torch.arange(6.0).view(3, 2)
+    assert torch.equal(push.all_gather_push(x, group).wait(), x)
+    assert torch.equal(push.reduce_scatter_push(x, group).wait(), x)
+
+
+def test_what_is_not_contiguous_or_does_not_divide_is_refused() -> None:
+    with fake_world(4):
+        group = group_of(4)
+        with pytest.raises(CollectiveError, match=r"pass x.contiguous\(\)"):
+            push.all_gather_push(torch.ones(4, 3).t(), group)
+        with pytest.raises(CollectiveError, match="dim 0 must be a multiple of 4"):
+            push.reduce_scatter_push(torch.ones(6, 3), group)
+
+
+def test_the_sum_reads_the_own_part_from_its_own_memory() -> None:
+    parts = torch.full((3, 5), float("nan"), dtype=torch.bfloat16)
+    parts[0], parts[2] = 256.0, 1.0
+    out = torch.empty(5, dtype=torch.float32)
+    sum_parts_reference(parts, torch.ones(5, dtype=torch.bfloat16), 1, out)
+    assert out.tolist() == [258.0] * 5  # summed in bfloat16 it would be 256
+
+
+def test_the_kernel_sums_as_the_reference() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([sys.executable, __file__], env=environment, timeout=120).returncode == 0
+
+
+def compare_with_the_kernel(elements: int) -> None:
+    from meshfold.mesh.collectives.push.part_sums_triton import sum_parts_triton
+
+    for count, index in ((2, 0), (2, 1), (4, 2)):
+        parts, own = torch.randn(count, elements), torch.randn(elements)
+        parts[index] = float("nan")
+        found, wanted = torch.empty(elements), torch.empty(elements)
+        sum_parts_triton(parts, own, index, found)
+        sum_parts_reference(parts, own, index, wanted)
+        assert torch.equal(found, wanted)
+
+
+if __name__ == "__main__":
+    for length in (1, 9, 4097):
+        compare_with_the_kernel(length)
