@@ -158,6 +158,19 @@ def test_decoding_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| transformers static compiled |" in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("method", "peer"), [("dpo", "by hand"), pytest.param("grpo", "by hand, generate", marks=pytest.mark.slow)]
+)
+def test_alignment_is_measured_without_a_gpu(method: str, peer: str, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    few = ["--method", method, "--steps", "1", "--warm-up", "1", "--only", "ours, shared prompts", peer]
+    assert main(["bench", "align", "--tiny", *few, "--out", str(out)]) == 0
+    [case] = json.loads(out.read_text())["cases"].values()
+    [ours], [theirs] = case["runs"]["ours, shared prompts"], case["runs"][peer]
+    assert ours["seconds"] and ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+    assert "25% saved" in out.with_suffix(".md").read_text()
+
+
 def test_a_note_quotes_the_generated_code_that_an_error_is_about(tmp_path: Path) -> None:
     from benchmarks.decode import reason_of
 

@@ -232,7 +232,7 @@ def _not_installed(name: str) -> str:
         (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
         (
             ["bench"],
-            "say which one; there are: attention, cpu-adam, decode, experts, fp8, fp8-curve, hugging-face, linear-loss, ",
+            "say which one; there are: align, attention, cpu-adam, decode, experts, fp8, fp8-curve, hugging-face, linear-loss, ",
         ),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["doctor", "--all"], "unrecognized arguments: --all"),

@@ -1,0 +1,1 @@
+"""Steps of alignment beside the same steps by hand."""

@@ -1,0 +1,196 @@
+"""A step of DPO or GRPO on one GPU or several: ours with and without shared prompts, beside TRL's computation by hand.
+
+`meshfold bench align` starts each contestant in a process of its own, in rounds, and warms it up until clocks have settled. It
+writes JSON with the seconds of every step, peak memory, mean power and clock; `--report FILE.json` makes the table from it. All
+begin with the same random weights, keep float32 masters, recompute every layer, clip by the norm and step with AdamW. A step of
+DPO includes the reference's scores, one of GRPO its samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
+
+from benchmarks.align.worker import CONTESTANTS
+from benchmarks.common import (
+    add_output,
+    check_out,
+    machine,
+    median,
+    package_versions,
+    parse_with_tiny,
+    run_contestant,
+    write,
+)
+from benchmarks.reports import table
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8B": dict(
+        model_type="llama",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_theta=500_000.0,
+        tie_word_embeddings=False,
+    ),
+    "1.5B": dict(
+        model_type="llama",
+        vocab_size=151_936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+    ),
+    "tiny": dict(
+        model_type="llama",
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+}
+"""Shapes by name: Llama 3.1's of 8B, Qwen2.5's of 1.5B without its biases, and one to try the command."""
+
+TINY = dict(
+    shape="tiny",
+    rows=4,
+    prompt=8,
+    completion=6,
+    group=2,
+    dtype="float32",
+    steps=2,
+    settle_s=0.0,
+    warm_up=1,
+    timeout=240.0,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench align`."""
+    parser = argparse.ArgumentParser(prog="meshfold bench align", description=__doc__.split("\n")[0])
+    parser.add_argument("--method", choices=CONTESTANTS, default="dpo")
+    parser.add_argument("--shape", choices=SHAPES, default="1.5B")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, for ours")
+    parser.add_argument("--rows", type=int, default=8, help="pairs (dpo) or prompts (grpo) of a step")
+    parser.add_argument("--group", type=int, default=8, help="grpo: completions of a prompt")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--completion", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--micro-steps", type=int, default=1, help="parts that the rows of a step are run in")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--regime", choices=("A", "B", "C"), default="A", help="of our Adam's moments; B, C: ZeRO's")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="some contestants")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a start")
+    parser.add_argument("--warm-up", type=int, default=2, help="least number of steps before them")
+    parser.add_argument("--settle-s", type=float, default=10.0, help="least seconds of warm-up: clocks settle")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one start")
+    parser.add_argument("--profile", action="store_true", help="add a profile of one step by kernels")
+    add_output(parser, "align")
+    options = parse_with_tiny(parser, argv, TINY)
+    if options.report is not None:
+        report(options.report)
+        return 0
+    known = CONTESTANTS[options.method]
+    names = options.only or list(known)
+    if wrong := [name for name in names if name not in known]:
+        parser.error(f"--only {wrong[0]!r}: {options.method} has {', '.join(map(repr, known))}")
+    check_out(options.out)
+    kept = ("method", "shape", "ranks", "rows", "group", "prompt", "completion", "micro_steps", "dtype", "regime")
+    work = {name: getattr(options, name) for name in kept}
+    here = {**machine(), **package_versions("transformers", "trl")}
+    found: dict[str, Any] = dict(area="align", machine=here, cases={})
+    if options.out.exists():
+        found = json.loads(options.out.read_text())
+        if found["machine"] != here:
+            parser.error(f"{options.out} is of another machine: give another --out")
+    case = found["cases"].setdefault(case_name(work), dict(work=work, runs={}))
+    for turn in range(options.rounds):
+        for name in names if turn % 2 == 0 else names[::-1]:
+            job = dict(**work, contestant=name, model=SHAPES[options.shape])
+            job.update({each: getattr(options, each) for each in ("steps", "warm_up", "settle_s", "profile")})
+            run = run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout)
+            case["runs"].setdefault(name, []).append(run)
+            write(options.out, found)
+            print(f"{name}: {run['error'] if 'error' in run else median(run['seconds'])}", flush=True)
+    report(options.out)
+    return 0
+
+
+def case_name(work: dict[str, Any]) -> str:
+    """Return a work in words."""
+    of = f"{work['rows']} pairs" if work["method"] == "dpo" else f"{work['rows']} prompts × {work['group']} completions"
+    parts = "" if work["micro_steps"] == 1 else f" in {work['micro_steps']} parts"
+    ranks = f", {work['ranks']} GPUs" if work["ranks"] > 1 else ""
+    regime = "" if work["regime"] == "A" else f", regime {work['regime']}"
+    return (
+        f"{work['method'].upper()} of {work['shape']}, {of}{parts}, {work['prompt']} + {work['completion']} tokens, "
+        f"{work['dtype']}{regime}{ranks}"
+    )
+
+
+def report(path: Path) -> None:
+    """Write the table beside a result, and print it."""
+    found = json.loads(path.read_text())
+    words = ", ".join(f"{key} {value}" for key, value in found["machine"].items() if value is not None)
+    lines = [f"Measured on: {words}."]
+    for name, case in found["cases"].items():
+        work = case["work"]
+        completions = work["rows"] * (2 if work["method"] == "dpo" else work["group"])
+        tokens = completions * (work["prompt"] + work["completion"])
+        seconds = {each: _seconds(runs) for each, runs in case["runs"].items()}
+        peers = [value for each, value in seconds.items() if value is not None and not each.startswith("ours")]
+        rows = []
+        for contestant, runs in case["runs"].items():
+            spent, good = seconds[contestant], [run for run in runs if not run.get("error")]
+            if spent is None:
+                rows.append((contestant, "–", "–", "–", "–", "–", runs[0]["error"]))
+                continue
+            watts = [run["watts"] for run in good if "watts" in run]
+            rows.append(
+                (
+                    contestant,
+                    f"{spent:.4f}",
+                    f"{tokens / spent:,.0f}",
+                    f"{min(peers) / spent:.3f}" if peers else "–",
+                    f"{max(run['peak_bytes'] for run in good) / 2**30:.1f}",
+                    f"{sum(watts) / len(watts):.0f}" if watts else "–",
+                    good[-1].get("plan", {}).get("shared", ""),
+                )
+            )
+        head = (
+            "contestant",
+            "s a step",
+            "tokens/s, prompts unshared",
+            "× the best peer's speed",
+            "peak GiB",
+            "W",
+            "note",
+        )
+        lines += ["", f"**{name}**", "", *table(head, rows)]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+def _seconds(runs: Sequence[dict[str, Any]]) -> float | None:
+    """Return the median over starts of the median step; None if no start came to its end."""
+    middles = [median(run["seconds"]) for run in runs if not run.get("error")]
+    return median(middles) if middles else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

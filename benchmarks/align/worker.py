@@ -1,0 +1,155 @@
+"""One contestant makes steps of DPO or GRPO for a while, in processes of its own; rank 0 writes JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
+
+from benchmarks.align.peers import dpo_by_hand, grpo_by_hand
+
+Step = Callable[[], Tensor]
+
+
+def model_of(job: dict[str, Any], dtype: str | None = None) -> nn.Module:
+    """Return the model, with the same weights for every contestant."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    longest = job["prompt"] + job["completion"] + 1
+    config = AutoConfig.for_model(**job["model"], max_position_embeddings=longest)
+    config._attn_implementation = "sdpa"
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    torch.set_default_dtype(getattr(torch, dtype or job["dtype"]))
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def random_ids(job: dict[str, Any], rows: int, tokens: int, seed: int) -> list[list[int]]:
+    """Return rows of token ids, the last word left out: it ends texts."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(job["model"]["vocab_size"] - 1, (rows, tokens), generator=generator).tolist()
+
+
+def settings_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of our trainers."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    zero = dict(zero=dict(stage=3, placement="cuda", regime=job["regime"])) if ranks > 1 or job["regime"] != "A" else {}
+    return dict(
+        parallel=dict(data=ranks, **zero),
+        precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
+        optimizer=dict(name="adamw", lr=1e-6, weight_decay=0.01),
+        clip_grad_norm=1.0,
+        recompute="blocks",
+        micro_steps=job["micro_steps"],
+    )
+
+
+def our_dpo(job: dict[str, Any], *, shared: bool) -> Step:
+    """Return a step of our DPO; scoring by the reference is in it."""
+    from meshfold.align import DPO, Completion, Preference
+
+    def whole(prompt: list[int], rest: list[int]) -> Completion:
+        return Completion(ids=(*prompt, *rest), counts=(False,) * len(prompt) + (True,) * len(rest))
+
+    rows, completion = job["rows"], job["completion"]
+    prompts, chosen, rejected = (
+        random_ids(job, rows, n, seed) for seed, n in enumerate((job["prompt"], completion, completion))
+    )
+    pairs = [
+        Preference(chosen=whole(p, a), rejected=whole(p, b)) for p, a, b in zip(prompts, chosen, rejected, strict=True)
+    ]
+    trainer = DPO(model_of(job), pairs, batch_size=rows, shared_prompt=shared, **settings_of(job))
+    job["said"] = lambda: dict(shared=str(trainer.shared_prompt))
+    return stepped(trainer)
+
+
+class _Words:
+    """A tokenizer of whom only the end is asked for, a word that random prompts leave out."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def encode(self, text: str) -> list[int]:
+        """Return no ids."""
+        return []
+
+    def decode(self, ids: Any) -> str:
+        """Return no text."""
+        return ""
+
+
+def _even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Return the share of even words."""
+    return [sum(word % 2 == 0 for word in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def our_grpo(job: dict[str, Any], *, shared: object) -> Step:
+    """Return a step of our GRPO: samples, rewards, and training on them."""
+    from meshfold.align import GRPO, EngineRollouts, Prompt
+    from meshfold.inference import Sampling
+
+    prompts = [Prompt(ids=tuple(ids), given="") for ids in random_ids(job, job["rows"], job["prompt"], 0)]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = GRPO(
+        model_of(job),
+        prompts,
+        [_even],
+        _Words(job["model"]["vocab_size"] - 1),
+        group=job["group"],
+        batch_size=job["rows"],
+        sampling=Sampling(max_new_tokens=job["completion"]),
+        rollout=partial(EngineRollouts, rows=max(1, job["rows"] * job["group"] // ranks)),
+        shared_prompt=shared,
+        **settings_of(job),
+    )
+    job["said"] = lambda: dict(shared=str(trainer.shared_prompt))
+    return stepped(trainer)
+
+
+def stepped(trainer: Any) -> Step:
+    """Return a function that makes the next step of a trainer."""
+    number, device = 0, next(iter(trainer.engines.values())).device
+
+    def step() -> Tensor:
+        nonlocal number
+        metrics = trainer.step(number)
+        number += 1
+        return torch.tensor(metrics["loss"], device=device)
+
+    return step
+
+
+CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
+    "dpo": {
+        "ours, shared prompts": partial(our_dpo, shared=True),
+        "ours": partial(our_dpo, shared=False),
+        "by hand": lambda job: dpo_by_hand(job, model_of, random_ids),
+    },
+    "grpo": {
+        "ours": partial(our_grpo, shared="auto"),
+        "ours, shared prompts": partial(our_grpo, shared=True),
+        "ours, unshared": partial(our_grpo, shared=False),
+        "by hand, generate": lambda job: grpo_by_hand(job, model_of, random_ids, "generate"),
+        "by hand, generate_batch": lambda job: grpo_by_hand(job, model_of, random_ids, "generate_batch"),
+    },
+}
+
+
+if __name__ == "__main__":
+    from benchmarks.timed_training import train
+
+    job = json.loads(sys.argv[1])
+    train(job, CONTESTANTS[job["method"]][job["contestant"]])
