@@ -106,8 +106,8 @@ def graphed(job: dict[str, Any]) -> Step:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def replay(_kept: object = (model, masters, optimizer)) -> Tensor:
-        """Replay on the tensors that were captured, which live as long as this function."""
+    def replay(_kept: object = step) -> Tensor:
+        """Replay on the tensors of ``step``, which live as long as this function."""
         graph.replay()
         return loss.clone()
 
