@@ -193,6 +193,16 @@ def test_activations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     agree(K.swiglu2, gate, up)
     flat = torch.cat((gate, up), -1).flatten(0, -2)
     agree(K.weighted_swiglu, flat, seeded(flat.shape[0], seed=3), scale=3.0 * shape[-1])
+    filled = torch.tensor([flat.shape[0]], dtype=torch.int32, device=DEVICE)
+
+    def with_rows_of_nobody(x: Tensor, weights: Tensor) -> Tensor:
+        more, others = (
+            torch.full_like(x[:1], torch.nan).expand(5, -1),
+            torch.full_like(weights[:1], torch.nan).expand(5),
+        )
+        return K.weighted_swiglu(torch.cat([x, more]), torch.cat([weights, others]), filled)[: len(x)]
+
+    agree(with_rows_of_nobody, flat, seeded(flat.shape[0], seed=3), scale=3.0 * shape[-1])
     for approximate in ("none", "tanh"):
         agree(lambda a, b, how=approximate: K.geglu2(a, b, how), gate, up)
     for approximate in ("none", "tanh"):
@@ -271,6 +281,8 @@ def test_token_rows(tokens: int, each: int, rows: int, hidden: int, dtype: torch
     pairs = torch.zeros(rows, dtype=torch.int64).scatter(0, targets, slots).to(DEVICE)
     x = seeded(tokens, 2 * hidden, dtype=dtype)[:, :hidden]
     agree(lambda x: K.take_rows(x, pairs, places)[targets], x, scale=each)
+    filled = (targets.max(0, keepdim=True).values + 1).to(DEVICE, torch.int32)
+    agree(lambda x: K.take_rows(x, pairs, places, filled)[targets], x, scale=each)
     summands = seeded(rows, 2 * hidden, dtype=dtype, seed=1)[:, hidden:]
     weights = seeded(tokens, each, seed=2)
     agree(lambda r: K.sum_rows(r, pairs, places), summands, scale=each)

@@ -43,10 +43,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
-def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, filled: Tensor | None = None) -> Tensor:
     """silu(gate) * up * weight of a fused projection: ``m (2 f), m -> m f``, in the dtype of ``gate_up``.
 
     What a linear layer without bias makes of it is weighted too: so a token's experts are, without a pass over their outputs.
+
+    Args:
+        gate_up: rows of gate and up side by side.
+        weights: of the rows.
+        filled: [1] whole number: rows from this one on need not be computed, nor their gradients. None: all are.
 
     Raises:
         ValueError: if the last dim is odd, or there is not a weight for each row.
@@ -59,7 +64,7 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         gate, up = gate_up.chunk(2, 1)
         return weighted_gated(gate, up, weights)
-    y: Tensor = _Weighted.apply(gate_up, weights)
+    y: Tensor = _Weighted.apply(gate_up, weights, filled)
     return y
 
 
@@ -115,20 +120,20 @@ class _Fused(torch.autograd.Function):
 
 class _Weighted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weights)
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, filled: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights, filled)
         ctx.gradients = dispatch.twin(weighted_gradients, gate_up)
         gate, up = as_rows(gate_up).chunk(2, 1)
-        return dispatch.twin(weighted_gated, gate_up)(gate, up, weights)
+        return dispatch.twin(weighted_gated, gate_up)(gate, up, weights, filled)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        gate_up, weights = ctx.saved_tensors
+        gate_up, weights, filled = ctx.saved_tensors
         rows = as_rows(gate_up)
         gradient = contiguous_like(rows)
-        dweights = ctx.gradients(as_rows(dy), *rows.chunk(2, 1), weights, *gradient.chunk(2, 1))
-        return gradient, dweights.to(weights.dtype)
+        dweights = ctx.gradients(as_rows(dy), *rows.chunk(2, 1), weights, *gradient.chunk(2, 1), filled)
+        return gradient, dweights.to(weights.dtype), None
 
 
 class _Separate(torch.autograd.Function):
@@ -214,13 +219,15 @@ def gated_gradients(
         dgate.copy_(torch.ops.aten.gelu_backward(to_activation, gate, approximate=_mode(kind == "gelu tanh")))
 
 
-def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-    """``m f, m f, m -> m f``: silu(gate) * up * weight in the dtype of gate; differentiable."""
+def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor, filled: Tensor | None = None) -> Tensor:
+    """``m f, m f, m -> m f``: silu(gate) * up * weight in the dtype of gate, of all rows; differentiable."""
     dtype = compute_dtype(gate)
     return (F.silu(gate.to(dtype)) * up.to(dtype) * weights.to(dtype).unsqueeze(1)).to(gate.dtype)
 
 
-def weighted_gradients(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dgate: Tensor, dup: Tensor) -> Tensor:
+def weighted_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dgate: Tensor, dup: Tensor, filled: Tensor | None = None
+) -> Tensor:
     """Write the gradients of gate and up into dgate and dup, and return that of the weights ``m`` in float32 (float64)."""
     dtype = compute_dtype(gate)
     dy, gate, up = dy.to(dtype), gate.to(dtype), up.to(dtype)

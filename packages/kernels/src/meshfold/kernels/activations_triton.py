@@ -73,7 +73,22 @@ def _gated_gradients(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _weighted(gate, up, weights, y, rows, columns, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _weighted(
+    gate,
+    up,
+    weights,
+    filled,
+    y,
+    rows,
+    columns,
+    gate_stride,
+    up_stride,
+    BOUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if BOUNDED:
+        rows = tl.minimum(rows, tl.load(filled))
     row, column, mask = _block(rows, columns, ROWS, COLUMNS)
     g = tl.load(gate + row * gate_stride + column, mask=mask).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
@@ -88,6 +103,7 @@ def _weighted_gradients(
     gate,
     up,
     weights,
+    filled,
     dgate,
     dup,
     dweights,
@@ -98,9 +114,12 @@ def _weighted_gradients(
     up_stride,
     dgate_stride,
     dup_stride,
+    BOUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    if BOUNDED:
+        rows = tl.minimum(rows, tl.load(filled))
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     weight = tl.load(weights + row, mask=row < rows, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -263,7 +282,7 @@ def gated_gradients(
     )
 
 
-def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor, filled: Tensor | None = None) -> Tensor:
     rows, columns = gate.shape
     y = contiguous_like(gate)
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
@@ -274,11 +293,13 @@ def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
         gate,
         up,
         weights.contiguous(),
+        gate if filled is None else filled,
         y,
         rows,
         columns,
         gate.stride(0),
         up.stride(0),
+        BOUNDED=filled is not None,
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,
@@ -286,7 +307,9 @@ def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
     return y
 
 
-def weighted_gradients(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dgate: Tensor, dup: Tensor) -> Tensor:
+def weighted_gradients(
+    dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dgate: Tensor, dup: Tensor, filled: Tensor | None = None
+) -> Tensor:
     rows, columns = gate.shape
     dweights = torch.empty(rows, dtype=torch.float32, device=gate.device)
     high, wide, warps = tile(columns, widest=_WIDEST_BLOCK)
@@ -298,6 +321,7 @@ def weighted_gradients(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dg
         gate,
         up,
         weights.contiguous(),
+        gate if filled is None else filled,
         dgate,
         dup,
         dweights,
@@ -308,6 +332,7 @@ def weighted_gradients(dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dg
         up.stride(0),
         dgate.stride(0),
         dup.stride(0),
+        BOUNDED=filled is not None,
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,

@@ -15,7 +15,22 @@ _WIDEST = 65536  # columns per program
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _take(x, pairs, y, rows, columns, each, x_row, y_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _take(
+    x,
+    pairs,
+    filled,
+    y,
+    rows,
+    columns,
+    each,
+    x_row,
+    y_row,
+    BOUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if BOUNDED:
+        rows = tl.minimum(rows, tl.load(filled))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     mask = (row < rows)[:, None] & (column < columns)
@@ -86,9 +101,9 @@ def _sum_gradients(
     tl.store(there, (g * weight[:, None]).to(drows.dtype.element_ty), mask=real[:, None] & (column < columns))
 
 
-def taken(x: Tensor, pairs: Tensor, places_each: int) -> Tensor:
+def taken(x: Tensor, pairs: Tensor, places_each: int, filled: Tensor | None = None) -> Tensor:
     if x.shape[1] > _WIDEST:
-        return plain.taken(x, pairs, places_each)
+        return plain.taken(x, pairs, places_each, filled)
     x = as_rows(x)
     y = x.new_empty(pairs.shape[0], x.shape[1])
     high, wide, warps = tile(x.shape[1])
@@ -98,12 +113,14 @@ def taken(x: Tensor, pairs: Tensor, places_each: int) -> Tensor:
         x,
         x,
         pairs.contiguous(),
+        pairs if filled is None else filled,
         y,
         y.shape[0],
         x.shape[1],
         places_each,
         x.stride(0),
         y.stride(0),
+        BOUNDED=filled is not None,
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,
