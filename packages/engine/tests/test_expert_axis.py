@@ -31,15 +31,17 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 RING, MEGATRON, GRID = dict(mode="ring", size=2), dict(mode="megatron"), dict(mode="2d", size=4)
+TO_SOME = dict(size=2, exchange="all_to_all")
 Case = tuple[int, str, dict[str, Any]]
 DIAGONAL: list[Case] = [
     (2, "plain", dict(data=2)),  # the balance loss is that of the global batch whatever the spec
     (2, "starved", dict(data=2, expert=2)),
     (4, "plain", dict(data=4, expert=2, zero=zero(2))),
     (4, "starved", dict(data=4, expert=4, zero=zero(3))),
-    (4, "plain", dict(data=2, expert=2, tensor=2, zero=zero(3))),
+    (4, "plain", dict(data=2, expert=TO_SOME, tensor=2, zero=zero(3))),
     (4, "plain", dict(data=2, expert=4, tensor=2)),
     (4, "starved", dict(data=2, expert=2, tensor=2, sequence=MEGATRON)),
+    (4, "starved", dict(data=2, expert=dict(size=4, exchange="all_gather"), tensor=2, zero=zero(2))),
     (4, "plain", dict(expert=2, tensor=GRID)),
     (4, "plain", dict(data=2, expert=4, sequence=RING)),
     (4, "unbalanced", dict(data=2, expert=2, pipeline=2, zero=zero(1))),
@@ -67,6 +69,17 @@ def products() -> list[Case]:
         parallel |= {} if stage == 0 else dict(zero=zero(stage))
         models = ("unbalanced",) if pipeline > 1 else ("plain", "starved")
         found += [(data * tensor * pipeline, model, parallel) for model in models]
+    for size, tensor, pipeline in (
+        (2, 2, 2),
+        (4, 2, 2),
+        (4, 1, 1),
+        (8, 2, 1),
+    ):  # the exchange that they would not choose
+        how = dict(size=size, exchange="all_to_all" if size == 2 else "all_gather")
+        parallel = dict(data=max(2, size // tensor), tensor=tensor, expert=how, zero=zero(3))
+        parallel |= {} if pipeline == 1 else dict(pipeline=pipeline)
+        count = max(2, size // tensor) * tensor * pipeline
+        found.append((count, "unbalanced" if pipeline > 1 else "starved", parallel))
     shared: list[dict[str, Any]] = [dict(data=8), dict(data=4, tensor=2), dict(data=2, sequence=RING, tensor=2)]
     for parallel, size, stage in product(shared, (1, 2, 4), (0, 1, 2, 3)):
         more = {} if stage == 0 else dict(zero=zero(stage))

@@ -30,7 +30,7 @@ def in_fp8(parallel: dict[str, Any]) -> tuple[list[float], list[float], int, int
 
 
 def test_tokens_travel_in_fp8_if_precision_says_so() -> None:
-    wide, narrow, sent, less = run_on_ranks(2, in_fp8, dict(data=2, expert=2))[0]
+    wide, narrow, sent, less = run_on_ranks(2, in_fp8, dict(data=2, expert=dict(size=2, exchange="all_to_all")))[0]
     assert narrow != wide and narrow == pytest.approx(wide, rel=2e-2)
     assert less < 0.9 * sent
 

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.engine import Engine
 from meshfold.mesh.testing import ranks
-from meshfold.models import GPT, GPTConfig
+from meshfold.models import GPT, GPTConfig, Llama, MoELlamaConfig
 
 # They run on the CPU alone, or wait for the other ranks' hosts and not for what is queued on the device.
-ALLOWED = ("_numba.py", "layers/vocabulary.py", "zero_gemini/group_flags.py")
+ALLOWED = ("_numba.py", "layers/vocabulary.py", "zero_gemini/group_flags.py", "processes/host_numbers.py")
 WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 SPECS: dict[str, dict[str, Any]] = {
     "data": dict(data=2),
@@ -88,6 +88,22 @@ def test_a_language_model(spec: str) -> None:
         clip_grad_norm=1.0,
     )
     found = waits(engine, torch.randint(37, (4, 8)))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("spec", ["data", "zero 3"])
+@ranks(2)
+def test_a_mixture_of_experts(spec: str) -> None:
+    """Tokens go to all ranks, and no host asks how many rows an expert gets."""
+    torch.manual_seed(0)
+    config = MoELlamaConfig(vocab_size=32, hidden=16, layers=2, heads=2, ffn=16, experts=4, top_k=2)
+    engine = Engine(
+        lambda: Llama(config),
+        dict(**SPECS[spec], expert=dict(size=2)),
+        optimizer=dict(name="adamw", lr=0.01),
+        clip_grad_norm=1.0,
+    )
+    found = waits(engine, torch.randint(32, (4, 8)))
     assert not found, "\n".join(found)
 
 

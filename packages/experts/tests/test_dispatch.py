@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import traceback
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from expert_models import EXPERTS, FFN, HIDDEN, TOP_K, close, model_of, plain_mixture
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshfold.experts import (
+    ExpertRows,
     Experts,
     MixtureOfExperts,
     balance_loss,
+    chosen_exchange,
     dispatch,
+    feed_forward,
     find_experts,
     shard_experts,
     z_loss,
@@ -48,7 +57,7 @@ def of_all_ranks(kind: str, size: int) -> tuple[list[Tensor], list[Tensor], list
     return x, index, weights, towards
 
 
-def compare(kind: str, size: int, capacity: float | None) -> None:
+def compare(kind: str, size: int, capacity: float | None, exchange: str = "auto") -> None:
     group = Mesh({"expert": size}).group("expert")
     x, index, weights, towards = of_all_ranks(kind, size)
     torch.manual_seed(2)
@@ -68,7 +77,7 @@ def compare(kind: str, size: int, capacity: float | None) -> None:
     (expected * towards).sum().backward()
 
     [block] = find_experts(whole)
-    sharded = shard_experts(block, group, capacity=capacity)
+    sharded = shard_experts(block, group, capacity=capacity, exchange=exchange)
     assert [(s.offset, s.shape[0], s.whole[0]) for s in sharded.shards] == [
         (group.index * EXPERTS // size, EXPERTS // size, EXPERTS)
     ] * 2
@@ -85,22 +94,24 @@ def compare(kind: str, size: int, capacity: float | None) -> None:
 
 
 KINDS = ("any", "starved", "one", "some", "twice")
+BOTH = ("all_to_all", "all_gather")
 
 
 @ranks(4)
 def test_dispatch_equals_one_process_on_4() -> None:
-    for kind in KINDS:
-        compare(kind, 4, None)
-    compare("any", 4, 0.6)
+    for exchange in BOTH:
+        for kind in KINDS:
+            compare(kind, 4, None, exchange)
+        compare("any", 4, 0.6, exchange)
 
 
-def one_row(k: int, dtype: torch.dtype) -> None:
+def one_row(k: int, dtype: torch.dtype, exchange: str) -> None:
     """One token of rank 0 goes to k experts of rank 1, so a message is a single row; its bytes need not be aligned."""
     group = Mesh({"expert": 2}).group("expert")
     n = 1 - group.index
     tokens, weights = torch.ones(n, HIDDEN, dtype=dtype), torch.full((n, k), 0.5, dtype=dtype).requires_grad_()
     index = (torch.arange(k) + EXPERTS // 2).expand(n, k)
-    y = dispatch(tokens, index, weights, lambda rows, ends, counts: 2 * rows, experts=EXPERTS, group=group)
+    y = dispatch(tokens, index, weights, lambda rows: 2 * rows.values, experts=EXPERTS, group=group, exchange=exchange)
     close(y, torch.full((n, HIDDEN), float(k), dtype=dtype))
     y.sum().backward()
     close(weights.grad, torch.full((n, k), 2.0 * HIDDEN, dtype=dtype))
@@ -108,12 +119,13 @@ def one_row(k: int, dtype: torch.dtype) -> None:
 
 @ranks(2)
 def test_dispatch_equals_one_process_on_2() -> None:
-    for k in (1, 3):
-        for dtype in (torch.float64, torch.bfloat16):
-            one_row(k, dtype)
-    for kind in KINDS:
-        compare(kind, 2, None)
-    compare("one", 2, 1.5)
+    for exchange in BOTH:
+        for k in (1, 3):
+            for dtype in (torch.float64, torch.bfloat16):
+                one_row(k, dtype, exchange)
+        for kind in KINDS:
+            compare(kind, 2, None, exchange)
+        compare("one", 2, 1.5, exchange)
 
 
 def test_dispatch_on_one_rank() -> None:
@@ -135,7 +147,7 @@ def test_bytes_are_one_copy_of_a_token_to_each_remote_rank_and_one_back() -> Non
         torch.manual_seed(0)
         experts = Experts(HIDDEN, FFN, EXPERTS).to(dtype)
         [block] = find_experts(experts)
-        shard_experts(block, group)
+        shard_experts(block, group, exchange="all_to_all")
         with record() as log:
             y = experts(x, index, weights)
             log.phase = "backward"
@@ -151,6 +163,118 @@ def test_bytes_are_one_copy_of_a_token_to_each_remote_rank_and_one_back() -> Non
         assert sent == [away * row, away * k * 8, arrived * row, away * row, arrived * row, arrived * k * 4]
         [sizes] = [entry for entry in log.entries if entry.kind != "exchange_rows"]
         assert (sizes.kind, sizes.phase, sizes.block_bytes) == ("all_to_all", "forward", 8 * 4 * (1 + EXPERTS // 4))
+
+
+class _Poison(torch.autograd.Function):
+    """Makes the rows that are nobody's NaN, and their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, filled: Tensor) -> Tensor:
+        ctx.filled = int(filled)
+        return _poisoned(rows, ctx.filled)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _poisoned(dy, ctx.filled), None
+
+
+def _poisoned(rows: Tensor, filled: int) -> Tensor:
+    rows = rows.clone()
+    rows[filled:] = torch.nan
+    return rows
+
+
+@ranks(2)
+def test_rows_of_nobody_change_neither_results_nor_gradients() -> None:
+    """Experts with biases too, whose gradients are sums over rows."""
+    group = Mesh({"expert": 2}).group("expert")
+    generator = torch.Generator().manual_seed(group.index)
+    tokens = 6 + group.index
+    x = torch.randn(tokens, HIDDEN, dtype=torch.float64, generator=generator)
+    index, weights = routing("some", tokens, 2, generator), torch.rand(tokens, TOP_K, generator=generator).double()
+    torch.manual_seed(2)
+    biased = model_of("gpt-oss").model.layers[0].mlp.experts
+    for experts in (Experts(HIDDEN, FFN, EXPERTS).double(), biased):
+        [block] = find_experts(experts)
+        shard_experts(block, group)
+        layout, seen = block.layout, list[int]()
+
+        def run(
+            rows: ExpertRows, *, poisons: bool, experts: Any = experts, layout: Any = layout, seen: list[int] = seen
+        ) -> Tensor:
+            if not poisons:
+                return feed_forward(layout, experts, rows)
+            seen.append(rows.values.shape[0] - int(rows.filled))
+            values = _Poison.apply(rows.values, rows.filled)
+            of_rows = None if rows.weights is None else _Poison.apply(rows.weights, rows.filled)
+            return _Poison.apply(
+                feed_forward(layout, experts, replace(rows, values=values, weights=of_rows)), rows.filled
+            )
+
+        found = []
+        for poisons in (False, True):
+            leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+            y = dispatch(
+                leaves[0],
+                index,
+                leaves[1],
+                partial(run, poisons=poisons),
+                experts=EXPERTS,
+                group=group,
+                weighs=layout.weighs,
+                exchange="all_gather",
+            )
+            found.append([y, *torch.autograd.grad(y.square().sum(), [*leaves, *experts.parameters()])])
+        assert seen and min(seen) > 0
+        for clean, poisoned in zip(*found, strict=True):
+            assert torch.equal(clean, poisoned)
+
+
+@ranks(4)
+def test_an_all_gather_sends_each_token_to_all_ranks_and_its_host_waits_for_no_device() -> None:
+    group = Mesh({"expert": 4}).group("expert")
+    tokens, k, row = 10 + group.index, 3, HIDDEN * 4
+    x = torch.randn(tokens, HIDDEN, requires_grad=True)
+    index = torch.rand(tokens, EXPERTS).topk(k).indices
+    weights = torch.rand(tokens, k, requires_grad=True)
+    experts = Experts(HIDDEN, FFN, EXPERTS)
+    [block] = find_experts(experts)
+    shard_experts(block, group, exchange="all_gather")
+    with record() as log, Waits() as waits:
+        experts(x, index, weights).square().sum().backward()
+    assert waits.found == ["host_numbers.py"]  # the other hosts' numbers of tokens, over gloo
+    most, away = 13, 3  # the most tokens of a rank, the other ranks
+    rows = [away * most * size for size in (row, k * 8, row, row, row, k * 4)]
+    assert [(entry.kind, int(entry.bytes)) for entry in log.entries] == [
+        ("all_reduce", 12),
+        *zip(["all_gather", "all_gather", "all_to_all", "all_gather", "all_to_all", "all_to_all"], rows, strict=True),
+    ]
+
+
+class Waits(TorchDispatchMode):
+    """Notes the files of ours in which the host reads what a device computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_to_copy"):
+            ours = [frame for frame in traceback.extract_stack() if "/src/meshfold" in frame.filename]
+            if func.overloadpacket.__name__ != "_to_copy" or (kwargs or {}).get("device") is not None:
+                self.found.append(ours[-1].filename.rpartition("/")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_exchange_is_chosen_by_what_it_sends_and_allocates() -> None:
+    chosen = {
+        (blocks, k): chosen_exchange("auto", blocks=blocks, top_k=k) for blocks in (1, 2, 4, 8) for k in (1, 2, 8)
+    }
+    gathered = [key for key, how in chosen.items() if how == "all_gather"]
+    assert gathered == [(1, 1), (1, 2), (1, 8), (2, 2), (2, 8)]
+    assert chosen_exchange("all_gather", blocks=8, top_k=8) == "all_gather"
+    with pytest.raises(SpecError, match="exchange='padded': write one of 'auto', 'all_to_all', 'all_gather'"):
+        chosen_exchange("padded", blocks=2, top_k=2)
 
 
 @ranks(4)
@@ -261,7 +385,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         shard_experts(block)
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="index \\[n, k\\]"):
-        dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 1), lambda r, e, c: r, experts=6)
+        dispatch(x, torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 1), lambda rows: rows.values, experts=6)
     for capacity in (0, -1.0, float("nan"), "all"):
         with pytest.raises(SpecError, match="capacity="):
             Experts(8, 12, 6, capacity)(x, torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))  # type: ignore[arg-type]
@@ -276,22 +400,22 @@ def test_tokens_in_fp8_are_off_by_a_sixteenth_at_most_and_half_the_bytes() -> No
     index = torch.rand(20, EXPERTS, generator=generator).topk(TOP_K).indices
     weights = torch.rand(20, TOP_K, generator=generator)
 
-    def found(fp8: bool) -> tuple[Tensor, Tensor, list[int]]:
+    def found(fp8: bool, exchange: str) -> tuple[Tensor, Tensor, list[int]]:
         leaf = x.clone().requires_grad_()
         with record() as log:
-            y = dispatch(
-                leaf, index, weights, lambda rows, ends, counts: 2 * rows, experts=EXPERTS, group=group, fp8=fp8
-            )
+            y = dispatch(leaf, index, weights, lambda rows: 2 * rows.values, experts=EXPERTS, group=group, fp8=fp8)
             (y.float() * x.float().flip(0)).sum().backward()
         assert leaf.grad is not None
-        return y.detach().float(), leaf.grad.float(), [e.bytes for e in log.entries if e.kind == "exchange_rows"]
+        _, *sent = log.entries  # first the numbers of rows, or of tokens
+        return y.detach().float(), leaf.grad.float(), [int(entry.bytes) for entry in sent]
 
-    (y, dx, sent), (y8, dx8, sent8) = found(False), found(True)
     whole = 2 * weights.sum(1, keepdim=True)
-    for got, exact, of in ((y8, y, x.float()), (dx8, dx, x.float().flip(0))):
-        off, rounding = (got - exact).abs(), 2**-7 * exact.abs()  # both are rounded to bfloat16
-        assert float(off.max()) > 0 and bool(
-            (off <= whole * (of.abs() / 16 + of.abs().amax(1, keepdim=True) / 2**17) + rounding).all()
-        )
-    assert [a * (wide + 4) // (2 * wide) for a in (sent[0], sent[3])] == [sent8[0], sent8[3]]
-    assert sent[1:3] + sent[4:] == sent8[1:3] + sent8[4:]
+    for exchange in BOTH:
+        (y, dx, sent), (y8, dx8, sent8) = found(False, exchange), found(True, exchange)
+        for got, exact, of in ((y8, y, x.float()), (dx8, dx, x.float().flip(0))):
+            off, rounding = (got - exact).abs(), 2**-7 * exact.abs()  # both are rounded to bfloat16
+            assert float(off.max()) > 0 and bool(
+                (off <= whole * (of.abs() / 16 + of.abs().amax(1, keepdim=True) / 2**17) + rounding).all()
+            )
+        assert [a * (wide + 4) // (2 * wide) for a in (sent[0], sent[3])] == [sent8[0], sent8[3]]
+        assert sent[1:3] + sent[4:] == sent8[1:3] + sent8[4:]

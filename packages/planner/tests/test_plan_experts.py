@@ -15,7 +15,7 @@ from meshfold.planner import MACHINES, Estimate, estimate
 from meshfold.planner.estimates import step_times
 
 sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))  # for the helpers there, on every rank
-from expert_cases import MoE, batches, engine_of
+from expert_cases import HIDDEN, MoE, batches, engine_of
 
 ROWS, LENGTH = 8, 8
 
@@ -42,9 +42,10 @@ def run(parallel: dict[str, Any]) -> tuple[int, dict[tuple[str, tuple[str, ...]]
 
 
 SHARED: dict[str, Any] = dict(data=4, expert=dict(size=2, tensor=2))
+SPARSE: dict[str, Any] = dict(size=2, exchange="all_to_all")
 
 
-@pytest.mark.parametrize("parallel", [dict(data=4, expert=2), dict(data=2, expert=2, tensor=2), SHARED], ids=str)
+@pytest.mark.parametrize("parallel", [dict(data=4, expert=2), dict(data=2, expert=SPARSE, tensor=2), SHARED], ids=str)
 def test_memory_and_traffic_are_those_of_a_run(parallel: dict[str, Any]) -> None:
     held, sent = run_on_ranks(4, run, parallel)[0]
     plan = planned(parallel)
@@ -54,7 +55,7 @@ def test_memory_and_traffic_are_those_of_a_run(parallel: dict[str, Any]) -> None
     for entry in plan.traffic:
         expected[entry.kind, entry.axes] = expected.get((entry.kind, entry.axes), 0.0) + entry.bytes
     # Sizes go ahead of rows only where they are not known; how many rows there are depends on the routing.
-    counts = [key for key in sent if key[0] == "all_to_all"]
+    counts = [key for key in sent if key[0] == "all_to_all" and parallel["expert"] == SPARSE]
     assert expected.keys() == sent.keys() - set(counts)
     for key, amount in expected.items():
         assert amount == pytest.approx(sent[key], rel=0.25 if key[0] == "exchange_rows" else 1e-3, abs=32), key
@@ -62,7 +63,7 @@ def test_memory_and_traffic_are_those_of_a_run(parallel: dict[str, Any]) -> None
 
 def test_zero_shares_experts_over_the_ranks_that_have_copies() -> None:
     apart = planned(dict(data=4, expert=4, zero=dict(stage=3, placement="cuda")))
-    shared = planned(dict(data=4, expert=2, zero=dict(stage=3, placement="cuda")))
+    shared = planned(dict(data=4, expert=SPARSE, zero=dict(stage=3, placement="cuda")))
     experts = sum(p.numel() for name, p in MoE().named_parameters() if ".experts." in name)
     for plan, axes, copies in ((apart, ("data",), 1), (shared, ("data/2",), 2)):
         [reduced] = [t for t in plan.traffic if t.kind == "reduce_scatter" and t.axes != ("data",)] or [None]
@@ -74,6 +75,17 @@ def test_zero_shares_experts_over_the_ranks_that_have_copies() -> None:
         assert exchanged > 0 and plan.critical >= exchanged
 
 
+def test_an_all_gather_of_tokens_is_counted_with_the_room_that_it_takes() -> None:
+    """Each of two ranks sends all of its tokens, and has room for twice the rows of its experts."""
+    some, everyone = (planned(dict(data=2, expert=dict(size=2, exchange=how))) for how in ("all_to_all", "all_gather"))
+    tokens = ROWS // 2 * LENGTH
+    gathered = [t for t in everyone.traffic if t.kind == "all_gather"]
+    assert sum(t.bytes for t in gathered) >= 2 * 2 * tokens * HIDDEN * 4  # of two layers, forward and backward
+    assert {t.axes for t in gathered} == {("data",)} and "exchange_rows" not in {t.kind for t in everyone.traffic}
+    assert everyone.flops == pytest.approx(some.flops, rel=0.02)  # rows of nobody are not multiplied
+    assert everyone.memory.activations > some.memory.activations
+
+
 def test_seconds_count_the_way_to_the_experts() -> None:
     machine = MACHINES["h200x8"]
     spread = step_times(planned(dict(data=4, expert=4)), machine, "fp32")
@@ -82,6 +94,6 @@ def test_seconds_count_the_way_to_the_experts() -> None:
 
 
 def test_a_pipeline_of_mixtures_is_planned() -> None:
-    plan = planned(dict(data=2, pipeline=2, expert=2), factor=0.0)
+    plan = planned(dict(data=2, pipeline=2, expert=SPARSE), factor=0.0)
     assert {t.axes for t in plan.traffic if t.kind == "exchange_rows"} == {("data",)}
     assert plan.parameters == sum(p.numel() for p in MoE().parameters())

@@ -201,8 +201,8 @@ def _split(block: ExpertBlock, world: World, made: dict[Tensor, nn.Parameter]) -
                 place = Placement(shape=shape, axes=((),) * len(shape))
                 meta = ParameterMeta(mesh=mesh, placement=place, sum_axes=world.token_axes, own_sum_axes=True)
                 annotate(parameter, meta)
-    sharing = 1 if spec.expert is None else spec.expert.tensor
-    forward: Any = DispatchingForward(block, world.expert_group, sharing=sharing)
+    sharing, exchange = (1, "auto") if spec.expert is None else (spec.expert.tensor, spec.expert.exchange)
+    forward: Any = DispatchingForward(block, world.expert_group, sharing=sharing, exchange=exchange)
     block.experts.forward = forward
 
 

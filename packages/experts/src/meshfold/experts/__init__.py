@@ -11,7 +11,8 @@ from meshfold.experts.balance import (
     routing_sums,
     z_loss_of,
 )
-from meshfold.experts.dispatch import dispatch
+from meshfold.experts.dispatch import chosen_exchange, dispatch
+from meshfold.experts.expert_rows import ExpertRows
 from meshfold.experts.feed_forward import ExpertLayout, feed_forward
 from meshfold.experts.find import ExpertBlock, find_experts
 from meshfold.experts.grouped import grouped_matmul
@@ -34,6 +35,7 @@ __all__ = [
     "DispatchingForward",
     "ExpertBlock",
     "ExpertLayout",
+    "ExpertRows",
     "ExpertShard",
     "Experts",
     "MixtureOfExperts",
@@ -49,6 +51,7 @@ __all__ = [
     "SoftmaxRouter",
     "balance_loss",
     "balance_loss_of",
+    "chosen_exchange",
     "dispatch",
     "feed_forward",
     "find_experts",

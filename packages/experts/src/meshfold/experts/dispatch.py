@@ -2,8 +2,12 @@
 
 Experts lie in contiguous blocks on the ranks of a group. A token goes **once** to each other rank that has any of its experts.
 That rank runs them, weights their outputs and adds them up, and one row comes back. So a layer sends, forward, two rows of h
-elements for a token and a remote rank, whatever k is; backward sends the same. Beside them go the numbers of rows (one small
-all-to-all, the one place where the host waits for the device) and, with each row, its k weights and expert numbers.
+elements for a token and a remote rank, whatever k is; backward sends the same. Beside each row go its k weights and expert
+numbers. There are two exchanges (:mod:`meshfold.experts.ways`):
+
+- all-to-all: only rows that a rank works on are sent. Their numbers go ahead in one small all-to-all, and the host waits for them.
+- all-gather: all tokens go to all ranks, so sizes are known without an answer from the device. Rows of experts are counted on the
+  device alone; the host gives them room for the most there can be, :func:`chosen_exchange` says when that is little.
 
 Ranks may also share each expert, whose inner dim is then split over neighbours: a token goes to all of these, each gives a part
 of the output, and the parts add up where all that comes back does.
@@ -16,30 +20,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshfold.experts.counting import by_expert, expert_places, pairs_of, rank_places
-from meshfold.experts.exchange import Exchange
-from meshfold.experts.fp8_rows import pack, unpack
+from meshfold.experts.exchange import Exchange, send_back, send_routing
+from meshfold.experts.expert_rows import ExpertRows, RowSource, Run
+from meshfold.experts.ways import ToAll, ToSome, Way
 from meshfold.kernels import sum_rows, take_rows
-from meshfold.mesh import Group, SpecError, all_gather, all_to_all, exchange_rows
-from meshfold.mesh.collectives import adjoint_pair
-from meshfold.mesh.processes import is_simulated
+from meshfold.mesh import Group, SpecError, all_gather, all_to_all
+from meshfold.mesh.processes import is_simulated, start_largest
+from meshfold.mesh.spec import EXCHANGES
 
-Run = Callable[[Tensor, Tensor, Sequence[int] | None], Tensor]
-"""From rows [m, h] sorted by expert, ends [e] int32, and the numbers of rows where the host knows them, to outputs [m, h]."""
-WeighingRun = Callable[[Tensor, Tensor, Sequence[int] | None, Tensor], Tensor]
-"""The same with the weights [m] of the rows, to weighted outputs."""
+USED = 0.6
+"""Share of the rows of an all-gather that ranks must work on for it to be chosen."""
+ROOM = 2
+"""Most rows of experts, as a multiple of those expected, that are allocated unless asked for."""
 
 
 def dispatch(
     tokens: Tensor,
     index: Tensor,
     weights: Tensor,
-    run: Run | WeighingRun,
+    run: Run,
     *,
     experts: int,
     group: Group | None = None,
@@ -47,6 +53,7 @@ def dispatch(
     weighs: bool = False,
     fp8: bool = False,
     capacity: float | None = None,
+    exchange: str = "auto",
     meanwhile: Callable[[], object] | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts: ``[n, h] -> [n, h]``, n of each rank its own.
@@ -59,14 +66,15 @@ def dispatch(
         experts: the number of all experts; rank i of the group has the (i // sharing)-th of as many blocks as there are such.
         group: None, or a group of one rank: all experts are here, and nothing is sent.
         sharing: how many neighbouring ranks have parts of the same experts, whose outputs add up to these experts'.
-        weighs: ``run`` takes the weights of its rows too, and gives weighted outputs.
+        weighs: ``run`` is given the weights of its rows too, and gives weighted outputs.
         fp8: tokens travel in float8 with a scale each, and so do gradients of what comes back; sums in both directions do not.
         capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
             ranks; the outputs of further ones are left out. None: none are.
+        exchange: ``"all_to_all"``, ``"all_gather"``, or ``"auto"``, as :func:`chosen_exchange` has it; the same on all ranks.
         meanwhile: called once during the exchange, such as a shared expert; its backward overlaps with the exchange's, too.
 
     Raises:
-        SpecError: if the ranks do not divide the experts.
+        SpecError: if the ranks do not divide the experts, or for another exchange.
         ValueError: if the shapes do not fit, or ``sharing`` does not divide the ranks.
     """
     if tokens.dim() != 2 or index.dim() != 2 or index.shape != weights.shape or index.shape[0] != tokens.shape[0]:
@@ -79,8 +87,33 @@ def dispatch(
         raise ValueError(
             f"{ranks} ranks, of which {sharing} share each expert: the first number must be a multiple of the second"
         )
-    y: Tensor = _in_eager_code(tokens, index, weights, run, experts, group, sharing, weighs, fp8, capacity, meanwhile)
+    how = chosen_exchange(exchange, blocks=ranks // sharing, top_k=index.shape[1])
+    y: Tensor = _in_eager_code(
+        tokens, index, weights, run, experts, group, sharing, weighs, fp8, capacity, how, meanwhile
+    )
     return y
+
+
+def chosen_exchange(exchange: str, *, blocks: int, top_k: int) -> str:
+    """Return ``"all_to_all"`` or ``"all_gather"`` for an exchange that may be ``"auto"``.
+
+    ``"auto"`` is an all-gather where ranks work on most of its rows, 1 - (1 - 1/blocks)^k of them for experts at random, and where
+    the room for the most rows that experts may get is not much more than they get: ``blocks`` times as much.
+
+    Args:
+        exchange: one of ``EXCHANGES``.
+        blocks: how many ranks have different experts.
+        top_k: experts of a token.
+
+    Raises:
+        SpecError: for another word.
+    """
+    if exchange not in EXCHANGES:
+        raise SpecError(f"exchange={exchange!r}: write one of {', '.join(map(repr, EXCHANGES))}")
+    if exchange != "auto":
+        return exchange
+    used = 1 - (1 - 1 / blocks) ** top_k
+    return "all_gather" if used >= USED and blocks <= ROOM else "all_to_all"
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # sizes are known on the host alone, and Inductor of torch 2.11 fails on grouped matmuls
@@ -88,13 +121,14 @@ def _in_eager_code(
     tokens: Tensor,
     index: Tensor,
     weights: Tensor,
-    run: Run | WeighingRun,
+    run: Run,
     experts: int,
     group: Group | None,
     sharing: int,
     weighs: bool,
     fp8: bool,
     capacity: float | None,
+    exchange: str,
     meanwhile: Callable[[], object] | None,
 ) -> Tensor:
     """Do what :func:`dispatch` does, outside of compiled graphs."""
@@ -106,20 +140,93 @@ def _in_eager_code(
         if meanwhile is not None:
             meanwhile()
         return _here(tokens, index, weights, run, weighs, experts, index.numel(), None)
-    places, outgoing = rank_places(index, experts_each, ranks, sharing)
-    sends, receives, counts = _sizes(index, outgoing, experts_each, group, sharing)
-    pairs = pairs_of(places, sum(sends))
-    travelling = Exchange(group, sends, receives, fp8=fp8)
-    started = travelling.start(take_rows(tokens, pairs, places))
-    carried = take_rows(weights, pairs, places)
-    # Numbered from the first expert of the rank that receives them.
-    numbers = index.index_select(0, pairs // ranks) - (pairs % ranks // sharing * experts_each).unsqueeze(1)
-    arrived, mine = _Routing.apply(carried, numbers.to(torch.int32), group, sends, receives)
+    leave = _to_all if exchange == "all_gather" else _to_some
+    trip = leave(tokens, index, weights, experts_each, group, sharing)
+    travelling = Exchange(trip.way, fp8=fp8)
+    started = travelling.start(trip.tokens)
+    arrived, numbers = send_routing(trip.weights, trip.numbers, trip.way)
     if meanwhile is not None:
         meanwhile()
-    rows = travelling.finish(started)
-    partial = _here(rows, mine, arrived, run, weighs, experts_each, sum(counts), counts)
-    return sum_rows(_exchange(partial, group, receives, sends, fp8), pairs, places)
+    partial = _here(
+        travelling.finish(started),
+        numbers - trip.first if trip.first else numbers,
+        arrived,
+        run,
+        weighs,
+        experts_each,
+        trip.most,
+        trip.counts,
+        keeps=exchange == "all_to_all",
+    )
+    return trip.home(send_back(partial, trip.way, fp8=fp8))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Trip:
+    """Rows that are to go a way, and what the ranks that they go to must know.
+
+    Attributes:
+        way: how they travel.
+        tokens: [m, h].
+        weights, numbers: [m, k]: of their experts.
+        first: what to subtract from the numbers that arrive here: the first expert of this rank, if they count all experts.
+        most: rows that this rank's experts get at most.
+        counts: how many each of them gets, where the host knows them.
+        home: from the sums that come back to this rank's tokens.
+    """
+
+    way: Way
+    tokens: Tensor
+    weights: Tensor
+    numbers: Tensor
+    first: int
+    most: int
+    counts: Sequence[int] | None
+    home: Callable[[Tensor], Tensor]
+
+
+def _to_some(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, group: Group, sharing: int) -> _Trip:
+    """Send each rank the tokens that it works on."""
+    places, outgoing = rank_places(index, experts_each, group.size, sharing)
+    sends, receives, counts = _sizes(index, outgoing, experts_each, group, sharing)
+    pairs = pairs_of(places, sum(sends))
+    # Numbered from the first expert of the rank that receives them.
+    numbers = index.index_select(0, pairs // group.size) - (pairs % group.size // sharing * experts_each).unsqueeze(1)
+    return _Trip(
+        way=ToSome(group=group, sends=sends, receives=receives),
+        tokens=take_rows(tokens, pairs, places),
+        weights=take_rows(weights, pairs, places),
+        numbers=numbers.to(torch.int32),
+        first=0,
+        most=sum(counts),
+        counts=counts,
+        home=lambda sums: sum_rows(sums, pairs, places),
+    )
+
+
+def _to_all(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, group: Group, sharing: int) -> _Trip:
+    """Send all tokens to all ranks; those of a rank with fewer are filled up with tokens of no expert. No device is waited for."""
+    most = start_largest(tokens.shape[0], group)
+    own, each = index.shape
+    blocks = group.size // sharing
+    numbers = index.clamp(-1, experts_each * blocks).to(torch.int32)
+    rows = most()
+    more = rows - own
+    if more:
+        tokens, weights = (F.pad(x, (0, 0, 0, more)) for x in (tokens, weights))
+        numbers = F.pad(numbers, (0, 0, 0, more), value=-1)
+    way = ToAll(group=group, rows=rows)
+    pairs = way.arriving * each
+    return _Trip(
+        way=way,
+        tokens=tokens,
+        weights=weights,
+        numbers=numbers,
+        first=group.index // sharing * experts_each,
+        most=pairs,
+        counts=_evenly(pairs // blocks, experts_each) if index.is_meta else None,
+        home=lambda sums: sums[:own] if more else sums,
+    )
 
 
 def experts_of_each(experts: int, ranks: int) -> int:
@@ -164,22 +271,32 @@ def _here(
     tokens: Tensor,
     index: Tensor,
     weights: Tensor,
-    run: Any,
+    run: Run,
     weighs: bool,
     experts: int,
     rows: int,
     counts: Sequence[int] | None,
+    *,
+    keeps: bool = True,
 ) -> Tensor:
-    """Run experts that are all on this rank."""
+    """Run experts that are all on this rank. ``keeps``: the rows of tokens are kept for backward, not copied again there."""
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
     found = by_expert(index, experts, rows)
-    taken = take_rows(tokens, found.pairs, found.places)
-    if not weighs:
-        outputs = run(taken, found.ends, counts)
-        return sum_rows(outputs.to(tokens.dtype), found.pairs, found.places, weights)
-    of_rows = take_rows(weights.reshape(-1, 1), found.pairs, found.places.reshape(-1, 1)).squeeze(1)
-    return sum_rows(run(taken, found.ends, counts, of_rows).to(tokens.dtype), found.pairs, found.places)
+    pairs, places, filled = found.pairs, found.places, found.ends[-1:]
+    of_rows = None
+    if weighs:
+        of_rows = take_rows(weights.reshape(-1, 1), pairs, places.reshape(-1, 1), filled).squeeze(1)
+    outputs = run(
+        ExpertRows(
+            values=take_rows(tokens, pairs, places, filled),
+            ends=found.ends,
+            counts=counts,
+            weights=of_rows,
+            source=None if keeps else RowSource(tokens=tokens, pairs=pairs, places=places, filled=filled),
+        )
+    )
+    return sum_rows(outputs.to(tokens.dtype), pairs, places, None if weighs else weights, filled)
 
 
 def _sizes(
@@ -212,43 +329,3 @@ def _sizes(
 
 def _evenly(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
-
-
-def _exchange(rows: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int], fp8: bool) -> Tensor:
-    """Exchange rows; backward sends the gradients back, in float8 if asked to."""
-
-    def back(gradient: Tensor) -> Tensor:
-        if fp8:
-            return unpack(exchange_rows(pack(gradient), group, receives, sends).wait(), gradient.dtype)
-        return exchange_rows(gradient, group, receives, sends).wait()
-
-    return adjoint_pair(lambda x: exchange_rows(x, group, sends, receives).wait(), back)(rows)
-
-
-class _Routing(torch.autograd.Function):
-    """Sends the weights and the expert numbers of rows in one message; the gradients of the weights come back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, numbers: Tensor, group: Group, sends: Sequence[int], receives: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        ctx.way = group, sends, receives
-        size = weights.shape[1] * weights.element_size()
-        message = torch.cat([weights.contiguous().view(torch.uint8), numbers.contiguous().view(torch.uint8)], 1)
-        arrived = exchange_rows(message, group, sends, receives).wait()
-        theirs = _columns(arrived, size, message.shape[1], numbers.dtype)
-        if is_simulated():
-            theirs = numbers.clone()
-        ctx.mark_non_differentiable(theirs)
-        return _columns(arrived, 0, size, weights.dtype), theirs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dweights: Tensor, _: Tensor) -> Any:
-        group, sends, receives = ctx.way
-        return exchange_rows(dweights, group, receives, sends).wait(), None, None, None, None
-
-
-def _columns(message: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Return columns of bytes as numbers. A copy: a single row counts as contiguous, however its bytes are aligned."""
-    return message[:, begin:end].clone(memory_format=torch.contiguous_format).view(dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshfold.experts.expert_rows import ExpertRows, RowSource
 from meshfold.experts.grouped import grouped_matmul
 from meshfold.kernels import swiglu, weighted_swiglu
 
@@ -48,42 +50,31 @@ class ExpertLayout:
         return self.gate is swiglu and self.down_bias is None
 
 
-def feed_forward(
-    layout: ExpertLayout,
-    experts: nn.Module,
-    rows: Tensor,
-    ends: Tensor,
-    counts: Sequence[int] | None = None,
-    weights: Tensor | None = None,
-    *,
-    sharing: int = 1,
-) -> Tensor:
-    """Run each expert on its rows: ``[m, h] -> [m, h]``.
+def feed_forward(layout: ExpertLayout, experts: nn.Module, rows: ExpertRows, *, sharing: int = 1) -> Tensor:
+    """Run each expert on its rows: ``[m, h] -> [m, h]``, weighted if there are weights.
 
     Args:
         layout: of the parameters.
         experts: the module that has them; their dim 0 is e.
-        rows: sorted by expert.
-        ends: [e] int32: the row after the last of each expert.
-        counts: the same as numbers of rows, where the host knows them.
-        weights: [m], of the outputs of rows; None: not weighted. Only for a layout that :attr:`ExpertLayout.weighs`.
+        rows: with weights only for a layout that :attr:`ExpertLayout.weighs`.
         sharing: the experts have one of so many parts of their inner dim; each rank adds as small a part of the last bias.
     """
 
-    def linear(x: Tensor, weight: str, bias: str | None, parts: int = 1) -> Tensor:
+    def linear(x: Tensor, weight: str, bias: str | None, parts: int = 1, source: RowSource | None = None) -> Tensor:
         matrix: Tensor = experts.get_parameter(weight)
-        y = grouped_matmul(x, matrix if layout.transposed else matrix.transpose(1, 2), ends, counts)
+        turned = matrix if layout.transposed else matrix.transpose(1, 2)
+        y = grouped_matmul(x, turned, rows.ends, rows.counts, source)
         if bias is None:
             return y
-        shift = _of_rows(experts.get_parameter(bias), ends, x.shape[0])
+        shift = _of_rows(experts.get_parameter(bias), rows.ends, x.shape[0])
         return y + (shift if parts == 1 else shift / parts)
 
-    both = linear(rows, layout.gate_up, layout.gate_up_bias)
-    hidden = layout.gate(both) if weights is None else weighted_swiglu(both, weights)
+    both = linear(rows.values, layout.gate_up, layout.gate_up_bias, source=rows.source)
+    hidden = layout.gate(both) if rows.weights is None else weighted_swiglu(both, rows.weights, rows.filled)
     return linear(hidden, layout.down, layout.down_bias, sharing)
 
 
 def _of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
-    """Return the bias of each row's expert: ``[e, b] -> [m, b]``; rows after the last run have that of the last expert."""
+    """Return the bias of each row's expert: ``[e, b] -> [m, b]``; rows after the last run get zeros, and give no gradient."""
     expert = torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
-    return bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))
+    return F.pad(bias, (0, 0, 0, 1)).index_select(0, expert)

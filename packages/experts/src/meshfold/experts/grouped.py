@@ -15,18 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshfold.experts.expert_rows import RowSource
+from meshfold.kernels import take_rows
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+def grouped_matmul(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    counts: Sequence[int] | None = None,
+    source: RowSource | None = None,
+) -> Tensor:
     """Multiply the rows of each expert by its matrix: ``[m, a], [e, a, b] -> [m, b]``.
 
     Args:
         x: rows sorted by expert.
         weight: a matrix for each expert; a transposed view costs nothing.
-        ends: [e] int32: the row after the last of each expert. What rows after ``ends[-1]`` give is undefined.
+        ends: [e] int32: the row after the last of each expert. Rows after ``ends[-1]`` are not read; what they give is undefined.
         counts: rows of each expert, where the host knows them; spares the loop a synchronisation.
+        source: of x; backward copies x from it again, and only the source is kept.
 
     Returns:
         in the dtype of x; gradients of experts without rows are zero.
@@ -41,26 +51,36 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    y: Tensor = _Grouped.apply(x, weight, ends, counts)
-    return y
+    if source is None:
+        y: Tensor = _Grouped.apply(x, weight, ends, counts)
+        return y
+    again: Tensor = _Grouped.apply(x, weight, ends, counts, source.tokens, source.pairs, source.places)
+    return again
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-        ctx.save_for_backward(x, weight, ends)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None, *source: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(weight, ends, *(source or (x,)))
         ctx.counts = counts
         return _rows_times(x, weight, ends, counts)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, ends = ctx.saved_tensors
+        weight, ends, x, *taken_by = ctx.saved_tensors
         dy = dy.contiguous()
-        needs_x, needs_weight, _, _ = ctx.needs_input_grad
+        needs_x, needs_weight, *more = ctx.needs_input_grad
         dx = _rows_times(dy, weight.transpose(1, 2), ends, ctx.counts) if needs_x else None
-        dweight = _outer(x, dy, weight, ends, ctx.counts) if needs_weight else None
-        return dx, dweight, None, None
+        dweight = None
+        if needs_weight:
+            if taken_by:
+                pairs, places = taken_by
+                x = take_rows(x, pairs, places, ends[-1:])
+            dweight = _outer(x, dy, weight, ends, ctx.counts)
+        return dx, dweight, *(None for _ in more)
 
 
 def _rows_times(x: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:

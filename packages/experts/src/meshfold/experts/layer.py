@@ -49,7 +49,7 @@ class Experts(nn.Module):
             x,
             index,
             weights,
-            lambda rows, ends, counts, of_rows: feed_forward(self.layout, self, rows, ends, counts, of_rows),
+            lambda rows: feed_forward(self.layout, self, rows),
             experts=self.num_experts,
             weighs=True,
             capacity=self.capacity,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshfold.experts.dispatch import dispatch, experts_of_each
+from meshfold.experts.dispatch import chosen_exchange, dispatch, experts_of_each
+from meshfold.experts.expert_rows import ExpertRows
 from meshfold.experts.feed_forward import feed_forward
 from meshfold.experts.find import ExpertBlock
 from meshfold.mesh import Group, SpecError
@@ -51,7 +52,9 @@ class ShardedExperts:
             del self.block.experts.forward
 
 
-def shard_experts(block: ExpertBlock, group: Group | None = None, *, capacity: float | None = None) -> ShardedExperts:
+def shard_experts(
+    block: ExpertBlock, group: Group | None = None, *, capacity: float | None = None, exchange: str = "auto"
+) -> ShardedExperts:
     """Keep this rank's contiguous block of a block's experts, and let its forward dispatch tokens over the group.
 
     Each stacked parameter becomes a new ``nn.Parameter`` under its name with dim 0 of ``experts / ranks``; all else stays.
@@ -60,12 +63,14 @@ def shard_experts(block: ExpertBlock, group: Group | None = None, *, capacity: f
         block: of :func:`meshfold.experts.find_experts`.
         group: the ranks, each with tokens of its own; None or of one rank: parameters stay, and experts run by grouped matmul.
         capacity: see :func:`meshfold.experts.dispatch`; None: the one that the experts have, which is none for transformers'.
+        exchange: see :func:`meshfold.experts.dispatch`.
 
     Raises:
-        SpecError: if the ranks do not divide the experts, or the forward of the experts has been replaced.
+        SpecError: if the ranks do not divide the experts, the forward of the experts has been replaced, or for another exchange.
     """
     ranks, index = (1, 0) if group is None else (group.size, group.index)
     each = experts_of_each(block.num_experts, ranks)
+    chosen_exchange(exchange, blocks=ranks, top_k=1)
     experts = block.experts
     if "forward" in experts.__dict__:
         raise SpecError(
@@ -79,7 +84,7 @@ def shard_experts(block: ExpertBlock, group: Group | None = None, *, capacity: f
             part = parameter.detach().narrow(0, index * each, each).clone()
             experts.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         shards.append(ExpertShard(name=qualified, offset=index * each, shape=(each, *whole[1:]), whole=whole))
-    forward = DispatchingForward(block, group, capacity)
+    forward = DispatchingForward(block, group, capacity, exchange=exchange)
     experts.forward = forward
     return ShardedExperts(block, group, tuple(shards), forward)
 
@@ -94,16 +99,22 @@ class DispatchingForward:
     """
 
     def __init__(
-        self, block: ExpertBlock, group: Group | None, capacity: float | None = None, sharing: int = 1
+        self,
+        block: ExpertBlock,
+        group: Group | None,
+        capacity: float | None = None,
+        sharing: int = 1,
+        exchange: str = "auto",
     ) -> None:
         """Args:
         block: whose experts they are.
         group: the ranks; None for this one alone.
         sharing: how many neighbours in the group have parts of the same experts, along their inner dim.
         capacity: see :func:`meshfold.experts.dispatch`; None: the one that the experts have.
+        exchange: see :func:`meshfold.experts.dispatch`.
         """
         self.experts, self.layout, self.number, self.group = block.experts, block.layout, block.num_experts, group
-        self.sharing, self.fp8 = sharing, False
+        self.sharing, self.fp8, self.exchange = sharing, False, exchange
         own = getattr(block.experts, "capacity", None)
         self.capacity = own if capacity is None and isinstance(own, int | float) else capacity
 
@@ -125,8 +136,9 @@ class DispatchingForward:
             weighs=self.layout.weighs,
             fp8=self.fp8,
             capacity=self.capacity,
+            exchange=self.exchange,
             meanwhile=meanwhile,
         )
 
-    def _run(self, rows: Tensor, ends: Tensor, counts: Sequence[int] | None, weights: Tensor | None = None) -> Tensor:
-        return feed_forward(self.layout, self.experts, rows, ends, counts, weights, sharing=self.sharing)
+    def _run(self, rows: ExpertRows) -> Tensor:
+        return feed_forward(self.layout, self.experts, rows, sharing=self.sharing)

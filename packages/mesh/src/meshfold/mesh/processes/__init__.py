@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshfold.mesh.processes._bootstrap import STOPPED_CODE, refusal_sentence, run_program
 from meshfold.mesh.processes.environment import Environment, watchdog_settings
+from meshfold.mesh.processes.host_numbers import start_largest
 from meshfold.mesh.processes.launcher import launch, launch_node
 from meshfold.mesh.processes.process_group import (
     DEFAULT_TIMEOUT,
@@ -39,5 +40,6 @@ __all__ = [
     "running_world",
     "start",
     "start_fake",
+    "start_largest",
     "watchdog_settings",
 ]

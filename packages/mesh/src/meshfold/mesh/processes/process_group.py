@@ -180,12 +180,13 @@ def running_world() -> RunningWorld | None:
     return RunningWorld(rank=dist.get_rank(), size=dist.get_world_size()) if is_started() else None
 
 
-def create_group(ranks: tuple[int, ...], purpose: str = "") -> Any:
+def create_group(ranks: tuple[int, ...], purpose: str = "", backend: str | None = None) -> Any:
     """Return a process group of the ranks; each of them must call, the others need not.
 
     Args:
         ranks: global ranks, ascending.
         purpose: another purpose makes another group of the same ranks, whose messages do not wait for each other's.
+        backend: as for :func:`new_group`.
 
     Raises:
         LaunchError: without running processes.
@@ -204,8 +205,15 @@ def create_group(ranks: tuple[int, ...], purpose: str = "") -> Any:
         return dist.group.WORLD
     if (ranks, purpose) not in _made:
         name = " ".join(filter(None, ("mesh", "-".join(map(str, ranks)), purpose)))
-        _made[ranks, purpose] = new_group(ranks, name)
+        _made[ranks, purpose] = new_group(ranks, name, backend)
     return _made[ranks, purpose]
+
+
+def host_group(ranks: tuple[int, ...]) -> Any:
+    """Return a process group of the ranks over gloo, which does not wait for their devices; each of them must call."""
+    if dist.get_backend() == dist.Backend.GLOO:
+        return create_group(ranks)
+    return create_group(ranks, "hosts", dist.Backend.GLOO)
 
 
 def group_name(handle: Any) -> str:
@@ -213,7 +221,7 @@ def group_name(handle: Any) -> str:
     return str(handle.group_name)
 
 
-def new_group(ranks: Sequence[int], name: str) -> Any:
+def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Any:
     """Return a process group of these ranks under a name of its own; only they call.
 
     ``torch.distributed.new_group`` either wants all ranks of the world to call in one order, or (local
@@ -223,6 +231,7 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
     Args:
         ranks: global ranks in group order; this process's is among them.
         name: the same on all of them, and never used before in this job, not even for a group destroyed since.
+        backend: what carries its messages; None: what carries those of all ranks.
 
     Raises:
         LaunchError: if one of them does not come; where a watchdog looks, a CollectiveError that says why.
@@ -231,12 +240,12 @@ def new_group(ranks: Sequence[int], name: str) -> Any:
     members, rank = list(ranks), dist.get_rank()
     with flight_recorder.meeting("the making of a process group", members, rank, name):
         meet_members(members, name)
-        backend, store = c10d._world.pg_map[c10d._get_default_group()]
+        own, store = c10d._world.pg_map[c10d._get_default_group()]
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(rank),
             members,
-            dist.Backend(backend),
+            dist.Backend(own if backend is None else backend),
             store,
             c10d.GroupName(name),
             timeout=call_limit(),

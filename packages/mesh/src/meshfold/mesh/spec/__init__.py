@@ -11,7 +11,7 @@ from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec import argument_checks
 from meshfold.mesh.spec.argument_checks import reject_unknown_arguments, signature_mismatch
 from meshfold.mesh.spec.entry import format_value, join_choices
-from meshfold.mesh.spec.expert import ExpertSpec
+from meshfold.mesh.spec.expert import EXCHANGES, ExpertSpec
 from meshfold.mesh.spec.parallel import ParallelSpec, is_importable
 from meshfold.mesh.spec.pipeline import PipelineSpec
 from meshfold.mesh.spec.sequence import SequenceSpec
@@ -20,6 +20,7 @@ from meshfold.mesh.spec.text import UNITS, format_bytes, format_table, parse_byt
 from meshfold.mesh.spec.zero import ZeroSpec
 
 __all__ = [
+    "EXCHANGES",
     "UNITS",
     "ExpertSpec",
     "ParallelSpec",

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec.entry import Entry, divisors, join_choices
 
-KEYS = ("size", "tensor")
+KEYS = ("size", "tensor", "exchange")
+EXCHANGES = ("auto", "all_to_all", "all_gather")
+"""How tokens come to their experts' ranks: only those that a rank works on, or all of them without a wait of the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +26,16 @@ class ExpertSpec:
     Attributes:
         size: ranks that hold different experts.
         tensor: ranks that share each expert: its inner dim is split over them.
+        exchange: how tokens travel: one of ``EXCHANGES``.
     """
 
     size: int
     tensor: int = 1
+    exchange: str = "auto"
 
     @classmethod
     def parse(cls, value: object) -> ExpertSpec:
-        """Check ``4`` or a dict with the keys size and tensor. Raises SpecError."""
+        """Check ``4`` or a dict with the keys size, tensor and exchange. Raises SpecError."""
         entry = Entry(name="expert", value=value)
         if isinstance(value, int):
             return cls(size=entry.count("expert", value, 2))
@@ -39,11 +43,17 @@ class ExpertSpec:
         if "size" not in fields:
             raise entry.error("size is missing.", "Write size=2 to spread experts over two ranks.")
         tensor = entry.count("tensor", fields["tensor"], 2) if "tensor" in fields else 1
-        return cls(size=entry.count("size", fields["size"], 2), tensor=tensor)
+        exchange = entry.choice("exchange", fields.get("exchange", "auto"), EXCHANGES)
+        return cls(size=entry.count("size", fields["size"], 2), tensor=tensor, exchange=exchange)
 
     def to_dict(self) -> dict[str, object]:
         """Return the entry that parses to this."""
-        return {"size": self.size, **({"tensor": self.tensor} if self.tensor > 1 else {})}
+        found: dict[str, object] = {"size": self.size}
+        if self.tensor > 1:
+            found["tensor"] = self.tensor
+        if self.exchange != "auto":
+            found["exchange"] = self.exchange
+        return found
 
     @property
     def ranks(self) -> int:

@@ -1,0 +1,60 @@
+"""Rows of tokens as experts get them: sorted by expert, perhaps with room to spare behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+from meshfold.kernels import take_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSource:
+    """Where rows are copied from, so that they need not be kept: backward copies them again.
+
+    Attributes:
+        tokens: [n, h].
+        pairs, places: as for :func:`meshfold.kernels.take_rows`.
+        filled: [1] int32: the number of rows that are copied.
+    """
+
+    tokens: Tensor
+    pairs: Tensor
+    places: Tensor
+    filled: Tensor
+
+    def rows(self) -> Tensor:
+        """Copy the rows: ``[n, h] -> [m, h]``."""
+        return take_rows(self.tokens, self.pairs, self.places, self.filled)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRows:
+    """What experts work on.
+
+    Attributes:
+        values: [m, h], sorted by expert. Rows after ``ends[-1]`` may be anything, NaN too: outputs there are not read, and no
+            gradient comes from them.
+        ends: [e] int32, on the device: the row after the last of each expert.
+        counts: the numbers of rows, where the host knows them; else None.
+        weights: [m]: of the outputs, for experts that weigh them; else None. Undefined where ``values`` are.
+        source: of ``values``, if these are better copied again in backward than kept.
+    """
+
+    values: Tensor
+    ends: Tensor
+    counts: Sequence[int] | None = None
+    weights: Tensor | None = None
+    source: RowSource | None = field(default=None, repr=False)
+
+    @property
+    def filled(self) -> Tensor:
+        """[1] int32, on the device: the number of rows that are someone's."""
+        return self.ends[-1:]
+
+
+Run: TypeAlias = Callable[[ExpertRows], Tensor]
+"""From rows to outputs [m, h]; weighted ones if it is given weights."""
