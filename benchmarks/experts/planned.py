@@ -8,19 +8,17 @@ import torch
 from torch import nn
 
 
-def spec_of(ranks: int, stage: int) -> dict[str, Any]:
-    """Return the spec of ours: experts over all ranks, everything on the GPU."""
-    return dict(data=ranks, expert=dict(size=ranks), zero=dict(stage=stage, placement="cuda"))
+def spec_of(ranks: int, name: str) -> dict[str, Any]:
+    """Return the spec of a contestant of ours, by its name: experts over all ranks, everything on the GPU.
 
-
-def stage_of(name: str) -> int:
-    """Return the stage of ``zero`` that a contestant of ours names; 3 by default.
-
-    >>> stage_of("ours, stage 1"), stage_of("ours, compiled")
-    (1, 3)
+    >>> spec_of(2, "ours, stage 1")["zero"]["stage"], spec_of(2, "ours, all_to_all")["expert"]
+    (1, {'size': 2, 'exchange': 'all_to_all'})
     """
     _, _, stage = name.partition("stage ")
-    return int(stage[:1]) if stage else 3
+    expert: dict[str, Any] = dict(size=ranks)
+    if name.endswith("all_to_all"):
+        expert["exchange"] = "all_to_all"
+    return dict(data=ranks, expert=expert, zero=dict(stage=int(stage[:1]) if stage else 3, placement="cuda"))
 
 
 def model_of(model: dict[str, Any], length: int, dtype: str) -> nn.Module:
@@ -44,7 +42,7 @@ def planned_bytes(work: dict[str, Any], model: dict[str, Any], name: str) -> int
 
     memory = plan_memory(
         lambda: model_of(model, work["length"], work["dtype"]),
-        spec_of(work["ranks"], stage_of(name)),
+        spec_of(work["ranks"], name),
         batch_size=work["rows"],
         seq_len=work["length"],
         precision="bf16" if work["dtype"] == "bfloat16" else "fp32",

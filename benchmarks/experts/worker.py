@@ -14,7 +14,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
-from benchmarks.experts.planned import model_of, spec_of, stage_of
+from benchmarks.experts.planned import model_of, spec_of
 
 Step = Callable[[], Tensor]
 
@@ -40,7 +40,7 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
         model = model_of(job["model"], job["length"], job["dtype"])
     engine = Engine(
         model,
-        spec_of(job["ranks"], stage_of(job["contestant"])),
+        spec_of(job["ranks"], job["contestant"]),
         precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
         clip_grad_norm=1.0,
         optimizer=dict(name="adamw", lr=1e-6, weight_decay=0.01),
@@ -74,6 +74,7 @@ def torchtitan(job: dict[str, Any], *, compiled: bool) -> Step:
 
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "ours": ours,
+    "ours, all_to_all": ours,
     "ours, stage 1": ours,
     "ours, kernels off": lambda job: ours(job, kernels="off"),
     "ours, compiled": lambda job: ours(job, compile=dict(backend=job["backend"])),
