@@ -13,7 +13,7 @@ from meshfold.kernels import take_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSource:
-    """Where rows are copied from, so that they need not be kept: backward copies them again.
+    """The tokens that rows are copied from: backward copies them again, so that they need not be kept.
 
     Attributes:
         tokens: [n, h].
@@ -33,7 +33,7 @@ class RowSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRows:
-    """What experts work on.
+    """The rows that experts work on.
 
     Attributes:
         values: [m, h], sorted by expert. Rows after ``ends[-1]`` may be anything, NaN too: outputs there are not read, and no

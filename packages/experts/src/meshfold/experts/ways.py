@@ -17,7 +17,7 @@ from meshfold.mesh import Group, Pending, all_gather, all_to_all, exchange_rows
 
 
 class Way(Protocol):
-    """How rows travel.
+    """A way of rows to the ranks of their experts and back.
 
     Attributes:
         arriving: the number of rows that come to this rank.
