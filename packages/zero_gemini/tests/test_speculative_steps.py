@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -22,6 +23,8 @@ from meshfold.mesh.testing import run_on_ranks
 from meshfold.zero_gemini import ChunkPlacement, Gemini, Memory
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.states import BackwardRole
+from meshfold.zero_gemini.memory.copies import Arrival
+from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker
 from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
 
 PLACEMENTS = {
@@ -36,6 +39,53 @@ PLACEMENTS = {
 STEPS = 9
 CLIPPED = 4
 """The step in which the norm is over its bound."""
+
+
+def in_turn(ready: dict[str, bool], *, device: bool = False) -> list[str]:
+    """In which order steps are done that were accepted as a, b, c while the thread that does them was busy."""
+    worker, go, log = Worker(), threading.Event(), list[str]()
+
+    def on_device(name: str) -> Arrival:
+        go.wait()
+        log.append(name)
+        return Arrival()
+
+    def work(name: str) -> None:
+        log.append(name)
+
+    def waits() -> None:
+        go.wait()
+
+    chunks = {name: cast(Chunk, object()) for name in ready}
+    busy = cast(Chunk, object())
+    worker.submit({busy: Halves(waits)}, [])
+    for name, there in ready.items():
+        through = partial(on_device, name) if device else None
+        worker.submit_first(chunks[name], Halves(partial(work, name), on_device=through, is_ready=partial(bool, there)))
+    go.set()
+    for chunk in (busy, *chunks.values()):
+        worker.wait_parameters(chunk)
+    worker.close()
+    return log
+
+
+def test_the_step_of_the_last_gradient_goes_first() -> None:
+    """Forward needs its parameters first; in the order of gradients it would wait for all others."""
+    assert in_turn(dict(a=True, b=True, c=True)) == ["c", "b", "a"]
+    assert in_turn(dict(a=True, b=True, c=False)) == ["b", "a", "c"]
+    assert in_turn(dict(a=False, b=False)) == ["a", "b"]
+    assert sorted(in_turn(dict(a=True, b=True, c=True), device=True)) == ["a", "b", "c"]  # once each
+
+
+def test_a_gradient_that_cannot_come_is_reported_by_its_own_step() -> None:
+    def fails() -> Any:
+        raise RuntimeError("of the device")
+
+    worker, chunk = Worker(), cast(Chunk, object())
+    worker.submit_first(chunk, Halves(fails, is_ready=fails))
+    with pytest.raises(RuntimeError, match="of the device"):
+        worker.wait_parameters(chunk)
+    worker.close()
 
 
 def placements_of(kind: str) -> Callable[[Any], list[ChunkPlacement]]:

@@ -255,8 +255,8 @@ class ChunkGradient:
         block, self._here, self.shard = self._here, None, None
         return block
 
-    def arrival(self) -> Callable[[], None]:
-        """Return a function that waits until the shard is on the host, as :meth:`finish` does."""
+    def arrival(self) -> Arrival:
+        """Return what waits until the shard is on the host, as :meth:`finish` does."""
         return Arrival(self._sent)
 
     def on_its_way(self) -> Callable[[], None]:

@@ -31,6 +31,7 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.errors import Faults, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.memory.arena import MemoryTier
+from meshfold.zero_gemini.memory.copies import Arrival
 from meshfold.zero_gemini.optimizer.adam_parameters import AdamValues
 from meshfold.zero_gemini.optimizer.adam_state import Held
 from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker
@@ -236,9 +237,7 @@ class AdamStepper(AdamValues):
         self.drop_speculative()
         self._groups = self._groups_of()
 
-    def try_step(
-        self, chunk: Chunk, gradient: Tensor, used: set[str], *, factor: float, ready: Callable[[], None]
-    ) -> bool:
+    def try_step(self, chunk: Chunk, gradient: Tensor, used: set[str], *, factor: float, ready: Arrival) -> bool:
         """Step a chunk speculatively in parallel with compute: kept if :meth:`step` is called with the same arguments.
 
         Args:
@@ -246,7 +245,7 @@ class AdamStepper(AdamValues):
             gradient: its shard on the host.
             used: names of the parameters that have a gradient.
             factor: expected factor of the gradient.
-            ready: returns when the gradient is ready; called in another thread.
+            ready: of the gradient on the host; waited for in another thread.
 
         Returns:
             True if possible: the chunk has a shadow copy, and all of it is stepped alike.

@@ -5,6 +5,10 @@ the host is stepped *just in time*: its parameters right before the next forward
 comes before it; its moments after all parameters, while the device runs backward. Both halves together give the bits of
 the plain step. A chunk that is stepped at once has no second half.
 
+Speculative steps begin in the backward, and what is left of them overlaps with the next forward. Backward completes gradients in
+the reverse of the order in which forward needs parameters, so of these the last goes first. In the order of their gradients the
+first chunk of the forward would wait for all others, and then the cores for the next backward.
+
 One thread uses the cores. If the device steps some of the host's chunks, another thread feeds it: each takes the next
 chunk when it is free.
 """
@@ -34,12 +38,14 @@ class Halves(NamedTuple):
         on_device: instead of both, or of the first: starts it on the device, and returns what waits for its end; None if
             impossible.
         device_does_all: ``on_device`` replaces both.
+        is_ready: returns True if what it reads is there.
     """
 
     parameters: Work
     moments: Work | None = None
     on_device: Callable[[], Arrival] | None = None
     device_does_all: bool = True
+    is_ready: Callable[[], bool] = lambda: True
 
 
 class Worker:
@@ -54,6 +60,7 @@ class Worker:
         self._parameters: dict[Chunk, Future[Arrival | None]] = {}
         self._moments: dict[Chunk, Future[None]] = {}
         self._rest: list[Future[None]] = []
+        self._latest = _Latest()
         self._failure: BaseException | None = None
 
     @property
@@ -70,19 +77,35 @@ class Worker:
             then: called after all.
         """
         pool = self._started()
-        self._rest = [rest for rest in self._rest if not rest.done() or rest.exception() is not None]
         self._parameters.update({chunk: Future() for chunk in steps})
         deal = _Deal(steps, self._parameters)
         pool.submit(deal.to_cores)
         if any(halves.on_device for halves in steps.values()):
-            if self._feeder is None:
-                self._feeder = ThreadPoolExecutor(1, "meshfold-feed")
-            self._rest.append(self._feeder.submit(deal.to_device))
+            self._feed(deal.to_device)
         for chunk in backward:
             if steps[chunk].moments is not None:
                 self._moments[chunk] = pool.submit(deal.moments, chunk)
         if then is not None:
             self._rest.append(pool.submit(then))
+
+    def submit_first(self, chunk: Chunk, step: Halves) -> None:
+        """Accept the step of a chunk, to be done before those accepted here earlier that have not begun.
+
+        Of these, steps that are not ready are begun only if none is: the one accepted first.
+        """
+        pool = self._started()
+        future = self._parameters[chunk] = Future()
+        self._latest.add(step, future)
+        pool.submit(self._latest.to_cores)
+        if step.on_device is not None:
+            self._feed(self._latest.to_device)
+
+    def _feed(self, work: Work) -> None:
+        """Queue work for the thread that feeds the device."""
+        if self._feeder is None:
+            self._feeder = ThreadPoolExecutor(1, "meshfold-feed")
+        self._rest = [rest for rest in self._rest if not rest.done() or rest.exception() is not None]
+        self._rest.append(self._feeder.submit(work))
 
     def is_done(self, chunk: Chunk) -> bool:
         """Return True if the chunk's parameters are ready, so that a wait returns at once."""
@@ -186,10 +209,53 @@ class _Deal:
         return None
 
     def _do(self, chunk: Chunk, work: Callable[[], Arrival | None]) -> None:
-        try:
-            self._done[chunk].set_result(work())
-        except BaseException as error:
-            self._done[chunk].set_exception(error)
+        _fulfil(self._done[chunk], work)
+
+
+class _Latest:
+    """Steps of chunks, of which the one accepted last goes first; each call of the cores or the device takes one."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Halves, Future[Arrival | None]]] = []
+        self._lock = threading.Lock()
+
+    def add(self, step: Halves, done: Future[Arrival | None]) -> None:
+        """Accept a step; ``done`` is set as by :class:`_Deal`."""
+        with self._lock:
+            self._left.append((step, done))
+
+    def to_cores(self) -> None:
+        """Let the cores take one, if one is left."""
+        if (taken := self._next(on_device=False)) is not None:
+            step, done = taken
+            _fulfil(done, step.parameters)
+
+    def to_device(self) -> None:
+        """Let the device take one, if one is left that it can step."""
+        if (taken := self._next(on_device=True)) is not None:
+            step, done = taken
+            assert step.on_device is not None  # _next chose it
+            _fulfil(done, step.on_device)
+
+    def _next(self, *, on_device: bool) -> tuple[Halves, Future[Arrival | None]] | None:
+        with self._lock:
+            able = [i for i, (step, _) in enumerate(self._left) if not on_device or step.on_device is not None]
+            ready = [i for i in able if _is_ready(self._left[i][0])]
+            return self._left.pop(ready[-1] if ready else able[0]) if able else None
+
+
+def _is_ready(step: Halves) -> bool:
+    try:
+        return step.is_ready()
+    except Exception:  # of the device: the step's own wait raises it where it is reported
+        return True
+
+
+def _fulfil(future: Future[Arrival | None], work: Callable[[], Arrival | None]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def threads_for_steps(there: int) -> int:

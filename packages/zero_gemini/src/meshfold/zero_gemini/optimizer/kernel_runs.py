@@ -142,7 +142,7 @@ class ChunkStep:
         """Return True if another step of the same chunk would change the same elements to the same bits."""
         return self.runs == other.runs and float(self.factor) == float(other.factor)
 
-    def speculative(self, ready: Work, wanted: Callable[[], bool], streaming: GpuStreaming | None = None) -> Halves:
+    def speculative(self, ready: Arrival, wanted: Callable[[], bool], streaming: GpuStreaming | None = None) -> Halves:
         """Run all of it into the shadow copy, which may become current; the runs must cover the whole shard.
 
         Args:
@@ -175,7 +175,8 @@ class ChunkStep:
             ready()
             return self._on_device(streaming, speculative=True)
 
-        return Halves(work, on_device=None if streaming is None else partial(through, streaming))
+        on_device = None if streaming is None else partial(through, streaming)
+        return Halves(work, on_device=on_device, is_ready=lambda: not wanted() or ready.is_over())
 
     @torch.no_grad()
     def _on_device(self, streaming: GpuStreaming, *, speculative: bool = False) -> Arrival:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.memory.copies import Arrival
 from meshfold.zero_gemini.optimizer.cpu_executor import Worker
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
@@ -38,17 +39,17 @@ class SpeculativeUpdates:
         """Chunks whose speculative step is still open."""
         return self._open.keys()
 
-    def begin(self, chunk: Chunk, step: ChunkStep, ready: Callable[[], None], streaming: GpuStreaming | None) -> None:
+    def begin(self, chunk: Chunk, step: ChunkStep, ready: Arrival, streaming: GpuStreaming | None) -> None:
         """Make a step of a chunk that has a shadow copy, and no open or kept step.
 
         Args:
             chunk: which.
             step: of all its shard.
-            ready: returns when the gradient is ready.
+            ready: of the gradient on the host.
             streaming: GPU streaming that may step it.
         """
         self._open[chunk] = update = _SpeculativeUpdate(step)
-        self._worker.submit({chunk: step.speculative(ready, update.is_wanted, streaming)}, [])
+        self._worker.submit_first(chunk, step.speculative(ready, update.is_wanted, streaming))
 
     def keep(self, steps: Mapping[Chunk, ChunkStep]) -> set[Chunk]:
         """Return the chunks whose speculative step equals the real one; drop those of all others."""
