@@ -123,7 +123,7 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
         OURS: lambda: ours(OURS, model("own"), options),
         f"{OURS} compiled": lambda: ours(f"{OURS} compiled", model("own"), options, compile=options.backend),
         **{f"{OURS} {form} compiled": partial(packed, form, options) for form in ("int8", "fp8", "int4")},
-        f"{OURS} products": lambda: ours(f"{OURS} products", model("own"), options, products=True),
+        f"{OURS} plain": lambda: ours(f"{OURS} plain", model("own"), options, plain=True),
         **{f"{OURS} {form}": partial(packed, form, options, compiled=False) for form in ("int8", "fp8", "int4")},
         ON_THEIRS: lambda: ours(ON_THEIRS, model("theirs"), options),
         f"{ON_THEIRS} compiled": lambda: ours(
@@ -183,10 +183,8 @@ def profile(contestants: Sequence[Contestant], options: argparse.Namespace) -> N
             print(f"{spent / options.new:9.2f} µs {count / options.new:7.2f} x {key[:110]}")
 
 
-def ours(
-    name: str, model: nn.Module, options: argparse.Namespace, products: bool = False, **settings: Any
-) -> Contestant:
-    """Return our generator over a model."""
+def ours(name: str, model: nn.Module, options: argparse.Namespace, plain: bool = False, **settings: Any) -> Contestant:
+    """Return our generator over a model; ``plain``: without the kernels of a single row."""
     from meshfold.inference import Generator, Sampling
 
     room = options.batch * (-(-(options.prompt + options.new) // options.page_size) + 1) * options.page_size
@@ -199,8 +197,8 @@ def ours(
         ahead=options.ahead,
         **settings,
     )
-    if products:
-        generator.runner.products = True  # type: ignore[attr-defined]
+    if plain:
+        generator.runner.row_kernels = None  # type: ignore[attr-defined]
     sampling = Sampling(temperature=0.0, max_new_tokens=options.new)
     given = prompts(options).tolist()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meshfold.kernels import PackedWeight, largest_magnitudes, pack_weight
+from meshfold.kernels import PackedWeight, RowWeight, largest_magnitudes, pack_weight, row_product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
@@ -84,6 +84,11 @@ def test_what_stands_around_a_product(form: str) -> None:
         given = [(each.codes, bias, each.scale, each.zero) for each, bias in zip(made, biases, strict=True)]
     normed = F.rms_norm(x.double(), (k,), gain.double(), 1e-5)
     gate, up = (F.linear(normed, exact[i], biases[i].double()) for i in (0, 1))
-    found = product(x, *given[1], gate=given[0], norm=(gain, 1e-5), add=residual)
+    layers = [RowWeight(*each) for each in given]
+    there = [RowWeight(*(part if part is None else part.cpu() for part in layer)) for layer in layers]
     wanted = F.silu(gate) * up + residual.double()
-    assert float((found.double() - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    for found in (
+        product(x, *layers[1], gate=layers[0], norm=(gain, 1e-5), add=residual),
+        row_product(x.cpu(), there[1], gate=there[0], norm=(gain.cpu(), 1e-5), add=residual.cpu()),  # the reference
+    ):
+        assert float((found.cpu().double() - wanted.cpu()).abs().max() / wanted.abs().max()) < 1e-5

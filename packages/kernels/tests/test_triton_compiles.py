@@ -88,12 +88,15 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     made = Compiler()
     monkeypatch.setattr(row_product_triton, "launch", made.launch)
     x, w = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.zeros(4096, 4096)
-    K.row_product(x, w.bfloat16(), w[0].bfloat16())
+    product = row_product_triton.product
+    product(x, w.bfloat16(), w[0].bfloat16(), norm=(x[0], 1e-5), add=x)
     for form in K.PACKED_FORMATS:
         packed = K.pack_weight(w, form, 128, K.largest_magnitudes(w, form, 128))
         for scale in (packed.scale, torch.zeros(4096, 32)):
             for zero in (None, scale.to(torch.uint8)):
-                K.row_product(x, packed.codes, None, scale, zero)
+                layer = K.RowWeight(packed.codes, None, scale, zero)
+                product(x, *layer)
+                product(x, *layer, gate=layer, norm=(x[0], 1e-5))
     assert made.compiled == {"row_product._product", "row_product._product_int4"}
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,9 @@ from meshfold.inference.cache import Chunk, LayerShape, PagedLayer, Pool, Rows
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
 from meshfold.inference.routing import head_of, routed
+from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
-from meshfold.kernels import one_row_products
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.tracking import without_tracking
@@ -61,10 +62,8 @@ class PagedForward:
 
     Attributes:
         pool: keys and values of this rank.
-        products: one sequence that goes on alone is multiplied with weights by a Triton kernel on a GPU.
+        row_kernels: of a sequence that goes on alone, on a GPU; None where they are not used.
     """
-
-    products = False
 
     def __init__(
         self,
@@ -101,6 +100,9 @@ class PagedForward:
         self.pool = Pool(shapes, pages, size, device)
         self._blocks = CompiledBlocks(model, self._number, compile) if compile else None
         self._paged = {layer: self.pool.layer(number) for layer, number in self._number.items()} if compile else {}
+        self.row_kernels: RowKernels | None = None
+        if device.type == "cuda" and not compile and find_spec("triton") is not None:
+            self.row_kernels = RowKernels(model, head_of(model))
         self._check()
 
     @contextmanager
@@ -112,8 +114,8 @@ class PagedForward:
                 stack.enter_context(ready(self.model, eager=False))
             else:
                 stack.enter_context(ready(self.model))
-            if single and self.products:
-                stack.enter_context(one_row_products(self.model))
+            if single and self.row_kernels is not None:
+                stack.enter_context(self.row_kernels.entered())
             stack.enter_context(routed(self.model, self._attend, self._paged if compiled else None))
             stack.enter_context(without_tracking())
             head = head_of(self.model)
@@ -261,6 +263,11 @@ class PagedForward:
             for step in steps:
                 ids, rows, _ = self.batch(step)
                 found.append(self.logits(ids, rows)[: step.spans[0].count])
+        if self.row_kernels is not None and self._multiple == 1:
+            with self.entered(single=True):
+                again = self.logits(ids, rows)
+            if not _distance(again, found[-1]) < (1e-3 if again.dtype == torch.float32 else 0.05):
+                self.row_kernels = None  # its norms and layers are not what their names say
         with ready(self.model), without_tracking():
             ids = torch.tensor([request.prompt], device=self.device).expand(self._multiple, -1)
             options = {} if getattr(self.model, "caches_keys", False) else {"use_cache": False}
@@ -268,12 +275,17 @@ class PagedForward:
             expected = getattr(output, "logits", output)[0].float()
         for layer in self.pool.layers:
             layer.zero_()
-        error = float((torch.cat(found).float() - expected).norm() / expected.norm().clamp(min=1e-30))
+        error = _distance(torch.cat(found), expected)
         if not error < (1e-2 if self.pool.layers[0].dtype in (torch.float32, torch.float64) else 0.3):
             raise SpecError(
                 f"{type(self.model).__name__}: logits by pages differ from the model's own by {error:.1%}: "
                 "something besides causal attention mixes its tokens"
             )
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the norm of a difference by that of b."""
+    return float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
 
 
 @dataclass

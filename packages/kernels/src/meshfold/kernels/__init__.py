@@ -96,7 +96,7 @@ from meshfold.kernels.packed_weight import (
 )
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
-from meshfold.kernels.row_product import one_row_products, row_product
+from meshfold.kernels.row_product import RowWeight, row_product
 from meshfold.kernels.tensor_lists import (
     STEP_KERNELS,
     adamw_lists,
@@ -129,6 +129,7 @@ __all__ = [
     "Nf4Linear",
     "PackedWeight",
     "QuantizedState",
+    "RowWeight",
     "SplitState",
     "VocabularyShard",
     "WholeState",
@@ -180,7 +181,6 @@ __all__ = [
     "local_max",
     "loss_per_row",
     "merge_attention_",
-    "one_row_products",
     "pack_nf4",
     "pack_weight",
     "packed_weight_of",

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.kernels.row_product import is_one_row, row_product
+from meshfold.kernels.row_product import RowWeight, is_one_row, row_product
 
 PACKED_FORMATS = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 """Formats of :func:`pack_weight`, with the largest code of each."""
@@ -63,6 +63,11 @@ class PackedWeight:
     def group(self) -> int:
         """Neighbours in a row that share a scale."""
         return self.shape[1] // self.scale.shape[1]
+
+    @property
+    def fits_rows(self) -> bool:
+        """True if :func:`meshfold.kernels.row_product` reads it: four bits are read in words of eight codes of one group."""
+        return self.per_byte == 1 or (self.group % 8 == 0 and self.group & (self.group - 1) == 0)
 
     @property
     def bytes(self) -> int:
@@ -162,8 +167,8 @@ def _packed_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
-    if is_one_row(x):
+    if is_one_row(x) and packed_weight_of(layer).fits_rows:  # type: ignore[union-attr]
         if layer.columns is not None:
             x = x.index_select(-1, layer.columns)
-        return row_product(x, layer.codes, layer.bias, layer.scale, layer.zero)
+        return row_product(x, RowWeight(layer.codes, layer.bias, layer.scale, layer.zero))
     return F.linear(x, layer.weight, layer.bias)

@@ -1,16 +1,41 @@
-"""Products of one row with a weight, or with its codes: a Triton kernel on a GPU, where a library's product reads slower."""
+"""Products of one row with a weight, or with its codes, and what stands around them: a Triton kernel on a GPU.
+
+    y = silu(r gate^T + b) * (r weight^T + b) + add,   r = rms_norm(x)
+
+Each part but the product may be left out. Everything is computed in float32 (float64 for float64) and rounded once, at the
+output. A library's product reads one row's weights slower than memory gives them, and norms and activations of one row take as
+long to start as to run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
-from typing import cast
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+
+from meshfold.kernels.inputs import compute_dtype
+
+
+class RowWeight(NamedTuple):
+    """A linear layer, as a product of one row reads it.
+
+    Attributes:
+        weight: ``n k``, rows contiguous; or codes, as in :class:`meshfold.kernels.PackedWeight`.
+        bias: ``n``, or None.
+        scale, zero: of codes.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> RowWeight:
+        """Return some of its outputs."""
+        return RowWeight(*(None if each is None else each[start:stop] for each in self))  # type: ignore[arg-type]
 
 
 def is_one_row(x: Tensor) -> bool:
@@ -26,43 +51,40 @@ def is_one_row(x: Tensor) -> bool:
 
 
 def row_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, zero: Tensor | None = None
+    x: Tensor,
+    layer: RowWeight,
+    *,
+    gate: RowWeight | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    add: Tensor | None = None,
 ) -> Tensor:
-    """Multiply one row by a weight: ``.. k -> .. n``, in the dtype of ``x``; sums are in float32.
+    """Multiply one row by a weight: ``.. k -> .. n``, in the dtype of ``x``, without gradients.
 
     Args:
-        x: of k elements in all, on a GPU.
-        weight: ``n k``, rows contiguous; or codes, as in :class:`meshfold.kernels.PackedWeight`.
-        bias: ``n``, or None.
-        scale, zero: of codes.
+        x: of k elements in all.
+        layer: what it is multiplied with.
+        gate: a layer alike, whose result gates the other by SiLU.
+        norm: gain ``k`` and epsilon of an RMSNorm of x before.
+        add: is added to the result; of its shape.
     """
-    from meshfold.kernels.row_product_triton import product  # which needs Triton
+    if is_one_row(x):
+        from meshfold.kernels.row_product_triton import product  # which needs Triton
 
-    return product(x, weight, bias, scale, zero)
-
-
-@contextmanager
-def one_row_products(model: nn.Module) -> Iterator[None]:
-    """Context manager: plain linear layers of a model on a GPU multiply one row by the kernel."""
-    changed = [
-        module
-        for module in model.modules()
-        if type(module).forward is nn.Linear.forward
-        and "forward" not in vars(module)
-        and isinstance(module._parameters.get("weight"), Tensor)
-        and module.weight.is_cuda
-        and module.weight.is_contiguous()  # type: ignore[operator]
-    ]
-    for module in changed:
-        module.__dict__["forward"] = partial(_forward, cast(nn.Linear, module))
-    try:
-        yield
-    finally:
-        for module in changed:
-            del module.__dict__["forward"]
+        return product(x, *layer, gate=gate, norm=norm, add=add)
+    dtype = compute_dtype(x)
+    given = x.to(dtype)
+    if norm is not None:
+        given = F.rms_norm(given, given.shape[-1:], norm[0].to(dtype), norm[1])
+    y = _linear(given, layer)
+    if gate is not None:
+        y = F.silu(_linear(given, gate)) * y
+    return (y if add is None else y + add).to(x.dtype)
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    if is_one_row(x) and x.dtype == module.weight.dtype:
-        return row_product(x, module.weight, module.bias)
-    return F.linear(x, module.weight, module.bias)
+def _linear(x: Tensor, layer: RowWeight) -> Tensor:
+    weight, bias, scale, zero = layer
+    if scale is not None:
+        from meshfold.kernels.packed_weight import PackedWeight
+
+        weight = PackedWeight(codes=weight, scale=scale, zero=zero).unpack(x.dtype)
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshfold.kernels._triton import launch
+from meshfold.kernels.row_product import RowWeight
 
 
 class Tile(NamedTuple):
@@ -233,7 +234,7 @@ def product(
     scale: Tensor | None = None,
     zero: Tensor | None = None,
     *,
-    gate: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None] | None = None,
+    gate: RowWeight | None = None,
     norm: tuple[Tensor, float] | None = None,
     add: Tensor | None = None,
     tile: Tile | None = None,
@@ -241,17 +242,15 @@ def product(
     """Multiply one row by a weight or its codes; see :func:`meshfold.kernels.row_product.row_product`.
 
     Args:
-        x, weight, bias, scale, zero: as there.
-        gate: weight, bias, scale and zero of the layer whose SiLU gates the result: silu(x gateᵀ) · (x weightᵀ).
-        norm: gain ``k`` and epsilon of an RMSNorm of x before.
-        add: ``n``, is added to the result.
+        x, gate, norm, add: as there.
+        weight, bias, scale, zero: the layer.
         tile: sizes of a program; None to choose.
     """
     n, k = weight.shape[0], x.shape[-1]
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
-    first = (weight, bias, scale, zero) if gate is None else gate
-    second = (weight, bias, scale, zero)
+    second = RowWeight(weight, bias, scale, zero)
+    first = second if gate is None else gate
     four, groups = weight.dtype == torch.uint8, 1 if scale is None else scale.shape[1]
     group = k // groups if four else 0 if scale is None else 1 if groups == 1 else k // groups
     sizes = tile or tile_of(n, k, weight, group, gated=gate is not None)

@@ -1,0 +1,157 @@
+"""One sequence that goes on alone: norms, products and activations of its single row in few kernels.
+
+Found by rules, not by a class for each model: linear layers, an RMSNorm in front of layers that alone read it, and gated MLPs,
+under the names that our models and those of transformers have. While :class:`RowKernels` is entered, the forward of such a norm
+returns its input, and the layers behind it take the norm into their product. What has more than one row runs as it did. Names
+prove nothing: whoever makes the kernels compares a row by them with the same row without (``PagedForward``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.kernels import RowWeight, packed_weight_of, row_product
+
+_NORMED = (
+    ("norm1", ("attn.qkv",)),
+    ("norm2", ("mlp.gate_up",)),
+    ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+)
+"""A norm in a block, and the layers that read it and nothing else."""
+_GATED = (("gate_up", "gate_up", "down"), ("gate_proj", "up_proj", "down_proj"))
+"""Layers of an MLP: gate, up (or both in one) and down."""
+_SILU = ("silu", "swish")
+
+
+class RowKernels:
+    """The layers of a model that the kernels take."""
+
+    def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
+        """Args:
+        model: whose linear layers are not split over ranks, as far as they are to be taken.
+        head: makes logits; None if it is not known.
+        """
+        self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+        self._norms: dict[nn.Module, nn.Module] = {}  # of each layer that takes one into its product
+        for block in model.modules():
+            for name, readers in _NORMED:
+                self._take_norm(block, name, readers)
+        # The last norm is the one beside, or beside the base of, the head.
+        for base in (model, getattr(model, "model", None)):
+            norm = getattr(base, "norm", None)
+            if (
+                head is not None
+                and isinstance(norm, nn.Module)
+                and _layer(head) is not None
+                and _gain(norm) is not None
+            ):
+                self._norms[head] = norm
+        for module in model.modules():
+            if _layer(module) is not None:
+                self._forwards[module] = partial(self._linear, module)
+        for module in model.modules():
+            names = next(
+                (names for names in _GATED if all(_layer(getattr(module, n, None)) is not None for n in names)), None
+            )
+            if names is not None and _gates_by_silu(module):
+                self._forwards[module] = partial(self._gated_mlp, module, names)
+        for norm in set(self._norms.values()):
+            self._forwards[norm] = _as_given
+
+    def __bool__(self) -> bool:
+        return bool(self._forwards)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Context manager: the layers compute by these kernels."""
+        before = {module: vars(module).get("forward") for module in self._forwards}
+        for module, forward in self._forwards.items():
+            module.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for module, own in before.items():
+                if own is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = own
+
+    def _take_norm(self, block: nn.Module, name: str, readers: tuple[str, ...]) -> None:
+        norm = getattr(block, name, None)
+        if not isinstance(norm, nn.Module) or _gain(norm) is None:
+            return
+        layers = [_submodule(block, reader) for reader in readers]
+        if all(layer is not None and _layer(layer) is not None for layer in layers):
+            self._norms.update({layer: norm for layer in layers if layer is not None})
+
+    def _linear(self, layer: nn.Module, x: Tensor) -> Tensor:
+        norm, known = self._norms.get(layer), _layer(layer)
+        if x.numel() != x.shape[-1] or known is None:
+            given = x if norm is None else type(norm).forward(norm, x)
+            return type(layer).forward(layer, given)  # type: ignore[no-any-return]
+        return row_product(x, known, norm=None if norm is None else _gain(norm))
+
+    def _gated_mlp(self, mlp: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
+        gate, up, down = (getattr(mlp, name) for name in names)
+        first, second = _layer(gate), _layer(up)
+        if x.numel() != x.shape[-1] or first is None or second is None:
+            return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
+        if gate is up:
+            half = first.weight.shape[0] // 2
+            first, second = first.part(0, half), second.part(half, 2 * half)
+        norm = self._norms.get(gate)
+        hidden = row_product(x, second, gate=first, norm=None if norm is None else _gain(norm))
+        return self._linear(down, hidden)
+
+
+def _as_given(x: Tensor, *others: Any) -> Tensor:
+    return x
+
+
+def _submodule(block: nn.Module, path: str) -> nn.Module | None:
+    found: Any = block
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _layer(module: object) -> RowWeight | None:
+    """Return the operands of a plain linear layer, packed or not; None for any other module."""
+    if not isinstance(module, nn.Linear) or module._forward_hooks:
+        return None
+    packed = packed_weight_of(module)
+    if packed is not None:
+        plain = packed.columns is None and packed.fits_rows
+        return RowWeight(packed.codes, module.bias, packed.scale, packed.zero) if plain else None
+    weight = module._parameters.get("weight")
+    if type(module).forward is not nn.Linear.forward or weight is None or not weight.is_contiguous():
+        return None
+    return RowWeight(weight, module.bias)
+
+
+def _gain(norm: nn.Module) -> tuple[Tensor, float] | None:
+    """Return gain and epsilon of a norm that may be an RMSNorm; None for any other."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    bias = getattr(norm, "bias", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float) or bias is not None:
+        return None
+    return weight, eps
+
+
+def _gates_by_silu(mlp: nn.Module) -> bool:
+    """Return True for an MLP of ours, which has no other activation, or one whose ``act_fn`` is SiLU."""
+    act = getattr(mlp, "act_fn", None)
+    if act is None:
+        return hasattr(mlp, "gate_up")
+    x = torch.linspace(-4, 4, 9)
+    try:
+        return torch.allclose(act(x), nn.functional.silu(x), atol=1e-6)
+    except Exception:  # what it is nobody knows
+        return False

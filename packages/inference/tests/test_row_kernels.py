@@ -1,0 +1,82 @@
+"""Kernels of a single row: found by rules, the same texts, and left alone where names mislead."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file
+from inference_models import greedy, hugging_face, own, prompts
+from torch import nn
+
+from meshfold.inference import Generator, Sampling, quantize
+from meshfold.inference.forward import PagedForward
+from meshfold.inference.routing import head_of
+from meshfold.inference.row_kernels import RowKernels
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
+
+
+def with_kernels(model: nn.Module) -> tuple[Generator, RowKernels]:
+    generator = Generator(model, most_rows=1)
+    assert isinstance(generator.runner, PagedForward)
+    kernels = generator.runner.row_kernels = RowKernels(model, head_of(model))
+    return generator, kernels
+
+
+@pytest.mark.parametrize("kind", ["own llama", "own gpt", "llama", "qwen3", "mixtral", "int4"])
+def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = (
+        own(kind.split()[-1]).eval()
+        if kind.startswith("own")
+        else own("llama").eval()
+        if kind == "int4"
+        else hugging_face(kind)
+    )
+    if kind == "int4":
+        quantize(model, "int4", group=16)
+    generator, kernels = with_kernels(model)
+    rows = []
+    from meshfold.inference import row_kernels
+
+    real = row_kernels.row_product
+
+    def counted(x: torch.Tensor, layer: Any, **around: Any) -> torch.Tensor:
+        rows.append(sorted(name for name, value in around.items() if value is not None))
+        return real(x, layer, **around)
+
+    monkeypatch.setattr(row_kernels, "row_product", counted)
+    prompt = prompts(2)[1]
+    assert generator.generate([prompt], sampling=GREEDY).tokens == [greedy(model, prompt, 6)]
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    gated = sum(around == ["gate", "norm"] for around in rows) // 5
+    normed = sum(around == ["norm"] for around in rows) // 5
+    wanted = {"own gpt": (0, 0), "mixtral": (0, 2 * 3 + 1), "llama": (2, 2 * 3 + 1), "qwen3": (2, 2 * 3 + 1)}
+    assert (gated, normed) == wanted.get(kind, (2, 2 + 1))
+    assert len(rows) // 5 == layers - (2 if kind in ("llama", "qwen3") else 0)  # gate and up are one
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert bool(kernels)
+
+
+def test_a_norm_that_its_name_belies_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of ours, but of a block whose second one is applied to what the MLP returns."""
+    from meshfold.models import llama
+
+    def forward(self: Any, x: torch.Tensor, seq_len: int, rotary: Any, mask: Any = None) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), seq_len, rotary, mask)
+        return x + self.norm2(self.mlp(x))
+
+    monkeypatch.setattr(llama.Block, "forward", forward)
+    model = own("llama").eval()
+    generator, _ = with_kernels(model)
+    assert isinstance(generator.runner, PagedForward)
+    generator.runner._check()
+    assert generator.runner.row_kernels is None
+    monkeypatch.undo()
+    generator, kernels = with_kernels(own("llama").eval())
+    generator.runner._check()  # type: ignore[attr-defined]
+    assert generator.runner.row_kernels is kernels  # type: ignore[attr-defined]
