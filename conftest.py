@@ -14,7 +14,7 @@ import gc
 import ipaddress
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,6 +72,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)  # as ranks of the pool: tests make much and leave little
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, which hold warnings and log records back
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Have ranks forked from a copy of this process, which has imported all tests by now."""
+    result = yield
+    if "meshfold.mesh.testing" in sys.modules and not session.config.option.collectonly:
+        sys.modules["meshfold.mesh.testing"].copy_for_ranks()
+    return result
 
 
 @pytest.fixture(autouse=True, scope="session")

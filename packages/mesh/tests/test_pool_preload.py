@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from meshfold.mesh.testing import close_pools, fork_server, pool, run_on_ranks
 
@@ -79,3 +85,70 @@ def test_a_second_look_finds_nothing_new() -> None:
     assert found is not None
     found.preload()
     assert found.preload() == 0.0
+
+
+COPIED = """
+import os, sys, threading, time
+
+import beside
+from meshfold.mesh.testing import copy_for_ranks, run_on_ranks
+
+def seen(value):
+    return beside.changed, value, os.getpid(), sys.stdin.read(), threading.excepthook is threading.__excepthook__
+
+if __name__ == "__main__":
+    beside.changed, threading.excepthook = "as it was then", print
+    print("once, ", end="")
+    assert copy_for_ranks()
+    beside.changed = "later"
+    assert not copy_for_ranks()  # there is one
+    print(run_on_ranks(2, seen, 7), flush=True)
+    time.sleep(300)
+"""
+
+
+def test_ranks_of_a_copy_have_what_it_had_and_end_with_the_test_process(tmp_path: Path, warm_python: str) -> None:
+    (tmp_path / "beside.py").write_text("changed = 'no'\n")
+    (tmp_path / "script.py").write_text(COPIED)
+    process = subprocess.Popen(
+        [warm_python, "script.py"], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        once, printed = process.stdout.readline().split(", ", 1)
+        found = ast.literal_eval(printed)
+    finally:
+        process.kill()
+        process.communicate()
+    assert once == "once"
+    assert [(changed, *rest) for changed, value, pid, *rest in found] == [("as it was then", "", True)] * 2
+    deadline = time.monotonic() + 20
+    while left := [pid for _, _, pid, *_ in found if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are copied on Linux only")
+def test_a_process_with_a_gpu_or_threads_of_torch_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fork_server.can_be_copied()  # False if earlier tests have used a GPU
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert not fork_server.can_be_copied()
+    named, end = threading.Event(), threading.Event()
+
+    def autograd() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+        named.set()
+        end.wait()
+
+    thread = threading.Thread(target=autograd)
+    thread.start()
+    named.wait()
+    assert not fork_server.can_be_copied()
+    end.set()
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():  # the kernel ends it a moment later
+        time.sleep(0.001)
+    assert fork_server.can_be_copied() == before
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not fork_server.can_be_copied()

@@ -1,7 +1,8 @@
 """A process that has imported torch and run nothing, and forks ranks on request.
 
 Importing torch costs a second; a fork of a process that has done so costs milliseconds. The test process itself
-must not be forked: once it has run a backward it has threads, and a forked child hangs. So this one is kept clean.
+must not be forked once it has run a backward: it has threads then, and a forked child hangs. So this one is kept clean. It
+starts from nothing, or as a copy of the test process before the first test: that copy has imported all that tests import.
 
 Requests and replies are one JSON line each over a socket; a request to fork carries file descriptors.
 """
@@ -19,10 +20,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
 
 from meshfold.mesh.processes._bootstrap import die_with_parent
 
@@ -44,31 +48,74 @@ def worth_preloading() -> list[str]:
     ]
 
 
+def can_be_copied() -> bool:
+    """Return False if a fork of this process could hang: not on Linux, a GPU in use, or threads of torch."""
+    if not sys.platform.startswith("linux"):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return False
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            if task.read_text().startswith("pt_"):
+                return False
+    return True
+
+
+class _Copy:
+    """A fork of this process; how it ends is asked as of :class:`subprocess.Popen`."""
+
+    def __init__(self, serve: Callable[[], None]) -> None:
+        self._code: int | None = None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # else the copy would print it again
+        with warnings.catch_warnings():
+            # Python warns of threads, such as those of pytest-xdist; the copy uses nothing that they hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            _run_and_exit(serve)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            found, status = os.waitpid(self._pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if found else None
+        return self._code
+
+    def wait(self, timeout: float = float("inf")) -> None:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the process that forks the ranks", timeout)
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
 class ForkServer:
-    """The test process's end: starts the fork server at the first use and asks it for ranks."""
+    """The test process's end: starts the fork server and asks it for ranks.
 
-    def __init__(self) -> None:
+    Args:
+        copied: fork it from this process, which :func:`can_be_copied` has to allow, instead of starting it from nothing.
+    """
+
+    def __init__(self, *, copied: bool = False) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_WARM_POOL="0")
-            # Ranks must find the same modules as the test process.
-            environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    "import sys; from meshfold.mesh.testing.fork_server import main; main(*sys.argv[1:])",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches only the test process, which then ends the ranks
-            )
+        self._preloaded: set[str] = set(worth_preloading()) if copied else set()
+        self._looked_at = len(sys.modules) if copied else 0
+        environment = dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_WARM_POOL="0")
+        # Programs that ranks start must find the same modules as the test process, and so must ranks.
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        parent = os.getpid()
 
-        self._preloaded: set[str] = set()
-        self._looked_at = 0
+        def serve() -> None:
+            self._socket.close()
+            _leave_the_tests(environment)
+            main(str(theirs.fileno()), str(parent))
+
+        with theirs:
+            self._process = _Copy(serve) if copied else _from_nothing(theirs.fileno(), environment)
 
     def preload(self) -> float:
         """Import what this process has imported of the slow packages, once there instead of in every rank.
@@ -118,6 +165,29 @@ class ForkServer:
                 raise RuntimeError(f"the process that forks the ranks ended (exit code {self._process.poll()})")
             reply += more
         return json.loads(reply)
+
+
+def _from_nothing(descriptor: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the fork server as a new program, which inherits its end of the socket."""
+    code = "import sys; from meshfold.mesh.testing.fork_server import main; main(*sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(descriptor), str(os.getpid())],
+        pass_fds=[descriptor],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches only the test process, which then ends the ranks
+    )
+
+
+def _leave_the_tests(environment: dict[str, str]) -> None:
+    """Undo in a copy of the test process what belongs to that: its session, its input, and where errors are shown."""
+    os.setsid()
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.environ.update(environment)
+    threading.excepthook = threading.__excepthook__
+    sys.excepthook = sys.__excepthook__
+    sys.unraisablehook = sys.__unraisablehook__
 
 
 def main(descriptor: str, parent: str) -> None:
@@ -208,16 +278,25 @@ def _kill(pids: list[int], children: dict[int, int | None]) -> dict[int, int]:
     return ended
 
 
-def _be_rank(parent: int, connection: socket.socket, descriptors: list[int], settings: dict[str, Any]) -> None:
+def _be_rank(parent: int, connection: socket.socket, descriptors: list[int], settings: dict[str, Any]) -> NoReturn:
     """Become a rank in the forked child, serve, and never return into the fork server's loop."""
-    code = 1
-    try:
+
+    def be_rank() -> None:
         die_with_parent(parent)
         os.setsid()
         connection.close()
         from meshfold.mesh.testing.rank import serve
 
         serve(*descriptors, **settings)
+
+    _run_and_exit(be_rank)
+
+
+def _run_and_exit(function: Callable[[], None]) -> NoReturn:
+    """Call the function in a forked child, and end that whatever happens."""
+    code = 1
+    try:
+        function()
         code = 0
     except BaseException:
         traceback.print_exc()

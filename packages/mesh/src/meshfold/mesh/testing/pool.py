@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfold.mesh.errors import MeshfoldError
-from meshfold.mesh.testing.fork_server import ForkServer
+from meshfold.mesh.testing.fork_server import ForkServer, can_be_copied
 from meshfold.mesh.testing.rank import Answer, Call
 
 _START_TIMEOUT_S = 120.0
@@ -205,6 +205,14 @@ class Pools:
             if pool.worn:
                 self._drop(size)
             return values
+
+    def copy_this_process(self) -> bool:
+        """Have ranks forked from a copy of this process as it is now; True if they will be."""
+        with self._lock:
+            if self._fork_server is None and can_be_copied():
+                self._fork_server = ForkServer(copied=True)
+                return True
+            return False
 
     def end_ranks(self) -> None:
         """End all ranks; a later call has new ones forked, by the process that forked these."""

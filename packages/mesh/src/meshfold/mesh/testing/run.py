@@ -28,6 +28,19 @@ def close_pools() -> None:
     POOLS.end_ranks()
 
 
+def copy_for_ranks() -> bool:
+    """Copy this process now, and fork ranks from that copy: they have imported all that it has, and import nothing again.
+
+    Call it when all test files are imported and no test has run, from a hook ``pytest_collection`` in ``conftest.py``:
+    ``docs/testing.md`` shows it.
+
+    Returns:
+        True if ranks will be forked from the copy. False where a copy could hang (not on Linux, a GPU in use, threads of
+        torch) or ranks have been asked for before: ranks then come from a process that imports torch first.
+    """
+    return POOLS.copy_this_process()
+
+
 def run_on_ranks(
     n: int, function: Callable[..., R], /, *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S, **kwargs: Any
 ) -> list[R]:
