@@ -40,9 +40,9 @@ SLOW = pytest.mark.slow
         ),
         pytest.param(
             "llama",
-            dict(tensor=dict(mode="1d", size=4, attention="tokens")),
+            dict(tensor=dict(mode="1d", size=4, overlap="auto", attention="tokens")),  # as meshfold train chooses
             dict(tensor=4),
-            id="more ranks than key/value heads",
+            id="chosen for overlap auto, more ranks than key/value heads",
         ),
     ],
 )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from meshfold.checkpoint.tensors import TensorWriter
 from meshfold.cli import main
+from meshfold.cli.arguments import read_parallel
 from meshfold.engine import Engine
 from meshfold.engine.checkpoints.checkpoint import Checkpoint
-from meshfold.mesh import CollectiveError
+from meshfold.mesh import CollectiveError, processes
 from meshfold.mesh.recording import flight_recorder
 from meshfold.mesh.testing import close_pools, run_on_ranks
 from meshfold.mesh.watchdog import diagnosis
@@ -190,3 +193,37 @@ def test_biases_of_routers_move_each_step_and_a_resumed_run_goes_on_with_them(
     moves = (whole / 0.01).round()  # a step moves each by one rate, up or down
     assert torch.allclose(whole, moves * 0.01) and 2 <= moves.abs().max() <= 4
     assert torch.equal(whole, biases("halves", dict(stop_after=2), dict(resume=True)))
+
+
+@pytest.mark.parametrize(("rows", "by_tokens"), [(4096, True), (8, False)])
+def test_ranks_compute_attention_as_the_plan_says_is_faster(
+    rows: int, by_tokens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``overlap="auto"``: the batch is known here, so the choice is that of ``meshfold plan``."""
+    tokens = tmp_path / "tokens.bin"
+    np.random.default_rng(0).integers(0, 64, 400_000, dtype=np.uint16).tofile(tokens)
+    started: list[list[str]] = []
+    monkeypatch.setattr(processes, "launch", lambda program, *_, **__: started.append(program) or 0)
+    tensor = dict(mode="1d", size=4, overlap="auto")
+    model = [
+        "--model",
+        "llama-tiny",
+        "--set",
+        "hidden=512",
+        "layers=2",
+        "heads=8",
+        "kv_heads=2",
+        "ffn=512",
+        "vocab_size=64",
+    ]
+    work = [*model, "--parallel", f"dict(tensor={tensor})", "--batch-size", str(rows), "--seq-len", "64"]
+    work += ["--precision", "bf16"]
+    assert main(["train", *work, "--data", str(tokens), "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert f"overlap='auto' chose attention by {'tokens' if by_tokens else 'heads'}" in said.out + said.err
+    [program] = started
+    written = [program[i + 1] for i, word in enumerate(program) if word == "--parallel"]
+    chosen = read_parallel([written[-1]])
+    assert chosen == dict(tensor=tensor | ({"attention": "tokens"} if by_tokens else {}))
+    assert main(["plan", *work, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["attention"]["by_tokens"] == by_tokens

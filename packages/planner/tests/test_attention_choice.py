@@ -39,7 +39,8 @@ def test_many_tokens_are_exchanged_for_heads() -> None:
     assert chosen is not None and chosen.by_tokens and chosen.found is not None
     assert chosen.found.critical < found.critical and chosen.found.hideable > found.hideable
     assert chosen.why.startswith("attention by tokens is faster: products wait for ")
-    assert chosen.why.endswith(". Write tensor=dict(mode='1d', size=4, overlap='auto', attention='tokens')")
+    assert str(chosen) == f"{chosen.why}. Write tensor=dict(mode='1d', size=4, overlap='auto', attention='tokens')"
+    assert chosen.tensor == {**AUTO, "attention": "tokens"}
     assert chosen.found.spec.tensor is not None and chosen.found.spec.tensor.attention == "tokens"
 
 

@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         answer = words | _answer(found, took, machine)
         if attention is not None:
-            answer["attention"] = {"by_tokens": attention.by_tokens, "why": attention.why}
+            answer["attention"] = {"by_tokens": attention.by_tokens, "why": str(attention)}
         print(json.dumps(answer, indent=1, default=str))
     else:
         print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}\n")
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         if found.fp8:
             print(f"\n{found.fp8}\ntimes are those of bf16")
         if attention is not None:
-            print(f"\noverlap='auto': {attention.why}")
+            print(f"\noverlap='auto': {attention}")
         _note_defaults(arguments, seq_len)
     reason = explain_misfit(found, machine)
     if reason:

@@ -30,6 +30,7 @@ from meshfold.mesh.processes import STOPPED_CODE
 if TYPE_CHECKING:
     from meshfold.mesh import ParallelSpec
     from meshfold.mesh.processes import Environment
+    from meshfold.planner import Estimate
     from meshfold.train.loop import Inputs
     from meshfold.train.progress import Progress
     from meshfold.train.settings import TrainSettings
@@ -99,13 +100,15 @@ def start(
     check_trackers(settings.track)
     check_folder(settings, progress)
     inputs = _open_inputs(settings, spec, progress)
-    _show_plan(settings, spec, inputs, progress, show=plan, report=report)
+    chosen = _planned(settings, spec, inputs, progress, show=plan, report=report)
     if spec.world_size == 1:
         from meshfold.train.loop import train
 
         with CtrlC() as ctrl_c:
-            code = _code(settings, train(settings, inputs, progress))
+            code = _code(chosen, train(chosen, inputs, progress))
         return 130 if code and ctrl_c.caught else code
+    if chosen.parallel != settings.parallel:
+        words = [*words, "--parallel", repr(chosen.parallel)]  # the last one counts
     program = ["-m", "meshfold.cli", "train", *words, "--no-plan"]
     return launch(program, spec.world_size, stop_s=_STOP_S, stopped_code=STOPPED_CODE)
 
@@ -164,7 +167,8 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     _check_warmup(settings)
     check_folder(settings, progress if plan else Progress())
     if plan:  # on every rank: torch numbers process groups, fake ones too, and the numbers must agree
-        _show_plan(settings, spec, _open_inputs(settings, spec, progress), progress, show=True, report=report)
+        checked = _open_inputs(settings, spec, progress)
+        settings = _planned(settings, spec, checked, progress, show=True, report=report)
     with join(device=settings.device, meeting=watchdog_limit(settings.watchdog) or DEFAULT_TIMEOUT) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
@@ -208,6 +212,15 @@ def _check_device(settings: TrainSettings, ranks: int) -> None:
             )
 
 
+def _device_memory(settings: TrainSettings) -> int:
+    """Return the bytes of a GPU's memory; 0 without one."""
+    import torch
+
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 def _check_warmup(settings: TrainSettings) -> None:
     """Check that the warmup ends within the run."""
     if settings.warmup > settings.steps:
@@ -242,7 +255,7 @@ def _open_inputs(settings: TrainSettings, spec: ParallelSpec, progress: Progress
     return inputs
 
 
-def _show_plan(
+def _planned(
     settings: TrainSettings,
     spec: ParallelSpec,
     inputs: Inputs,
@@ -250,14 +263,20 @@ def _show_plan(
     *,
     show: bool,
     report: bool = False,
-) -> None:
-    """Set up the engine on meta tensors, print the plan, and report a refusal in one sentence."""
+) -> TrainSettings:
+    """Set up the engine on meta tensors, print the plan, and report a refusal in one sentence.
+
+    Returns:
+        The settings; with attention by tokens, where ``overlap="auto"`` leaves that open and the plan expects faster steps.
+    """
     from meshfold.mesh import MeshfoldError
-    from meshfold.planner import estimate, unlimited_machine
+    from meshfold.planner import choose_attention, estimate, unlimited_machine
     from meshfold.planner.report import memory_table, mesh_picture, traffic_table
 
-    try:
-        found = estimate(
+    machine = unlimited_machine()
+
+    def estimated(spec: ParallelSpec) -> Estimate:
+        return estimate(
             inputs.model.build,
             spec,
             batch_size=settings.batch_size,
@@ -268,14 +287,24 @@ def _show_plan(
             accumulate=settings.accumulate,
             rules=settings.rules,
             clip=settings.clip > 0,
-            machine=unlimited_machine(),
+            machine=machine,
         )
+
+    try:
+        found = estimated(spec)
+        device = replace(machine, memory=_device_memory(settings) or machine.memory)
+        attention = choose_attention(found, device, settings.precision, estimated)
     except MeshfoldError:
         raise
     except Exception as error:  # the model's code reads values; training may still work
         reason = (str(error) or type(error).__name__).split("\n")[0]
         progress.say(f"no plan: this model's code cannot run without values ({reason})")
-        return
+        return settings
+    if attention is not None:
+        progress.say(f"overlap='auto' chose {attention.why}")
+        if attention.found is not None and attention.by_tokens:
+            found, spec = attention.found, attention.found.spec
+            settings = replace(settings, parallel={**settings.parallel, "tensor": attention.tensor})
     if settings.resume:
         check_checkpoint(settings, found.shapes)
     if show:
@@ -286,6 +315,7 @@ def _show_plan(
         if found.refusal:
             refusal = found.refusal.removesuffix(".")
             raise Failure(f"it does not fit: {refusal}. --no-plan trains anyway, until memory runs out", 1)
+    return settings
 
 
 def check_folder(settings: TrainSettings, progress: Progress) -> None:

@@ -26,12 +26,20 @@ class AttentionChoice:
     Attributes:
         by_tokens: whether attention should be computed by tokens.
         why: the reason, in words, with the bytes and seconds of both.
+        tensor: the entry of the spec by tokens, where that is faster; None elsewhere.
         found: the estimate by tokens; None where it cannot be.
     """
 
     by_tokens: bool
     why: str
     found: Estimate | None
+    tensor: dict[str, object] | None = None
+
+    def __str__(self) -> str:
+        """Return the reason, and what to write in a spec of one's own."""
+        if self.tensor is None:
+            return self.why
+        return f"{self.why}. Write tensor=dict({', '.join(f'{key}={value!r}' for key, value in self.tensor.items())})"
 
 
 def choose_attention(
@@ -66,7 +74,7 @@ def choose_attention(
         why = f"attention by heads, since by tokens it would not fit: {misfit}"
         return AttentionChoice(by_tokens=False, why=why, found=other)
     if then < now:
-        written = ", ".join(f"{key}={value!r}" for key, value in changed.items())
-        why = f"attention by tokens is faster: {compared}. Write tensor=dict({written})"
-        return AttentionChoice(by_tokens=True, why=why, found=other)
+        return AttentionChoice(
+            by_tokens=True, why=f"attention by tokens is faster: {compared}", found=other, tensor=changed
+        )
     return AttentionChoice(by_tokens=False, why=f"attention by heads, not by tokens, where {compared}", found=other)
