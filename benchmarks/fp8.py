@@ -1,7 +1,8 @@
 """Blocks of Llama in fp8, forward and backward: our recipes beside our bf16 and torchao's recipes, all compiled.
 
 `meshfold bench fp8` times all in rounds, after clocks have settled, with the power that each draws. It writes JSON;
-`--report FILE.json` makes the table from it. The gradients of each are compared with those of bf16, weight by weight.
+`--report FILE.json` makes the table from it. The gradients of each are compared with those of bf16, weight by weight. All have the
+same weights in memory, and no float32 masters: seven models of eight blocks take what one does.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=4, help="sequences")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; 'none' compiles nothing")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="beginnings of contestants' names; our bf16 always takes part"
+    )
     add_rounds(parser)
     add_output(parser, "fp8")
     options = parse_with_tiny(parser, argv, TINY)
@@ -83,22 +87,34 @@ def contestants(options: argparse.Namespace, opened: ExitStack) -> Iterator[Cont
     """Yield all, each with a model of its own of the same weights, on the same tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(WORDS, (options.rows, options.length), generator=generator)
-    yield Contestant(BF16, step_of(engine_model(options, opened, "bf16"), ids))
-    for recipe in RECIPES:
-        precision = dict(name="bf16", matmul="fp8", recipe=recipe)
-        yield Contestant(f"{OURS} {recipe}", step_of(engine_model(options, opened, precision), ids))
-    for recipe in RECIPES:
-        name = f"{TORCHAO} {recipe}"
+    weights: dict[str, Tensor] = {}
+    yield Contestant(BF16, step_of(engine_model(options, opened, "bf16", weights), ids))
+    names = [f"{who} {recipe}" for who in (OURS, TORCHAO) for recipe in RECIPES]
+    wanted = [name for name in names if not options.only or name.startswith(tuple(options.only))]
+    for name in wanted:
+        recipe = name.rpartition(" ")[2]
+        if name.startswith(OURS):
+            precision = dict(name="bf16", matmul="fp8", recipe=recipe)
+            yield Contestant(name, step_of(engine_model(options, opened, precision, weights), ids))
+            continue
         try:
-            yield Contestant(name, step_of(torchao_model(options, opened, recipe), ids))
+            yield Contestant(name, step_of(torchao_model(options, opened, recipe, weights), ids))
         except ImportError as error:
             yield Contestant(name, note=f"{error}: pip install torchao==0.18.0")
 
 
 def engine_model(
-    options: argparse.Namespace, opened: ExitStack, precision: object, *, compiled: bool = True
+    options: argparse.Namespace,
+    opened: ExitStack,
+    precision: object,
+    weights: dict[str, Tensor],
+    *,
+    compiled: bool = True,
 ) -> nn.Module:
-    """Return blocks of Llama in an engine, which puts fp8 and compiled code in place."""
+    """Return blocks of Llama in an engine, which puts fp8 and compiled code in place.
+
+    ``weights``: those of the models before, by name, which this one shares; the first fills it in.
+    """
     from meshfold.engine import Engine
     from meshfold.models import LlamaConfig, build
 
@@ -114,10 +130,14 @@ def engine_model(
     compile = dict(backend=options.backend) if compiled and options.backend != "none" else False
     engine = opened.enter_context(Engine(lambda: build(config), precision=precision, compile=compile))
     model: nn.Module = engine.model
+    masters = engine.states.masters  # type: ignore[attr-defined]
+    for name, parameter in model.named_parameters():
+        masters.of(parameter).data = parameter.new_empty(0)  # nothing is stepped
+        parameter.data = weights.setdefault(name, parameter.data)
     return model.train()
 
 
-def torchao_model(options: argparse.Namespace, opened: ExitStack, recipe: str) -> nn.Module:
+def torchao_model(options: argparse.Namespace, opened: ExitStack, recipe: str, weights: dict[str, Tensor]) -> nn.Module:
     """Return the same blocks with torchao's linear layers, each block compiled.
 
     Raises:
@@ -127,7 +147,7 @@ def torchao_model(options: argparse.Namespace, opened: ExitStack, recipe: str) -
     config = float8.Float8LinearConfig.from_recipe_name(THEIR_RECIPES[recipe])
     if not torch.cuda.is_available():
         object.__setattr__(config, "emulate", True)
-    model = engine_model(options, opened, "bf16", compiled=False)
+    model = engine_model(options, opened, "bf16", weights, compiled=False)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
     for block in model.blocks if options.backend != "none" else ():  # type: ignore[union-attr]
         block.compile(backend=options.backend)

@@ -192,6 +192,10 @@ def test_fp8_is_measured_without_a_gpu(backend: str, tmp_path: Path) -> None:
     assert found["error"]["ours, bf16"] < 1e-6
     assert all(1e-6 < found["error"][name] < 0.03 for name in ours), found["error"]
     assert "| ours, fp8 rowwise_hp_dw |" in out.with_suffix(".md").read_text()
+    words = ["--blocks", "1", "--backend", "none", "--only", "ours, fp8 row"]
+    assert main(["bench", "fp8", "--tiny", *words, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())["milliseconds"]
+    assert [*found] == ["ours, bf16", "ours, fp8 rowwise_hp_dw", "ours, fp8 rowwise"]
 
 
 def test_a_loss_curve_in_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:
