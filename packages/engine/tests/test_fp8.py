@@ -242,8 +242,8 @@ def first_operands(recipe: str, parallel: dict[str, Any]) -> list[tuple[Tensor, 
         return seen[-1]
 
     fp8.to_fp8 = to_fp8
-    try:
-        losses(llama, in_fp8(recipe), parallel, steps=1)
+    try:  # weights that are gathered in fp8 are cast by shards: test_fp8_gather.py
+        losses(llama, in_fp8(recipe, gather="bf16"), parallel, steps=1)
     finally:
         fp8.to_fp8 = own
     return [(each.values.view(torch.uint8), each.inverse) for each in (seen[0], seen[1], seen[-1])]
@@ -379,11 +379,12 @@ def test_a_plan_says_which_layers_multiply_in_fp8() -> None:
             "there is no recipe 'rowise'. Did you mean 'rowwise'? Known: rowwise, rowwise_hp_dw, tensorwise, block128",
         ),
         (in_fp8("block64"), "there is no recipe 'block64'"),
+        (in_fp8(gather="int8"), "gather='int8': write 'fp8' or 'bf16'"),
         (in_fp8(keep="head"), "give keep a tuple of layer names"),
         (in_fp8(keep=("frist",)), "no layer is called 'frist'. Did you mean 'first'?"),
         (
             dict(name="bf16", matmull="fp8"),
-            "there is no key 'matmull'. Did you mean 'matmul'? Known: matmul, recipe, keep, cast",
+            "there is no key 'matmull'. Did you mean 'matmul'? Known: matmul, recipe, keep, cast, gather",
         ),
     ],
 )
@@ -393,16 +394,19 @@ def test_mistakes(precision: object, said: str) -> None:
     assert said in str(refused.value)
 
 
-def refused(parallel: dict[str, Any], said: str) -> None:
+def refused(parallel: dict[str, Any], keys: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
-        Engine(llama, parallel, precision=in_fp8())
+        Engine(llama, parallel, precision=in_fp8(**keys))
 
 
 @pytest.mark.parametrize(
-    ("parallel", "said"),
+    ("parallel", "keys", "said"),
     [
-        (dict(tensor=dict(mode="1d", size=2, overlap="ring"), sequence=dict(mode="megatron")), "Leave overlap out"),
+        (dict(tensor=dict(mode="1d", size=2, overlap="ring"), sequence=dict(mode="megatron")), {}, "Leave overlap out"),
+        (dict(data=2), dict(gather="fp8"), "only zero stage 3 gathers weights"),
+        (dict(data=2, zero=dict(stage=3, placement="cpu")), dict(gather="fp8"), "placement='cuda'"),
+        (dict(data=2, zero=dict(stage=3)), dict(gather="fp8", recipe="block128"), "write recipe='rowwise'"),
     ],
 )
-def test_specs_that_cannot_are_refused(parallel: dict[str, Any], said: str) -> None:
-    run_on_ranks(2, refused, parallel, said)
+def test_specs_that_cannot_are_refused(parallel: dict[str, Any], keys: dict[str, Any], said: str) -> None:
+    run_on_ranks(2, refused, parallel, keys, said)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshfold import kernels as K
 from meshfold.kernels import dispatch
+from meshfold.kernels.fp8_casts import cast_scaled, turn
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -118,6 +119,10 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
     K.cross_entropy(x, labels, label_smoothing=0.1).sum().backward()
     for turned in (x.detach(), x.detach().t()):
         K.to_fp8(turned, rows=True)
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
+    for along, count in (("rows", x.shape[0]), ("columns", x.shape[1]), ("none", 1)):
+        dispatch.twin(cast_scaled, x)(x.detach(), torch.ones(count), values, along)
+    dispatch.twin(turn, torch.ones(1))(values, torch.ones(1))
     for recompute in (False, True):
         K.linear_cross_entropy(x, x.detach(), labels, softcap=30.0, label_smoothing=0.1, recompute=recompute).backward()
     K.linear_log_probs(x, x.detach(), labels, entropy=True)[0].sum().backward()
@@ -209,6 +214,8 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         "fp8_casts._rows",
         "fp8_casts._column_amax",
         "fp8_casts._columns",
+        "fp8_casts._scaled",
+        "fp8_casts._turn",
         "cross_entropy._sums",
         "cross_entropy._gradient",
         "cross_entropy._losses_and_gradient",

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshfold import kernels as K
+from meshfold.kernels import dispatch
+from meshfold.kernels.fp8_casts import cast_scaled, turn
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
@@ -98,6 +100,21 @@ def test_fp8_casts_have_the_bits_of_the_reference(shape: tuple[int, int], dtype:
             assert torch.equal(got.values.float().isnan(), lost)
             bits = (t.values.view(torch.uint8).masked_fill(lost, 0) for t in (got, want))
             assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (1, 1), (70, 9), (1, 4200)], ids=str)
+@dtypes
+def test_casts_with_given_scales_have_the_bits_of_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = seeded(*shape, dtype=dtype)
+    x[0, 0] = 0.0
+    rows, columns = (2.0 ** torch.arange(count, device=DEVICE).remainder(9) for count in shape)
+    for along, scale in (("rows", rows), ("columns", columns), ("none", torch.tensor([3.7], device=DEVICE))):
+        got, want = (torch.empty(shape, dtype=torch.float8_e4m3fn, device=DEVICE) for _ in range(2))
+        dispatch.twin(cast_scaled, x)(x, scale, got, along)
+        cast_scaled(x, scale, want, along)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), along
+    turned = dispatch.twin(turn, rows)(got, rows)
+    assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), got.view(torch.uint8).t())
 
 
 @shapes

@@ -54,7 +54,8 @@ from meshfold.kernels.fp8 import (
     to_fp8,
 )
 from meshfold.kernels.fp8_roofline import Fp8Speeds, fp8_gain
-from meshfold.kernels.fp8_weight import Fp8Operands, Fp8Weight, fp8_operand
+from meshfold.kernels.fp8_shard import Fp8Shard, weight_scales
+from meshfold.kernels.fp8_weight import Fp8Operands, Fp8Weight, Fp8WeightError, fp8_operand
 from meshfold.kernels.grad_pass import (
     largest_magnitude,
     sum_of_magnitudes,
@@ -122,9 +123,11 @@ __all__ = [
     "Fp8Maximum",
     "Fp8Operands",
     "Fp8Recipe",
+    "Fp8Shard",
     "Fp8Speeds",
     "Fp8Tensor",
     "Fp8Weight",
+    "Fp8WeightError",
     "KernelError",
     "Nf4Linear",
     "PackedWeight",
@@ -204,6 +207,7 @@ __all__ = [
     "two_a_byte",
     "unpack_nf4",
     "use",
+    "weight_scales",
     "weighted_swiglu",
     "write_gradient",
 ]

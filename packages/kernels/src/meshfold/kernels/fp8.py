@@ -136,15 +136,19 @@ def to_fp8(
         amax = (x.abs().amax(dim=1, keepdim=True) if rows else x.abs().amax()).float()
     if maximum is not None:  # replace NaN by infinity: not every reduction propagates NaN
         amax = maximum(torch.where(amax.isfinite(), amax, torch.inf))
-    if rows:
-        scale = power_scale(amax, largest)
-    else:
-        scale = torch.where(amax.isfinite(), (largest / amax.double().clamp(min=LEAST_AMAX)).float(), torch.nan)
+    scale = fp8_scale(amax, largest, rows=rows)
     if tile is not None:
         scaled = (x.float() * scale[:, None, :, None]).clamp(-largest, largest)
         return Fp8Tensor(values=scaled.to(dtype).reshape(whole), inverse=scale.reciprocal(), tile=tile)
     scaled = (x.float() * scale).clamp(-largest, largest)
     return Fp8Tensor(values=scaled.to(dtype).contiguous(), inverse=scale.reciprocal())
+
+
+def fp8_scale(amax: Tensor, largest: float, *, rows: bool) -> Tensor:
+    """Return the scales that bring an amax to the largest number of a format, float32; powers of 2 if they are of rows."""
+    if rows:
+        return power_scale(amax, largest)
+    return torch.where(amax.isfinite(), (largest / amax.double().clamp(min=LEAST_AMAX)).float(), torch.nan)
 
 
 def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat16, fast: bool = True) -> Tensor:

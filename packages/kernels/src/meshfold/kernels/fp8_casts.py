@@ -10,6 +10,8 @@ The reference makes several passes over memory. Both give the same bits.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -45,3 +47,21 @@ def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """Cast the transpose of ``r c`` with a scale for each of its rows: values ``c r``, row-major, and inverses ``c 1``."""
     return cast_rows(x.t())
+
+
+def cast_scaled(x: Tensor, scale: Tensor, out: Tensor, along: Literal["rows", "columns", "none"]) -> None:
+    """Cast ``r c``, row-major, with given scales: one for each row or each column, or one for all.
+
+    Args:
+        x: floating point.
+        scale: float32, ``r``, ``c`` or ``1``.
+        out: e4m3, ``r c``, row-major: is written.
+        along: what has a scale of its own.
+    """
+    each = {"rows": scale.view(-1, 1), "columns": scale.view(1, -1), "none": scale}[along]
+    out.copy_((x.float() * each).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn))
+
+
+def turn(values: Tensor, inverse: Tensor) -> Tensor:
+    """Return the transpose ``c r`` of 8-bit values ``r c``, row-major. ``inverse``, their scales, chooses the implementation."""
+    return values.t().contiguous()

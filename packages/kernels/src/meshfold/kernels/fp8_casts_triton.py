@@ -5,6 +5,8 @@ Rounding is computed on integers, which gives the bits of torch's cast on every 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -95,6 +97,31 @@ def _columns(x, partial, values, inverse, rows, columns, stride, parts, PARTS: t
     tl.store(values + place, turned, mask=(column < columns)[:, None] & (row < rows)[None, :])
 
 
+@triton.jit
+def _scaled(x, scale, values, columns, ALONG: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < columns
+    given = tl.load(x + row * columns + column, mask=mask, other=0.0).to(tl.float32)
+    if ALONG == "rows":
+        by = tl.load(scale + row)
+    elif ALONG == "columns":
+        by = tl.load(scale + column, mask=mask, other=1.0)
+    else:
+        by = tl.load(scale)
+    tl.store(values + row * columns + column, _e4m3(given * by), mask=mask)
+
+
+@triton.jit
+def _turn(values, turned, rows, columns, stride, TILE: tl.constexpr):
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    given = tl.load(values + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0)
+    place = column.to(tl.int64)[:, None] * rows + row[None, :]
+    tl.store(turned + place, tl.trans(given), mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
 def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.stride(1) != 1:
         return plain.cast_rows(x)
@@ -134,3 +161,22 @@ def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=4,
     )
     return values.view(torch.float8_e4m3fn), inverse
+
+
+def cast_scaled(x: Tensor, scale: Tensor, out: Tensor, along: Literal["rows", "columns", "none"]) -> None:
+    rows, columns = x.shape
+    wide = min(_COLUMNS, triton.next_power_of_2(columns))
+    grid = (rows, triton.cdiv(columns, wide))
+    launch(_scaled, grid, x, x, scale, out.view(torch.uint8), columns, ALONG=along, COLUMNS=wide, num_warps=4)
+
+
+def turn(values: Tensor, inverse: Tensor) -> Tensor:
+    if values.stride(1) != 1:
+        return plain.turn(values, inverse)
+    rows, columns = values.shape
+    turned = torch.empty(columns, rows, dtype=torch.uint8, device=values.device)
+    grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
+    launch(
+        _turn, grid, values, values.view(torch.uint8), turned, rows, columns, values.stride(0), TILE=_TILE, num_warps=4
+    )
+    return turned.view(values.dtype)

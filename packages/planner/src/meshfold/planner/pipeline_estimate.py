@@ -13,15 +13,23 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshfold.engine.assembly import Assembled, assemble
 from meshfold.engine.batches import Shares, prepare_batch, shard_batch
-from meshfold.engine.model import PipelinedModel, PipelineSettings, fp8_cast_bytes, recompute_blocks, use_fp8
+from meshfold.engine.model import (
+    PipelinedModel,
+    PipelineSettings,
+    fp8_cast_bytes,
+    fp8_gathered,
+    recompute_blocks,
+    use_fp8,
+)
 from meshfold.engine.precision import Fp8Settings, Masters, Precision, other_dtypes
 from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join_world
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
@@ -204,6 +212,11 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         if asked.spec.zero is not None:
             from meshfold.planner.zero_estimate import stage_problem
 
+            in_fp8: dict[Tensor, Fp8Weight] = {}
+            if asked.fp8 is not None and world.data_size > 1:
+                layers = use_fp8(built.model, asked.fp8, world)
+                in_fp8 = fp8_gathered(built.model, asked.fp8, asked.spec.zero)
+                layers.close()
             _cast(built, asked.precision)
             with dropout_stream(0, 0):
                 costs, micro_step, works = _run(asked, world, built.model, stages, stand_in)
@@ -220,6 +233,7 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                     moments=MOMENTS[asked.optimizer],
                     blocks=blocks if asked.recompute == "auto" else None,
                     name=asked.name,
+                    in_fp8=in_fp8,
                 )
                 problem = replace(problem, recomputed=asked.recompute == "blocks")
             step: list[Entry] = []

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine import Engine
-from meshfold.engine.model import check_recompute, fp8_cast_bytes
+from meshfold.engine.model import check_recompute, fp8_cast_bytes, fp8_gathered
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, MeshfoldError, ParallelSpec, SpecError, all_reduce, record
@@ -153,8 +153,18 @@ def estimate(
             seconds=time.perf_counter() - begin,
             plan=None if zero is None else zero.plan,
             refusal="" if zero is None else zero.refusal,
-            fp8="" if engine.fp8_layers is None else str(engine.fp8_layers),
+            fp8=_fp8_report(engine, spec),
         )
+
+
+def _fp8_report(engine: Engine, spec: ParallelSpec) -> str:
+    """Return which layers multiply in fp8, and which weights ``zero`` gathers in it, of an engine without ``zero``."""
+    layers = engine.fp8_layers
+    if layers is None:
+        return ""
+    if engine.world.data_size > 1:
+        layers.gathered = len(fp8_gathered(engine.model, engine.precision.fp8, spec.zero))
+    return str(layers)
 
 
 def plan_memory(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from meshfold.engine.model import RecomputedBlocks
+from meshfold.engine.model import RecomputedBlocks, fp8_gathered
 from meshfold.engine.precision import Precision, other_dtypes
 from meshfold.engine.world import World
 from meshfold.engine.zero import (
@@ -21,6 +21,7 @@ from meshfold.engine.zero import (
     regime_of,
     workload_of_stages,
 )
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.model_io import DryRun
 from meshfold.mesh.spec import ZeroSpec
@@ -113,6 +114,7 @@ def estimate_zero(
             dtype=precision.dtype,
             other_dtypes=other_dtypes(engine.model, precision),
             slot_align_elems=slot_alignment(spec.regime),
+            in_fp8=fp8_gathered(engine.model, precision.fp8, spec) if ranks > 1 else {},
         ),
         name=name,
         regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
@@ -133,7 +135,7 @@ def estimate_zero(
         blocks.keep([layer.name for layer in found.layers if layer.kept])
         _, flops, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
     return ZeroEstimate(
-        entries=[*log.entries * accumulation, *chunk_entries(workload, world)],
+        entries=[*log.entries * accumulation, *chunk_entries(workload, world, found)],
         flops=flops * accumulation,
         memory=memory,
         workload=workload,
@@ -218,9 +220,16 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
     return Trace(moments=tuple(moments), layers=tuple(layers))
 
 
-def chunk_entries(workload: Workload, world: World) -> list[Entry]:
-    """Return the collectives on chunks in an optimizer step."""
+def chunk_entries(workload: Workload, world: World, plan: Plan | None) -> list[Entry]:
+    """Return the collectives on chunks in an optimizer step.
+
+    Args:
+        workload: with all chunks.
+        world: whose ranks share them.
+        plan: says which shards are on the host, and so are not gathered in fp8; None: none is.
+    """
     mesh, entries = world.mesh, list[Entry]()
+    on_host = set() if plan is None else {each.name for each in plan.chunks if each.parameters != "gpu"}
     if workload.data_ranks == 1 and world.spec.expert is None:
         return []
     # Ranks that share a chunk: data ranks; ranks with the same experts; for a router, also those along tensor axes.
@@ -230,16 +239,30 @@ def chunk_entries(workload: Workload, world: World) -> list[Entry]:
         if ranks == 1:
             continue
         axes = mesh.spanned(*sharing.get(ranks, world.outer_axes))
-        gathered = int(workload.regime.parameter * chunk.gathered_elems)
+        in_fp8 = chunk.fp8 and chunk.name not in on_host
+        gathered = chunk.gathered_elems if in_fp8 else int(workload.regime.parameter * chunk.gathered_elems)
         reduced = int(workload.regime.gradient * chunk.gathered_elems)
         # Stages 1 and 2 gather parameters once, after the optimizer step.
-        uses = len(gather_windows(chunk, workload)) * workload.accumulation if workload.stage == 3 else chunk.trainable
+        windows = gather_windows(chunk, workload)
+        again = second_operands(windows, workload) if in_fp8 and chunk.fp8 > 1 else 0
+        uses = (len(windows) + again) * workload.accumulation if workload.stage == 3 else chunk.trainable
         entries += [Entry("all_gather", axes, ranks, gathered, "parameters")] * uses
         once = workload.stage == 1 or workload.whole_gradients
         sums = (1 if once else workload.accumulation) * chunk.trainable
         entries += [Entry("reduce_scatter", axes, ranks, reduced, "gradients")] * sums
     number = Entry("all_reduce", mesh.names, mesh.world_size, 8, "norm")
     return [*entries, number]
+
+
+def second_operands(windows: Sequence[tuple[int, int]], workload: Workload) -> int:
+    """Return in how many of the windows in which a chunk is gathered a second operand in fp8 is, too.
+
+    Forward and backward read different ones: a window over both gathers two, and so does one in a backward that recomputes.
+    """
+    turn = workload.forward_moments
+    both = sum(first < turn <= last for first, last in windows)
+    recomputed = sum(last >= turn for _, last in windows) if workload.recomputed else 0
+    return max(both, recomputed)
 
 
 def memory_of(found: Plan) -> Memory:
@@ -310,7 +333,7 @@ class StageProblem:
             plan=found,
             refusal=refusal,
             memory=memory,
-            entries=chunk_entries(workload, self.world),
+            entries=chunk_entries(workload, self.world, found),
         )
 
 
@@ -328,6 +351,7 @@ def stage_problem(
     moments: int,
     blocks: RecomputedBlocks | None,
     name: str,
+    in_fp8: Mapping[Tensor, Fp8Weight],
 ) -> StageProblem:
     """Trace a rank's stages on one micro-batch.
 
@@ -344,6 +368,7 @@ def stage_problem(
         moments: numbers that the optimizer keeps for an element.
         blocks: those whose activations the plan may keep.
         name: of the model.
+        in_fp8: weights that are gathered in fp8.
     """
     local = min(machine.devices, world.mesh.world_size)
     with record() as log:
@@ -354,6 +379,7 @@ def stage_problem(
         dtype=precision.dtype,
         other_dtypes=other_dtypes(model, precision),
         slot_align_elems=slot_alignment(spec.regime),
+        in_fp8=in_fp8,
     )
     return StageProblem(
         trace=with_collectives(trace, log, world.mesh, machine),

@@ -20,6 +20,7 @@ from meshfold.engine.model.checks import (
     require_trained,
     warn_of_split_batches,
 )
+from meshfold.engine.model.fp8_weights import fp8_gathered
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.roots import split_roots
 from meshfold.engine.model.weight_source import Loaded, SourceValues, WeightSource
@@ -219,6 +220,7 @@ def make_states(
             recomputes=blocks is not None,
             looks_at_all=asked.looks_at_all,
             names={} if built.pipelined is None else built.pipelined.inventory.first,
+            fp8_weights=fp8_gathered(built.model, precision.fp8, world.spec.zero),
             settled=settled,
         )
     if built.pipelined is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshfold.engine.model.fp8_layers import use_fp8
-from meshfold.engine.model.fp8_weights import fp8_cast_bytes
+from meshfold.engine.model.fp8_weights import fp8_cast_bytes, fp8_gathered
 from meshfold.engine.model.ownership import AsGiven
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks, check_recompute, recompute_blocks
@@ -21,6 +21,7 @@ __all__ = [
     "callable_parts",
     "check_recompute",
     "fp8_cast_bytes",
+    "fp8_gathered",
     "recompute_blocks",
     "roots_of",
     "use_fp8",

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshfold.engine.model.fp8_linear import Fp8Products, is_plain_linear, use_fp8_products
-from meshfold.engine.model.fp8_weights import Fp8Weights, casts_once
+from meshfold.engine.model.fp8_weights import Fp8Weights, casts_once, fp8_gathered
 from meshfold.engine.precision.fp8 import KEEP, Fp8Settings
 from meshfold.engine.world import World
 from meshfold.kernels import fp8_gain
@@ -34,12 +34,14 @@ class Fp8Layers:
         layers: names of the layers in fp8.
         kept: for each linear layer that stays in bf16 the reason.
         weights: those that are cast once a step; None: each use casts.
+        gathered: number of the weights that ``zero`` gathers in fp8.
     """
 
     recipe: str
     layers: tuple[str, ...] = ()
     kept: dict[str, str] = field(default_factory=dict)
     weights: Fp8Weights | None = None
+    gathered: int = 0
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -47,6 +49,9 @@ class Fp8Layers:
         lines = [f"fp8 ({self.recipe}): {_listed(self.layers)}"]
         if self.weights is not None:
             lines.append("weights are cast once a step")
+        if self.gathered:
+            which = "their weights" if self.gathered == len(self.layers) else f"{self.gathered} of their weights"
+            lines.append(f"zero gathers {which} in fp8")
         for why in dict.fromkeys(self.kept.values()):
             lines.append(f"bf16: {_listed([name for name, each in self.kept.items() if each == why])}: {why}")
         return "\n".join(lines)
@@ -59,13 +64,24 @@ class Fp8Layers:
             self._undo.pop()()
 
 
-def check_fp8(world: World) -> None:
+def check_fp8(world: World, settings: Fp8Settings) -> None:
     """Check that layers can multiply in fp8 under a spec.
 
     Raises:
-        SpecError: with an overlap of collectives and matmuls that sends an operand in pieces.
+        SpecError: with an overlap of collectives and matmuls that sends an operand in pieces, or ``gather="fp8"`` where nothing is
+            gathered in fp8.
     """
-    tensor = world.spec.tensor
+    tensor, zero = world.spec.tensor, world.spec.zero
+    if settings.gather == "fp8" and settings.recipe.block:
+        raise SpecError(
+            f"precision=dict(matmul='fp8', gather='fp8', recipe={settings.recipe.name!r}): tiles are gathered in bf16. Leave "
+            "gather out, or write recipe='rowwise'"
+        )
+    if settings.gather == "fp8" and (zero is None or zero.stage < 3 or zero.placement not in ("cuda", "auto")):
+        raise SpecError(
+            "precision=dict(matmul='fp8', gather='fp8'): only zero stage 3 gathers weights, and in fp8 those on the device. Leave "
+            "gather out, or write zero=dict(stage=3, placement='cuda')"
+        )
     if tensor is not None and tensor.overlap in ("stream", "ring"):
         raise SpecError(
             f"precision=dict(matmul='fp8') with overlap={tensor.overlap!r}: it multiplies operands piece by piece, but the fp8 "
@@ -121,6 +137,7 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World, *, accumulati
         else:
             layers[name] = module
     found.layers = tuple(layers)
+    found.gathered = len(fp8_gathered(model, settings, world.spec.zero)) if world.data_size > 1 else 0
     found.weights = Fp8Weights(layers) if once and layers else None
     return found
 

@@ -84,8 +84,22 @@ class Fp8Linear(nn.Linear):
 
     computes_linear = False  # meshfold.kernels.fuse must not treat it as a head
 
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight.
+
+        Raises:
+            Fp8WeightError: in a forward or backward for which ranks have gathered it in fp8.
+        """
+        cast: Fp8Weight | None = self.__dict__.get(WEIGHT)
+        if cast is not None:
+            cast.check_unread()
+        found: Tensor = self._parameters["weight"]  # type: ignore[assignment]
+        return found
+
     def forward(self, x: Tensor) -> Tensor:
-        wrong = x.dtype is not torch.bfloat16 or self.weight.dtype is not torch.bfloat16
+        weight: Any = self._parameters["weight"]  # may travel in fp8
+        wrong = x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16
         if wrong or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
             return super().forward(x)
         y = self._multiply(x)
@@ -103,18 +117,17 @@ class Fp8Linear(nn.Linear):
 
     def _product(self, x: Tensor) -> Tensor:
         products: Fp8Products = self.__dict__[_PRODUCTS]
-        site = WeightGradSite.of(self) if torch.is_grad_enabled() and self.weight.requires_grad else None
-        weight: Fp8Weight = self.__dict__[WEIGHT]
-        cast = weight.get(self.weight)
+        weight: Any = self._parameters["weight"]
+        site = WeightGradSite.of(self) if torch.is_grad_enabled() and weight.requires_grad else None
+        once: Fp8Weight = self.__dict__[WEIGHT]
+        cast = once.get(weight)
         if cast is not None:
             return (
-                products.cast.product(x, self.weight, cast)
-                if site is None
-                else products.cast.deferred(x, cast, site.ticket)
+                products.cast.product(x, weight, cast) if site is None else products.cast.deferred(x, cast, site.ticket)
             )
         if site is None:
-            return products.product(x, self.weight)
-        return products.deferred(x, self.weight.detach(), site.ticket)
+            return products.product(x, weight)
+        return products.deferred(x, weight.detach(), site.ticket)
 
 
 _classes: dict[type, type] = {nn.Linear: Fp8Linear}

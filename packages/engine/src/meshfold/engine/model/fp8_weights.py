@@ -6,17 +6,19 @@ hooks that wait for an optimizer step or gather parameters. What was cast goes w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshfold.engine.model.compile_blocks import CompiledBlocks
 from meshfold.engine.model.fp8_linear import WEIGHT
 from meshfold.engine.precision.fp8 import Fp8Settings
 from meshfold.kernels import Fp8Weight, fp8_cast_weight
 from meshfold.mesh import ParallelSpec, SpecError
+from meshfold.mesh.spec import ZeroSpec
 
 _TWO_BYTES = 2  # an element in both operands
 
@@ -51,6 +53,24 @@ def fp8_cast_bytes(model: nn.Module, settings: Fp8Settings | None, spec: Paralle
         return 0
     weights = [layer.get_parameter("weight") for layer in model.modules() if _weight(layer) is not None]
     return sum(_TWO_BYTES * weight.numel() for weight in weights)
+
+
+def fp8_gathered(model: nn.Module, settings: Fp8Settings | None, zero: ZeroSpec | None) -> dict[Tensor, Fp8Weight]:
+    """Return the weights that ``zero`` stage 3 gathers in fp8, in a model whose layers are in fp8, with what multiplies them.
+
+    They are those of layers in fp8 that no other module has. Tiles of ``block128`` and weights that a tensor mode gathers
+    for each product travel in bf16.
+    """
+    if settings is None or settings.gather == "bf16" or zero is None or zero.stage < 3 or settings.recipe.block:
+        return {}
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    found: dict[Tensor, Fp8Weight] = {}
+    for name, layer in model.named_modules():
+        weight = _weight(layer)
+        if weight is not None and holders[id(layer.get_parameter("weight"))] == 1:
+            weight.name = f"{name}.weight"
+            found[layer.get_parameter("weight")] = weight
+    return found
 
 
 class Fp8Weights:

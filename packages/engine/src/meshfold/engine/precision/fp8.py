@@ -11,9 +11,10 @@ import torch
 from meshfold.kernels import FP8_RECIPES, Fp8Recipe
 from meshfold.mesh import SpecError, did_you_mean
 
-FP8_KEYS = ("matmul", "recipe", "keep", "cast", "dispatch")
+FP8_KEYS = ("matmul", "recipe", "keep", "cast", "gather", "dispatch")
 KEEP = ("head", "router", "narrow")
 CASTS = ("step", "use")
+GATHERS = ("fp8", "bf16")
 _RECIPE = "rowwise_hp_dw"
 
 
@@ -28,6 +29,8 @@ class Fp8Settings:
         cast: when weights are cast: ``"step"``, once an optimizer step, which holds two more bytes an element of a weight;
             ``"use"``, at each use; None: once a step where micro-steps or micro-batches use them several times and they stay on the
             device.
+        gather: in what ``zero`` stage 3 gathers weights that only products in fp8 read: ``"fp8"``, ``"bf16"``; None: fp8 where it
+            can.
         dispatch: tokens travel to the experts of other ranks in fp8, with a scale each.
         asked: whether the user has written ``keep``; else ``"narrow"`` counts on GPUs alone.
     """
@@ -35,6 +38,7 @@ class Fp8Settings:
     recipe: Fp8Recipe = FP8_RECIPES[_RECIPE]
     keep: tuple[str, ...] = KEEP
     cast: str | None = None
+    gather: str | None = None
     dispatch: bool = False
     asked: bool = False
 
@@ -81,11 +85,22 @@ class Fp8Settings:
                 f"precision={value!r}: cast={cast!r}: write 'step' (weights are cast once an optimizer step) or 'use' (at each "
                 "use), or leave it out"
             )
+        gather = keys.get("gather")
+        if gather is not None and gather not in GATHERS:
+            raise SpecError(
+                f"precision={value!r}: gather={gather!r}: write 'fp8' or 'bf16' (in which zero stage 3 gathers weights that fp8 "
+                "layers multiply), or leave it out"
+            )
         dispatch = keys.get("dispatch", "bf16")
         if dispatch not in ("fp8", "bf16"):
             raise SpecError(
                 f"precision={value!r}: dispatch={dispatch!r}: write 'fp8' (in which tokens travel to experts) or leave it out"
             )
         return cls(
-            recipe=FP8_RECIPES[recipe], keep=tuple(keep), cast=cast, dispatch=dispatch == "fp8", asked="keep" in keys
+            recipe=FP8_RECIPES[recipe],
+            keep=tuple(keep),
+            cast=cast,
+            gather=gather,
+            dispatch=dispatch == "fp8",
+            asked="keep" in keys,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from meshfold.engine.zero.gather_cache_bytes import GatherCacheBytes
 from meshfold.engine.zero.memory import grow_segments, is_out_of_memory, ranks_per_host
 from meshfold.engine.zero.plan import Sizes, first_placements, gradient_dtype, regime_of
 from meshfold.engine.zero.residency import Residency
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, SpecError
 from meshfold.mesh.parameters import StoredValue, metadata_on, uncompiled_name
 from meshfold.zero_gemini import BackwardRole, Entry, Gemini, Memory
@@ -67,6 +69,7 @@ class ZeroStates:
         recomputes: bool = False,
         looks_at_all: bool = True,
         names: Mapping[str, str] | None = None,
+        fp8_weights: Mapping[Tensor, Fp8Weight] = MappingProxyType({}),
         settled: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
     ) -> None:
         """Args:
@@ -81,6 +84,7 @@ class ZeroStates:
         recomputes: the engine lets blocks recompute their activations, whether the plan may choose of them or not.
         looks_at_all: something is asked of all gradients together before the first of them may be stepped with.
         names: what a parameter is called in the whole model, where this rank has stages of it and calls it otherwise.
+        fp8_weights: those that stage 3 gathers in fp8.
         settled: called with the optimizer when nothing is left to refuse, before weights go into chunks.
         """
         spec = world.spec.zero
@@ -111,6 +115,7 @@ class ZeroStates:
         local = ranks_per_host(world)
         self._world, self._model, self._owed = world, model, False
         self._whole_names = names or {}
+        recomputes = recomputes or recomputes_by_itself(model)
         self.gemini = Gemini(
             model,
             world.mesh,
@@ -127,6 +132,8 @@ class ZeroStates:
             seed=seed,
             values=values,
             apart=(PIPE,) if world.pipelined else (),
+            fp8_weights=fp8_weights,
+            recomputes=lambda unit: recomputes and (blocks is None or unit not in blocks.kept),
             settled=settled,
         )
         self.gemini.takes = False
@@ -139,7 +146,7 @@ class ZeroStates:
             accumulation=micro_steps,
             regime=regime,
             blocks=blocks,
-            recomputes=recomputes or recomputes_by_itself(model),
+            recomputes=recomputes,
         )
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

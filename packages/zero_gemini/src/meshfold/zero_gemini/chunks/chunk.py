@@ -12,6 +12,9 @@ Its life, with N ranks in the group (states are those of :class:`~meshfold.zero_
    once, or in the background after ``promise_step`` (*step pending*). ``wait_step``, which the next ``gather`` calls, waits
    for it.
 
+Where only products in fp8 read a chunk's parameters, their operands are gathered instead, in one byte an element
+(:mod:`meshfold.zero_gemini.chunks.fp8_gather`): while the shard is on the device, the parameters themselves are NaN then.
+
 A *resident* chunk is never released: its shard is this rank's part of the gathered tensor itself. Between steps a chunk
 may be moved to other memory (``move``).
 """
@@ -24,8 +27,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Pending, with_old_names
 from meshfold.mesh.collectives import all_gather_into
+from meshfold.zero_gemini.chunks.fp8_gather import Fp8Gather, Operands
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
@@ -72,6 +77,7 @@ class Chunk:
         memory: Memory,
         tier: MemoryTier,
         whole_group: bool,
+        fp8: Sequence[Fp8Weight] = (),
     ) -> None:
         """Args:
         spec: sizes and slots.
@@ -82,6 +88,7 @@ class Chunk:
         memory: where chunks are stored.
         tier: memory of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
         whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its shard is.
+        fp8: how each parameter is multiplied in fp8, where nothing else reads any of them; else empty.
         """
         self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
         self.dtype, self.memory, self.tier = dtype, memory, tier
@@ -100,8 +107,10 @@ class Chunk:
             self.shard = self._own.tensor.zero_()
         self._nothing = torch.empty(0, dtype=dtype, device=self.device)
         self._step: PendingStep | None = None
-        self._all_gather: Pending | None = None
+        self._all_gathers: list[Pending] = []
         self._copied: torch.cuda.Event | None = None
+        self._fp8 = Fp8Gather(spec, self.slices, shapes, fp8, group, self._whole) if fp8 else None
+        self._supply()
         self.state = ChunkState.GATHERED
         self._show()
         self.release()
@@ -112,6 +121,20 @@ class Chunk:
     def _own_part(self) -> Tensor:
         """Return this rank's part of the gathered tensor."""
         return self._whole[self.group.index * self._length : (self.group.index + 1) * self._length]
+
+    @property
+    def travels_in_fp8(self) -> bool:
+        """Return True if its parameters are gathered as operands in fp8, and are not there themselves."""
+        return self._fp8 is not None and self.tier == "device" and not self.resident
+
+    def _supply(self) -> None:
+        if self._fp8 is not None:
+            self._fp8.supply(self._fetch if self.travels_in_fp8 else None)
+
+    def _fetch(self) -> None:
+        """Gather the forward operands too, for a forward that is repeated in a backward."""
+        self.gather(Operands.FORWARD)
+        self.wait()
 
     def _to(self, state: ChunkState) -> None:
         check_transition(self, CHUNK_TRANSITIONS, self.state, state)
@@ -156,6 +179,7 @@ class Chunk:
             own.free()
         if was:
             self.release()
+        self._supply()
 
     def exchange(self, block: Block) -> Block:
         """Swap in another block with the next values as the shard, and return the old one. Not for resident chunks."""
@@ -181,18 +205,27 @@ class Chunk:
         """True if an all-gather is under way."""
         return self.state is ChunkState.GATHERING
 
-    def gather(self) -> None:
-        """Start the all-gather of the shards, unless it is done or under way. All ranks of the group must call."""
+    def gather(self, operands: Operands = Operands.BOTH) -> None:
+        """Start the all-gather of the shards, unless it is done or under way. All ranks of the group must call.
+
+        ``operands``: those that are read, of a chunk that travels in fp8.
+        """
         self.wait_step()
-        if self.is_gathered:
+        fp8 = self._fp8 if self.travels_in_fp8 else None
+        missing = Operands(0) if fp8 is None else fp8.missing(operands)
+        if self.is_gathered and not missing:
             return
         self._block.restore()
-        mine = self._own_part()
         with self.memory.waiting("parameters"), beside(self.device):
-            mine.copy_(self.shard, non_blocking=True)
-            self._all_gather = all_gather_into(self._whole, mine, self.group)
+            if fp8 is not None:
+                self._all_gathers += fp8.start(missing, self.shard)
+            else:
+                mine = self._own_part()
+                mine.copy_(self.shard, non_blocking=True)
+                self._all_gathers.append(all_gather_into(self._whole, mine, self.group))
             self._copied = mark(self.device)
-        self._to(ChunkState.GATHERING)
+        if not self.is_gathering:
+            self._to(ChunkState.GATHERING)
 
     def wait(self) -> None:
         """Wait for ``gather`` or ``publish``: then parameters may be used.
@@ -200,11 +233,12 @@ class Chunk:
         Raises:
             ChunkError: if nothing was started.
         """
-        if self._all_gather is not None:
+        if self._all_gathers:
             with self.memory.waiting("parameters"):
                 queue_behind(self._copied, self.device)
-                self._all_gather.wait()
-            self._all_gather = self._copied = None
+                for pending in self._all_gathers:
+                    pending.wait()
+            self._all_gathers, self._copied = [], None
             self._to(ChunkState.GATHERED)
             self._show()
         elif not self.is_gathered:
@@ -218,6 +252,8 @@ class Chunk:
             self.wait()
         for parameter in self.parameters:
             parameter.data = self._nothing
+        if self._fp8 is not None:
+            self._fp8.forget()
         self._block.empty()
         self._to(ChunkState.STEP_PENDING if self.state is ChunkState.STALE else ChunkState.SHARDED)
 
@@ -225,11 +261,19 @@ class Chunk:
         """Give the parameters of a released chunk their shapes, with zero for all elements; or restore them to no elements."""
         if self.is_gathered:
             return
+        if self._fp8 is not None:  # products cast the zeros
+            self._fp8.supply(self._fetch if self.travels_in_fp8 and not yes else None)
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         for parameter, shape in zip(self.parameters, self._shapes, strict=True):
             parameter.data = zero.expand(shape) if yes else self._nothing
 
     def _show(self) -> None:
+        if self._fp8 is not None and self.travels_in_fp8:
+            nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+            for parameter, shape in zip(self.parameters, self._shapes, strict=True):
+                parameter.data = nan.expand(shape)
+            self._fp8.show()
+            return
         for parameter, slot, shape in zip(self.parameters, self.spec.slots, self._shapes, strict=True):
             parameter.data = self._whole[slot.start_elems : slot.start_elems + slot.numel].view(shape)
 
@@ -299,6 +343,8 @@ class Chunk:
 
         An all-gather that is under way is waited for.
         """
+        if self._fp8 is not None:
+            self._fp8.change()
         if not self.resident:
             self.release()
             return
@@ -306,7 +352,7 @@ class Chunk:
             self.wait()
         if self.group.size > 1:
             queue_behind(self._copied, self.device)
-        self._all_gather = all_gather_into(self._whole, self.shard, self.group)
+        self._all_gathers = [all_gather_into(self._whole, self.shard, self.group)]
         self._to(ChunkState.GATHERING)
 
     def wait_if_resident(self) -> None:

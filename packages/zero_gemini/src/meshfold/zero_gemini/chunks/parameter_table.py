@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, ParameterMeta
 from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.chunks.chunk_size import MIN_CHUNK_ELEMS, search_chunk_size
@@ -23,6 +24,7 @@ class Kind:
     dtype: torch.dtype
     trained: bool
     holders: int  # ranks that hold an element; 0 if that differs between elements
+    fp8: int = 0  # operands in fp8 that forward and backward gather of them: 2, or 1 for both; 0: they are gathered as they are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ def parameter_facts(
     mesh: Mesh,
     dtype: torch.dtype | None,
     other: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
+    in_fp8: Mapping[Tensor, Fp8Weight] = MappingProxyType({}),
 ) -> dict[str, ParameterFacts]:
     """Return the facts about a model's parameters, by name, in order of registration.
 
@@ -49,6 +52,7 @@ def parameter_facts(
         mesh: where blocks over the tensor axes lie.
         dtype: in which the model will compute; None keeps each parameter's.
         other: parameters that will be in another dtype.
+        in_fp8: parameters that are gathered in fp8, with what multiplies them.
     """
     facts = {}
     for name, parameter in model.named_parameters():
@@ -58,6 +62,7 @@ def parameter_facts(
             other.get(parameter, dtype or parameter.dtype) if parameter.is_floating_point() else parameter.dtype,
             parameter.requires_grad,
             holders if isinstance(holders, int) else 0,
+            in_fp8[parameter].encodings if parameter in in_fp8 else 0,
         )
         facts[name] = ParameterFacts(parameter=parameter, meta=meta, shape=parameter.shape, kind=kind, holders=holders)
     return facts

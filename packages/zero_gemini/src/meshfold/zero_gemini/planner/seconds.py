@@ -293,17 +293,20 @@ class Loads:
     def _collectives(self) -> tuple[float, float, float]:
         """Return a rank's seconds of gathering parameters in forward and in backward, and of reducing gradients."""
         workload, half = self.workload, self.workload.forward_moments
-        forward = backward = reduced = 0
+        forward = backward = reduced = 0.0
+        width, rate = self.regime.parameter, self.machine.collective
         for chunk in workload.chunks:
             uses = [first < half for first, _ in chunk.uses]
             others = chunk.gathered_elems - chunk.elems  # received from the ranks that share the chunk
-            if workload.stage == 3:
+            if workload.stage == 3 and chunk.fp8:  # a byte for each operand; a recomputed forward reads its own again
+                forward += others * sum(uses) / width
+                backward += others * (len(uses) - sum(uses)) * (chunk.fp8 if workload.recomputed else 1) / width
+            elif workload.stage == 3:
                 forward += others * sum(uses)
                 backward += others * (len(uses) - sum(uses))
             else:  # once, after the step
                 forward += others * chunk.trainable
             reduced += others * chunk.trainable
-        width, rate = self.regime.parameter, self.machine.collective
         return width * forward / rate, width * backward / rate, self.regime.gradient * reduced / rate
 
     def _host_share(self, strategy: str) -> tuple[float, float]:

@@ -85,6 +85,9 @@ class ChunkCost:
     """the same in the backward, without any recompute."""
     trainable: bool = True
     """False: no gradient and no optimizer state."""
+    fp8: int = 0
+    """different operands in fp8 that forward and backward read of it, each gathered in a byte an element from a shard on the GPU;
+    0: it is gathered as it is."""
     visits: tuple[tuple[int, int], ...] | None = None
     """runs of moments, first and last, in which it is used, in order; None: ``forward`` and ``backward``. They say when it is
     gathered; ``forward`` and ``backward`` span them, and have a place for a chunk that is not used there at all."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Mesh, SpecError
 from meshfold.zero_gemini.chunks.layout import ChunkSpec
 from meshfold.zero_gemini.chunks.parameter_table import (
@@ -39,6 +40,8 @@ class ChunkUse:
     units: Mapping[str, int]
     """names of the units that use it, with the elements that each uses"""
     trainable: bool = True
+    fp8: int = 0
+    """operands in fp8 that forward and backward gather of it: 2, or 1 for both; 0: it is gathered as it is"""
 
 
 def workload_of(
@@ -111,6 +114,7 @@ def workload_of(
                 forward_seconds=forward[chunk.name],
                 backward_seconds=backward[chunk.name],
                 trainable=chunk.trainable,
+                fp8=chunk.fp8,
             )
         )
     return Workload(
@@ -248,6 +252,7 @@ def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, 
                 gathered_elems=chunk.spec.size_elems,
                 units=needed,
                 trainable=chunk.trained,
+                fp8=facts[chunk.spec.names[0]].kind.fp8,
             )
         )
     return uses
@@ -260,6 +265,7 @@ def chunk_uses(
     dtype: torch.dtype | None,
     other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
     slot_align_elems: int = 64,
+    in_fp8: Mapping[Tensor, Fp8Weight] = MappingProxyType({}),
 ) -> list[ChunkUse]:
     """Return the chunks that :class:`~meshfold.zero_gemini.gemini.Gemini` would make of a model, named by their first parameter.
 
@@ -269,8 +275,9 @@ def chunk_uses(
         dtype: in which it computes; None keeps each parameter's.
         other_dtypes: parameters that it has in another dtype.
         slot_align_elems: 256 under regime C.
+        in_fp8: parameters that are gathered in fp8, with what multiplies them.
     """
-    facts = parameter_facts(model, mesh, dtype, other_dtypes)
+    facts = parameter_facts(model, mesh, dtype, other_dtypes, in_fp8)
     laid = lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems)
     chunks = (
         Named(chunk.names[0], chunk, facts[chunk.names[0]].kind.trained)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.fp8_gather import Operands
 from meshfold.zero_gemini.prefetch import reach
 from meshfold.zero_gemini.runtime.gather_cache import GatherCache
 from meshfold.zero_gemini.runtime.gradient_arrival import watch_inputs, watch_output
@@ -45,6 +46,7 @@ class Runtime:
         before_evaluation: Callable[[], None] | None = None,
         check_forward: Callable[[], None] | None = None,
         on_left: Callable[[], None] | None = None,
+        recomputes: Callable[[str], bool] = lambda unit: False,
     ) -> None:
         """Args:
         model: the whole model; its forward begins and ends evaluation without gradients.
@@ -56,14 +58,18 @@ class Runtime:
             before the ranks agree again on errors. None: nothing.
         check_forward: called before each forward of the model; raises if none is allowed. None: nothing.
         on_left: called in a backward whenever a unit was left for the last time. None: nothing.
+        recomputes: returns True if a unit of this name repeats its forward in its backward.
         """
         self._calls, self._on_left, self._check_forward = calls, on_left, check_forward
+        self._recomputes = recomputes
         self._chunks: dict[Unit, list[Chunk]] = {}
         self._steps_in_background = steps_in_background
         self.reread()
         self._prefetch, self._light = prefetch, light
         self._before_evaluation = before_evaluation
         self._inside: list[Unit] = []  # entered, not yet left
+        self._reads: dict[Unit, Operands] = {}  # what is read of the chunks of entered units
+        self._called_again: set[Unit] = set()  # units that have been called in a backward, and will be again
         self._behind: set[Unit] = set()  # units whose backward has begun
         self._recomputed: set[Unit] = set()  # recomputed units whose backward has not begun
         self._backwards = 0
@@ -74,6 +80,7 @@ class Runtime:
         self._in_backward = False
         self.order: list[Unit] = []
         self._seen: list[Unit] = []
+        self._turn, self._seen_forward = 0, 0  # number of units that the last step, and this one, entered in forward
         self._handles = [
             model.register_forward_pre_hook(torch.compiler.disable(self._start)),
             model.register_forward_hook(torch.compiler.disable(self._end), always_call=True),
@@ -106,12 +113,14 @@ class Runtime:
         """Expect the units of the last step in the same order. Call it before each training step."""
         if self._seen:
             self.order, self._seen = self._seen, []
+            self._turn = self._seen_forward
             self.gather_cache.learn([self._chunks[unit] for unit in self.order])
         self.unlearn()
 
     def unlearn(self) -> None:
         """Forget the units that were entered since the step began."""
         self._seen.clear()
+        self._seen_forward = 0
         self._unfinished.clear()
         self._calls.clear()
 
@@ -157,7 +166,9 @@ class Runtime:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.is_quiet:
                 return None
-            self._enter(unit)
+            if graph_task() >= 0:
+                self._called_again.add(unit)
+            self._enter(unit, Operands.FORWARD)
             return watch_inputs(args, kwargs, self._call(unit, args, kwargs))
 
         # Hooks of a compiled block run outside its graph.
@@ -194,14 +205,14 @@ class Runtime:
                 # Units whose forward did not finish may need their parameters at any time in backward.
                 self._unfinished.update(dict.fromkeys(self._inside))
                 for left in self._unfinished:
-                    self._enter(left, again=True)
+                    self._enter(left, Operands.BOTH, again=True)
             if begun != self._backwards:
                 begun = self._backwards
                 self._behind.add(unit)
                 if unit in self._recomputed:
                     self._recomputed.remove(unit)
                     self._inside.remove(unit)
-                self._enter(unit, again=True)
+                self._enter(unit, self._read_in_backward(unit), again=True)
 
         return before_backward
 
@@ -229,27 +240,41 @@ class Runtime:
 
     # -- what is held -------------------------------------------------------------------------------------------
 
-    def _enter(self, unit: Unit, *, again: bool = False) -> None:
+    def _read_in_backward(self, unit: Unit) -> Operands:
+        """Return which operands a unit's backward reads: a recomputed one reads those of its forward, too."""
+        again = unit in self._called_again or self._recomputes(unit.name)
+        return Operands.BOTH if again else Operands.BACKWARD
+
+    def _enter(self, unit: Unit, operands: Operands, *, again: bool = False) -> None:
+        self._reads[unit] = (self._reads[unit] | operands) if unit in self._inside else operands
         if again or unit not in self._inside:
             self._inside.append(unit)
             if torch.is_grad_enabled() or self._in_backward:
                 self._seen.append(unit)
-        wanted = dict.fromkeys(chunk for inside in self._inside for chunk in self._chunks[inside])
-        coming = [] if not self._expects(unit) else self._next()
-        ahead = dict.fromkeys(chunk for later in coming for chunk in self._chunks[later])
+                self._seen_forward += not self._in_backward
+        wanted = self._read((inside, self._reads[inside]) for inside in self._inside)
+        ahead = self._read(self._next()) if self._expects(unit) else {}
         self._release(self._evicted(chunk for chunk in self._held if chunk not in wanted and chunk not in ahead))
-        for chunk in wanted:
+        for chunk, read in wanted.items():
             if chunk.step_is_pending and chunk not in self._chunks[unit]:
                 continue  # stepped in this backward: no entered unit reads it again
-            chunk.gather()
+            chunk.gather(read)
             self._held[chunk] = None
-        for chunk in ahead:
+        for chunk, read in ahead.items():
             # Do not prefetch a chunk whose step is pending: waiting for it would delay this unit.
             if chunk.can_gather_early:
-                chunk.gather()
+                chunk.gather(read)
                 self._held[chunk] = None
         for chunk in self._chunks[unit]:
             chunk.wait()
+
+    def _read(self, units: Iterable[tuple[Unit, Operands]]) -> dict[Chunk, Operands]:
+        """Return the chunks of units, with the operands that any of them reads."""
+        found: dict[Chunk, Operands] = {}
+        for unit, operands in units:
+            for chunk in self._chunks[unit]:
+                found[chunk] = found.get(chunk, Operands(0)) | operands
+        return found
 
     def _evicted(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Return which of the chunks that no entered unit needs should be released."""
@@ -263,7 +288,12 @@ class Runtime:
         place = self.place
         return 0 < place <= len(self.order) and self.order[place - 1] is unit
 
-    def _next(self) -> list[Unit]:
+    def _next(self) -> list[tuple[Unit, Operands]]:
+        """Return the units that come next, with what they read of their chunks."""
         place = self.place
         coming = (unit in self._light for unit in islice(self.order, place, None))
-        return self.order[place : place + reach(coming, self._prefetch)]
+        last = place + reach(coming, self._prefetch)
+        return [
+            (unit, Operands.FORWARD if at < self._turn else self._read_in_backward(unit))
+            for at, unit in enumerate(self.order[place:last], place)
+        ]

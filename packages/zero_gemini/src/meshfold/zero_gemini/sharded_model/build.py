@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import ROLE, copy_parameter_hooks
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
@@ -33,6 +34,7 @@ def take_parameters(
     device: torch.device,
     dtype: torch.dtype | None,
     other: Mapping[Tensor, torch.dtype],
+    in_fp8: Mapping[Tensor, Fp8Weight],
 ) -> tuple[dict[str, ParameterFacts], dict[str, Tensor]]:
     """Return the facts about a model's parameters and their initial values, by name; meta parameters become real.
 
@@ -42,9 +44,10 @@ def take_parameters(
         device: of the parameters that replace those on meta.
         dtype: compute dtype of the model; None keeps each parameter's.
         other: compute dtypes of parameters that differ from it.
+        in_fp8: parameters that are gathered in fp8, with what multiplies them.
     """
     first = {name: p.detach() for name, p in model.named_parameters()}
-    facts = parameter_facts(model, mesh, dtype, other)
+    facts = parameter_facts(model, mesh, dtype, other, in_fp8)
     _replace_meta(model, device)
     here = dict(model.named_parameters())
     return {name: replace(one, parameter=here[name]) for name, one in facts.items()}, first

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Mesh
 from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.chunks.chunk import Chunk
@@ -68,6 +69,8 @@ class ChunkedModel(ParameterValues):
         chunk_elems: int | None = None,
         prefetch: int = 1,
         apart: Sequence[str] = (),
+        fp8_weights: Mapping[Tensor, Fp8Weight] = MappingProxyType({}),
+        recomputes: Callable[[str], bool] = lambda unit: False,
         settled: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
     ) -> None:
         """Args:
@@ -90,6 +93,8 @@ class ChunkedModel(ParameterValues):
         prefetch: units gathered ahead of the one that runs.
         apart: axes whose ranks have different parameters (such as pipeline stages). Axes that a parameter names by itself count
             too, but a stage may have no parameters, and its ranks must know the same.
+        fp8_weights: matrices that only products in fp8 read: stage 3 gathers these operands of theirs, in one byte an element.
+        recomputes: returns True if a unit of this name repeats its forward in its backward, for which it reads these again.
         settled: called with the optimizer, if there is one, before the first value goes into a chunk: all refusals come
             before that, unless memory runs out. The optimizer has parameters without memory until then.
 
@@ -107,7 +112,10 @@ class ChunkedModel(ParameterValues):
         self._promised = False  # the outcome of the last step is not exchanged yet
         self._gradients: dict[Chunk, ChunkGradient] = {}
         values = values or sharded_values(model, memory.device)
-        self._facts, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes)
+        fp8_weights = fp8_weights if stage == 3 else {}
+        given = dict(model.named_parameters())
+        self._fp8_weights = {name: fp8_weights[p] for name, p in given.items() if p in fp8_weights}
+        self._facts, first = take_parameters(model, mesh, memory.device, dtype, other_dtypes, fp8_weights)
         self._names: dict[Tensor, str] = {facts.parameter: name for name, facts in self._facts.items()}
         self.group_names: list[list[str]] = []
         if make_optimizer is not None:
@@ -171,6 +179,7 @@ class ChunkedModel(ParameterValues):
             steps_in_background=self._steps_in_background,
             check_forward=None if self._early is None else self._early.check,
             on_left=None if self._early is None else self._early.go,
+            recomputes=recomputes,
         )
         self._flow = GradientFlow(self._gradients, memory.device, self._runtime, calls, self._early, self._speculative)
         self.holds_gradients = True
@@ -196,6 +205,7 @@ class ChunkedModel(ParameterValues):
             memory=self.memory,
             tier=placement.parameters,
             whole_group=self._stage < 3,
+            fp8=[self._fp8_weights[name] for name in spec.names] if kind.fp8 else (),
         )
         self.chunks.append(chunk)
         self._residents.placements[chunk] = placement
