@@ -10,33 +10,45 @@ import itertools
 import torch
 
 from meshfold.inference.attention_triton import attend_new
-from meshfold.inference.cache import attend_singles
+from meshfold.inference.cache import CACHES, LayerPages, attend_singles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def compare(dtype: torch.dtype, heads: int, kv_heads: int, d: int, size: int, window: int | None, splits: int) -> None:
+def compare(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    size: int,
+    window: int | None,
+    splits: int,
+    form: str | None = None,
+) -> None:
     random = torch.Generator().manual_seed(heads + d + size)
     lengths = [1, size + 1, 70, 130]
     b, width = len(lengths), -(-max(lengths) // size) + 1
     pages = b * width + 1
     draw = lambda *shape: torch.randn(*shape, generator=random).to(DEVICE, dtype)  # noqa: E731
+    scales = None if form is None else torch.rand(2, pages, kv_heads, size, generator=random).to(DEVICE) + 0.1
     kept = draw(2, pages, kv_heads, size, d)
+    if form is not None:
+        kept = (kept * (30 if form == "int8" else 1)).to(CACHES[form][0])
     tables = torch.randperm(pages - 1, generator=random)[: b * width].view(b, width).to(DEVICE)
     positions = torch.tensor(lengths, device=DEVICE) - 1
     qkv = draw(b, heads + 2 * kv_heads, d)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    expected_pool = kept.clone()
+    wanted = LayerPages(kept.clone(), None if scales is None else scales.clone(), dtype)
     page, offset = tables.gather(1, (positions // size)[:, None])[:, 0], positions % size
-    expected_pool[0][page, :, offset] = k
-    expected_pool[1][page, :, offset] = v
+    wanted.keep(page, offset, k, v)
     scale = d**-0.5
-    wide = expected_pool.double()
+    wide = LayerPages(wanted.kept if scales is not None else wanted.kept.double(), wanted.scale, torch.float64)
     expected = attend_singles(q.double(), wide, tables, positions, scale, window)
-    found = attend_new(q, k, v, kept, tables, positions, scale, window, splits)
-    assert torch.equal(kept, expected_pool), "the pool"
+    found = attend_new(q, k, v, kept, scales, tables, positions, scale, window, splits)
+    assert torch.equal(kept.view(torch.uint8), wanted.kept.view(torch.uint8)), "the pool"
+    assert scales is None or torch.equal(scales, wanted.scale), "the scales"  # type: ignore[arg-type]
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
-    error = float((found.double() - expected).abs().max())
+    error = float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1))
     assert error < tolerance, (dtype, heads, kv_heads, d, size, window, splits, error)
 
 
@@ -45,10 +57,14 @@ def main() -> None:
     for shape, window, splits in cases:
         compare(torch.float32, *shape, window, splits)
     compare(torch.float16, 2, 2, 64, 16, 9, 1)
+    for splits in (1, 2):
+        compare(torch.float32, 4, 2, 24, 16, None, splits, "int8")
     if DEVICE.type == "cuda":  # the interpreter multiplies the bits of bfloat16
         for window, splits in itertools.product((None, 9), (1, 2, 8)):
             compare(torch.bfloat16, 8, 2, 128, 16, window, splits)
             compare(torch.bfloat16, 32, 8, 128, 16, window, splits)
+            for form in CACHES:
+                compare(torch.bfloat16, 32, 8, 128, 16, window, splits, form)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshfold.inference.cache import CACHES
+
 _LOG2_E = 1.4426950408889634
 _BLOCK = 64
+
+
+@triton.jit
+def _coded(x, like, TOP: tl.constexpr, WHOLE: tl.constexpr):
+    """Return codes of a row, in the dtype of what ``like`` points to, and their scale: formulas of ``cache.to_codes``."""
+    wide = x.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 0)
+    scale = tl.where(largest > 0, largest / TOP, 1.0)
+    level = tl.minimum(tl.maximum(wide / scale, -TOP), TOP)
+    if WHOLE:
+        level = (level + 12582912.0) - 12582912.0  # rounds to the nearest whole number, half to even
+    return level.to(like.dtype.element_ty), scale
 
 
 @triton.jit
@@ -23,6 +37,8 @@ def _attend(
     v,
     keys,
     values,
+    key_scales,
+    value_scales,
     tables,
     positions,
     out,
@@ -40,6 +56,8 @@ def _attend(
     head_stride,
     table_row,
     d,
+    TOP: tl.constexpr,
+    WHOLE: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     D: tl.constexpr,
@@ -66,11 +84,20 @@ def _attend(
     )
     new_k = tl.load(k + row * k_row + head * k_head + feature, mask=inside, other=0.0)
     new_v = tl.load(v + row * v_row + head * v_head + feature, mask=inside, other=0.0)
+    kept_k, kept_v = new_k, new_v
+    if TOP > 0:
+        kept_k, scale_k = _coded(new_k, keys, TOP, WHOLE)
+        kept_v, scale_v = _coded(new_v, values, TOP, WHOLE)
+        new_k = (kept_k.to(tl.float32) * scale_k).to(query.dtype)
+        new_v = (kept_v.to(tl.float32) * scale_v).to(query.dtype)
     if (start <= position) & (position < start + each):
         page = tl.load(tables + row * table_row + position // SIZE)
-        there = page * page_stride + head * head_stride + (position % SIZE) * d + feature
-        tl.store(keys + there, new_k, mask=inside)
-        tl.store(values + there, new_v, mask=inside)
+        there = page * page_stride + head * head_stride + (position % SIZE) * d
+        tl.store(keys + there + feature, kept_k, mask=inside)
+        tl.store(values + there + feature, kept_v, mask=inside)
+        if TOP > 0:
+            tl.store(key_scales + there // d, scale_k)
+            tl.store(value_scales + there // d, scale_v)
 
     largest = tl.full((PADDED,), -float("inf"), tl.float32)
     sums = tl.zeros((PADDED,), tl.float32)
@@ -80,16 +107,25 @@ def _attend(
         seen = (place <= position) & (place > position - window)
         old = (seen & (place < position))[:, None] & inside[None, :]
         page = tl.load(tables + row * table_row + place // SIZE, mask=seen, other=0)
-        where = (page * page_stride + head * head_stride + (place % SIZE) * d)[:, None] + feature[None, :]
+        token_at = page * page_stride + head * head_stride + (place % SIZE) * d
+        where = token_at[:, None] + feature[None, :]
         new = (place == position)[:, None]
-        key = tl.where(new, new_k[None, :], tl.load(keys + where, mask=old, other=0.0))
+        key = tl.load(keys + where, mask=old, other=0.0)
+        if TOP > 0:
+            factor = tl.load(key_scales + token_at // d, mask=seen & (place < position), other=0.0)
+            key = (key.to(tl.float32) * factor[:, None]).to(query.dtype)
+        key = tl.where(new, new_k[None, :], key)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         score = tl.where(seen[None, :], score, -float("inf"))
         higher = tl.maximum(largest, tl.max(score, 1))
         shrink = tl.exp2(largest - higher)
         weight = tl.exp2(score - higher[:, None])
         sums = sums * shrink + tl.sum(weight, 1)
-        value = tl.where(new, new_v[None, :], tl.load(values + where, mask=old, other=0.0))
+        value = tl.load(values + where, mask=old, other=0.0)
+        if TOP > 0:
+            factor = tl.load(value_scales + token_at // d, mask=seen & (place < position), other=0.0)
+            value = (value.to(tl.float32) * factor[:, None]).to(query.dtype)
+        value = tl.where(new, new_v[None, :], value)
         acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         largest = higher
 
@@ -122,6 +158,7 @@ def attend_new(
     k: Tensor,
     v: Tensor,
     kept: Tensor,
+    scales: Tensor | None,
     tables: Tensor,
     positions: Tensor,
     scale: float,
@@ -131,8 +168,9 @@ def attend_new(
     """Keep the keys and values of one token of each of many sequences, and attend with it: ``b heads d`` -> ``b heads d``.
 
     Args:
-        q: queries ``b heads d``; k, v: ``b kv_heads d`` of the pool's dtype.
-        kept: ``2 pages kv_heads size d``, contiguous.
+        q: queries ``b heads d``; k, v: ``b kv_heads d`` of the same dtype.
+        kept: ``2 pages kv_heads size d``, contiguous: of that dtype, or codes.
+        scales: of codes, ``2 pages kv_heads size``, contiguous.
         tables: ``b w`` int64, the pages of each sequence.
         positions: ``b`` int64, of the tokens; the page of each is in its row of ``tables``.
         scale: of the scores.
@@ -157,6 +195,8 @@ def attend_new(
         v,
         kept[0],
         kept[1],
+        q if scales is None else scales[0],  # what is not there is not read
+        q if scales is None else scales[1],
         tables,
         positions,
         parts,
@@ -174,6 +214,8 @@ def attend_new(
         kept.stride(2),
         tables.stride(0),
         d,
+        TOP=0.0 if scales is None else _largest_code(kept),
+        WHOLE=kept.dtype == torch.int8,
         GROUP=group,
         PADDED=max(triton.next_power_of_2(group), 16),
         D=wide,
@@ -187,6 +229,10 @@ def attend_new(
     if splits > 1:
         _combine[(b * heads,)](parts, most, total, out, d, D=wide, SPLITS=splits, num_warps=4)
     return out
+
+
+def _largest_code(kept: Tensor) -> float:
+    return next(largest for dtype, largest in CACHES.values() if dtype == kept.dtype)
 
 
 def _splits(programs: int, tokens: int, like: Tensor) -> int:

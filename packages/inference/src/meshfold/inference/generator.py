@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from meshfold.inference.cache import CACHES
 from meshfold.inference.forward import PagedForward, Runner, WholeForward
 from meshfold.inference.pages import Pages
 from meshfold.inference.routing import unrouted_reason
 from meshfold.inference.sampling import Sampling, request_seed
 from meshfold.inference.schedule import Request, Scheduler, ids_of
-from meshfold.mesh import MeshfoldError, SpecError
+from meshfold.mesh import MeshfoldError, SpecError, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
 
 MOST_TOKENS = 4096
@@ -71,6 +72,7 @@ class Generator:
         ahead: int | None = None,
         compile: bool | str | Callable[..., Any] = False,
         share_prefixes: bool = True,
+        cache: str | None = None,
         decode: Callable[[list[int]], str] | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -84,14 +86,17 @@ class Generator:
             dropped. By default 8 on a GPU, else 1.
         compile: compile blocks for running sequences, by Inductor or another backend: the first token of each number of rows
             takes long, those that follow are faster on a GPU.
+        cache: "fp8" or "int8": keys and values in eight bits, with a scale for each token and head; None: in the model's dtype.
         share_prefixes: requests in flight that begin with the same tokens share their pages.
         device: of the keys and values; by default that of the model's first parameter. Give ``engine.device`` where parameters wait
             on the host.
         decode: makes text of token ids, as a tokenizer's method does; needed for stop strings and text.
 
         Raises:
-            SpecError: for settings out of range.
+            SpecError: for settings out of range, and for ``cache`` where there are no pages.
         """
+        if cache is not None and cache not in CACHES:
+            raise SpecError(f"cache={cache!r}: write {' or '.join(map(repr, CACHES))}.{did_you_mean(cache, CACHES)}")
         self._module: nn.Module = model if isinstance(model, nn.Module) else model.module
         parameter = next(self._module.parameters(), None)
         if device is None:
@@ -124,9 +129,14 @@ class Generator:
                     longest=longest,
                     most=self._ahead,
                     compile="inductor" if compile is True else compile,
+                    cache=cache,
                 )
             except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
                 self.reason = str(error)
+        if self.reason and cache is not None:
+            raise SpecError(
+                f"cache={cache!r}: keys and values are not kept in pages here, since {self.reason}; leave cache out"
+            )
         if self.reason:
             self.runner = WholeForward(model, device)
         self.paged = not self.reason
