@@ -96,8 +96,10 @@ def translate(where: str, given: Mapping[str, Any], table: Table) -> Translation
 
 
 def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises:
-    SpecError: for the first unknown name, with the most similar one.
+    """Check names of arguments.
+
+    Raises:
+        SpecError: for the first unknown name, with the most similar one.
     """
     names = list(known)
     for name in given:

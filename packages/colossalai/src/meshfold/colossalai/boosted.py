@@ -37,7 +37,7 @@ class BoostedModel(nn.Module):
         return self
 
     def unwrap(self) -> nn.Module:
-        """This rank's part of the model."""
+        """Return this rank's part of the model."""
         return self.module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -174,8 +174,10 @@ class Booster:
         return boosted.engine.no_sync()
 
     def enable_lora(self, model: nn.Module, *args: Any, **given: Any) -> nn.Module:
-        """Raises:
-        SpecError: always; use peft.
+        """Refuse: LoRA comes from peft here.
+
+        Raises:
+            SpecError: always; use peft.
         """
         raise SpecError(
             "booster.enable_lora(model, lora_config=...): write model = peft.get_peft_model(model, lora_config), make the "

@@ -57,8 +57,10 @@ class LazyInitContext(ShardedInit):
 
     @staticmethod
     def materialize(model: nn.Module, verbose: bool = False) -> nn.Module:
-        """Raises:
-        SpecError: always, since it would make the whole model on every rank.
+        """Refuse to materialize.
+
+        Raises:
+            SpecError: always, since it would make the whole model on every rank.
         """
         raise SpecError(
             "LazyInitContext.materialize(model) would make the whole model on every rank: give the model as it is to "

@@ -173,7 +173,7 @@ def _mixture(config: MoELlamaConfig, ours: str, theirs: str) -> Iterable[AnyRow]
 
 
 def unchanged(given: Mapping[str, Tensor]) -> list[Step]:
-    """Each tensor unchanged, under its name."""
+    """Return each tensor unchanged, under its name."""
     return [
         Step(
             sources=(name,),
@@ -219,7 +219,7 @@ def enter(given: Mapping[str, Tensor], config: DecoderConfig) -> list[Step]:
 
 
 def full_names(given: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, str]:
-    """Names with the base model's prefix, which old GPT-2 files leave out, to those in the files."""
+    """Map names with the base model's prefix, which old GPT-2 files leave out, to the files' names."""
     return {_full(name, config): name for name in given}
 
 

@@ -30,7 +30,7 @@ _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def one_process_compiles(kernel: Any) -> Any:
-    """A kernel of ``njit(cache=True)`` that waits while another process compiles it, and uses the result.
+    """Wrap a kernel of ``njit(cache=True)``: it waits while another process compiles it, and uses the result.
 
     If a file cannot be locked, each process compiles for itself, as with plain numba.
     """
@@ -167,7 +167,7 @@ def stream(target: Any, at: int, source: Any, count: int) -> None:
 
 @njit(inline="always")
 def bits_at(state: Any, index: Any) -> Any:
-    """bits = splitmix64(state + index * GOLDEN), all uint64."""
+    """Return the bits ``splitmix64(state + index * GOLDEN)``, all uint64."""
     z = state + index * _GOLDEN + _GOLDEN
     z = (z ^ (z >> _30)) * _MIX_1
     z = (z ^ (z >> _27)) * _MIX_2

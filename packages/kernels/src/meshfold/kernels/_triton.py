@@ -45,7 +45,7 @@ def tile(columns: int, elements: int = 2048, widest: int = 65536) -> tuple[int, 
 
 @triton.jit
 def bits_at(state, index):
-    """bits = splitmix64(state + index * GOLDEN) as uint64."""
+    """Return the bits ``splitmix64(state + index * GOLDEN)`` as uint64."""
     z = state.to(tl.uint64) + index.to(tl.uint64) * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

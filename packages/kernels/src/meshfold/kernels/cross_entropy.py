@@ -91,7 +91,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Cross entropy of every row: ``... v, ... -> ...``, float32 (float64 for float64).
+    """Return the cross entropy of every row: ``... v, ... -> ...``, float32 (float64 for float64).
 
     Args:
         logits: rows of v logits.
@@ -146,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def local_max(logits: Tensor, vocab_valid: int | None = None) -> Tensor:
-    """The largest logit of every row on this rank: ``... v -> ...``, float32 (float64); -inf without any word.
+    """Return the largest logit of every row on this rank: ``... v -> ...``, float32 (float64); -inf without any word.
 
     Args:
         logits: local columns of the logits.
@@ -188,7 +188,7 @@ def sum_exp_and_target(
 def loss_per_row(
     row_max: Tensor, sums: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, vocab_size: int = 0
 ) -> Tensor:
-    """The loss of every row from its maximum and its sums over all ranks: ``..., (2 or 3) ... -> ...``.
+    """Return the loss of every row from its maximum and its sums over all ranks: ``..., (2 or 3) ... -> ...``.
 
     Plain torch on one number a row. The value for a row without a label is arbitrary.
 
@@ -219,7 +219,7 @@ def cross_entropy_backward(
     vocab_valid: int | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """The gradient of the local logits: ``... v -> ... v``; needs no communication.
+    """Return the gradient of the local logits: ``... v -> ... v``; needs no communication.
 
     Args:
         logits: local columns of the logits, as in the forward.

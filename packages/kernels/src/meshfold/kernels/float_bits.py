@@ -62,17 +62,17 @@ UNSIGNED_CODE = Minifloat(mantissa=4)
 
 
 def rounded(value: float) -> float:
-    """The float32 nearest to ``value``."""
+    """Return the float32 nearest to ``value``."""
     return float(np.float32(value))
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of a float32 tensor, as int64."""
+    """Return the bits of a float32 tensor, as int64."""
     return x.view(torch.int32).to(torch.int64) & LOW
 
 
 def from_bits(u: Tensor) -> Tensor:
-    """The float32 tensor with these bits."""
+    """Return the float32 tensor with these bits."""
     return u.to(torch.int32).view(torch.float32)
 
 
@@ -141,7 +141,7 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(hi: Tensor, lo: Tensor) -> Tensor:
-    """The inverse of :func:`split`."""
+    """Join the two planes that :func:`split` returns."""
     return from_bits((hi.view(torch.int16).to(torch.int64) << 16) + lo)
 
 
@@ -164,7 +164,7 @@ def noise(state: int, start: int, count: int, device: torch.device) -> Tensor:
 
 
 def noise_key(step: int) -> int:
-    """The key of :func:`~meshfold.kernels.random_bits.stream` for one optimizer step."""
+    """Return the key of :func:`~meshfold.kernels.random_bits.stream` for one optimizer step."""
     return signed(splitmix64(step ^ 0x6164616D_6E6F6973))  # seeds are small numbers: keep away from them
 
 
@@ -182,7 +182,7 @@ def scales(largest: Tensor, code: Minifloat) -> tuple[Tensor, Tensor]:
 
 
 def encode(magnitude: Tensor, inverse: Tensor, noise16: Tensor, code: Minifloat) -> Tensor:
-    """Codes, as int64, of magnitudes over their block's scale, rounded stochastically."""
+    """Return codes, as int64, of magnitudes over their block's scale, rounded stochastically."""
     w = magnitude * inverse + FLOOR
     extra = code.shift - 16
     q = (bits(w) - BASE + (noise16 << extra) + (1 << (extra - 1))) >> code.shift
@@ -190,5 +190,5 @@ def encode(magnitude: Tensor, inverse: Tensor, noise16: Tensor, code: Minifloat)
 
 
 def decode(q: Tensor, scale: Tensor, code: Minifloat) -> Tensor:
-    """Magnitudes of codes, float32."""
+    """Return the magnitudes of codes, float32."""
     return (from_bits((q.to(torch.int64) << code.shift) + BASE) - FLOOR) * scale

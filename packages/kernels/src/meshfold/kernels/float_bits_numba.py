@@ -33,7 +33,7 @@ _ZERO, _UNIT = np.float32(0), np.float32(1)
 
 @intrinsic
 def bits(typing, x):
-    """The bits of a float32 as uint32."""
+    """Return the bits of a float32 as uint32."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -43,7 +43,7 @@ def bits(typing, x):
 
 @intrinsic
 def from_bits(typing, u):
-    """The float32 with the bits of a uint32."""
+    """Return the float32 with the bits of a uint32."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -53,7 +53,7 @@ def from_bits(typing, u):
 
 @intrinsic
 def from_half(typing, h):
-    """The float32 of a float16 that is given as int16."""
+    """Return the float32 of a float16 that is given as int16."""
 
     def generate(context, builder, signature, arguments):
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
@@ -63,7 +63,7 @@ def from_half(typing, h):
 
 @intrinsic
 def to_half(typing, x):
-    """A float32 rounded to the nearest float16, as int16."""
+    """Return a float32 rounded to the nearest float16, as int16."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
@@ -78,14 +78,14 @@ def from_bfloat16(h):
 
 @njit(nogil=True)
 def to_bfloat16(x):
-    """To the nearest, ties to even, as uint16."""
+    """Round a float32 to bfloat16, to the nearest, ties to even, as uint16."""
     u = bits(x)
     near = U(U(u + _ALMOST_HALF) + U(U(u >> _16) & _ONE))
     return np.uint16((_QUIET if U(u & _MAGNITUDE) > _INFINITY else near) >> _16)
 
 
 def wide(x):
-    """An element of :func:`floats` in float32."""
+    """Convert an element of :func:`floats` to float32."""
     raise NotImplementedError("only for compiled kernels")
 
 
@@ -97,7 +97,7 @@ def _wide(x):
 
 
 def narrowed(x, like):
-    """A float32 rounded to the nearest of the dtype that ``like``, an element of :func:`floats`, has."""
+    """Round a float32 to the dtype of ``like``, an element of :func:`floats`."""
     raise NotImplementedError("only for compiled kernels")
 
 
@@ -108,19 +108,19 @@ def _narrowed(x, like):
 
 @njit(nogil=True)
 def hi_of(u):
-    """The upper plane of master bits, as uint32; of bits that :func:`canonical` has seen."""
+    """Return the upper plane of master bits, as uint32; of bits that :func:`canonical` has seen."""
     return U(U(u + _HALF) >> _16)
 
 
 @njit(nogil=True)
 def canonical(u):
-    """The same bits, but one NaN for all."""
+    """Return the same bits, but one NaN for all."""
     return U(U(u & _SIGN) | _QUIET) if U(u & _MAGNITUDE) > _INFINITY else u
 
 
 @njit(nogil=True)
 def joined(hi, lo):
-    """The float32 of a uint16 and an int16."""
+    """Return the float32 of a uint16 and an int16."""
     return from_bits(U(U(U(hi) << _16) + U(lo)))
 
 

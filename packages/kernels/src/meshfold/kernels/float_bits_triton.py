@@ -14,13 +14,13 @@ _TILE = 1024
 
 @triton.jit
 def bits(x):
-    """The bits of float32 as uint32."""
+    """Return the bits of float32 as uint32."""
     return x.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def from_bits(u):
-    """The float32 with the bits of uint32."""
+    """Return the float32 with the bits of uint32."""
     return u.to(tl.float32, bitcast=True)
 
 
@@ -31,13 +31,13 @@ def is_nan(u):
 
 @triton.jit
 def from_bfloat16(h):
-    """The float32 of a bfloat16 given as int16."""
+    """Return the float32 of a bfloat16 given as int16."""
     return from_bits(h.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
 
 
 @triton.jit
 def to_bfloat16(x):
-    """To the nearest, ties to even, as int16."""
+    """Round float32 to bfloat16, to the nearest, ties to even, as int16."""
     u = bits(x)
     near = u + 0x7FFF + ((u >> 16) & 1)
     return (tl.where(is_nan(u), 0x7FC00000, near) >> 16).to(tl.uint16).to(tl.int16, bitcast=True)
@@ -55,7 +55,7 @@ def split(x):
 
 @triton.jit
 def join(hi, lo):
-    """The float32 master of hi and lo, both given as int16."""
+    """Return the float32 master of hi and lo, both given as int16."""
     upper = hi.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     return from_bits(upper + lo.to(tl.int32).to(tl.uint32, bitcast=True))
 
@@ -121,7 +121,7 @@ def _join(hi, lo, x, n, TILE: tl.constexpr):
 
 
 def raw(x: Tensor) -> Tensor:
-    """The bits of a bfloat16 tensor as int16; any other tensor unchanged."""
+    """Return the bits of a bfloat16 tensor as int16; any other tensor unchanged."""
     x = x.detach()
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 

@@ -43,7 +43,7 @@ _AT_ONCE = 2**22  # elements per pass: rounding needs about 20 bytes each
 
 
 def packed_bytes(k: int) -> int:
-    """Bytes of a row of ``k`` elements.
+    """Return the bytes of a row of ``k`` elements.
 
     Raises:
         ValueError: if ``k`` is not a multiple of the block size.

@@ -26,7 +26,7 @@ _MASK = (1 << 64) - 1
 
 
 def signed(value: int) -> int:
-    """The int64 with the same 64 bits as ``value`` modulo 2**64."""
+    """Return the int64 with the same 64 bits as ``value`` modulo 2**64."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -51,7 +51,7 @@ def splitmix64_tensor(z: Tensor) -> Tensor:
 
 
 def stream(seed: int | Tensor, key: int | Tensor, device: torch.device | None = None) -> int | Tensor:
-    """The state of the stream that belongs to ``(seed, key)``: a signed int64, or a 0-d int64 tensor.
+    """Return the state of the stream that belongs to ``(seed, key)``: a signed int64, or a 0-d int64 tensor.
 
     A tensor when either argument is one, and always inside torch.compile (then on ``device``), where Python integers
     may be symbols of 64 bits that cannot hold the products.
@@ -79,7 +79,7 @@ def plain(index: Tensor) -> Tensor:
 
 
 def bits_of(state: int | Tensor, index: Tensor) -> Tensor:
-    """The 64 bits of every element index under a stream's state, as int64."""
+    """Return the 64 bits of every element index under a stream's state, as int64."""
     return splitmix64_tensor(plain(index) * _GOLDEN + state)
 
 
@@ -101,5 +101,5 @@ def random_bits(seed: int | Tensor, key: int | Tensor, index: Tensor) -> Tensor:
 
 
 def top24(bits: Tensor) -> Tensor:
-    """The top 24 of 64 bits as int64 in [0, 2**24): divided by 2**24 a uniform number, exact in float32."""
+    """Return the top 24 of 64 bits as int64 in [0, 2**24): divided by 2**24 a uniform number, exact in float32."""
     return (bits >> 40) & ((1 << 24) - 1)

@@ -123,8 +123,10 @@ _KNOWN: dict[str, tuple[str, type[TensorBoard] | type[WandB]]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises:
-    SpecError: for one that is unknown or not installed.
+    """Check the names of trackers.
+
+    Raises:
+        SpecError: for one that is unknown or not installed.
     """
     for name in names:
         if name not in _KNOWN:

@@ -36,7 +36,8 @@ class Rotary(nn.Module):
         self.head_dim, self.theta = head_dim, theta
 
     def forward(self, position_ids: Tensor | None, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two tables ``s d``, or ``b s d`` for positions ``b s``; float32, both halves alike as ``rotate_half`` wants them."""
+        """Return cos and sin, ``s d``, or ``b s d`` for positions ``b s``; float32, their two halves equal as in
+        ``rotate_half``."""
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
         positions = torch.arange(seq_len, device=device) if position_ids is None else position_ids
         angles = positions.to(torch.float32).unsqueeze(-1) * self.theta**-exponents

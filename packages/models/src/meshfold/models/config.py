@@ -110,11 +110,11 @@ class DecoderConfig:
         return self.heads * self.d, self.n_kv_heads * self.d, self.n_kv_heads * self.d
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matmul for every token: all but look-ups, norms and biases; the head once."""
+        """Return the number of parameters that multiply every token: all but look-ups, norms and biases; the head once."""
         raise NotImplementedError
 
     def num_parameters(self) -> int:
-        """Parameters of the model, tied ones once."""
+        """Return the number of parameters of the model, tied ones once."""
         raise NotImplementedError
 
     def flops_per_token(self, sequence_length: int) -> int:

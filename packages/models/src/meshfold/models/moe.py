@@ -54,7 +54,7 @@ class MoELlamaConfig(LlamaConfig):
         return 3 * self.hidden * self.inner
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matmul for a token: ``top_k`` experts, the shared one and the router among them."""
+        """Return the number of parameters that multiply a token, with ``top_k`` experts, the shared one and the router."""
         attention = self.hidden * sum(self.qkv_parts) + self.heads * self.d * self.hidden
         shared = 0 if self.shared is None else 3 * self.hidden * self.shared
         block = attention + self.hidden * self.experts + self.top_k * self.expert_parameters + shared

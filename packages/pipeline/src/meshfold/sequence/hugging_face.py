@@ -101,7 +101,7 @@ def attend(
 
 
 def no_mask(*args: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Replaces the function that makes masks: returns None, and refuses padding masks.
+    """Return None in place of a mask, and refuse padding masks.
 
     Raises:
         LayoutError: if the caller masks tokens.

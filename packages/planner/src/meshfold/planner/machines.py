@@ -68,7 +68,7 @@ class Machine:
     source: str
 
     def bandwidth(self, ranks: tuple[int, ...]) -> float:
-        """Bytes a second that a rank sends in a collective of these ranks: the slowest link on the ring."""
+        """Return the bytes a second that a rank sends in a collective of these ranks: the slowest link on the ring."""
         nodes = {rank // self.devices for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
 

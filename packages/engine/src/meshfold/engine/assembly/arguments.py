@@ -134,8 +134,10 @@ class Clipping:
 
     @classmethod
     def parse(cls, norm: object, norm_type: object, value: object) -> Clipping:
-        """Raises:
-        SpecError: for anything but a number above 0, a norm other than 1, 2 and infinity, or both ways at once.
+        """Check the engine's arguments for clipping.
+
+        Raises:
+            SpecError: for anything but a number above 0, a norm other than 1, 2 and infinity, or both ways at once.
         """
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
             raise SpecError(f"clip_norm_type={norm_type!r}: write 2.0, 1.0 or math.inf")

@@ -1,4 +1,4 @@
-"""From the user's model to this rank's sharded one, on its device and in its precision."""
+"""Turn the user's model into this rank's sharded one, on its device and in its precision."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def make_states(
     recompute: str | None,
     settled: Callable[[torch.optim.Optimizer | None], None],
 ) -> States:
-    """Weights, gradients and optimizer state, as the spec says: whole on every data rank, or in chunks.
+    """Make weights, gradients and optimizer state as the spec says: whole on every data rank, or in chunks.
 
     ``blocks``: those that recompute their activations, under ``recompute="auto"`` if a plan does not keep them. ``settled``: called
     with the optimizer after all checks, before weights go into chunks.

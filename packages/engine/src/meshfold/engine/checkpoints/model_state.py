@@ -35,25 +35,25 @@ class ModelState:
         self._model, self._states, self._world = model, states, world
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every name of the state dict with the model's own tensor; ties share an object. Extra state is none of them."""
+        """Return the model's own tensors by their names in the state dict, without extra state; tied names share one tensor."""
         found = with_plain_names(self._model.state_dict(keep_vars=True))
         extra = self.modules_with_extra()
         return {name: value for name, value in found.items() if isinstance(value, Tensor) and name not in extra}
 
     def modules_with_extra(self) -> dict[str, nn.Module]:
-        """This rank's modules with extra state, by its names in the whole state dict."""
+        """Return this rank's modules with extra state, by its names in the whole state dict."""
         return modules_with_extra_state(self._model)
 
     def extra_names(self) -> Collection[str]:
-        """Every name of extra state in the whole model."""
+        """Return every name of extra state in the whole model."""
         return self.modules_with_extra()
 
     def names(self) -> Iterable[str]:
-        """Every name of the whole state dict, in its order."""
+        """Return every name of the whole state dict, in its order."""
         return self.tensors()
 
     def sources(self) -> dict[str, Source]:
-        """Each tensor of the whole model once, under its first name."""
+        """Return each tensor of the whole model once, under its first name."""
         return {name: self._states.source(tensor) for name, tensor in self.unique().items()}
 
     def noted_sources_and_ties(self) -> tuple[Sources, dict[str, str]]:
@@ -62,7 +62,7 @@ class ModelState:
         return self._states.noted_sources(first), ties
 
     def unique(self) -> dict[str, Tensor]:
-        """Each tensor that this rank holds a part of, once, under its first name."""
+        """Return each tensor that this rank holds a part of, once, under its first name."""
         return {name: tensor for tensor, name in _names_and_ties(self.tensors())[0].items()}
 
     def ties(self) -> dict[str, str]:
@@ -180,7 +180,7 @@ class ModelState:
     # -- the optimizer's ----------------------------------------------------------------------------------------
 
     def optimizer_sources(self) -> dict[str, Source]:
-        """The optimizer's tensors by ``parameter/state``. All ranks must call."""
+        """Return the optimizer's tensors by ``parameter/state``. All ranks must call."""
         return self._states.optimizer_sources()
 
     def noted_optimizer_sources(self) -> Sources:

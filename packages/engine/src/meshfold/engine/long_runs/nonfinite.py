@@ -33,8 +33,10 @@ Mode = Literal["error", "skip", "report"]
 
 
 def check_mode(value: object) -> Mode | None:
-    """Raises:
-    SpecError: for an unknown mode.
+    """Check the argument ``nonfinite``.
+
+    Raises:
+        SpecError: for an unknown mode.
     """
     known = get_args(Mode)
     if value is None:

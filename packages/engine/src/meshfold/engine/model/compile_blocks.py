@@ -40,7 +40,7 @@ class CompileSettings:
 
     @classmethod
     def parse(cls, value: object) -> CompileSettings | None:
-        """From ``True``, ``False`` or a dict with keys among ``backend``, ``mode``, ``dynamic``; None for ``False``.
+        """Parse ``True``, ``False`` or a dict with keys among ``backend``, ``mode``, ``dynamic``; None for ``False``.
 
         Raises:
             SpecError: for anything else, and for names that torch.compile does not know.

@@ -169,7 +169,7 @@ class PipelinedModel:
         self._states = states
 
     def blocks(self) -> dict[str, nn.Module]:
-        """The repeated blocks that this rank has, by name."""
+        """Return the repeated blocks that this rank has, by name."""
         return self.pipeline.partition.named_blocks()
 
     def step(self, works: Sequence[Microbatch], scale: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
-    """The engine's argument ``recompute``, checked against the spec.
+    """Return the engine's argument ``recompute``, checked against the spec.
 
     Raises:
         SpecError: for any other word, and for ``"auto"`` without a plan that could choose.

@@ -246,7 +246,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def other_dtypes(model: nn.Module, precision: Precision) -> dict[Tensor, torch.dtype]:
-    """The parameters that a model has in another dtype than the precision's: those of norms with running statistics."""
+    """Return the parameters that a model has in another dtype than the precision's: those of norms with running statistics."""
     norms = (module for module in model.modules() if keeps_statistics(module))
     wide = {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
     return dict.fromkeys(wide, precision.master_dtype) if precision.dtype != precision.master_dtype else {}

@@ -62,7 +62,7 @@ class Incoming:
     def take(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], Forward]:
-        """This rank's part of the model's arguments.
+        """Return this rank's part of the model's arguments.
 
         Raises:
             SpecError: for arguments that cannot be cut.

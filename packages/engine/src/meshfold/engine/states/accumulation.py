@@ -87,8 +87,10 @@ class Accumulation:
             self._shown.show()
 
     def check_open(self) -> None:
-        """Raises:
-        TrainingError: without an optimizer, or after ``close()``.
+        """Check that the engine can train.
+
+        Raises:
+            TrainingError: without an optimizer, or after ``close()``.
         """
         if self._states.optimizer is None:
             raise TrainingError(_NO_OPTIMIZER)

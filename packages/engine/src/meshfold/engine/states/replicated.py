@@ -144,7 +144,7 @@ class States(Protocol):
         """Publish written values to the model."""
 
     def optimizer_sources(self) -> dict[str, Source]:
-        """The optimizer's tensors by ``parameter/state``. All ranks must call."""
+        """Return the optimizer's tensors by ``parameter/state``. All ranks must call."""
 
     def noted_sources(self, names: Mapping[Tensor, str]) -> Sources:
         """Return sources of the model's tensors, by these names, for a background save, with their present values.

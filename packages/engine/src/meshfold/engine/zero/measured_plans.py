@@ -179,7 +179,7 @@ class MeasuredPlans:
         return away or self._spec.placement == "auto"
 
     def plan(self, workload: Workload, machine: Machine, *, shrunk: float) -> Plan:
-        """The plan that the spec's placement asks for, within its limits and what the machine has.
+        """Return the plan that the spec's placement asks for, within its limits and what the machine has.
 
         ``shrunk``: share of the device's limit that is left free besides the margin.
 

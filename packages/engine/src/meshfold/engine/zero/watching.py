@@ -169,7 +169,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 def as_words(trace: Trace) -> dict[str, Any]:
-    """A trace as what JSON can say."""
+    """Convert a trace to plain JSON values."""
     return {
         "moments": [asdict(moment) for moment in trace.moments],
         "layers": [asdict(x) for x in trace.layers],
@@ -177,7 +177,7 @@ def as_words(trace: Trace) -> dict[str, Any]:
 
 
 def of_words(words: dict[str, Any]) -> Trace:
-    """The way back."""
+    """Convert plain JSON values to a trace: the inverse of :func:`as_words`."""
     return Trace(
         moments=tuple(TracedMoment(**moment) for moment in words["moments"]),
         layers=tuple(TracedLayer(**layer) for layer in words["layers"]),
@@ -185,7 +185,7 @@ def of_words(words: dict[str, Any]) -> Trace:
 
 
 def worst(traces: Sequence[Trace], *, seconds: Callable[[list[float]], float] = max) -> Trace:
-    """One trace for several of the same step: at every moment the most bytes, and the most or the least seconds.
+    """Return the worst case of several traces of one step: at every moment the most bytes, and the most or the least seconds.
 
     Traces with other moments than the first's have only their peak in common with it. Layers are those that all of the
     others saw recomputed.

@@ -58,7 +58,7 @@ class WholeState:
         return self.parameter if self.copy is None else self.copy
 
     def master(self) -> Tensor:
-        """The float32 parameter."""
+        """Return the float32 parameter."""
         return self.parameter
 
 
@@ -99,7 +99,7 @@ class SplitState:
         return self.hi
 
     def master(self) -> Tensor:
-        """The float32 parameter, in a new tensor."""
+        """Return the float32 parameter, in a new tensor."""
         return float_bits.join_master(self.hi, self.lo)
 
 
@@ -160,7 +160,7 @@ class QuantizedState:
         return self.hi
 
     def master(self) -> Tensor:
-        """The float32 parameter, in a new tensor."""
+        """Return the float32 parameter, in a new tensor."""
         return float_bits.join_master(self.hi, self.lo)
 
     def moment(self, name: str) -> Tensor:

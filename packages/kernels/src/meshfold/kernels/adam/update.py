@@ -82,7 +82,7 @@ class Scalars:
 
     @classmethod
     def at(cls, settings: AdamSettings, step: int) -> Scalars:
-        """The scalars of the step of this number, from 1.
+        """Return the scalars of the step of this number, from 1.
 
         Raises:
             ValueError: for a step below 1.
@@ -104,18 +104,18 @@ class Scalars:
 
 
 def gradient(grad: Tensor, p: Tensor | None, s: Scalars, grad_scale: float | Tensor) -> Tensor:
-    """The gradient in float32, scaled, with the L2 term where there is one."""
+    """Return the gradient in float32, scaled, with the L2 term where there is one."""
     g = grad.float() * grad_scale
     return g + s.l2 * p if s.l2 and p is not None else g
 
 
 def moments(m: Tensor, v: Tensor, g: Tensor, s: Scalars) -> tuple[Tensor, Tensor]:
-    """Both moments after the step, in float32."""
+    """Return both moments after the step, in float32."""
     return m * s.beta1 + g * s.rest1, v * s.beta2 + (g * g) * s.rest2
 
 
 def moved(p: Tensor, m: Tensor, v: Tensor, s: Scalars) -> Tensor:
-    """The parameter after the step, from the moments after it, in float32."""
+    """Return the parameter after the step, from the moments after it, in float32."""
     root = v.double().sqrt().float()  # on some CPUs torch's float32 root is not correctly rounded
     return p * s.keep - (m / (root * s.correction + s.eps)) * s.step_size
 
@@ -128,7 +128,7 @@ def step_whole(
     writes: int,
     before: WholeState | None = None,
 ) -> None:
-    """A step of float32 parameters."""
+    """Step float32 parameters."""
     was = before or state
     p = was.parameter
     g = gradient(grad, p, scalars, grad_scale)
@@ -152,7 +152,7 @@ def step_split(
     start: int,
     before: SplitState | None = None,
 ) -> None:
-    """A step of split masters; bfloat16 moments are rounded stochastically."""
+    """Step split masters; bfloat16 moments are rounded stochastically."""
     was = before or state
     p = fb.join(was.hi, was.lo)
     g = gradient(grad, p, scalars, grad_scale)
@@ -177,7 +177,7 @@ def step_quantized(
     start: int,
     before: QuantizedState | None = None,
 ) -> None:
-    """A step of split masters with 8-bit moments."""
+    """Step split masters with 8-bit moments."""
     n, was = grad.numel(), before or state
     p = fb.join(was.hi, was.lo)
     g = gradient(grad, p, scalars, grad_scale)
@@ -204,7 +204,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _quantized(magnitude: Tensor, noise16: Tensor, code: fb.Minifloat) -> tuple[Tensor, Tensor]:
-    """Codes ``blocks * 256`` and scales ``blocks`` of magnitudes ``n``."""
+    """Return codes ``blocks * 256`` and scales ``blocks`` of magnitudes ``n``."""
     blocks = _blocks(magnitude)
     scale, inverse = fb.scales(blocks.amax(1), code)
     return fb.encode(blocks, inverse.unsqueeze(1), _blocks(noise16), code).view(-1), scale
@@ -221,7 +221,7 @@ def adam_step(
     seed: int = 0,
     before: AdamState | None = None,
 ) -> None:
-    """One step of Adam, in place: reads ``grad``, updates every tensor of ``state``.
+    """Make one step of Adam in place: read ``grad``, update every tensor of ``state``.
 
     Memory it moves, in bytes a parameter for a gradient of 2: 26 for float32 parameters (28 with a copy), 26 for split
     masters with float32 moments, 18 with bfloat16 and 14 with 8-bit ones.

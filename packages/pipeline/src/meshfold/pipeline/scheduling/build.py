@@ -221,7 +221,7 @@ class Programs:
         self._known = {key: known for key, known in self._known.items() if not key[1]}
 
     def forward(self, microbatches: int) -> Program:
-        """Forwards alone."""
+        """Return the program of the forwards alone."""
         known = self._known.get((microbatches, False))
         if known is None:
             known = self._known[microbatches, False] = forwards(self.stage_ranks, self._ranks, microbatches)

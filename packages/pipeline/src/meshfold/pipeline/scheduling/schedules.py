@@ -15,7 +15,7 @@ Maker = Callable[..., Lists]
 
 
 def gpipe(*, ranks: int, microbatches: int) -> Lists:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
+    """Run all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
     Bubble (p - 1)(TF + TB + TW), a share of (p - 1) / (m + p - 1); a rank holds all m micro-batches. The backwards run in
     the order of the forwards, so that gradients are summed as in 1F1B, to the bit.
@@ -72,7 +72,7 @@ def zb_h1(*, ranks: int, microbatches: int) -> Lists:
 
 
 def zb_h2(*, ranks: int, microbatches: int) -> Lists:
-    """No bubble if TF = TB = TW, for nearly twice 1F1B's memory (arXiv 2401.10241, section 2.3).
+    """Have no bubble if TF = TB = TW, for nearly twice 1F1B's memory (arXiv 2401.10241, section 2.3).
 
     Bubble (p - 1)(TF + TB - 2 TW) in the longest span of a rank; every rank holds at most 2 p - 1 micro-batches.
     """
@@ -103,7 +103,7 @@ def wave_ranks(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
-    """Waves with 2 ``waves`` stages a rank (Liu et al. 2023, arXiv 2308.15762).
+    """Run micro-batches in waves over 2 ``waves`` stages a rank (Liu et al. 2023, arXiv 2308.15762).
 
     The paper's share of idle time for m = p, TB + TW = 2 TF and free messages is (2 p - 2) / (3 p waves + p - 1).
     The order is found by list scheduling under these times: the priority is the order that results if every stage runs as
@@ -144,7 +144,7 @@ fewer, the places of the others are left out of every list, which keeps the rest
 
 
 def zb_v(*, ranks: int, microbatches: int) -> Lists:
-    """No bubble if TF = TB = TW, at 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
+    """Have no bubble if TF = TB = TW, at 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
 
     A rank holds at most 2 p activations of a stage, p of a rank.
     """

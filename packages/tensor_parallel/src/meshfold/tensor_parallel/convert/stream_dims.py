@@ -61,9 +61,11 @@ class DimFinder:
         self._channels = module.in_channels if isinstance(module, nn.modules.conv._ConvNd) else 0
 
     def find(self, x: Tensor) -> StreamDims:
-        """Raises:
-        LayoutError: for a module that takes the sequence first, given neither all rows nor this rank's behind it; for a
-            shape that could be of either order.
+        """Find which dims of a module's input are batch and sequence.
+
+        Raises:
+            LayoutError: for a module that takes the sequence first, if it is given neither all rows nor this rank's; for a
+                shape that could have either order.
         """
         columns = self._columns(x.shape)
         if columns is None and self._column_blocks > 1 and not self._local_rows(x.shape):

@@ -149,7 +149,7 @@ class PositionEmbedding(ShardedLayer):
         self._settings = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Positions ``s``, ``1 s``, ``b s`` or ``m`` -> ``.. h``: this rank's tokens and columns."""
+        """Look up positions ``s``, ``1 s``, ``b s`` or ``m`` -> ``.. h``: this rank's tokens and columns."""
         weight = self._enter(self.weight)
         if args and isinstance(args[0], Tensor):
             args = (self._mine(args[0]), *args[1:])

@@ -52,7 +52,7 @@ class ChunkSearch:
 
 
 def items_of(module: nn.Module) -> list[Item]:
-    """A module's parameters in the order of registration, tied ones once (under the first name), empty ones not at all.
+    """Return a module's parameters in the order of registration, tied ones once (under the first name), empty ones not at all.
 
     Their group is ``(dtype, axes to sum the gradient over, trainable)``.
     """

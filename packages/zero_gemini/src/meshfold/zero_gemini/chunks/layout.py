@@ -138,7 +138,7 @@ class ChunkLayout:
         return tuple(self._places)
 
     def chunk_of(self, name: str) -> ChunkSpec:
-        """The chunk of a parameter.
+        """Return the chunk of a parameter.
 
         Raises:
             ChunkLayoutError: if the layout has no such parameter.
@@ -146,7 +146,7 @@ class ChunkLayout:
         return self._place(name)[0]
 
     def slot_of(self, name: str) -> Slot:
-        """The place of a parameter in its chunk.
+        """Return the place of a parameter in its chunk.
 
         Raises:
             ChunkLayoutError: if the layout has no such parameter.
@@ -215,8 +215,10 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def check_units(shards: int, align_elems: int, slot_align_elems: int) -> None:
-    """Raises:
-    ChunkLayoutError: if one of them is not positive, or slots are aligned more strictly than shards.
+    """Check sizes and alignments.
+
+    Raises:
+        ChunkLayoutError: if one of them is not positive, or slots are aligned more strictly than shards.
     """
     for what, value in (
         ("shards", shards),
@@ -233,8 +235,10 @@ def check_units(shards: int, align_elems: int, slot_align_elems: int) -> None:
 
 
 def check_items(items: Iterable[Item]) -> None:
-    """Raises:
-    ChunkLayoutError: for a parameter without elements, or one that is given twice.
+    """Check that every parameter has elements and is given once.
+
+    Raises:
+        ChunkLayoutError: for a parameter without elements, or one that is given twice.
     """
     seen: set[str] = set()
     for item in items:

@@ -101,7 +101,7 @@ class Member:
 def lay_out_members(
     members: Mapping[str, Member], mesh: Mesh, *, slot_align_elems: int, chunk_elems: int | None = None
 ) -> list[tuple[tuple[str, ...], ChunkLayout]]:
-    """The chunks of every set of axes that gradients are summed over, in order of registration.
+    """Return the chunks of every set of axes that gradients are summed over, in order of registration.
 
     Args:
         members: parameters by name, in order of registration, tied ones once.

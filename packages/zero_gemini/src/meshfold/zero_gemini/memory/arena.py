@@ -161,7 +161,7 @@ class Arena:
             self._peak = self._used
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The bytes that a block of ``numel`` elements takes."""
+        """Return the bytes that a block of ``numel`` elements takes."""
         return -(-numel * dtype.itemsize // self._round_bytes) * self._round_bytes
 
     def fits(self, numel: int, dtype: torch.dtype) -> bool:
@@ -170,7 +170,7 @@ class Arena:
         return free is None or self.nbytes(numel, dtype) <= free
 
     def allocate(self, numel: int, dtype: torch.dtype, purpose: str = "") -> Block:
-        """A flat block of ``numel`` elements, aligned to 64 bytes at least (to a page, if pinned), undefined contents.
+        """Return a flat block of ``numel`` elements, aligned to 64 bytes at least (to a page, if pinned), undefined contents.
 
         Args:
             numel: elements.
@@ -211,7 +211,7 @@ class Arena:
         return block
 
     def holders(self, most: int = 3) -> list[tuple[str, int]]:
-        """The purposes that hold most: ``(purpose, bytes)``, largest first."""
+        """Return the purposes that hold most: ``(purpose, bytes)``, largest first."""
         return self._holders(self.blocks, most)
 
     def _storage(self, nbytes: int) -> Tensor:
@@ -330,7 +330,7 @@ class Memory:
         return self.compute if place == "device" else self.host_arena
 
     def allocate(self, elements: int, dtype: torch.dtype, place: MemoryTier, purpose: str) -> Block:
-        """A flat block of undefined contents; the caller frees it.
+        """Return a flat block of undefined contents; the caller frees it.
 
         Raises:
             OutOfBudget: if less is left.

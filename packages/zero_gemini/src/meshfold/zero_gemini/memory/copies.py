@@ -16,7 +16,7 @@ import torch
 
 @functools.cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The device's stream for copies."""
+    """Return the device's stream for copies."""
     return torch.cuda.Stream(device)
 
 
@@ -36,7 +36,7 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:
-    """A point on the current stream that can be waited for; None on a CPU."""
+    """Return a point on the current stream that can be waited for; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

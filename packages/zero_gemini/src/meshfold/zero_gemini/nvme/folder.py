@@ -19,14 +19,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def disk_error(message: str, cause: OSError) -> DiskError:
-    """A `DiskError` with the number of the system's error, for callers that distinguish a full disk from a broken one."""
+    """Return a `DiskError` with the system's error number, so that callers can tell a full disk from a broken one."""
     error = DiskError(message)
     error.errno = cause.errno
     return error
 
 
 def block_path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
-    """The file of one rank in a folder that exists.
+    """Return the file of one rank in a folder that exists.
 
     Raises:
         DiskError: the folder is missing (names the nearest parent that exists) or is not a folder; a bad name or rank.

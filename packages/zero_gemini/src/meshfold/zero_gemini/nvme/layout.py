@@ -109,12 +109,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of `ALIGN`, in bytes."""
+    """Return the next multiple of `ALIGN`, in bytes."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def aligned_empty(nbytes: int, *, pin: bool = False) -> Tensor:
-    """An uninitialised CPU tensor ``(nbytes,)`` of uint8 that begins on a page, so that direct I/O needs no copy.
+    """Return an uninitialised CPU tensor ``(nbytes,)`` of uint8 that begins on a page, so that direct I/O needs no copy.
 
     Args:
         nbytes: length in bytes; one page more is allocated. Use ``.view(dtype)`` for another type.

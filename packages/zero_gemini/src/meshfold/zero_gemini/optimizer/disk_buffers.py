@@ -49,7 +49,7 @@ class Piece:
     written: bool = False
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Its planes in a buffer of bytes."""
+        """Return the piece's planes in a buffer of bytes."""
         return views(buffer, self.planes, self.end - self.begin)
 
 
@@ -223,8 +223,10 @@ class Ring:
         self._drop()
 
     def check(self) -> None:
-        """Raises:
-        DiskError: if some state is lost.
+        """Check that no state is lost.
+
+        Raises:
+            DiskError: if some state is lost.
         """
         for buffer in self._buffers:
             if buffer.writes and buffer.pending is not None and buffer.pending.done():

@@ -95,8 +95,10 @@ class EarlySteps:
         self._waiting.clear()
 
     def check(self) -> None:
-        """Raises:
-        ChunkError: if a step was aborted in the middle.
+        """Check that the last step was complete.
+
+        Raises:
+            ChunkError: if a step was aborted in the middle.
         """
         if self.is_half:
             raise ChunkError(

@@ -61,7 +61,7 @@ class Stepper(Protocol):
         """
 
     def optimizer_parameter(self, name: str) -> nn.Parameter | None:
-        """This rank's elements of a parameter as a parameter of the optimizer; None if it has none."""
+        """Return this rank's elements of a parameter as a parameter of the optimizer; None if it has none."""
 
     def master_dtype(self, chunk: Chunk) -> torch.dtype:
         """Return the dtype of the chunk's master weights."""
@@ -70,7 +70,7 @@ class Stepper(Protocol):
         """Take a parameter's master weights, of its shape."""
 
     def master(self, name: str) -> Tensor:
-        """This rank's elements of a parameter's master weights, flat."""
+        """Return this rank's elements of a parameter's master weights, flat."""
 
     def publish(self, chunk: Chunk) -> None:
         """Start publishing the master weights to the model."""

@@ -95,7 +95,7 @@ class ChunkStep:
             )
 
     def in_one(self, ready: Work, between: Work) -> Halves:
-        """All of it, in one.
+        """Return the whole step as one part.
 
         Args:
             ready: returns when the gradient is there.

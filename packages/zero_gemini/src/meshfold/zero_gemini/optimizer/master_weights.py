@@ -181,7 +181,7 @@ def planes_of(dtype: torch.dtype, regime: str) -> tuple[Plane, ...]:
 
 
 def lie(planes: tuple[Plane, ...], elements: int) -> tuple[list[tuple[Plane, int, int]], int]:
-    """Planes in a row in one flat buffer: each one's first and last byte, and the bytes of all."""
+    """Return the planes in a row in one flat buffer: each one's first and last byte, and the bytes of all."""
     found, at = [], 0
     for plane in planes:
         begin = -(-at // _LINE_BYTES) * _LINE_BYTES
@@ -191,7 +191,7 @@ def lie(planes: tuple[Plane, ...], elements: int) -> tuple[list[tuple[Plane, int
 
 
 def views(buffer: Tensor, planes: tuple[Plane, ...], elements: int) -> dict[str, Tensor]:
-    """Planes that lie so in a buffer of bytes."""
+    """Return the planes that lie so in a buffer of bytes."""
     return {plane.name: buffer[begin:end].view(plane.dtype) for plane, begin, end in lie(planes, elements)[0]}
 
 
@@ -207,5 +207,5 @@ def state_of(weights: Tensor, planes: Mapping[str, Tensor]) -> AdamState:
 
 
 def cut(planes: tuple[Plane, ...], tensors: Mapping[str, Tensor], begin: int, end: int) -> dict[str, Tensor]:
-    """The elements from ``begin`` up to ``end`` of all planes: views."""
+    """Return the elements from ``begin`` up to ``end`` of all planes: views."""
     return {plane.name: tensors[plane.name][begin // plane.each : plane.numel(end)] for plane in planes}

@@ -155,7 +155,7 @@ def next_of(row: list[Tensor], length: int) -> Tensor:
 
 
 def rounds_of(chunks: Sequence[Chunk], owners: Mapping[str, int]) -> list[Round]:
-    """Chunks in rounds of as many as their group has ranks, of one group and dtype each, in order."""
+    """Divide chunks, in order, into rounds of one group and dtype, each with as many chunks as the group has ranks."""
     found = []
     for _, alike in groupby(
         sorted(chunks, key=lambda chunk: (chunk.group.ranks, str(chunk.dtype))),

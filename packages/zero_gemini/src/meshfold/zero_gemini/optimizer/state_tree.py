@@ -32,7 +32,7 @@ _STEP = re.compile(r"\[(\d+)\]|\((\d+)\)|\.([^.\[\(=]+)")
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every leaf of a parameter's state by its name; numbers as tensors of one element on the CPU.
+    """Return every leaf of a parameter's state by its name; numbers as tensors of one element on the CPU.
 
     Raises:
         MemoryPlanError: for anything but tensors, numbers, and lists, tuples or dicts of them.
@@ -41,7 +41,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def unflatten(leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of :func:`flatten`; tensors are not copied."""
+    """Undo :func:`flatten`; tensors are not copied."""
     tree: dict[str, Any] = {}
     for name, value in leaves.items():
         path, _, kind = name.partition("=")
@@ -177,7 +177,7 @@ class ChunkSnapshot:
     planes: Mapping[str, tuple[Plane, Tensor]]
 
     def parts(self, begin: int, end: int, key: str | None) -> StoredValue:
-        """The elements from ``begin`` up to ``end`` of one of the moments, or for None of the master weights: views."""
+        """Return views of elements ``begin`` to ``end`` of a moment, or of the master weights for None."""
         if key is None and self.dtype == torch.float32:
             return StoredValue((self.weights[begin:end],))
         planes = self._cut(begin, end, ("parameter", "lo") if key is None else (key, f"{key}_scale"))
@@ -209,7 +209,8 @@ class AdamSnapshot:
     steps: Mapping[str, int]
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """This rank's elements of one of a parameter's moments, or for None of its master weights; ``"step"`` is a number."""
+        """Return this rank's part of a parameter's moment, or of its master weights if ``key`` is None; ``"step"`` is a
+        number."""
         if key == "step":
             return StoredValue((torch.tensor(float(self.steps[name])),))
         chunk = self.chunk_of[name]

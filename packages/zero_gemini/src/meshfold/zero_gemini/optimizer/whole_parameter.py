@@ -193,19 +193,19 @@ class WholeStepper(StepsAtOnce):
         self._chunks[name].fill(name, block)
 
     def master(self, name: str) -> Tensor:
-        """A parameter's master weights, flat, on the rank that owns it."""
+        """Return a parameter's master weights, flat, on the rank that owns it."""
         return self._weights[name].detach().view(-1)
 
     def publish(self, chunk: Chunk) -> None:
         chunk.publish()  # a step or `fill` has written the shard
 
     def gather_master(self, name: str) -> Tensor:
-        """A parameter's master weights, from its owner. All ranks of its chunk's group must call."""
+        """Return a parameter's master weights, from its owner. All ranks of its chunk's group must call."""
         chunk = self._chunks[name]
         return self._from_owner(name, self._weights.get(name), self._shapes[name], self.master_dtype(chunk))
 
     def gather_state(self, name: str, key: str, entry: Entry) -> Tensor:
-        """One of the optimizer's tensors, in its shape, from its owner. All ranks of the chunk's group must call.
+        """Gather one of the optimizer's tensors, in its shape, from its owner. All ranks of the chunk's group must call.
 
         Numbers are returned on the CPU.
         """

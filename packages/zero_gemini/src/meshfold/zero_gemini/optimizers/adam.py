@@ -121,7 +121,7 @@ class FlatAdam(torch.optim.Optimizer):
     def step(
         self, closure: Callable[[], float] | None = None, *, div_scale: float | Tensor | None = None
     ) -> float | None:
-        """One step on every parameter that has a gradient.
+        """Step every parameter that has a gradient.
 
         Args:
             closure: recomputes the loss and the gradients.
@@ -226,7 +226,7 @@ class FlatAdam(torch.optim.Optimizer):
             )
 
     def master(self, parameter: Tensor) -> Tensor:
-        """A parameter's master weights in float32, of its shape: a new tensor. A bfloat16 parameter is this, rounded."""
+        """Return a parameter's master weights in float32, of its shape: a new tensor. A bfloat16 parameter is this, rounded."""
         with torch.no_grad():
             return slots.master_of(parameter, self.state.get(parameter, {}))
 

@@ -30,7 +30,7 @@ _SHARED = 256  # elements that share a scale in regime C
 
 
 def fresh(parameter: Tensor, regime: str) -> dict[str, Tensor]:
-    """The state of a parameter before its first step."""
+    """Return the state of a parameter before its first step."""
     shape, device = parameter.shape, parameter.device
     step = {"step": torch.tensor(0.0, dtype=torch.float32)}  # on the CPU, as in torch
 
@@ -50,7 +50,7 @@ def fresh(parameter: Tensor, regime: str) -> dict[str, Tensor]:
 
 
 def adam_state(weights: Tensor, state: Mapping[str, Tensor]) -> AdamState:
-    """Views of a parameter's state for the kernels.
+    """Return the views of a parameter's state for the kernels.
 
     Args:
         weights: the parameter's elements row by row, flat and contiguous.
@@ -74,7 +74,7 @@ def row_major(x: Tensor) -> Tensor:
 
 
 def master_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """The float32 value of a parameter, of its shape, in a new tensor."""
+    """Return the float32 value of a parameter, of its shape, in a new tensor."""
     if "master" in state:
         return state["master"].clone()
     if "master_lo" in state:

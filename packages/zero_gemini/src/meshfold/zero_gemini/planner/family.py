@@ -54,7 +54,7 @@ def orders(workload: Workload) -> Iterator[Ints]:
 
 
 def layer_order(workload: Workload) -> Ints:
-    """Layers by seconds saved per byte; equal ones later first, for they are kept for less long."""
+    """Return the layers by seconds saved per byte; equal ones later first, for they are kept for less long."""
     layers = workload.layers
     worth = [layer.recompute_seconds / max(layer.kept_bytes, 1) for layer in layers]
     return np.array(sorted(range(len(layers)), key=lambda j: (-worth[j], -j)), dtype=np.int64)
@@ -116,7 +116,7 @@ class Family:
                 yield a, int(fits.argmax()), int(on_disk.nonzero()[0][-1])
 
     def best(self, worst: float) -> tuple[float, Choice] | None:
-        """The fastest member that fits, if it is faster than ``worst`` seconds."""
+        """Return the fastest member that fits, if it is faster than ``worst`` seconds."""
         time = _Sums(self.problem.time, self.order, self.layers)
         n, layers = len(self.order), len(self.layers)
         counts = [(a, d) for a, d, _ in self.counts() if (self.memory.a[a] <= self.gpu).all()]
@@ -158,7 +158,7 @@ class Family:
         return pairs
 
     def least(self, what: str) -> tuple[float, Choice] | None:
-        """The least peak bytes of any member on the ``gpu`` or the ``host``, and the placement for it."""
+        """Return the least peak bytes of any member on the ``gpu`` or the ``host``, and the placement for it."""
         found: tuple[float, Choice] | None = None
         for a, least, most in self.counts():
             if what == "gpu":

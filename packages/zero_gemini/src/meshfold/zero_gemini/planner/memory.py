@@ -39,7 +39,7 @@ def gather_windows(chunk: ChunkCost, workload: Workload) -> tuple[tuple[int, int
 
 
 def gpu_kinds(workload: Workload) -> dict[str, Floats]:
-    """Bytes of every chunk on the GPU by kind; each: chunk option moment."""
+    """Return the bytes of every chunk on the GPU by kind; each: chunk option moment."""
     n, moments, regime = len(workload.chunks), workload.moments, workload.regime
     out = {kind: np.zeros((n, 5, moments)) for kind in KINDS[2:]}
     for i, chunk in enumerate(workload.chunks):
@@ -77,7 +77,7 @@ def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
 
 
 def layer_bytes(workload: Workload) -> Floats:
-    """Bytes of kept activations; layer kept moment."""
+    """Return the bytes of kept activations; layer kept moment."""
     out = np.zeros((len(workload.layers), 2, workload.moments))
     for j, layer in enumerate(workload.layers):
         out[j, 1, layer.first : layer.last + 1] = layer.kept_bytes
@@ -86,7 +86,7 @@ def layer_bytes(workload: Workload) -> Floats:
 
 
 def host_and_disk_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floats]:
-    """Bytes of every chunk on the host and on disk, of all ranks that share them; each: chunk option."""
+    """Return the bytes of every chunk on the host and on disk, of all ranks that share them; each: chunk option."""
     regime = workload.regime
     elems: Ints = np.array([chunk.elems for chunk in workload.chunks])
     trainable = np.array([chunk.trainable for chunk in workload.chunks])

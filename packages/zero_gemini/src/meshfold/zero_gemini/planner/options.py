@@ -64,7 +64,7 @@ class Table:
     layer: Floats
 
     def at(self, choice: Choice) -> Floats:
-        """The sums of one choice; shape: row."""
+        """Return the sums of one choice; shape: row."""
         rows = self.base + self.chunk[np.arange(len(choice.chunks)), choice.chunks].sum(0)
         chosen: Floats = rows + self.layer[np.arange(len(choice.layers)), choice.layers].sum(0)
         return chosen
@@ -81,7 +81,7 @@ class Builder:
         self._layer: list[Floats] = []
 
     def add(self, *names: str, base: Any = 0.0, chunk: Any = None, layer: Any = None) -> None:
-        """Rows ``names``. base: row; chunk: chunk option row; layer: layer row, what keeping (second) or not costs."""
+        """Add rows ``names``. base: row; chunk: chunk option row; layer: layer row, what keeping (second) or not costs."""
         count = len(names)
         self.names += names
         self._base.append(np.broadcast_to(np.asarray(base, dtype=float), (count,)))

@@ -44,7 +44,7 @@ class Problem:
         return MODES[self.mode]
 
     def value(self, rows: Floats) -> Floats:
-        """Seconds of rows of ``time``; rows: ... row."""
+        """Return the seconds of rows of ``time``; rows: ... row."""
         total: Floats = np.zeros(rows.shape[:-1])
         for phase in self.phases:
             total = total + phase.weight * rows[..., phase.start : phase.stop].max(-1)

@@ -80,7 +80,7 @@ class Machine:
                 raise SpecError(f"machine {self.name!r}: cpu_optimizer[{regime!r}]={rate!r} must be above 0")
 
     def seconds(self, flop: float) -> float:
-        """Seconds that the GPU takes for ``flop`` floating-point operations."""
+        """Return the seconds that the GPU takes for ``flop`` floating-point operations."""
         return flop / self.flops
 
 

@@ -127,7 +127,7 @@ def options_of(plan: Plan) -> Choice:
 
 
 def canonical(workload: Workload, choice: Choice) -> Choice:
-    """The same choice with a frozen chunk, which has no state, either on the GPU or streamed; without stage 3 nothing streamed."""
+    """Return the choice with frozen chunks, which have no state, on the GPU or streamed; never streamed without stage 3."""
     resident: Ints = choice.chunks
     if workload.stage < 3:
         resident = np.array([ALL_GPU, HOST_RESIDENT, HOST_RESIDENT, DISK_RESIDENT, DISK_RESIDENT])[choice.chunks]

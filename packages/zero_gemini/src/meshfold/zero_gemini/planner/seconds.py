@@ -69,7 +69,7 @@ class Phase:
 
 
 def seconds_table(workload: Workload, machine: Machine, strategy: str) -> tuple[Table, tuple[Phase, ...]]:
-    """The sums and the phases of a strategy."""
+    """Return the sums and the phases of a strategy."""
     loads = Loads(workload, machine, strategy)
     build = Builder(len(workload.chunks), len(workload.layers))
     phases: list[Phase] = []
@@ -332,7 +332,7 @@ class Loads:
         return self.elems / together, self.elems * device / together
 
     def cpu(self) -> Floats:
-        """Seconds of arithmetic of the CPU step."""
+        """Return the seconds of arithmetic of the CPU step."""
         return self.cpu_of(self.regime.step * self.elems)
 
     def cpu_of(self, traffic: Floats) -> Floats:

@@ -257,7 +257,7 @@ class Workload:
         )
 
     def ready_from(self, moment: int) -> int:
-        """The moment from which on data used at ``moment`` is on the GPU."""
+        """Return the moment from which on data used at ``moment`` is on the GPU."""
         return ready_from(moment, self.light_moments, self.prefetch_moments)
 
 

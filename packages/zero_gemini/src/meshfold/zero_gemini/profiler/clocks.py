@@ -30,7 +30,7 @@ class Clock(Protocol):
     def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> Any: ...
 
     def mark(self) -> Any:
-        """This point in time."""
+        """Return a mark of the current time."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Return the seconds from one mark to a later one. Call it when everything is over."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedMoment:
-    """From entering one unit to entering the next.
+    """Interval from entering one unit to entering the next.
 
     What happened before the first entry counts to the first moment, the loss to the last of the forward.
     """
