@@ -15,17 +15,17 @@ from torch import nn
 
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling
-from meshfold.inference.cache import CACHES, of_codes, to_codes
+from meshfold.kernels import CACHE_FORMS, of_codes, to_codes
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
-FORMS = list(CACHES)
+FORMS = list(CACHE_FORMS)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_are_the_nearest_levels(form: str) -> None:
-    dtype, top = CACHES[form]
+    dtype, top = CACHE_FORMS[form]
     x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
     x[0, 0] = 0
     codes, scale = to_codes(x, dtype)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshfold.inference.cache import CACHES
 from meshfold.inference.forward import PagedForward, Runner, WholeForward
 from meshfold.inference.pages import Pages
 from meshfold.inference.routing import unrouted_reason
 from meshfold.inference.sampling import Sampling, request_seed
 from meshfold.inference.schedule import Request, Scheduler, ids_of
+from meshfold.kernels import CACHE_FORMS
 from meshfold.mesh import MeshfoldError, SpecError, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
 
@@ -95,8 +95,10 @@ class Generator:
         Raises:
             SpecError: for settings out of range, and for ``cache`` where there are no pages.
         """
-        if cache is not None and cache not in CACHES:
-            raise SpecError(f"cache={cache!r}: write {' or '.join(map(repr, CACHES))}.{did_you_mean(cache, CACHES)}")
+        if cache is not None and cache not in CACHE_FORMS:
+            raise SpecError(
+                f"cache={cache!r}: write {' or '.join(map(repr, CACHE_FORMS))}.{did_you_mean(cache, CACHE_FORMS)}"
+            )
         self._module: nn.Module = model if isinstance(model, nn.Module) else model.module
         parameter = next(self._module.parameters(), None)
         if device is None:

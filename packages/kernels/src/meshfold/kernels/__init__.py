@@ -95,6 +95,16 @@ from meshfold.kernels.packed_weight import (
     packed_weight_of,
     two_a_byte,
 )
+from meshfold.kernels.paged_attention import (
+    CACHE_FORMS,
+    KeyValuePages,
+    attend_and_keep,
+    attend_pages,
+    attend_singles,
+    masked_attention,
+    of_codes,
+    to_codes,
+)
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 from meshfold.kernels.row_product import RowWeight, row_product
@@ -110,6 +120,7 @@ from meshfold.kernels.tensor_lists import (
 from meshfold.kernels.token_rows import sum_rows, take_rows
 
 __all__ = [
+    "CACHE_FORMS",
     "FP8_MULTIPLE",
     "FP8_RECIPES",
     "LAYERWISE",
@@ -129,6 +140,7 @@ __all__ = [
     "Fp8Weight",
     "Fp8WeightError",
     "KernelError",
+    "KeyValuePages",
     "Nf4Linear",
     "PackedWeight",
     "QuantizedState",
@@ -145,6 +157,9 @@ __all__ = [
     "apply_lists",
     "apply_rotary",
     "apply_rotary_",
+    "attend_and_keep",
+    "attend_pages",
+    "attend_singles",
     "available",
     "average_lists",
     "bias_gelu",
@@ -183,7 +198,9 @@ __all__ = [
     "lion_lists",
     "local_max",
     "loss_per_row",
+    "masked_attention",
     "merge_attention_",
+    "of_codes",
     "pack_nf4",
     "pack_weight",
     "packed_weight_of",
@@ -203,6 +220,7 @@ __all__ = [
     "swiglu",
     "swiglu2",
     "take_rows",
+    "to_codes",
     "to_fp8",
     "two_a_byte",
     "unpack_nf4",

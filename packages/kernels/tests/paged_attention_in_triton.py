@@ -1,6 +1,6 @@
 """The Triton kernel against the reference: on a GPU, or in Triton's interpreter with TRITON_INTERPRET=1.
 
-``test_attention.py`` runs this file in a process of its own, since the interpreter must be chosen before Triton is imported.
+``test_paged_attention.py`` runs this file in a process of its own, since the interpreter must be chosen before Triton is imported.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import itertools
 
 import torch
 
-from meshfold.inference.attention_triton import attend_new
-from meshfold.inference.cache import CACHES, LayerPages, attend_singles
+from meshfold.kernels import CACHE_FORMS, KeyValuePages, attend_singles
+from meshfold.kernels.paged_attention_triton import attend_new
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -33,16 +33,16 @@ def compare(
     scales = None if form is None else torch.rand(2, pages, kv_heads, size, generator=random).to(DEVICE) + 0.1
     kept = draw(2, pages, kv_heads, size, d)
     if form is not None:
-        kept = (kept * (30 if form == "int8" else 1)).to(CACHES[form][0])
+        kept = (kept * (30 if form == "int8" else 1)).to(CACHE_FORMS[form][0])
     tables = torch.randperm(pages - 1, generator=random)[: b * width].view(b, width).to(DEVICE)
     positions = torch.tensor(lengths, device=DEVICE) - 1
     qkv = draw(b, heads + 2 * kv_heads, d)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-    wanted = LayerPages(kept.clone(), None if scales is None else scales.clone(), dtype)
+    wanted = KeyValuePages(kept.clone(), None if scales is None else scales.clone(), dtype)
     page, offset = tables.gather(1, (positions // size)[:, None])[:, 0], positions % size
     wanted.keep(page, offset, k, v)
     scale = d**-0.5
-    wide = LayerPages(wanted.kept if scales is not None else wanted.kept.double(), wanted.scale, torch.float64)
+    wide = KeyValuePages(wanted.kept if scales is not None else wanted.kept.double(), wanted.scale, torch.float64)
     expected = attend_singles(q.double(), wide, tables, positions, scale, window)
     found = attend_new(q, k, v, kept, scales, tables, positions, scale, window, splits)
     assert torch.equal(kept.view(torch.uint8), wanted.kept.view(torch.uint8)), "the pool"
@@ -63,7 +63,7 @@ def main() -> None:
         for window, splits in itertools.product((None, 9), (1, 2, 8)):
             compare(torch.bfloat16, 8, 2, 128, 16, window, splits)
             compare(torch.bfloat16, 32, 8, 128, 16, window, splits)
-            for form in CACHES:
+            for form in CACHE_FORMS:
                 compare(torch.bfloat16, 32, 8, 128, 16, window, splits, form)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshfold.inference.cache import CACHES
+from meshfold.kernels.paged_attention import CACHE_FORMS
 
 _LOG2_E = 1.4426950408889634
 _BLOCK = 64
@@ -20,7 +20,7 @@ _BLOCK = 64
 
 @triton.jit
 def _coded(x, like, TOP: tl.constexpr, WHOLE: tl.constexpr):
-    """Return codes of a row, in the dtype of what ``like`` points to, and their scale: formulas of ``cache.to_codes``."""
+    """Return codes of a row, in the dtype of what ``like`` points to, and their scale: formulas of ``to_codes``."""
     wide = x.to(tl.float32)
     largest = tl.max(tl.abs(wide), 0)
     scale = tl.where(largest > 0, largest / TOP, 1.0)
@@ -232,7 +232,7 @@ def attend_new(
 
 
 def _largest_code(kept: Tensor) -> float:
-    return next(largest for dtype, largest in CACHES.values() if dtype == kept.dtype)
+    return next(largest for dtype, largest in CACHE_FORMS.values() if dtype == kept.dtype)
 
 
 def _splits(programs: int, tokens: int, like: Tensor) -> int:

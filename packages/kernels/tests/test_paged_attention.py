@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 def test_the_triton_kernel_is_the_reference() -> None:
     chosen = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "attention_in_triton.py"],
+        [sys.executable, "paged_attention_in_triton.py"],
         cwd=Path(__file__).parent,
         env={**os.environ, **chosen},
         capture_output=True,
