@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshfold.inference.forward import PagedForward, Runner, WholeForward
+from meshfold.inference.host_pages import HostPages
 from meshfold.inference.pages import Pages
 from meshfold.inference.routing import unrouted_reason
 from meshfold.inference.sampling import Sampling, request_seed
@@ -58,6 +59,7 @@ class Generator:
         paged: keys and values are kept in pages; otherwise every token costs a forward of its whole sequence.
         reason: why they are not; empty if they are.
         scheduler: queue and pages.
+        host: pages on the host; None if there are none.
         version: of the weights.
     """
 
@@ -73,6 +75,7 @@ class Generator:
         compile: bool | str | Callable[..., Any] = False,
         share_prefixes: bool = True,
         cache: str | None = None,
+        host_tokens: int = 0,
         decode: Callable[[list[int]], str] | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -87,13 +90,15 @@ class Generator:
         compile: compile blocks for running sequences, by Inductor or another backend: the first token of each number of rows
             takes long, those that follow are faster on a GPU.
         cache: "fp8" or "int8": keys and values in eight bits, with a scale for each token and head; None: in the model's dtype.
+        host_tokens: room on the host, in pinned memory, for keys and values of so many tokens of sequences that had to give their
+            pages back; what has no place there is computed anew.
         share_prefixes: requests in flight that begin with the same tokens share their pages.
         device: of the keys and values; by default that of the model's first parameter. Give ``engine.device`` where parameters wait
             on the host.
         decode: makes text of token ids, as a tokenizer's method does; needed for stop strings and text.
 
         Raises:
-            SpecError: for settings out of range, and for ``cache`` where there are no pages.
+            SpecError: for settings out of range, and for ``cache`` or ``host_tokens`` where there are no pages.
         """
         if cache is not None and cache not in CACHE_FORMS:
             raise SpecError(
@@ -135,15 +140,24 @@ class Generator:
                 )
             except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
                 self.reason = str(error)
-        if self.reason and cache is not None:
+        settings.count("host_tokens", host_tokens, least=0)
+        if self.reason and (cache is not None or host_tokens):
+            name, value = ("host_tokens", host_tokens) if cache is None else ("cache", cache)
             raise SpecError(
-                f"cache={cache!r}: keys and values are not kept in pages here, since {self.reason}; leave cache out"
+                f"{name}={value!r}: keys and values are not kept in pages here, since {self.reason}; leave {name} out"
             )
         if self.reason:
             self.runner = WholeForward(model, device)
         self.paged = not self.reason
+        self.host: HostPages | None = None
+        if isinstance(self.runner, PagedForward) and host_tokens >= page_size:
+            self.host = HostPages(self.runner.pool, host_tokens // page_size)
         self.scheduler = Scheduler(
-            Pages(pages, page_size), most_rows=most_rows, chunk=chunk, share=share_prefixes and self.paged
+            Pages(pages, page_size),
+            most_rows=most_rows,
+            chunk=chunk,
+            share=share_prefixes and self.paged,
+            store=self.host,
         )
 
     @property

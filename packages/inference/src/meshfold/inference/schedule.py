@@ -2,8 +2,8 @@
 
 Sequences that run get a token each in every step; prompts are computed in chunks in the room that is left, so a long prompt
 stops nobody. A waiting sequence is admitted when the pages for its tokens are there. When pages run out, the sequence that
-came last gives its own back and waits again, in front; its tokens are computed anew later (Kwon et al., arXiv 2309.06180, section
-4.5), which changes none of them.
+came last gives its own back and waits again, in front. Its keys and values wait on the host, if there is room, or its tokens are
+computed anew later (Kwon et al., arXiv 2309.06180, section 4.5); neither changes any of them.
 
 Plain Python and deterministic: ranks that make the same calls make the same plans.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from meshfold.inference.pages import Pages
 from meshfold.inference.sampling import Sampling
@@ -33,6 +34,7 @@ class Request:
         finish: why it ended: "length", "stop" or "cancelled"; empty while it runs.
         text: of the new tokens, up to a stop string; only where text was asked for.
         evictions: how often its pages were taken away.
+        restored: how often they came back from the host.
         shared: tokens at its start whose pages were there already when it was admitted last.
     """
 
@@ -44,11 +46,14 @@ class Request:
     finish: str = ""
     text: str = ""
     evictions: int = 0
+    restored: int = 0
     shared: int = 0
     pages: list[int] = field(default_factory=list, repr=False)
     computed: int = field(default=0, repr=False)  # tokens whose keys and values are in pages
     named: int = field(default=0, repr=False)  # full pages whose contents are known
     chain: int = field(default=0, repr=False)
+    saved: tuple[int, ...] = field(default=(), repr=False)  # places of its pages on the host
+    kept: int = field(default=0, repr=False)  # tokens that these hold
 
     @property
     def length(self) -> int:
@@ -95,17 +100,33 @@ class Step:
         return (*self.decode, *self.prefill)
 
 
+class Store(Protocol):
+    """Room for pages elsewhere: :class:`meshfold.inference.host_pages.HostPages`."""
+
+    def save(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Copy pages; return their places, none if there is no room for all."""
+
+    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy from places into pages."""
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Give places back."""
+
+
 class Scheduler:
     """Queue of requests over the pages of one pool."""
 
-    def __init__(self, pages: Pages, *, most_rows: int, chunk: int, share: bool = True) -> None:
+    def __init__(
+        self, pages: Pages, *, most_rows: int, chunk: int, share: bool = True, store: Store | None = None
+    ) -> None:
         """Args:
         pages: of the pool.
         most_rows: sequences that run at once.
         chunk: tokens that one step computes at most.
         share: sequences that begin alike use the same pages.
+        store: takes the pages of evicted sequences; None: their tokens are computed anew.
         """
-        self.pages, self.share = pages, share
+        self.pages, self.share, self.store = pages, share, store
         self.most_rows, self.chunk = settings.count("most_rows", most_rows), settings.count("chunk", chunk)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they came
@@ -221,6 +242,7 @@ class Scheduler:
         request.finish = reason
         if request in self.waiting:
             self.waiting.remove(request)
+            self._drop_saved(request)
         else:
             self.remove(request)
 
@@ -233,6 +255,7 @@ class Scheduler:
         """Drop all requests, and what pages hold."""
         for request in (*self.running, *self.waiting):
             request.finish = "cancelled"
+            self._drop_saved(request)
         for request in self.running:
             self._drop_pages(request)
         self.running, self.waiting = [], deque()
@@ -255,6 +278,11 @@ class Scheduler:
         request.pages = [*shared, *self.pages.take(more)]
         request.computed = request.shared = len(shared) * self.pages.size
         request.named, request.chain = len(shared), chain
+        if self.store is not None and request.kept > request.computed:
+            self.store.load(request.saved[len(shared) :], request.pages[len(shared) : len(request.saved)])
+            request.computed = request.kept
+            request.restored += 1
+        self._drop_saved(request)
         return True
 
     def _grow(self, request: Request, tokens: int) -> bool:
@@ -271,6 +299,9 @@ class Scheduler:
 
     def _evict(self, request: Request) -> None:
         self.running.remove(request)
+        if self.store is not None and request.computed:
+            request.saved = self.store.save(request.pages[: self.pages.needed(request.computed)])
+            request.kept = request.computed if request.saved else 0
         self._drop_pages(request)
         request.evictions += 1
         self.waiting.appendleft(request)
@@ -278,6 +309,11 @@ class Scheduler:
     def _drop_pages(self, request: Request) -> None:
         self.pages.release(request.pages)
         request.pages, request.computed, request.named, request.chain = [], 0, 0, 0
+
+    def _drop_saved(self, request: Request) -> None:
+        if self.store is not None and request.saved:
+            self.store.free(request.saved)
+        request.saved, request.kept = (), 0
 
     def _name(self, request: Request, computed: int) -> None:
         if not self.share:

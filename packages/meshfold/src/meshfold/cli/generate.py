@@ -57,6 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--cache", choices=("fp8", "int8"), help="keep keys and values in eight bits: half the memory of bf16"
     )
+    how.add_argument(
+        "--host-tokens", type=natural, default=0, metavar="N", help="room on the host for N tokens of evicted texts (0)"
+    )
     how.add_argument("--rows", type=positive, default=32, metavar="N", help="texts that are written at once (32)")
     how.add_argument("--quantize", choices=("int8", "fp8", "int4"), help="pack the weights of linear layers")
     how.add_argument(
@@ -148,6 +151,7 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
             decode=tokenizer.decode,
             compile=arguments.compile,
             cache=arguments.cache,
+            host_tokens=arguments.host_tokens,
             device=engine.device,
         )
         for line in (*notes, generator.reason and f"without pages, slower: {generator.reason}"):
