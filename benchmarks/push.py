@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,6 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _settle(beside: Beside, seconds: float) -> None:
-    import time
-
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         beside()
@@ -128,7 +127,7 @@ def _compare(
     works: dict[str, Callable[[], float]] = {"matmul": lambda: _both(None, beside, args.repeats)[0]}
     times: dict[str, list[float]] = {"matmul": []}
     for way, start in starts.items():
-        for what in ("alone", "matmul beside", "both"):
+        for what in ("alone", "host", "matmul beside", "both"):
             times[f"{way} {what}"] = []
         for _ in range(3):
             start().wait()
@@ -139,7 +138,9 @@ def _compare(
         times["matmul"].append(works["matmul"]())
         for way, start in starts.items():
             together()
-            times[f"{way} alone"].append(_alone(start, args.repeats))
+            alone, host = _alone(start, args.repeats)
+            times[f"{way} alone"].append(alone)
+            times[f"{way} host"].append(host)
             together()
             matmul, both = _both(start, beside, args.repeats)
             times[f"{way} matmul beside"].append(matmul)
@@ -147,11 +148,13 @@ def _compare(
     return {"milliseconds": times, "matmuls": beside.times}
 
 
-def _alone(start: Callable[[], Any], repeats: int) -> float:
-    clock = _Clock()
+def _alone(start: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Return (the time of a call, the part of it that the host takes to queue it)."""
+    clock, begun = _Clock(), time.perf_counter()
     for _ in range(repeats):
         start().wait()
-    return clock.stop() / repeats
+    host = time.perf_counter() - begun
+    return clock.stop() / repeats, host * 1e3 / repeats
 
 
 def _both(start: Callable[[], Any] | None, beside: Beside, repeats: int) -> tuple[float, float]:
@@ -173,8 +176,6 @@ class _Clock:
     """Milliseconds between two points of the current stream; of the host without a GPU."""
 
     def __init__(self, wait: bool = True) -> None:
-        import time
-
         self._now, self._gpu = time.perf_counter, torch.cuda.is_available()
         if wait:
             synchronize()
@@ -210,7 +211,16 @@ def _agreement(kind: str, starts: dict[str, Callable[[], Any]]) -> float | None:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown: a row for each kind and size."""
-    head = ["collective, block", "way", "alone, us", "GB/s", "beside a matmul: matmul takes", "both, ms", "differs by"]
+    head = [
+        "collective, block",
+        "way",
+        "alone, us",
+        "host, us",
+        "GB/s",
+        "beside a matmul: matmul takes",
+        "both, ms",
+        "differs by",
+    ]
     rows = []
     for name, case in result["cases"].items():
         times = {key: median(values) for key, values in case["milliseconds"].items()}
@@ -225,6 +235,7 @@ def table(result: dict[str, Any]) -> str:
                     name,
                     way,
                     f"{alone * 1e3:.0f}",
+                    f"{times[f'{way} host'] * 1e3:.0f}",
                     f"{case['bytes_a_rank_sends'] / alone / 1e6:.0f}",
                     f"{times[f'{way} matmul beside'] / base - 1:+.1%} of {base:.3f} ms",
                     f"{times[f'{way} both']:.3f}",

@@ -41,7 +41,13 @@ MODES: dict[str, tuple[str, dict[str, int]]] = {
     "2d": ("2d", {"row": 2, "col": 2}),
     "3d": ("3d", {"a": 2, "b": 2, "c": 1}),
 }
-LOWERED = {"1d+sequence by ring": ("1d+sequence", "ring"), "2d by stream": ("2d", "stream")}
+LOWERED = {
+    "1d+sequence by ring": ("1d+sequence", "ring"),
+    "2d by stream": ("2d", "stream"),
+    "1d+sequence by push": ("1d+sequence", "push"),
+    "1d+sequence by push compiled": ("1d+sequence", "push"),
+    "1d+tokens by push compiled": ("1d+tokens", "push"),
+}
 PEERS = ("dtensor", "dtensor compiled", "dtensor compiled async")
 
 
@@ -53,6 +59,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, help="elements of a head; hidden / heads unless given")
     parser.add_argument("--ffn", type=int, default=14336)
     parser.add_argument("--batch", type=int, default=4, help="sequences")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens a sequence")
@@ -148,7 +155,7 @@ class Work:
 
         self.args, self.device = args, device
         self.dtype = getattr(torch, args.dtype)
-        d = args.hidden // args.heads
+        d = self.head_dim = args.head_dim or args.hidden // args.heads
         cos, sin = Rotary(d, 500000.0)(None, args.seq_len, device)
         self.rotary = (cos.to(self.dtype), sin.to(self.dtype))
         self.x = self.random("x", (args.batch * args.seq_len, args.hidden), 1.0)
@@ -162,13 +169,13 @@ class Work:
 
     def weights(self, layer: int) -> dict[str, Tensor]:
         """The whole weights of one block, ``[out, in]``."""
-        h, f, d = self.args.hidden, self.args.ffn, self.args.hidden // self.args.heads
-        kv = self.args.kv_heads * d
+        h, f, heads = self.args.hidden, self.args.ffn, self.args.heads * self.head_dim
+        kv = self.args.kv_heads * self.head_dim
         shapes = {
-            "q": (h, h),
+            "q": (heads, h),
             "k": (kv, h),
             "v": (kv, h),
-            "out": (h, h),
+            "out": (h, heads),
             "gate": (f, h),
             "up": (f, h),
             "down": (h, f),
@@ -188,6 +195,7 @@ class Work:
             layers=a.layers,
             heads=a.heads,
             kv_heads=a.kv_heads,
+            head_dim=a.head_dim,
             ffn=a.ffn,
             norm_eps=1e-5,
         )
@@ -216,7 +224,7 @@ class Work:
     def flops(self) -> float:
         """Floating point operations of forward and backward, causal attention counted as half."""
         a = self.args
-        d, m = a.hidden // a.heads, a.batch * a.seq_len
+        d, m = self.head_dim, a.batch * a.seq_len
         matmuls = a.hidden * (a.heads + 2 * a.kv_heads) * d + a.heads * d * a.hidden + 3 * a.hidden * a.ffn
         return float(a.layers * (6 * m * matmuls + 6 * m * a.seq_len * a.heads * d))
 
@@ -321,7 +329,7 @@ def _peer(name: str, work: Work, args: argparse.Namespace) -> Built:
     blocks: list[Any] = []
     for layer in range(args.layers):
         with torch.device("meta"):
-            block = PeerBlock(args.hidden, args.heads, args.kv_heads, args.ffn, 1e-5)
+            block = PeerBlock(args.hidden, args.heads, args.kv_heads, work.head_dim, args.ffn, 1e-5)
         block.fill(work.weights(layer))
         shard(block, device_mesh)
         blocks.append(block)

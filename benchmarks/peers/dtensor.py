@@ -12,9 +12,9 @@ from torch.nn import functional as F
 class PeerAttention(nn.Module):
     """Llama attention with a projection each for Q, K and V, as DTensor's plans expect."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.d = hidden // heads
+        self.d = head_dim
         self.wq = nn.Linear(hidden, heads * self.d, bias=False)
         self.wk = nn.Linear(hidden, kv_heads * self.d, bias=False)
         self.wv = nn.Linear(hidden, kv_heads * self.d, bias=False)
@@ -49,10 +49,10 @@ class PeerMLP(nn.Module):
 class PeerBlock(nn.Module):
     """A Llama block."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int, eps: float) -> None:
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, eps: float) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
-        self.attention = PeerAttention(hidden, heads, kv_heads)
+        self.attention = PeerAttention(hidden, heads, kv_heads, head_dim)
         self.feed_forward = PeerMLP(hidden, ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ class SimulatedRank:
     def memory(self, rank: int, slot: int) -> Tensor:
         return self.world.ranks[rank].slots[slot]
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def write(self, rank: int, slot: int, start: int, block: Tensor, first: int, length: int) -> None:
+        target, source = self.memory(rank, slot)[start : start + length], block[first : first + length]
+
         def move(start: int, stop: int) -> Callable[[], None]:
             def run() -> None:
                 target[start:stop].copy_(source[start:stop])
@@ -95,7 +97,7 @@ class SimulatedRank:
         self.queue(lambda: None, lambda: epochs.is_reached(self.flags[place], number))
 
     @contextmanager
-    def beside(self, stream: str) -> Iterator[None]:
+    def beside(self, stream: str, *, kernels: bool = False) -> Iterator[None]:
         before, point = self._current, self.mark()
         if not self.world.serial:
             self._current = stream
@@ -112,13 +114,13 @@ class SimulatedRank:
         if point is not None:
             self.queue(lambda: None, lambda: point.done or self.world.serial)
 
-    def read(self, block: Tensor, wanted: int) -> None:
+    def check(self, block: Tensor, wanted: int) -> None:
         """Read a block in two halves; all of it must be what its source has pushed in this call."""
 
-        def check(part: Tensor) -> None:
+        def look(part: Tensor) -> None:
             found = set(part.tolist())
             assert found == {wanted}, f"rank {self.index} read {found}, not {wanted}"
 
         half = block.numel() // 2
-        self.queue(lambda: check(block[:half]))
-        self.queue(lambda: check(block[half:]))
+        self.queue(lambda: look(block[:half]))
+        self.queue(lambda: look(block[half:]))

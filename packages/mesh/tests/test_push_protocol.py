@@ -32,7 +32,7 @@ def program(world: Simulation, calls: list[bool]) -> None:
 
             def read(rank=rank, exchange=exchange, number=number) -> None:  # type: ignore[no-untyped-def]
                 for source in epochs.sources(rank.index, rank.size):
-                    rank.read(exchange.await_block(source), value(source, number))
+                    rank.check(exchange.await_block(source), value(source, number))
                 exchange.release()
 
             if beside:

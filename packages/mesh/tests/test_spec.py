@@ -170,12 +170,15 @@ def test_chunks_and_waves_of_each_schedule(entry: dict[str, Any], chunks: int | 
     assert PipelineSpec.parse(pipeline.to_dict()) == pipeline
 
 
-@pytest.mark.parametrize("overlap", [None, "auto", "gather", "ring", "stream"])
+@pytest.mark.parametrize("overlap", [None, "auto", "gather", "ring", "stream", "push"])
 @pytest.mark.parametrize("mode", ["1d", "2d", "2.5d", "3d"])
 def test_overlap_is_kept_wherever_the_mode_has_it(mode: str, overlap: str | None) -> None:
     entry: dict[str, Any] = dict(mode=mode, size=64, overlap=overlap, **({"depth": 1} if mode == "2.5d" else {}))
     if overlap == "stream" and mode in ("1d", "3d"):
         with pytest.raises(SpecError, match="overlap='ring'"):
+            TensorSpec.parse(entry)
+    elif overlap == "push" and mode != "1d":
+        with pytest.raises(SpecError, match=r"Write mode='1d' with sequence=dict\(mode='megatron'\)"):
             TensorSpec.parse(entry)
     else:
         assert TensorSpec.parse(entry).overlap == overlap
@@ -256,7 +259,7 @@ def tensors() -> st.SearchStrategy[Any]:
     overlap = st.sampled_from([None, "auto", "gather", "ring"])
     return st.one_of(
         side,
-        st.builds(lambda n, o: dict(size=n, overlap=o), side, overlap),
+        st.builds(lambda n, o: dict(size=n, overlap=o), side, overlap | st.just("push")),
         st.builds(lambda n, o: dict(mode="2d", size=n * n, overlap=o), side, overlap),
         st.builds(lambda g: dict(mode="2d", grid=g, overlap="stream"), grids),
         st.builds(lambda d, n: dict(mode="2.5d", depth=d, size=d * n * n), side, side),

@@ -195,7 +195,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (tensor(mode=OwnMode("m", ("x", "y")), grid=(2,)), ["grid=(2,) has 1 entry,", "grid=(x, y)"]),
     (tensor(mode=OwnMode("m", ("x",)), grid=(2,)), ["takes no grid", "only free axis is x"]),
     # tensor: overlap
-    (tensor(size=4, overlap="sumna"), ["no overlap 'sumna'", "Known: auto, gather, stream, ring, or None"]),
+    (tensor(size=4, overlap="sumna"), ["no overlap 'sumna'", "Known: auto, gather, stream, ring, push, or None"]),
     (tensor(size=4, overlap="streem"), ["Did you mean 'stream'?"]),
     (tensor(size=4, overlap=True), ["overlap=True is a bool, not a name"]),
     (tensor(size=4, overlap="stream"), ["overlap='stream' needs panels", "'1d'", "overlap='ring'"]),

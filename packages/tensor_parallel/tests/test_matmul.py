@@ -22,7 +22,7 @@ from meshfold.tensor_parallel.plan import MatmulPlan
 Axes = tuple[tuple[str, int], ...]
 KEEPS = (frozenset[str](), frozenset({"x"}), frozenset({"w"}), frozenset({"x", "w"}))
 ROLES = ("column", "row", "embedding", "head", "tied_head")
-WAYS = ("gather", "stream", "ring")
+WAYS = ("gather", "stream", "ring", "push")
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def half_precision_panels() -> dict[str, float]:
 def test_half_precision_rounds_once() -> None:
     """Panels are summed in float32: four of them are as exact as one matmul."""
     for found in run_on_ranks(4, half_precision_panels):
-        assert set(found) == set(WAYS)
+        assert set(found) == {*WAYS} - {"push"}  # its plan scatters along two axes
         assert max(found.values()) <= 1.1 * found["gather"]
 
 
@@ -364,6 +364,7 @@ def test_tokens_that_are_not_whole_sequences_are_refused() -> None:
         ("stream", ("m:t k", "k n:t", "m n:t"), "x is gathered along m"),
         ("stream", ("m:t k", "k n:t", "m:t n"), "w is gathered along n"),
         ("ring", ("m k:t", "k:t n", "m n"), "nothing can be passed round a ring"),
+        ("push", ("m k:t", "k:t n", "m n"), "moves something else or nothing"),
         ("rings", ("m k", "k n", "m n"), "Did you mean 'ring'?"),
     ],
 )
@@ -392,6 +393,8 @@ def compiled_against_eager() -> dict[str, float]:
         if case.name == "2d column" and dict(case.axes) == {"row": 2, "col": 2}:
             p, mesh = case.plan, mesh_of(case.axes)
             for lowering in LOWERINGS:
+                if LOWERINGS[lowering].refuses(p):
+                    continue
                 x, w, dy = (at.shard(t, mesh) for at, t in zip(placements(p), tensors, strict=False))
                 x.requires_grad_()
                 w.requires_grad_()
@@ -405,4 +408,4 @@ def compiled_against_eager() -> dict[str, float]:
 
 @pytest.mark.slow
 def test_every_lowering_compiles_to_one_graph() -> None:
-    assert_close(run_on_ranks(4, compiled_against_eager), 1e-12, len(LOWERINGS))
+    assert_close(run_on_ranks(4, compiled_against_eager), 1e-12, len(LOWERINGS) - 1)

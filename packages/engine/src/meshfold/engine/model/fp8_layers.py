@@ -82,7 +82,7 @@ def check_fp8(world: World, settings: Fp8Settings) -> None:
             "precision=dict(matmul='fp8', gather='fp8'): only zero stage 3 gathers weights, and in fp8 those on the device. Leave "
             "gather out, or write zero=dict(stage=3, placement='cuda')"
         )
-    if tensor is not None and tensor.overlap in ("stream", "ring"):
+    if tensor is not None and tensor.overlap in ("stream", "ring", "push"):
         raise SpecError(
             f"precision=dict(matmul='fp8') with overlap={tensor.overlap!r}: it multiplies operands piece by piece, but the fp8 "
             "scale of a row needs the whole row. Leave overlap out, or write overlap='auto': fp8 matmuls then gather their "

@@ -32,7 +32,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "2.5d": ("depth", "row", "col"),
     "3d": ("a", "b", "c"),
 }
-OVERLAPS = ("auto", "gather", "stream", "ring")
+OVERLAPS = ("auto", "gather", "stream", "ring", "push")
 ATTENTIONS = ("tokens",)
 KEYS = ("mode", "size", "depth", "grid", "overlap", "attention")
 RESERVED = ("data", "pipe", "seq", "ring", "ulysses")  # axes of other entries
@@ -54,8 +54,8 @@ class TensorMode(Protocol):
 class TensorSpec:
     """The checked entry ``tensor``: ``sizes`` are those of ``axis_names``, outermost first.
 
-    ``overlap`` is how gathers and matmuls are interleaved: ``"gather"``, ``"stream"`` or ``"ring"``;
-    ``"auto"`` takes whichever is expected to be fastest for each matmul. None is ``"gather"``.
+    ``overlap`` is how gathers and matmuls are interleaved: ``"gather"``, ``"stream"``, ``"ring"`` or, in mode ``"1d"``, ``"push"``;
+    ``"auto"`` takes whichever of the first three is expected to be fastest for each matmul. None is ``"gather"``.
 
     ``attention="tokens"``, in mode ``"1d"``: attention's linear layers have whole weights on every rank and multiply a rank's own
     tokens; the stream between layers is split by tokens, as under ``sequence=dict(mode="megatron")``. None: they are split by
@@ -168,6 +168,11 @@ def _overlap(entry: Entry, mode: str | TensorMode, fields: Mapping[str, object])
         raise entry.error(
             f"overlap='stream' needs panels of x and w along k, as 2d and 2.5d have; {mode!r} has none.",
             "Write overlap='ring' or overlap='gather', or leave it to overlap='auto'.",
+        )
+    if overlap == "push" and isinstance(mode, str) and mode != "1d":
+        raise entry.error(
+            f"overlap='push' pushes rows of a stream split by tokens over one axis, as mode '1d' can have; mode is {mode!r}.",
+            "Write mode='1d' with sequence=dict(mode='megatron'), or leave it to overlap='auto'.",
         )
     return overlap
 

@@ -58,7 +58,7 @@ class LayerBuilder:
                 parts=self._parts(name, module),
                 head_dim=self._head_dim(name),
                 stored="kn" if is_conv1d(module) else "nk",
-                lowering=self._lowering(mode, role),
+                lowering=self._lowering(mode, role, self.analysis.is_by_tokens(name)),
                 by_tokens=self.analysis.is_by_tokens(name),
                 batch=self.batch if role in ("head", "tied_head") else None,
             )
@@ -179,8 +179,8 @@ class LayerBuilder:
             return (Part(out // 2), Part(out // 2))  # fused gate and up
         return ()
 
-    def _lowering(self, mode: Mode, role: str) -> str:
-        plan = mode.plans.get(role)
+    def _lowering(self, mode: Mode, role: str, by_tokens: bool) -> str:
+        plan = (mode.attention_plans if by_tokens else mode.plans).get(role)
         if plan is None or self.lowering == "gather":
             return "gather"
         found = LOWERINGS.get(self.lowering)

@@ -81,7 +81,7 @@ def parallelize(
         rules: role by pattern of full names, where names and shapes do not tell: ``{"*.router": "replicate"}``. Roles
             are column, row, head, stem, embedding, positions, norm, head_norm, head_bias, dropout, loss, patch, source,
             mixture, own_tokens and replicate.
-        lowering: how matmuls are carried out: ``"gather"``, ``"stream"``, ``"ring"``, ``"auto"``, where it applies.
+        lowering: how matmuls are carried out: ``"gather"``, ``"stream"``, ``"ring"``, ``"push"``, ``"auto"``, where it applies.
         blocks_apart: where tokens are split round blocks (``"1d+sequence"``), let each block do so by itself, so that any of
             them may be called alone, as in stages of a pipeline.
 

@@ -21,6 +21,7 @@ from meshfold.mesh.recording import Kind
 from meshfold.tensor_parallel.cost import Cost, CostEntry
 from meshfold.tensor_parallel.lowerings.common import Lowering, brick_sizes
 from meshfold.tensor_parallel.lowerings.gather import Gather
+from meshfold.tensor_parallel.lowerings.push import Push
 from meshfold.tensor_parallel.lowerings.ring import Ring
 from meshfold.tensor_parallel.lowerings.summa import Summa
 from meshfold.tensor_parallel.plan import MatmulPlan, Phase
@@ -225,8 +226,8 @@ def _decide(*key: Any) -> str:
 _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-LOWERINGS: dict[str, Lowering] = {**WAYS, "auto": Auto()}
-"""All lowerings by name."""
+LOWERINGS: dict[str, Lowering] = {**WAYS, "push": Push(), "auto": Auto()}
+"""All lowerings by name. ``auto`` does not choose ``push``, whose time depends on whether the ranks reach each other's memory."""
 
 
 def find_lowering(name: str, plan: MatmulPlan) -> Lowering:
@@ -261,7 +262,7 @@ def matmul_cost(
         sizes: elements of m, k and n, over all ranks of the axes that the layouts name.
         mesh: gives the sizes of the axes.
         itemsize: bytes an element.
-        lowering: ``"gather"``, ``"stream"``, ``"ring"`` or ``"auto"``.
+        lowering: ``"gather"``, ``"stream"``, ``"ring"``, ``"push"`` or ``"auto"``.
         phases: which of the three products are computed.
         keep: ``{"x", "w"}`` or fewer: gathered operands that forward keeps for backward.
 

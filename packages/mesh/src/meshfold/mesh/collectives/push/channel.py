@@ -74,22 +74,39 @@ class Exchange:
                 f"of {channel.size} ranks: send it in pieces, or open a channel for larger blocks"
             )
 
-    def push(self, target: int, block: Tensor) -> None:
-        """Start copying a contiguous block into this rank's row of the memory of ``target``, in parallel with compute."""
-        transport = self._transport
+    def push(self, target: int, block: Tensor, first: int = 0) -> None:
+        """Start copying a block into this rank's row of the memory of ``target``, in parallel with compute.
+
+        Args:
+            target: the place of a rank in the group; this rank's own, if it reads its block beside the others'.
+            block: contiguous memory that has the block.
+            first: the element of it that the block begins at.
+        """
+        transport, size = self._transport, self.dtype.itemsize
+        index = transport.index
         with transport.beside("send"):
-            self._write(target, block)
-            if target != transport.index:
-                transport.raise_flag(target, epochs.arrived(transport.index), self.number)
+            # The row's last reader is the target.
+            transport.await_flag(epochs.released(target, transport.size), epochs.call_before(self.number))
+            transport.write(target, self._slot, index * self._bytes, block, first * size, self._bytes)
+            if target != index:
+                transport.raise_flag(target, epochs.arrived(index), self.number)
             self._last = transport.mark()
 
-    def _write(self, target: int, block: Tensor) -> None:
-        transport = self._transport
-        # The last reader of this row: the target itself.
-        transport.await_flag(epochs.released(target, transport.size), epochs.call_before(self.number))
-        start = transport.index * self._bytes
-        room = transport.memory(target, self._slot)[start : start + self._bytes]
-        transport.copy(room, block.reshape(-1).view(torch.uint8))
+    def read(self, source: int, out: Tensor, first: int = 0) -> None:
+        """Let the current stream wait for the block of ``source``, and copy it out.
+
+        Args:
+            source: the place of another rank in the group.
+            out: contiguous memory.
+            first: the element of it that the block begins at.
+        """
+        self._transport.await_flag(epochs.arrived(source), self.number)
+        self._transport.read(self._slot, source * self._bytes, out, first * self.dtype.itemsize, self._bytes)
+
+    def arrive(self) -> None:
+        """Let the current stream wait for the blocks of all other ranks."""
+        for source in epochs.sources(self._transport.index, self._transport.size):
+            self._transport.await_flag(epochs.arrived(source), self.number)
 
     def await_block(self, source: int) -> Tensor:
         """Let the current stream wait for the block of ``source``, and return it: a view that is valid until :meth:`release`."""

@@ -20,7 +20,7 @@ PIECE_SLOT_BYTES = 64 * 2**20
 """Bytes of a slot of the channel for messages of any size: larger ones go in pieces of a slot's ``1/ranks``."""
 
 LARGEST_SLOT_BYTES = 2**30
-"""More than this no channel gets: a message for it goes in pieces, or by other means."""
+"""The largest slot: blocks that need a larger one go in pieces, or by other means."""
 
 _channels: dict[tuple[str, str, int], Channel | str] = {}
 _made_in: Any = None  # the world of the channels
@@ -38,6 +38,8 @@ def channel(group: Group, device: torch.device, block_bytes: int | None = None) 
         block_bytes: the least room for a block; None: a channel for pieces of messages.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    if block_bytes is not None and block_bytes * group.size > LARGEST_SLOT_BYTES:
         return None
     found = _find(group, device, block_bytes)
     return None if isinstance(found, str) else found

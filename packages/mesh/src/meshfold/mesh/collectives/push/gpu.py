@@ -1,6 +1,6 @@
 """The transport of GPUs that reach each other's memory: symmetric memory, copy engines, and waits of streams on flags.
 
-A block is copied by ``cudaMemcpyAsync`` into the mapped memory of its target, which a copy engine does: no multiprocessor
+A block is copied by ``cuMemcpyAsync`` into the mapped memory of its target, which a copy engine does: no multiprocessor
 takes part. The flag behind it is a ``cuStreamWriteValue32`` on the same stream, which orders it after the copy, and the
 reader's stream waits by ``cuStreamWaitValue32``: no kernel spins. NVLink multicast is neither used nor prepared.
 
@@ -15,8 +15,7 @@ import functools
 import importlib
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -31,27 +30,38 @@ _PROBE_S = 20.0
 
 
 class _Driver:
-    """The two calls of the CUDA driver that torch has no function for, or has in some versions only."""
+    """The calls of the CUDA driver that torch has no function for, or one that takes many times as long to start."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
-        self._wait, self._write = library.cuStreamWaitValue32_v2, library.cuStreamWriteValue32_v2
-        for function in (self._wait, self._write):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-            function.restype = ctypes.c_int
+        pointer, size, word, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_uint
+        self._wait = _declared(library.cuStreamWaitValue32_v2, pointer, ctypes.c_uint64, word, flags)
+        self._write = _declared(library.cuStreamWriteValue32_v2, pointer, ctypes.c_uint64, word, flags)
+        self._copy = _declared(library.cuMemcpyAsync, ctypes.c_uint64, ctypes.c_uint64, size, pointer)
 
     def wait(self, stream: int, address: int, value: int) -> None:
         """Let a stream wait until the word at an address is at ``value`` or beyond."""
-        _check("cuStreamWaitValue32", self._wait(stream, address, value, _GEQ))
+        if code := self._wait(stream, address, value, _GEQ):
+            raise _failure("cuStreamWaitValue32", code)
 
     def write(self, stream: int, address: int, value: int) -> None:
         """Write a word after all that the stream has done before, visible to all devices in this order."""
-        _check("cuStreamWriteValue32", self._write(stream, address, value, 0))
+        if code := self._write(stream, address, value, 0):
+            raise _failure("cuStreamWriteValue32", code)
+
+    def copy(self, stream: int, target: int, source: int, length: int) -> None:
+        """Copy bytes between addresses of any GPUs."""
+        if length and (code := self._copy(target, source, length, stream)):
+            raise _failure("cuMemcpyAsync", code)
 
 
-def _check(name: str, code: int) -> None:
-    if code:
-        raise RuntimeError(f"{name} failed with CUresult {code}")
+def _declared(function: Any, *arguments: Any) -> Any:
+    function.argtypes, function.restype = arguments, ctypes.c_int
+    return function
+
+
+def _failure(name: str, code: int) -> RuntimeError:
+    return RuntimeError(f"{name} failed with CUresult {code}")
 
 
 @functools.cache
@@ -88,12 +98,16 @@ class GpuTransport:
                     f"{group.index} of {group.size}"
                 )
             self._handle = handle  # owns the mapping
-            self._memory: list[Tensor] = [
+            whole: list[Tensor] = [
                 self._own if rank == self.index else handle.get_buffer(rank, (length,), torch.uint8)
                 for rank in range(self.size)
             ]
-            self._addresses = [memory.data_ptr() + self._start for memory in self._memory]
+            self._slots = [[one[slot * slot_bytes :][:slot_bytes] for slot in range(epochs.SLOTS)] for one in whole]
+            self._addresses = [one.data_ptr() for one in whole]
+            self._flags = [address + self._start for address in self._addresses]
             self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in ("send", "receive")}
+            self._came_to = torch.cuda.Event()  # recorded and waited for at once, so one is enough
+            self._side: torch.cuda.Stream | None = None  # the stream inside of ``beside``
             self._driver = _driver()
             self._probe()
 
@@ -118,33 +132,59 @@ class GpuTransport:
             time.sleep(0.001)
 
     def memory(self, rank: int, slot: int) -> Tensor:
-        return self._memory[rank][slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        return self._slots[rank][slot]
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if self._side is None else self._side
+
+    def write(self, rank: int, slot: int, start: int, block: Tensor, first: int, length: int) -> None:
+        target = self._addresses[rank] + slot * self.slot_bytes + start
+        self._driver.copy(self._stream().cuda_stream, target, block.data_ptr() + first, length)
+
+    def read(self, slot: int, start: int, out: Tensor, first: int, length: int) -> None:
+        source = self._addresses[self.index] + slot * self.slot_bytes + start
+        self._driver.copy(self._stream().cuda_stream, out.data_ptr() + first, source, length)
+
+    def copy(self, block: Tensor, out: Tensor, first: int) -> None:
+        length = block.numel() * block.element_size()
+        self._driver.copy(self._stream().cuda_stream, out.data_ptr() + first, block.data_ptr(), length)
 
     def raise_flag(self, rank: int, place: int, number: int) -> None:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._driver.write(stream, self._addresses[rank] + 4 * place, epochs.word(number))
+        self._driver.write(self._stream().cuda_stream, self._flags[rank] + 4 * place, epochs.word(number))
 
     def await_flag(self, place: int, number: int) -> None:
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._driver.wait(stream, self._addresses[self.index] + 4 * place, epochs.word(number))
+        self._driver.wait(self._stream().cuda_stream, self._flags[self.index] + 4 * place, epochs.word(number))
 
-    @contextmanager
-    def beside(self, stream: Literal["send", "receive"]) -> Iterator[None]:
+    def beside(self, stream: Literal["send", "receive"], *, kernels: bool = False) -> AbstractContextManager[object]:
         side = self._streams[stream]
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            yield
+        # By torch: it makes the device's context that of this thread, which the driver's calls need.
+        self._came_to.record(torch.cuda.current_stream(self._device))
+        side.wait_event(self._came_to)
+        return torch.cuda.stream(side) if kernels else _On(self, side)
 
     def mark(self) -> torch.cuda.Event:
-        point: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        point = torch.cuda.Event()
+        point.record(self._stream())
         return point
 
     def after(self, point: torch.cuda.Event | None) -> None:
         if point is not None:
-            torch.cuda.current_stream(self._device).wait_event(point)
+            self._stream().wait_event(point)
+
+
+class _On:
+    """Context manager: operations of a transport, not torch's, go to a stream. Switching torch's takes much longer."""
+
+    __slots__ = ("_side", "_transport")
+
+    def __init__(self, transport: GpuTransport, side: torch.cuda.Stream) -> None:
+        self._transport, self._side = transport, side
+
+    def __enter__(self) -> None:
+        self._transport._side = self._side
+
+    def __exit__(self, *error: object) -> None:
+        self._transport._side = None
 
 
 def missing(numbers: list[int], device: torch.device) -> str:

@@ -65,8 +65,15 @@ class HostTransport:
     def memory(self, rank: int, slot: int) -> Tensor:
         return self._bytes[rank][slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        target.copy_(source)
+    def write(self, rank: int, slot: int, start: int, block: Tensor, first: int, length: int) -> None:
+        self.memory(rank, slot)[start : start + length] = as_bytes(block)[first : first + length]
+
+    def read(self, slot: int, start: int, out: Tensor, first: int, length: int) -> None:
+        as_bytes(out)[first : first + length] = self.memory(self.index, slot)[start : start + length]
+
+    def copy(self, block: Tensor, out: Tensor, first: int) -> None:
+        source = as_bytes(block)
+        as_bytes(out)[first : first + source.numel()] = source
 
     def raise_flag(self, rank: int, place: int, number: int) -> None:
         self._flags[rank][place] = epochs.word(number)
@@ -92,7 +99,7 @@ class HostTransport:
                 )
 
     @contextmanager
-    def beside(self, stream: Literal["send", "receive"]) -> Iterator[None]:
+    def beside(self, stream: Literal["send", "receive"], *, kernels: bool = False) -> Iterator[None]:
         yield
 
     def mark(self) -> None:
@@ -100,6 +107,11 @@ class HostTransport:
 
     def after(self, point: torch.cuda.Event | None) -> None:
         """Do nothing: everything is done when it returns."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as its bytes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _folder() -> Path:

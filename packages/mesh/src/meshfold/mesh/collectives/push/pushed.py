@@ -46,19 +46,18 @@ def all_gather_push(x: Tensor, group: Group, out: Tensor | None = None) -> Pendi
     if found is None or x.numel() == 0 or out.shape != whole or out.dtype != x.dtype:
         return all_gather_into(out, x, group)
     call = note_call("all_gather", group, x, times=group.size, detail=0, later=True)
-    mine, rows = x.view(-1), out.view(group.size, -1)
-    transport = found.transport
+    transport, elements = found.transport, x.numel()
+    own_is_there = out.data_ptr() + group.index * elements * x.element_size() == x.data_ptr()
     with _waits_now(call, x):
-        if rows[group.index].data_ptr() != mine.data_ptr():
-            with transport.beside("receive"):
-                rows[group.index].copy_(mine)
-        for start, stop in _pieces(found, mine):
+        for start, stop in _pieces(found, elements, x.element_size()):
             exchange = found.begin((stop - start,), x.dtype)
             for target in targets(group.index, group.size):
-                exchange.push(target, mine[start:stop])
+                exchange.push(target, x, start)
             with transport.beside("receive"):
+                if start == 0 and not own_is_there:
+                    transport.copy(x, out, group.index * x.numel() * x.element_size())
                 for source in sources(group.index, group.size):
-                    rows[source, start:stop].copy_(exchange.await_block(source))
+                    exchange.read(source, out, source * elements + start)
                 exchange.release()
                 last = transport.mark()
     sent = exchange.sent
@@ -100,13 +99,12 @@ def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = 
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]), dtype=dtype or x.dtype)
     flat, transport = out.view(-1), found.transport
     with _waits_now(call, x):
-        for start, stop in _pieces(found, parts[0]):
+        for start, stop in _pieces(found, parts.shape[1], x.element_size()):
             exchange = found.begin((stop - start,), x.dtype)
             for target in targets(group.index, group.size):
-                exchange.push(target, parts[target, start:stop])
-            with transport.beside("receive"):
-                for source in sources(group.index, group.size):
-                    exchange.await_block(source)
+                exchange.push(target, x, target * parts.shape[1] + start)
+            with transport.beside("receive", kernels=True):
+                exchange.arrive()
                 sum_parts(exchange.blocks(), parts[group.index, start:stop], group.index, flat[start:stop])
                 exchange.release()
                 last = transport.mark()
@@ -125,9 +123,9 @@ def _waits_now(call: Call | None, x: Tensor) -> AbstractContextManager[None]:
     return nullcontext() if call is None or x.is_cuda else call
 
 
-def _pieces(found: Channel, block: Tensor) -> list[tuple[int, int]]:
-    """Return (first, one past the last) element of each piece of a flat block; pieces are as equal as 16 bytes allow."""
-    elements, most = block.numel(), found.block_bytes // block.element_size()
+def _pieces(found: Channel, elements: int, size: int) -> list[tuple[int, int]]:
+    """Return (first, one past the last) of each piece of so many elements of a size; pieces are about equal."""
+    most = found.block_bytes // size
     pieces = -(-elements // most)
     each = -(-elements // pieces)
     each = min(most, -(-each // 16) * 16)

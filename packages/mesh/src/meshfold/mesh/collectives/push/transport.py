@@ -33,8 +33,16 @@ class Transport(Protocol):
         """Return a slot of a rank's memory as bytes, ``[slot_bytes]``; what is written there is written in that rank's memory."""
         ...
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy bytes to memory of another rank or from this rank's own; both are contiguous and equally large."""
+    def write(self, rank: int, slot: int, start: int, block: Tensor, first: int, length: int) -> None:
+        """Copy bytes ``first`` to ``first + length`` of a contiguous block to a slot of a rank's memory, from ``start`` on."""
+        ...
+
+    def read(self, slot: int, start: int, out: Tensor, first: int, length: int) -> None:
+        """Copy bytes of this rank's own slot, from ``start`` on, to bytes ``first`` to ``first + length`` of contiguous memory."""
+        ...
+
+    def copy(self, block: Tensor, out: Tensor, first: int) -> None:
+        """Copy a contiguous block of this rank to bytes of contiguous memory from ``first`` on."""
         ...
 
     def raise_flag(self, rank: int, place: int, number: int) -> None:
@@ -45,8 +53,13 @@ class Transport(Protocol):
         """Wait until a flag in this rank's memory stands at a call or a later one, before what is queued from now on."""
         ...
 
-    def beside(self, stream: Literal["send", "receive"]) -> AbstractContextManager[None]:
-        """Queue what is inside on a stream of its own, after what the current stream has now."""
+    def beside(self, stream: Literal["send", "receive"], *, kernels: bool = False) -> AbstractContextManager[object]:
+        """Queue what is inside on a stream of its own, after what the current stream has now.
+
+        Args:
+            stream: which of the two.
+            kernels: torch's operations go there too, not only those of the transport.
+        """
         ...
 
     def mark(self) -> torch.cuda.Event | None:
