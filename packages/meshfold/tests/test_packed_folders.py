@@ -14,8 +14,9 @@ sys.path.append(str(Path(__file__).parent))  # for the folders, on every rank to
 from packed_folders import FORMS, GROUP, llama, write
 from torch import nn
 
+from meshfold.checkpoint import CheckpointError
 from meshfold.engine import Engine
-from meshfold.huggingface import pretrained
+from meshfold.huggingface import convert_folder, pretrained
 from meshfold.inference import Generator, Quantized, Sampling
 from meshfold.kernels import packed_weight_of
 from meshfold.mesh import SpecError
@@ -124,10 +125,12 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         pretrained(tmp_path / "plain", dequantize=True)
 
 
-def test_the_command_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_them_and_convert_refuses_casts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from meshfold.cli import main
 
     write(tmp_path, "awq")
+    with pytest.raises(CheckpointError, match="only a copy of them as they are"):
+        convert_folder(tmp_path, tmp_path / "made", to="hf", dtype="bfloat16")
     greedy = ["--temperature", "0", "--max-new-tokens", "3", "--tokenizer", "byte"]
     assert main(["generate", str(tmp_path), "--prompt", "\x03\x01", *greedy]) == 0
     assert "14 layers packed as they are stored: " in capsys.readouterr().err

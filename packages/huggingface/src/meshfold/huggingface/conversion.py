@@ -31,6 +31,7 @@ from meshfold.huggingface import decoder_names
 from meshfold.huggingface.decoder_names import Step, unchanged
 from meshfold.huggingface.folder_config import read_raw_config
 from meshfold.huggingface.folder_writer import SHARD_BYTES, FolderWriter
+from meshfold.huggingface.packed_folder import is_packed
 from meshfold.huggingface.upcycling import upcycled
 from meshfold.huggingface.weight_names import model_of, to_files
 from meshfold.models import DecoderConfig
@@ -133,6 +134,11 @@ def convert_folder(
         verify_checksums(given, 0, 1)
         theirs = read_raw_config(came) if (came / "config.json").is_file() else None
         described: dict[str, Any] | None = None if theirs is None else {"kind": "hf", "config": theirs}
+        if is_packed(theirs) and (to != "hf" or dtype is not None or experts is not None):
+            raise CheckpointError(
+                f"{came}: its weights are packed (quantization_config), and only a copy of them as they are can be written; load "
+                "it with transformers, call dequantize(), save it, and convert that folder"
+            )
         place = place or came
     else:
         found = Checkpoint(came)

@@ -75,8 +75,8 @@ def read_packing(told: Mapping[str, Any], shown: str) -> Packing | None:
     Raises:
         SpecError: for a method, or a variant of one, that cannot be read.
     """
-    settings: Any = told.get("quantization_config", told.get("compression_config"))
-    if not isinstance(settings, Mapping):
+    settings = _settings(told)
+    if settings is None:
         return None
     method = str(settings.get("quant_method", ""))
     method, what = _ALIASES.get(method, method), f"model {shown!r}: its weights are packed by {method!r}"
@@ -97,6 +97,16 @@ def read_packing(told: Mapping[str, Any], shown: str) -> Packing | None:
     offset = 1 if method == "gptq" and stored == "gptq" else 0
     block = _block(method, settings, what)
     return Packing(method=method, bits=bits, zero_offset=offset, block=block)
+
+
+def is_packed(told: Mapping[str, Any] | None) -> bool:
+    """Return True if a ``config.json`` says that some library has packed the weights."""
+    return told is not None and _settings(told) is not None
+
+
+def _settings(told: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found: Any = told.get("quantization_config", told.get("compression_config"))
+    return found if isinstance(found, Mapping) else None
 
 
 def _block(method: str, settings: Mapping[str, Any], what: str) -> int:
