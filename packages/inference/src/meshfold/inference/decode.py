@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshfold.inference.cache import Rows
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
-from meshfold.inference.schedule import Span
+from meshfold.inference.schedule import Request, Span
 
 Logits = Callable[[Tensor, Rows], Tensor]
 """ids ``b`` and what attention needs -> logits ``b v``"""
@@ -56,6 +56,8 @@ class DecodeBatch:
         self._logprobs = torch.zeros(most, rows, dtype=torch.float64, device=device)
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
+        self._listed: list[list[int]] = []
+        self._next: list[tuple[Request, int]] = []  # whose the rows are, and where each goes on
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._captures = device.type == "cuda"
         self._whole = whole or self._captures
@@ -68,6 +70,22 @@ class DecodeBatch:
             steps: tokens that will be computed.
             seen: ``b v`` bool, words that the sequences have, if some have a penalty on them.
         """
+        # A row that goes on behind its last page, since the host has not seen yet that it has ended, writes to the spare one.
+        used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
+        listed = [[*span.request.pages[:used], *[self._spare] * (used - len(span.request.pages))] for span in spans]
+        if listed != self._listed:
+            tables = torch.tensor(listed + [[self._spare] * used] * (self._rows - len(spans)))
+            self._tables[:, :used].copy_(tables)
+        self._used = self._width if self._whole else used
+        self._listed = listed
+        goes_on = self._next == [(span.request, span.start) for span in spans]
+        self._next = [(span.request, span.start + steps) for span in spans]
+        if not goes_on:  # else the device has all of it
+            self._fill(spans, seen)
+        self._step.zero_()
+
+    def _fill(self, spans: Sequence[Span], seen: Tensor | None) -> None:
+        """Fill what the steps themselves carry on, and the settings."""
         idle = self._rows - len(spans)
         numbers = torch.tensor(
             [
@@ -78,12 +96,6 @@ class DecodeBatch:
         )
         for buffer, values in zip((self._ids, self._positions, self._going), numbers, strict=True):
             buffer.copy_(values)
-        # A row that goes on behind its last page, since the host has not seen yet that it has ended, writes to the spare one.
-        used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
-        listed = [[*span.request.pages[:used], *[self._spare] * (used - len(span.request.pages))] for span in spans]
-        tables = torch.tensor(listed + [[self._spare] * used] * idle)
-        self._tables[:, :used].copy_(tables)
-        self._used = self._width if self._whole else used
         given = sampling_rows([span.request.sampling for span in spans] + [_IDLE] * idle, torch.device("cpu"))
         for name, value in vars(given).items():
             if isinstance(value, Tensor):
@@ -95,7 +107,6 @@ class DecodeBatch:
             if self._seen is None or self._seen.shape[1] != seen.shape[1]:
                 self._seen = torch.zeros(self._rows, seen.shape[1], dtype=torch.bool, device=seen.device)
             self._seen[: len(spans)].copy_(seen)
-        self._step.zero_()
 
     @property
     def captured(self) -> bool:
