@@ -232,6 +232,8 @@ def _expected(plan: dict[str, Any]) -> str:
     """Say what a memory plan expected, and whether a step ran out of memory."""
     short = plan.get("out_of_memory", 0)
     ran_out = f"ran out of memory {short} times" if short else "never ran out of memory"
+    if retries := plan.get("retries_while_timed"):
+        ran_out += f", and the allocator released its cache {retries} times in the timed steps"
     return f"planned {plan['seconds']:.4f} s, {plan['gpu_bytes'] / 2**30:.1f} GiB; {ran_out}"
 
 

@@ -168,8 +168,15 @@ def ours(job: dict[str, Any], *, split: bool = True, **settings: Any) -> Step:
     if engine.fused_kernels is not None:
         print(engine.fused_kernels, file=sys.stderr)
     ids = batch(job)
-    job["said"] = lambda: _plan_of(engine)
-    job["settled"] = lambda: engine.residency is None or engine.residency.is_settled
+    before = 0  # retries of the allocator until steps are timed
+
+    def settled() -> bool:
+        nonlocal before
+        before = _retries()
+        return engine.residency is None or engine.residency.is_settled
+
+    job["settled"] = settled
+    job["said"] = lambda: _plan_of(engine, retries_before=before)
 
     def step() -> Tensor:
         engine.run_step(dict(input_ids=ids, labels=ids))
@@ -178,9 +185,14 @@ def ours(job: dict[str, Any], *, split: bool = True, **settings: Any) -> Step:
     return step
 
 
-def _plan_of(engine: Any) -> dict[str, Any]:
+def _retries() -> int:
+    """Return how often the allocator has released its cache before it found memory."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if torch.cuda.is_available() else 0
+
+
+def _plan_of(engine: Any, *, retries_before: int) -> dict[str, Any]:
     """Return what an engine's memory plan expects and is made from, what its steps took, and how often the allocator had to give
-    memory back; empty without a plan."""
+    memory back, in all and while steps were timed; empty without a plan."""
     plan = None if engine.residency is None else engine.residency.plan
     if plan is None:
         return {}
@@ -199,7 +211,11 @@ def _plan_of(engine: Any) -> dict[str, Any]:
     )
     if torch.cuda.is_available():
         statistics = torch.cuda.memory_stats()
-        found.update(retries=statistics.get("num_alloc_retries", 0), out_of_memory=statistics.get("num_ooms", 0))
+        found.update(
+            retries=_retries(),
+            retries_while_timed=_retries() - retries_before,
+            out_of_memory=statistics.get("num_ooms", 0),
+        )
     return found | dict(table=str(plan))
 
 
