@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from meshfold.engine import Engine
+from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.planner import MACHINES, Estimate, estimate
+from meshfold.models import Llama, MoELlamaConfig
+from meshfold.planner import MACHINES, Estimate, estimate, plan_memory
 from meshfold.planner.estimates import step_times
+from meshfold.planner.zero_estimate import WORKSPACE_BYTES
+from meshfold.zero_gemini.memory.arena import Arena, Block
+from meshfold.zero_gemini.profiler.live import LiveBytes
 
 sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))  # for the helpers there, on every rank
 from expert_cases import HIDDEN, MoE, batches, engine_of
@@ -97,3 +104,65 @@ def test_a_pipeline_of_mixtures_is_planned() -> None:
     plan = planned(dict(data=2, pipeline=2, expert=SPARSE), factor=0.0)
     assert {t.axes for t in plan.traffic if t.kind == "exchange_rows"} == {("data",)}
     assert plan.parameters == sum(p.numel() for p in MoE().parameters())
+
+
+class Recorded(LiveBytes):
+    """The most that chunks and what operators make take together."""
+
+    def __init__(self, arena: Arena, counted: list[Block]) -> None:
+        super().__init__(round_bytes=512)
+        self._arena, self._counted, self.most = arena, counted, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        twice = sum(block.nbytes for block in self._counted if block in self._arena.blocks)
+        self.most = max(self.most, self.bytes + self._arena.used_bytes - twice)
+        return made
+
+
+def wide_mixture() -> Llama:
+    """A mixture with so large a vocabulary that embedding and head decide the peak."""
+    return Llama(
+        MoELlamaConfig(vocab_size=8192, hidden=64, layers=4, heads=4, ffn=96, experts=16, top_k=4, balance=0.0)
+    )
+
+
+def measured_peak(parallel: dict[str, Any]) -> int:
+    """Return the most bytes that a step of rank 0 takes."""
+    counted: list[Block] = []
+    before = Arena.count
+
+    def count(arena: Arena, tensor: torch.Tensor, purpose: str = "") -> Block:
+        """Note blocks of results of collectives, which operators have made."""
+        counted.append(before(arena, tensor, purpose))
+        return counted[-1]
+
+    Arena.count = count  # type: ignore[method-assign]
+    try:
+        with Engine(
+            wide_mixture,
+            parallel,
+            optimizer=dict(name="adamw", lr=1e-6),
+            precision="bf16",
+            clip_grad_norm=1.0,
+            kernels="off",
+        ) as engine:
+            assert isinstance(engine.states, ZeroStates)
+            ids = torch.randint(8192, (2, 8), generator=torch.Generator().manual_seed(0))
+            most = []
+            for _ in range(3):
+                with Recorded(engine.states.gemini.memory.compute, counted) as recorded:
+                    engine.run_step(dict(input_ids=ids, labels=ids))
+                most.append(recorded.most)
+            return max(most[1:])
+    finally:
+        Arena.count = before  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_a_step_of_a_mixture_takes_the_memory_that_is_planned(exchange: str) -> None:
+    """Chunks of experts are made after all others, but the head's gradient is reduced before theirs and does not stay whole."""
+    parallel = dict(data=2, expert=dict(size=2, exchange=exchange), zero=dict(stage=3, placement="cuda"))
+    found = run_on_ranks(2, measured_peak, parallel)[0]
+    memory = plan_memory(wide_mixture, parallel, batch_size=4, seq_len=8, precision="bf16", kernels="off")
+    assert found == pytest.approx(memory.total - WORKSPACE_BYTES, rel=0.03)

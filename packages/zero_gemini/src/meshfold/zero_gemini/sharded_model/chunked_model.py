@@ -181,7 +181,10 @@ class ChunkedModel(ParameterValues):
             on_left=None if self._early is None else self._early.go,
             recomputes=recomputes,
         )
-        self._flow = GradientFlow(self._gradients, memory.device, self._runtime, calls, self._early, self._speculative)
+        order = {name: place for place, name in enumerate(self._facts)}
+        self._flow = GradientFlow(
+            self._gradients, order, memory.device, self._runtime, calls, self._early, self._speculative
+        )
         self.holds_gradients = True
 
     def _make_chunk(

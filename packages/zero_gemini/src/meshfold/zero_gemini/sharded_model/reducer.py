@@ -7,7 +7,7 @@ order: a chunk that is complete early waits for those after it in the model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class GradientFlow:
     def __init__(
         self,
         gradients: dict[Chunk, ChunkGradient],
+        order: Mapping[str, int],
         device: torch.device,
         runtime: Runtime,
         calls: OpenCalls,
@@ -46,7 +47,8 @@ class GradientFlow:
         speculative: SpeculativeSteps | None,
     ) -> None:
         """Args:
-        gradients: of every chunk that is trained, in order of registration.
+        gradients: of every chunk that is trained.
+        order: the position of each parameter in the model, by name.
         device: where the model computes.
         runtime: gives the progress of a backward.
         calls: gives the chunks that a backward still reads.
@@ -57,7 +59,10 @@ class GradientFlow:
         self._early, self._speculative = early, speculative
         self.takes = True
         self.kind: BackwardRole = "last"
-        self._waiting = [*reversed(gradients.values())]  # in the order of their reduction
+        # In the order of their reduction. They are made one kind of parameter after the other (a dtype, experts): in that order the
+        # head's gradient would stay whole until that of the first layer's experts has come.
+        firsts = {chunk: min(order[name] for name in chunk.spec.names) for chunk in gradients}
+        self._waiting = [gradients[chunk] for chunk in sorted(gradients, key=firsts.__getitem__, reverse=True)]
         self._next = 0  # number already reduced in this backward
         # Pending reductions, each with the number of units entered before it.
         self._under_way: deque[tuple[int, ChunkGradient]] = deque()
