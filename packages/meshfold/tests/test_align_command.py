@@ -59,6 +59,22 @@ def test_from_completions_to_rewards(data: Path, capsys: pytest.CaptureFixture[s
     assert [row["step"] for row in metrics(data / "sft")] == [1, 2, 3, 4, 5]
 
 
+def test_phases_of_memory(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are printed before anything starts, and a run within the limit makes the steps of one without."""
+    words = ["align", "ppo", "--data", f"{data}/prompts.jsonl", "--reward", f"{data}/rewards.py:letters"]
+    words += ["--max-new-tokens", "3", "--steps", "2", *SMALL, "--parallel", "zero.stage=3"]
+    limit = ["--gpu-memory", "300KiB"]
+    assert main([*words, "--out", str(data / "planned"), *limit, "--plan"]) == 1  # logits alone take more
+    assert "phase 'score' needs" in capsys.readouterr().err
+    assert main([*words, "--out", str(data / "planned"), "--gpu-memory", "1GiB", "--plan"]) == 0
+    table = capsys.readouterr().out
+    assert "train critic" in table and "nothing" in table and not (data / "planned").exists()
+    assert main([*words, "--out", str(data / "a")]) == 0
+    assert main([*words, "--out", str(data / "b"), "--gpu-memory", "1GiB", "--host-memory", "1GiB"]) == 0
+    assert "train critic" in capsys.readouterr().out
+    assert metrics(data / "a") == metrics(data / "b")
+
+
 @pytest.mark.usefixtures("warm_commands")
 def test_on_two_ranks(data: Path) -> None:
     words = ["align", "dpo", "--data", str(data / "pairs.jsonl"), "--steps", "2", "--precision", "fp64", *SMALL]
@@ -89,6 +105,9 @@ def test_on_two_ranks(data: Path) -> None:
             ["grpo", "--data", "prompts", "--reward", "rewards.py:letters", "--importance-high", "0"],
             "leaves no token a weight",
         ),
+        (["dpo", "--data", "pairs", "--plan"], "need --gpu-memory SIZE"),
+        (["kto", "--data", "judged", "--gpu-memory", "1GiB"], "--gpu-memory with kto"),
+        (["dpo", "--data", "pairs", "--gpu-memory", "1GiB"], "zero=dict(stage=3)"),
         (["sft", "--data", "chats", "--beta", "1"], "--beta with sft"),
         (["sft", "--data", "chats", "--lora", "4"], "--lora needs --hf"),
         (["sft", "--data", "chats", "--loss", "dpo"], "--loss with sft"),

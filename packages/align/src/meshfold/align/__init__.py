@@ -17,6 +17,7 @@ from meshfold.align.means import (
     whiten,
 )
 from meshfold.align.objective import Objective, Terms
+from meshfold.align.phases import ModelState, PhasePlan, PhaseUse, Plan, phases_of, plan_phases
 from meshfold.align.policy import (
     clipped_policy_losses,
     clipped_value_losses,
@@ -48,6 +49,7 @@ from meshfold.align.records import (
     tokenized,
 )
 from meshfold.align.reference import AdapterReference, FrozenCopy, Reference
+from meshfold.align.residency import ModelSize, Phases, WorkSize
 from meshfold.align.reward import RewardModel, scorer
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout
@@ -73,7 +75,13 @@ __all__ = [
     "EngineRollouts",
     "FrozenCopy",
     "Mean",
+    "ModelSize",
+    "ModelState",
     "Objective",
+    "PhasePlan",
+    "PhaseUse",
+    "Phases",
+    "Plan",
     "Preference",
     "Prompt",
     "Reference",
@@ -88,6 +96,7 @@ __all__ = [
     "TokenValues",
     "Trainer",
     "TransformersRollouts",
+    "WorkSize",
     "clipped_policy_losses",
     "clipped_value_losses",
     "completion_of",
@@ -111,6 +120,8 @@ __all__ = [
     "odds_ratio_losses",
     "pack",
     "pair_rows",
+    "phases_of",
+    "plan_phases",
     "preference_of",
     "prompt_of",
     "read_records",

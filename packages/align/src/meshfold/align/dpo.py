@@ -13,7 +13,8 @@ from meshfold.align.means import mean_of_sequences, mean_of_tokens
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.preference import DPO_LOSSES, dpo_losses, kto_baseline, kto_losses, odds_ratio_losses, simpo_losses
 from meshfold.align.records import Completion, Preference
-from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.reference import FrozenCopy, Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.residency import Phases, WorkSize
 from meshfold.align.rows import CHOSEN, REJECTED, completion_rows, longest_of, pair_rows, shuffled
 from meshfold.align.run import in_micro_steps
 from meshfold.align.sharing import SharedPrompts
@@ -31,6 +32,7 @@ class DPO:
 
     Attributes:
         engines: by name; checkpoints have a folder for each. The reference is none of them: it does not change.
+        phases: of memory.
         shared_prompt: whether pairs share their prompt, and how many tokens that has saved.
         reference: the frozen policy; None for losses without one.
     """
@@ -46,6 +48,7 @@ class DPO:
         label_smoothing: float = 0.0,
         reference: str = "copy",
         shared_prompt: object = "auto",
+        memory: Mapping[str, Any] | None = None,
         parallel: Mapping[str, object] | None = None,
         batch_size: int = 8,
         length: int | None = None,
@@ -65,6 +68,7 @@ class DPO:
             reference: ``"copy"`` of the model as it is now, or ``"adapter"``: the model without its adapters.
             shared_prompt: compute the prompt of a pair once: True, False, or ``"auto"``: if the model can. Losses and
                 gradients are the same.
+            memory: limits of a plan of phases, see :class:`meshfold.align.Phases`: ``dict(gpu="80GiB", host="120GiB")``.
             parallel: the spec of policy and reference.
             batch_size: pairs of a step, on all ranks together.
             length: most tokens of a prompt with a completion; None: as they are.
@@ -89,15 +93,29 @@ class DPO:
         self.objective = Objective(self._terms, fields=("branch", "margin", "reference_chosen", "reference_rejected"))
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
         frozen, spec = copied(model), parallel or {}
-        engine = Engine(model, spec, loss_fn=self.objective, gradient_accumulation=micro_steps, **given)
+        kind = None if loss in _WITHOUT_REFERENCE else reference
+        self.phases = Phases(
+            memory,
+            spec,
+            models={"policy": model, **({"reference": frozen} if kind == "copy" else {})},
+            trained=("policy",),
+            work=WorkSize.of_pairs(pairs, length, batch_size=batch_size, micro_steps=micro_steps),
+            settings=given,
+            micro_steps=micro_steps,
+        )
+        engine = Engine(
+            model, self.phases.spec("policy"), loss_fn=self.objective, gradient_accumulation=micro_steps, **given
+        )
         refuse_dropout(engine)
         start_from(engine, start)
         self.objective.attach(engine)
         self.engines = dict(policy=engine)
         self.shared_prompt = SharedPrompts(shared_prompt, engine, "pair", longest=longest_of(pairs, length))
         scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
-        kind = None if loss in _WITHOUT_REFERENCE else reference
-        self.reference = make_reference(kind, self.objective, engine, frozen, spec, start=start, **scored)
+        theirs = self.phases.spec("reference") if kind == "copy" else spec
+        self.reference = make_reference(kind, self.objective, engine, frozen, theirs, start=start, **scored)
+        frozen_engines = dict(reference=self.reference.engine) if isinstance(self.reference, FrozenCopy) else {}
+        self.phases.take(policy=engine, **frozen_engines)
 
     def step(self, number: int) -> dict[str, float]:
         """Make a step; ``number`` counts from 0 and decides which pairs it is of. All ranks must call."""
@@ -107,8 +125,10 @@ class DPO:
         batch: dict[str, Any] = pair_rows(pairs, self._length, shared=shared)
         batch["reference_chosen"] = batch["reference_rejected"] = torch.zeros(len(chosen), dtype=torch.float64)
         if self.reference is not None:
+            self.phases.enter("score")
             logs = self.reference.score(batch).log_probs.cpu()
             batch["reference_chosen"], batch["reference_rejected"] = _of_branches(logs, batch["branch"])
+        self.phases.enter("train policy")
         return self.objective.step(in_micro_steps(batch, self._micro_steps))
 
     def close(self) -> None:

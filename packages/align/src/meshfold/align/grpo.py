@@ -25,7 +25,8 @@ from meshfold.align.means import (
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, kl_penalties
 from meshfold.align.records import Completion, Prompt, TextTokenizer
-from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.reference import FrozenCopy, Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.residency import Phases, WorkSize
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout
 from meshfold.align.rows import completion_rows, group_rows, model_inputs, shuffled
@@ -48,6 +49,7 @@ class GRPO:
     Attributes:
         engines: by name; checkpoints have a folder for each.
         reference: the frozen policy; None if ``beta`` is 0.
+        phases: of memory.
         shared_prompt: whether groups share their prompt in scoring and training, and how many tokens that has saved.
     """
 
@@ -76,6 +78,7 @@ class GRPO:
         importance: Mapping[str, Any] | None = None,
         max_staleness: int = 0,
         shared_prompt: object = "auto",
+        memory: Mapping[str, Any] | None = None,
         parallel: Mapping[str, object] | None = None,
         micro_steps: int = 1,
         start: str | None = None,
@@ -99,6 +102,7 @@ class GRPO:
             kl: of :func:`meshfold.align.kl_penalties`.
             mask_truncated: completions that did not end within their tokens do not count in the loss (DAPO).
             reward_weights: factor of each reward.
+            memory: limits of a plan of phases, see :class:`meshfold.align.Phases`: ``dict(gpu="80GiB", host="120GiB")``.
             reference, parallel, micro_steps, start, seed, settings: as of :class:`meshfold.align.DPO`.
             rollout: makes the generator for the policy's engine.
             importance: options of :func:`meshfold.align.importance_weights`, for a generator that is not ``exact``.
@@ -141,7 +145,26 @@ class GRPO:
         )
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
         frozen, spec = copied(model), parallel or {}
-        engine = Engine(model, spec, loss_fn=self.objective, gradient_accumulation=micro_steps, **given)
+        copies = bool(beta) and reference == "copy"
+        self.phases = Phases(
+            memory,
+            spec,
+            models={"policy": model, **({"reference": frozen} if copies else {})},
+            trained=("policy",),
+            work=WorkSize.of_samples(
+                prompts,
+                completions=batch_size * group,
+                max_new_tokens=self._sampling.max_new_tokens,
+                updates=updates,
+                micro_steps=micro_steps,
+            ),
+            settings=given,
+            micro_steps=micro_steps,
+            made=self.rewards.engines,
+        )
+        engine = Engine(
+            model, self.phases.spec("policy"), loss_fn=self.objective, gradient_accumulation=micro_steps, **given
+        )
         refuse_dropout(engine)
         start_from(engine, start)
         self.objective.attach(engine)
@@ -159,11 +182,13 @@ class GRPO:
             self.objective,
             engine,
             frozen,
-            spec,
+            self.phases.spec("reference") if copies else spec,
             start=start,
             temperature=given_sampling.temperature or 1.0,
             **scored,
         )
+        frozen_engines = dict(reference=self.reference.engine) if isinstance(self.reference, FrozenCopy) else {}
+        self.phases.take(policy=engine, **frozen_engines)
         # Then the policy that sampled is the one that is trained, every ratio is 1, and no scoring comes before the step.
         self._on_policy = updates == 1 and self.rollout.exact
 
@@ -171,8 +196,10 @@ class GRPO:
         """Sample, score and train; ``number`` counts from 0 and decides prompts and samples. All ranks must call."""
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
         sampling = Sampling(**{**vars(self._sampling), "seed": key_of(f"step/{self._seed}/{number}")})
+        self.phases.enter("rollout")
         found = self.rollout.generate([prompt.ids for prompt in chosen], self._group, sampling)
         behind = self._correction.staleness(found, self.engines["policy"])
+        self.phases.enter("score")
         of_each = [prompt for prompt in chosen for _ in range(self._group)]
         rewards = self.rewards(self.engines["policy"], of_each, found.tokens)
         groups = torch.arange(len(chosen)).repeat_interleave(self._group)
@@ -194,6 +221,7 @@ class GRPO:
             told["stale"] = float(behind)
         batch["advantage"] = self._advantages(rewards, groups, len(chosen), {**batch, "labels": alone["labels"]})
 
+        self.phases.enter("train policy")
         if "places" in batch:  # a row for each group
             for name in ("old", "reference", "weights", "advantage"):
                 batch[name] = batch[name].unflatten(0, (len(chosen), self._group))

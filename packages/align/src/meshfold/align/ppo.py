@@ -19,7 +19,8 @@ from meshfold.align.means import mean_of_tokens, whiten
 from meshfold.align.objective import Objective, Terms
 from meshfold.align.policy import clipped_policy_losses, clipped_value_losses, gae, kl_penalties, rewards_of_tokens
 from meshfold.align.records import Prompt, TextTokenizer
-from meshfold.align.reference import Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.reference import FrozenCopy, Model, copied, make_reference, refuse_dropout, start_from
+from meshfold.align.residency import Phases, WorkSize
 from meshfold.align.rewards import Rewards
 from meshfold.align.rollout import Correction, EngineRollouts, Rollout
 from meshfold.align.rows import completion_rows, model_inputs, shuffled
@@ -38,6 +39,7 @@ class PPO:
     Attributes:
         engines: ``policy`` and ``critic``; checkpoints have a folder for each.
         reference: the frozen policy.
+        phases: of memory.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class PPO:
         rollout: Callable[[Engine], Rollout] = EngineRollouts,
         importance: Mapping[str, Any] | None = None,
         max_staleness: int = 0,
+        memory: Mapping[str, Any] | None = None,
         parallel: Mapping[str, object] | None = None,
         micro_steps: int = 1,
         start: str | None = None,
@@ -85,7 +88,8 @@ class PPO:
             gamma, lam: of :func:`meshfold.align.gae`.
             beta: factor of the KL penalty in the reward of each token.
             kl: of :func:`meshfold.align.kl_penalties`.
-            rollout, importance, max_staleness: as of :class:`meshfold.align.GRPO`; the weights are those of the policy's losses.
+            rollout, importance, max_staleness, memory: as of :class:`meshfold.align.GRPO`; weights are those of the policy's
+                losses.
             reference, parallel, micro_steps, seed, settings: as of :class:`meshfold.align.DPO`; the spec is of all models.
             start, critic_start: checkpoints to take weights from; a reward model's is a good one for the critic.
             critic_optimizer: of the critic; None: as the policy's.
@@ -118,32 +122,65 @@ class PPO:
         self.values = Objective(self._value_terms, fields=("old_values", "returns"), reads="scores")
         given = {"kernels": dict(loss=True), "seed": seed, **settings}
         frozen, spec = copied(model), parallel or {}
-        policy = Engine(model, spec, loss_fn=self.objective, gradient_accumulation=micro_steps, **given)
+        copies = reference == "copy"
+        self.phases = Phases(
+            memory,
+            spec,
+            models={"policy": model, "critic": critic, **({"reference": frozen} if copies else {})},
+            trained=("policy", "critic"),
+            work=WorkSize.of_samples(
+                prompts,
+                completions=batch_size,
+                max_new_tokens=self._sampling.max_new_tokens,
+                updates=updates,
+                micro_steps=micro_steps,
+            ),
+            settings=given,
+            micro_steps=micro_steps,
+            made=self.rewards.engines,
+        )
+        policy = Engine(
+            model, self.phases.spec("policy"), loss_fn=self.objective, gradient_accumulation=micro_steps, **given
+        )
         refuse_dropout(policy)
         start_from(policy, start)
         self.objective.attach(policy)
         of_critic = {name: value for name, value in given.items() if name != "kernels"}
         if critic_optimizer is not None:
             of_critic["optimizer"] = critic_optimizer
-        judge = Engine(critic, spec, loss_fn=self.values, gradient_accumulation=micro_steps, **of_critic)
+        judge = Engine(
+            critic, self.phases.spec("critic"), loss_fn=self.values, gradient_accumulation=micro_steps, **of_critic
+        )
         start_from(judge, critic_start)
         self.values.attach(judge)
         self.engines = dict(policy=policy, critic=judge)
         self.rollout = rollout(policy)
         scored = {name: given[name] for name in ("kernels", "seed", "precision", "device", "rules") if name in given}
         found = make_reference(
-            reference, self.objective, policy, frozen, spec, start=start, temperature=temperature, **scored
+            reference,
+            self.objective,
+            policy,
+            frozen,
+            self.phases.spec("reference") if copies else spec,
+            start=start,
+            temperature=temperature,
+            **scored,
         )
         if found is None:
             raise SpecError("reference=None: PPO holds the policy to one, 'copy' or 'adapter'")
         self.reference = found
+        self.phases.take(
+            policy=policy, critic=judge, **({"reference": found.engine} if isinstance(found, FrozenCopy) else {})
+        )
 
     def step(self, number: int) -> dict[str, float]:
         """Sample, score and train; ``number`` counts from 0 and decides prompts and samples. All ranks must call."""
         chosen = [self._prompts[each] for each in shuffled(len(self._prompts), number, self._batch, self._seed)]
         sampling = Sampling(**{**vars(self._sampling), "seed": key_of(f"step/{self._seed}/{number}")})
+        self.phases.enter("rollout")
         found = self.rollout.generate([prompt.ids for prompt in chosen], 1, sampling)
         behind = self._correction.staleness(found, self.engines["policy"])
+        self.phases.enter("score")
         scores = self.rewards(self.engines["policy"], chosen, found.tokens)
         batch = completion_rows(whole_completions(chosen, found.tokens, [True] * len(chosen)))
         mask = batch["labels"] != IGNORE_INDEX
@@ -163,14 +200,12 @@ class PPO:
         advantages, batch["returns"] = gae(rewards, batch["old_values"], mask, **self._gae)
         batch["advantages"] = whiten(advantages, mask)
 
-        steps = []
-        for epoch in range(self._epochs):
-            order = torch.Generator().manual_seed(key_of(f"order/{self._seed}/{number}/{epoch}"))
-            for part in torch.randperm(len(chosen), generator=order).tensor_split(self._updates):
-                rows = in_micro_steps(taken(batch, part.sort().values), self._micro_steps)
-                policy = self.objective.step([_only(row, "old", "advantages", "weights") for row in rows])
-                critic = self.values.step([_only(row, "old_values", "returns") for row in rows])
-                steps.append({**policy, "value_loss": critic["loss"]})
+        parts = self._parts(batch, number)
+        self.phases.enter("train policy")
+        policy = [self.objective.step([_only(row, "old", "advantages", "weights") for row in rows]) for rows in parts]
+        self.phases.enter("train critic")
+        critic = [self.values.step([_only(row, "old_values", "returns") for row in rows]) for rows in parts]
+        steps = [{**a, "value_loss": b["loss"]} for a, b in zip(policy, critic, strict=True)]
         metrics = {name: sum(each[name] for each in steps) / len(steps) for name in steps[0]}
         known = ~scores.isnan()
         return {
@@ -180,6 +215,15 @@ class PPO:
             "tokens": sum(map(len, found.tokens)) / len(found.tokens),
             **told,
         }
+
+    def _parts(self, batch: Mapping[str, Tensor], number: int) -> list[list[dict[str, Any]]]:
+        """Return the micro-steps of every optimizer step of all epochs; the two models are trained on the same ones."""
+        found = []
+        for epoch in range(self._epochs):
+            order = torch.Generator().manual_seed(key_of(f"order/{self._seed}/{number}/{epoch}"))
+            for part in torch.randperm(len(batch["labels"]), generator=order).tensor_split(self._updates):
+                found.append(in_micro_steps(taken(batch, part.sort().values), self._micro_steps))
+        return found
 
     def close(self) -> None:
         """Release the engines."""

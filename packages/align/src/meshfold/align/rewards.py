@@ -52,6 +52,12 @@ class Rewards:
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
         self.names = _names(functions)
 
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """Engines of the reward models, by name."""
+        models = [function for function in self._functions if isinstance(function, RewardModel)]
+        return {f"reward {n}" if n > 1 else "reward": model.engines["policy"] for n, model in enumerate(models, 1)}
+
     def __call__(self, engine: Engine, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Return rewards ``n`` in float64, the same on every rank; NaN where no function scored. All ranks must call.
 

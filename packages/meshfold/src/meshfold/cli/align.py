@@ -60,6 +60,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--ranks", type=positive, metavar="N", help="processes to start (the product of the spec)")
     work.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU for each rank where there are as many)")
     work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), default="fp32", help="(fp32)")
+    work.add_argument(
+        "--recompute", choices=("blocks", "none"), default="none", help="activations that backward makes again (none)"
+    )
+    work.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="dpo, grpo, ppo: limit of a rank's GPU for all models, 80GiB; they move between phases (zero.stage=3)",
+    )
+    work.add_argument("--host-memory", metavar="SIZE", help="with --gpu-memory: limit of a rank's part of the host")
+    work.add_argument("--plan", action="store_true", help="with --gpu-memory: print the phases, and start nothing")
     steps = parser.add_argument_group("optimization")
     steps.add_argument("--steps", type=positive, default=100, metavar="N", help="steps in all (100)")
     steps.add_argument("--batch-size", type=positive, default=8, metavar="N", help="examples or prompts of a step (8)")
@@ -159,6 +169,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     spec = spec.with_world_size(spec.world_size)
     _check(arguments)
+    if arguments.plan:
+        from meshfold.train.alignment import open_run
+
+        made = open_run(arguments, read_changes(arguments.changes))
+        if here.source == "single" or here.rank == 0:
+            print(made.plan(read_parallel(arguments.parallel)))
+        return 0
     if here.source != "single":
         with join(device=arguments.device):
             return _train(arguments, say=here.rank == 0)
@@ -181,6 +198,8 @@ def _train(arguments: argparse.Namespace, *, say: bool) -> int:
         out.mkdir(parents=True, exist_ok=True)
         (out / _SETTINGS).write_text(json.dumps(arguments.argv), encoding="utf-8")
         print(made.summary, flush=True)
+        if arguments.gpu_memory is not None:
+            print(trainer.phases, flush=True)
     every = max(1, arguments.steps // 10)
 
     def show(step: int, metrics: Any) -> None:
@@ -227,6 +246,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise Failure("--lora needs --hf FOLDER: adapters are put on a model of transformers")
     if arguments.lora is not None and name in ("reward", "ppo"):
         raise Failure(f"--lora with {name}: adapters of models of scores cannot be trained; leave --lora out")
+    if arguments.gpu_memory is None and (arguments.plan or arguments.host_memory is not None):
+        raise Failure(
+            "--plan and --host-memory need --gpu-memory SIZE: without it models stay where --parallel puts them"
+        )
+    if arguments.gpu_memory is not None and name not in ("dpo", "grpo", "ppo"):
+        raise Failure(f"--gpu-memory with {name}, which has one model: write --parallel zero.gpu_memory_limit=SIZE")
     if not arguments.importance_high:
         raise Failure("--importance-high 0 leaves no token a weight: write a number above 0")
     rollout, addressed = arguments.rollout, arguments.rollout.startswith(("http://", "https://"))

@@ -47,11 +47,13 @@ class AlignmentRun:
         name: of the model.
         summary: a line for people.
         make: makes the trainer of a spec and rules.
+        plan: returns the phases of memory of a spec, as a table, before anything is made.
     """
 
     name: str
     summary: str
     make: Callable[[Any, Mapping[str, str]], Any]
+    plan: Callable[[Any], str]
 
 
 def open_run(arguments: argparse.Namespace, changes: Mapping[str, Any]) -> AlignmentRun:
@@ -82,7 +84,55 @@ def open_run(arguments: argparse.Namespace, changes: Mapping[str, Any]) -> Align
     summary = (
         f"{arguments.trainer} of {choice.name} on {arguments.data}: {len(examples)} records, {longest} tokens at most"
     )
-    return AlignmentRun(name=choice.name, summary=summary, make=make)
+    return AlignmentRun(
+        name=choice.name,
+        summary=summary,
+        make=make,
+        plan=lambda parallel: str(_phases(arguments, parallel, choice, examples)),
+    )
+
+
+def _memory(arguments: argparse.Namespace) -> dict[str, str] | None:
+    """Return the limits of a plan of phases; None if there is none."""
+    if arguments.gpu_memory is None:
+        return None
+    return {"gpu": arguments.gpu_memory, **({"host": arguments.host_memory} if arguments.host_memory else {})}
+
+
+def _phases(arguments: argparse.Namespace, parallel: Any, choice: ModelChoice, examples: Sequence[Any]) -> align.Phases:
+    """Return the phases that a trainer would have."""
+    a, policy = arguments, choice.source if arguments.lora is None else _with_adapters(arguments.hf, arguments.lora)
+    models: dict[str, Any] = dict(policy=policy)
+    if a.trainer == "ppo":
+        models["critic"] = _scorer(a.hf, choice)
+    without = a.lora is not None or a.loss in ("simpo", "orpo") or (a.trainer == "grpo" and not a.beta)
+    if not without:
+        models["reference"] = choice.source
+    if a.reward_model is not None:
+        models["reward"] = _scorer(a.hf, choice)
+    if a.trainer == "dpo":
+        work = align.WorkSize.of_pairs(examples, a.length, batch_size=a.batch_size, micro_steps=a.micro_steps)
+    else:
+        work = align.WorkSize.of_samples(
+            examples,
+            completions=a.batch_size * (a.group if a.trainer == "grpo" else 1),
+            max_new_tokens=a.max_new_tokens,
+            updates=a.updates,
+            micro_steps=a.micro_steps,
+        )
+    return align.Phases(
+        _memory(a),
+        parallel,
+        models=models,
+        trained=[name for name in models if name in ("policy", "critic")],
+        work=work,
+        settings=dict(precision=a.precision, optimizer=dict(name=a.optimizer), recompute=_recompute(a)),
+        micro_steps=a.micro_steps,
+    )
+
+
+def _recompute(arguments: argparse.Namespace) -> str | None:
+    return None if arguments.recompute == "none" else str(arguments.recompute)
 
 
 def _trainer(
@@ -108,7 +158,10 @@ def _trainer(
         device=a.device,
         seed=a.seed,
         start=_checkpoint(a.start),
+        recompute=_recompute(a),
     )
+    if (memory := _memory(a)) is not None:
+        common["memory"] = memory
     given = {"beta": a.beta, "gamma": a.gamma, "label_smoothing": a.label_smoothing, "centering": a.centering}
     for option, value in given.items():
         if value is None:

@@ -10,7 +10,14 @@ from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.chunk_size import ChunkSearch, search_chunk_size
 from meshfold.zero_gemini.chunks.layout import ChunkLayout, Item, lay_out
 from meshfold.zero_gemini.chunks.parameter_table import slot_alignment
-from meshfold.zero_gemini.chunks.placement import ChunkPlacement, ParameterBudget, PlacementRule, Shares
+from meshfold.zero_gemini.chunks.placement import (
+    ChunkPlacement,
+    Move,
+    ParameterBudget,
+    PlacementRule,
+    Shares,
+    in_turn,
+)
 from meshfold.zero_gemini.chunks.states import BackwardRole, check_transition
 from meshfold.zero_gemini.errors import ChunkError, DiskError, MemoryPlanError, OutOfBudget
 from meshfold.zero_gemini.gemini import Gemini
@@ -47,12 +54,14 @@ __all__ = [
     "Memory",
     "MemoryPlanError",
     "MemoryTier",
+    "Move",
     "OutOfBudget",
     "ParameterBudget",
     "PlacementRule",
     "ShardedInit",
     "Shares",
     "check_transition",
+    "in_turn",
     "lay_out",
     "search_chunk_size",
     "slot_alignment",

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from meshfold.mesh import with_old_names
 from meshfold.zero_gemini.chunks.chunk import Chunk
-from meshfold.zero_gemini.chunks.placement import ChunkPlacement
+from meshfold.zero_gemini.chunks.placement import ChunkPlacement, Move
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
@@ -291,6 +291,14 @@ class Gemini(ChunkedModel):
             self._residents.move(placements)
         finally:  # even after an error some chunks have moved
             self._runtime.reread()
+
+    def moves_to(self, placements: Mapping[Chunk, ChunkPlacement]) -> list[Move[tuple[Chunk, ChunkPlacement]]]:
+        """Return the moves of chunks that :meth:`move` would make, with the bytes that each adds to device and host."""
+        return self._residents.moves_to(placements)
+
+    def bytes_of(self, chunk: Chunk) -> tuple[float, float]:
+        """Return the bytes of a chunk's parameters on this rank, and of its optimizer state, 0 for a frozen one."""
+        return self._residents.bytes_of(chunk)
 
     @property
     def gather_cache_bytes(self) -> int:

@@ -80,7 +80,7 @@ class Phase(Enum):
 
 _TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.OFF: frozenset(),
-    Phase.TRACING: frozenset({Phase.OFF, Phase.TRIAL, Phase.STEADY}),
+    Phase.TRACING: frozenset({Phase.OFF, Phase.TRIAL, Phase.STEADY}),  # OFF also if other code moves the chunks
     Phase.TRIAL: frozenset({Phase.CORRECTED}),
     Phase.CORRECTED: frozenset({Phase.STEADY_TRIAL, Phase.STEADY}),
     Phase.STEADY_TRIAL: frozenset({Phase.STEADY}),
@@ -140,6 +140,11 @@ class Residency:
         self.phase = Phase.TRACING if is_wanted else Phase.OFF
         if cuda and spec.gpu_memory_limit is not None:
             limit_allocator(world.device, spec.gpu_memory_limit)
+
+    def hand_over(self) -> None:
+        """Plan nothing from now on: other code moves the chunks, between steps. Call it before the first step."""
+        if self.phase is not Phase.OFF:
+            self._to(Phase.OFF)
 
     def begin(self) -> None:
         """Before a forward whose backward will follow."""

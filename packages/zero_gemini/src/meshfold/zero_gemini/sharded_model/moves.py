@@ -73,13 +73,24 @@ class Residents:
             if placement.state == "disk" != self.placements[chunk].state and chunk in self._gradients
         )
         synchronize(self._memory.device)  # running copies still read memory that will be freed
-        moves = [
+        for move in in_turn(self.moves_to(placements)):
+            self._carry(*move.what)
+
+    def moves_to(self, placements: Mapping[Chunk, ChunkPlacement]) -> list[Move[tuple[Chunk, ChunkPlacement]]]:
+        """Return the moves that lead to other placements, in the order given."""
+        return [
             self._as_move(chunk, self._allowed(placement))
             for chunk, placement in placements.items()
             if self._allowed(placement) != self.placements[chunk]
         ]
-        for move in in_turn(moves):
-            self._carry(*move.what)
+
+    def bytes_of(self, chunk: Chunk) -> tuple[float, float]:
+        """Return the bytes of a chunk's parameters on this rank, and of its state; that of torch's optimizers is estimated."""
+        elements, width, state = chunk.shard.numel(), chunk.dtype.itemsize, 0.0
+        if chunk in self._gradients:
+            planes = planes_of(chunk.dtype, self._regime) if isinstance(self._stepper, AdamStepper) else ()
+            state = sum(plane.dtype.itemsize / plane.each for plane in planes) or 2.0 * width
+        return float(elements * width), elements * state
 
     def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:
         """Switch GPU streaming; return True if it is on from now on. No step may be pending.
@@ -107,15 +118,11 @@ class Residents:
 
     def _as_move(self, chunk: Chunk, placement: ChunkPlacement) -> Move[tuple[Chunk, ChunkPlacement]]:
         """Return a chunk's move, with the bytes that it adds to both memories; state of torch's optimizers is estimated."""
-        elements, width, was = chunk.shard.numel(), chunk.dtype.itemsize, self.placements[chunk]
-        state = 0.0
-        if chunk in self._gradients:
-            planes = planes_of(chunk.dtype, self._regime) if isinstance(self._stepper, AdamStepper) else ()
-            state = sum(plane.dtype.itemsize / plane.each for plane in planes) or 2.0 * width
+        was, (parameters, state) = self.placements[chunk], self.bytes_of(chunk)
 
         def more(place: MemoryTier) -> int:
-            parameters = (placement.parameters == place) - (was.parameters == place)
-            return round(elements * (width * parameters + state * ((placement.state == place) - (was.state == place))))
+            moved = (placement.parameters == place) - (was.parameters == place)
+            return round(parameters * moved + state * ((placement.state == place) - (was.state == place)))
 
         return Move(what=(chunk, placement), device_bytes=more("device"), host_bytes=more("host"))
 
