@@ -48,9 +48,11 @@ def test_tokens_of_rows() -> None:
     """The prompt is there once, and its last token once more for the second completion, whose first token it predicts."""
     both = [long_pair(512, 512, 512)]
     assert pair_rows(both)["input_ids"].shape == (1, 2048)
-    assert pair_rows(both, shared=True)["input_ids"].shape == (1, 1537)
+    shared = pair_rows(both, shared=True)
+    assert int((shared["branch"] > 0).sum()) == 1024 and int((shared["position_ids"] == 511).sum()) == 2
+    assert shared["input_ids"].shape == (1, 1600)  # 1,537 tokens, and padding to a multiple of 64
     group = [completion(list(range(512)), [n] * 512) for n in range(8)]
-    assert group_rows(group, 8)["input_ids"].shape == (1, 512 + 8 * 512 + 7)
+    assert group_rows(group, 8)["input_ids"].shape == (1, -(-(512 + 8 * 512 + 7) // 64) * 64)
 
 
 def test_groups_are_unfolded() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshfold.align.log_probs import TokenLogProbs, TokenValues
 from meshfold.align.means import Mean
+from meshfold.align.rows import aligned
 from meshfold.engine import Engine
 from meshfold.engine.batches import row_range
 from meshfold.mesh import SpecError, all_reduce
@@ -210,12 +211,14 @@ class Objective:
     def _filled(self, batch: GlobalBatch) -> dict[str, Any]:
         """Return a batch that says which labels count, with a row at least for each data coordinate: further ones do not count.
 
-        Behind the last label that counts, rows are cut: a causal model's tokens do not see what comes after them.
+        Behind the last label that counts, rows are cut, to a length that attention is fast for: a causal model's tokens do not see
+        what comes after them.
         """
         labels: Tensor = batch["labels"]
         rows, more = len(labels), max(0, self._attached().world.row_size - len(labels))
         counts = (labels != IGNORE_INDEX).any(0).nonzero()
         stop = max(2, int(counts.max()) + 1) if len(counts) else 2
+        stop = aligned(stop) if "position_ids" in batch else stop
         batch = {
             name: value[:, :stop] if isinstance(value, Tensor) and value.shape[:2] == labels.shape else value
             for name, value in batch.items()

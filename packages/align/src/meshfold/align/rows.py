@@ -21,6 +21,7 @@ from meshfold.mesh.model_io import IGNORE_INDEX
 __all__ = [
     "CHOSEN",
     "REJECTED",
+    "aligned",
     "completion_rows",
     "group_rows",
     "longest_of",
@@ -33,6 +34,7 @@ __all__ = [
 
 CHOSEN, REJECTED = 1, 2
 """Values of the field ``branch``: tokens of the chosen and of the rejected completion; 0 for all others."""
+_ALIGNED = 64
 
 
 def pack(documents: Sequence[Completion], length: int) -> dict[str, Tensor]:
@@ -102,7 +104,7 @@ def pair_rows(pairs: Sequence[Preference], length: int | None = None, *, shared:
     kept = [max(shared_tokens(both) - 1, 0) if shared else 0 for both in cut]  # tokens that are there once
     found = _rows(
         [[(a, 0), (b, k)] for (a, b), k in zip(cut, kept, strict=True)],
-        max(2, max(len(a.ids) + len(b.ids) - k for (a, b), k in zip(cut, kept, strict=True))),
+        aligned(max(2, max(len(a.ids) + len(b.ids) - k for (a, b), k in zip(cut, kept, strict=True)))),
     )
     branch = torch.zeros_like(found["labels"])
     for row, ((chosen, rejected), skipped) in enumerate(zip(cut, kept, strict=True)):
@@ -140,7 +142,7 @@ def group_rows(completions: Sequence[Completion], group: int) -> dict[str, Tenso
             places[row, number, skipped:size] = torch.arange(start, start + size - skipped)
             start += size - skipped
     # Longer than a group, so that no dim of the row is taken for the group's.
-    return {**_rows(parts, max(2, group + 1, *sizes)), "places": places}
+    return {**_rows(parts, aligned(max(2, group + 1, *sizes))), "places": places}
 
 
 def longest_of(pairs: Sequence[Preference], length: int | None = None) -> int:
@@ -181,6 +183,11 @@ def shuffled(count: int, step: int, batch: int, seed: int) -> list[int]:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
         found.append(order[at])
     return found
+
+
+def aligned(length: int) -> int:
+    """Return a row's length with padding: attention with a mask has its fast kernels for multiples of 64 tokens."""
+    return length if length <= 2 * _ALIGNED else -(-length // _ALIGNED) * _ALIGNED
 
 
 def _cut(one: Completion, length: int | None) -> Completion:
