@@ -205,7 +205,11 @@ def ours(name: str, model: nn.Module, options: argparse.Namespace, plain: bool =
     def step() -> Any:
         return generator.generate(given, sampling=sampling)
 
-    return Contestant(name, step, note=generator.reason, error=error_of(model, given, step()))
+    note = generator.reason
+    fused = getattr(generator.runner, "row_kernels", None) is not None
+    if torch.cuda.is_available() and not fused and not plain and not settings.get("compile"):
+        note = note or "without the kernels of a single row"
+    return Contestant(name, step, note=note, error=error_of(model, given, step()))
 
 
 def packed(form: str, options: argparse.Namespace, *, compiled: bool = True) -> Contestant:

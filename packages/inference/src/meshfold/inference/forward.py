@@ -268,7 +268,7 @@ class PagedForward:
         if self.row_kernels is not None and self._multiple == 1:
             with self.entered(single=True):
                 again = self.logits(ids, rows)
-            if not _distance(again, found[-1]) < (1e-3 if again.dtype == torch.float32 else 0.05):
+            if not _distance(again, found[-1]) < (1e-3 if again.dtype == torch.float32 else 0.15):
                 self.row_kernels = None  # its norms and layers are not what their names say
         with ready(self.model), without_tracking():
             ids = torch.tensor([request.prompt], device=self.device).expand(self._multiple, -1)
