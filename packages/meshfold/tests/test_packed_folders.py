@@ -54,6 +54,47 @@ def test_weights_and_texts_are_those_of_the_formula(form: str, tmp_path: Path) -
         assert Generator(engine.generator).generate(PROMPTS, sampling=GREEDY).tokens == texts_of(plain)
 
 
+def test_experts_that_are_fused_are_unpacked(tmp_path: Path) -> None:
+    """transformers has the experts of a layer as one tensor, which no linear layer reads."""
+    from safetensors.torch import load_file, save_file
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {name: getattr(llama().config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        **sizes,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "plain")
+    files, packed = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    settings, make, options = FORMS["awq"]
+    random = torch.Generator().manual_seed(5)
+    for name, value in list(files.items()):
+        if value.dim() == 2 and (".experts." in name or "_proj" in name):
+            parts, files[name] = make(*value.shape, random, **options)
+            packed |= {f"{name.removesuffix('.weight')}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        else:
+            packed[name] = value
+    assert sum("experts" in name for name in packed) == 2 * 4 * 3 * 3
+    save_file(files, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "packed").mkdir()
+    save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+    told = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**told, "quantization_config": settings}))
+    plain = MixtralForCausalLM.from_pretrained(tmp_path / "plain").eval()
+    with Engine(pretrained(tmp_path / "packed"), dict()) as engine:
+        assert len(Quantized.of(engine.model).layers) == 2 * 4
+        assert Generator(engine.generator).generate(PROMPTS, sampling=GREEDY).tokens == texts_of(plain)
+
+
 def on_ranks(folders: dict[str, Path]) -> list[tuple[str, list[bool], list[list[int]] | str]]:
     from meshfold.huggingface.packed_folder import shard_packed
     from meshfold.mesh import metadata

@@ -48,7 +48,7 @@ _ALIASES = {"fbgemm_fp8": "fp8", "compressed_tensors": "compressed-tensors"}
 _MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 """Tensors that only a packed layer has."""
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
-_IGNORED = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "k_proj.output_scale")
+_IGNORED = ("input_scale", "input_zero_point", "activation_scale", "output_scale", "k_scale", "v_scale")
 """Tensors for activations and for keys and values in eight bits."""
 
 
@@ -138,7 +138,7 @@ class PackedFiles(Mapping[str, Tensor]):
                 found[f"{layer}.weight"] = {part: f"{layer}.{part}" for part in leaves if f"{layer}.{part}" in files}
         self._layers: dict[str, dict[str, str]] = found
         hidden = {key for parts in found.values() for key in parts.values()}
-        plain = (key for key in files if key not in hidden and not key.endswith(_IGNORED))
+        plain = (key for key in files if key not in hidden and key.rpartition(".")[2] not in _IGNORED)
         self._names = dict.fromkeys((*plain, *found))
 
     def __getitem__(self, name: str) -> Tensor:
