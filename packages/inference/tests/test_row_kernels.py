@@ -55,6 +55,8 @@ def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = sum(isinstance(module, nn.Linear) for module in model.modules())
     gated = sum(around == ["gate", "norm"] for around in rows) // 5
     normed = sum(around == ["norm"] for around in rows) // 5
+    added = sum(around == ["add"] for around in rows) // 5
+    assert added == (4 if kind in ("own llama", "own gpt", "int4") else 0)
     wanted = {"own gpt": (0, 0), "mixtral": (0, 2 * 3 + 1), "llama": (2, 2 * 3 + 1), "qwen3": (2, 2 * 3 + 1)}
     assert (gated, normed) == wanted.get(kind, (2, 2 + 1))
     assert len(rows) // 5 == layers - (2 if kind in ("llama", "qwen3") else 0)  # gate and up are one

@@ -64,6 +64,11 @@ class RowKernels:
                 self._forwards[module] = partial(self._gated_mlp, module, names)
         for norm in set(self._norms.values()):
             self._forwards[norm] = _as_given
+        self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that is to add it to what it returns
+        for block in model.modules():
+            ends = [_submodule(block, path) for path in ("attn.out", "mlp.down")]
+            if type(block).__module__.startswith("meshfold.models.") and all(end in self._forwards for end in ends):
+                self._forwards[block] = partial(self._block, block)
 
     def __bool__(self) -> bool:
         return bool(self._forwards)
@@ -91,12 +96,22 @@ class RowKernels:
         if all(layer is not None and _layer(layer) is not None for layer in layers):
             self._norms.update({layer: norm for layer in layers if layer is not None})
 
+    def _block(self, block: Any, x: Tensor, *others: Any) -> Tensor:
+        """Compute a block of ours, whose products add the stream: x + attn(norm1(x)), then x + mlp(norm2(x))."""
+        if x.numel() != x.shape[-1]:
+            return type(block).forward(block, x, *others)  # type: ignore[no-any-return]
+        self._added[block.attn.out] = x
+        x = block.attn(block.norm1(x), *others)
+        self._added[block.mlp.down] = x
+        y: Tensor = block.mlp(block.norm2(x))
+        return y
+
     def _linear(self, layer: nn.Module, x: Tensor) -> Tensor:
         norm, known = self._norms.get(layer), _layer(layer)
         if x.numel() != x.shape[-1] or known is None:
             given = x if norm is None else type(norm).forward(norm, x)
             return type(layer).forward(layer, given)  # type: ignore[no-any-return]
-        return row_product(x, known, norm=None if norm is None else _gain(norm))
+        return row_product(x, known, norm=None if norm is None else _gain(norm), add=self._added.pop(layer, None))
 
     def _gated_mlp(self, mlp: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
         gate, up, down = (getattr(mlp, name) for name in names)
