@@ -248,10 +248,24 @@ def test_recompute_is_told_where_it_helps_and_was_not_asked_for(capsys: pytest.C
         capsys, "--batch-size", "16", "--gpu-memory", "25MiB"
     )
     said = refused(capsys, "--batch-size", "16", "--gpu-memory", "8MiB", "--recompute", "blocks")
+    assert said.endswith(" With --accumulate 2 it fits\n")
+    said = refused(capsys, "--batch-size", "16", "--gpu-memory", "2MiB", "--recompute", "blocks")
     assert "recompute" not in said and "Split it over more ranks, take fewer tokens at once" in said
-    assert "zero=dict(stage=3) would not do" in said
+    assert "(zero=dict(stage=3), --accumulate 16 would not do)" in said
     said = refused(capsys, "--batch-size", "16", "--parallel", "zero.gpu_memory_limit=5MB", "--recompute", "blocks")
     assert "recompute" not in said
+
+
+def test_fewer_tokens_at_once_are_told_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The fewest micro-steps with which it fits, beside recomputation."""
+    words = ["--batch-size", "16", "--gpu-memory", "6MiB"]
+    said = refused(capsys, *words)
+    assert "With --accumulate " in said and said.endswith(" and --recompute blocks it fits\n")
+    count = int(said.partition("With --accumulate ")[2].split()[0])
+    assert main([*MODEL, *words, "--recompute", "blocks", "--accumulate", str(count)]) == 0
+    capsys.readouterr()
+    if count > 2:
+        assert main([*MODEL, *words, "--recompute", "blocks", "--accumulate", str(count // 2)]) == 1
 
 
 def test_more_microbatches_are_told_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     seq_len = arguments.seq_len or longest(arguments.model, arguments.hf, changes)
     model = choose_model(arguments.model, arguments.hf, changes, vocab_size=None, seq_len=seq_len)
 
-    def estimated(spec: ParallelSpec, recompute: str | None) -> Estimate:
+    def estimated(spec: ParallelSpec, recompute: str | None, accumulate: int) -> Estimate:
         return estimate(
             model.build,
             spec,
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             precision=precision,
             fp8=arguments.fp8,
             optimizer=arguments.optimizer,
-            accumulate=arguments.accumulate,
+            accumulate=accumulate,
             rules=rules,
             recompute=recompute,
             clip=not arguments.no_clip,
@@ -121,8 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
             name=model.name,
         )
 
-    found = estimated(spec, arguments.recompute)
-    attention = choose_attention(found, machine, precision, lambda changed: estimated(changed, arguments.recompute))
+    def alike(spec: ParallelSpec) -> Estimate:
+        return estimated(spec, arguments.recompute, arguments.accumulate)
+
+    found = alike(spec)
+    attention = choose_attention(found, machine, precision, alike)
     took = step_times(found, machine, precision)
     _write_pictures(found, arguments.timeline, arguments.trace)
     if arguments.json:
@@ -147,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     reason = explain_misfit(found, machine)
     if reason:
         rows = max(1, arguments.batch_size // arguments.accumulate // spec.axes["data"])
-        change = suggest_change(found, machine, arguments.recompute, rows, estimated)
+        change = suggest_change(found, machine, arguments.recompute, rows, estimated, accumulate=arguments.accumulate)
         raise Failure(f"it does not fit: {reason.removesuffix('.')}. {change}", code=1)
     return 0
 

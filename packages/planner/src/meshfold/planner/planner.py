@@ -253,8 +253,8 @@ def _in_a_line(report: Report) -> str:
     return f"mode {report.mode} places {counts}"
 
 
-Again = Callable[[ParallelSpec, str | None], Estimate]
-"""Estimates the same model under another spec and another ``recompute``."""
+Again = Callable[[ParallelSpec, str | None, int], Estimate]
+"""Estimates the same model under another spec, another ``recompute`` and another number of micro-steps."""
 
 _MOST = 6  # changes to try; each takes as long as the plan itself
 
@@ -275,7 +275,9 @@ def explain_misfit(found: Estimate, machine: Machine) -> str:
     )
 
 
-def suggest_change(found: Estimate, machine: Machine, recompute: str | None, rows: int, again: Again) -> str:
+def suggest_change(
+    found: Estimate, machine: Machine, recompute: str | None, rows: int, again: Again, *, accumulate: int = 1
+) -> str:
     """Return the first change that makes it fit, or that none of the tried ones does.
 
     Args:
@@ -284,18 +286,32 @@ def suggest_change(found: Estimate, machine: Machine, recompute: str | None, row
         recompute: as requested.
         rows: sequences of a micro-step on a data rank, which micro-batches divide.
         again: estimates under a change.
+        accumulate: micro-steps of a step, as requested.
     """
+
+    def helps(spec: ParallelSpec, blocks: str | None, micro_steps: int) -> bool | None:
+        """Return whether it fits then; None if that is refused."""
+        try:
+            return fits(again(spec, blocks, micro_steps), machine)
+        except MeshfoldError:
+            return None
+
     tried = []
     for words, spec, blocks in _changes(found, recompute, rows):
-        try:
-            changed = again(spec, blocks)
-        except MeshfoldError:
-            continue
-        if fits(changed, machine):
+        found_to_fit = helps(spec, blocks, accumulate)
+        if found_to_fit:
             return f"With {words} it fits"
-        tried.append(words)
+        tried += [words] * (found_to_fit is False)
         if len(tried) == _MOST:
             break
+    splits = [] if found.pipeline is not None else [2**power for power in range(1, 12) if rows % 2**power == 0]
+    blocks, also = recompute or "blocks", "" if recompute else " and --recompute blocks"
+    if splits:  # the fewest tokens at once first: if they are too many, so are all others
+        fitting = helps(found.spec, blocks, accumulate * splits[-1])
+        if fitting:
+            least = next(n for n in splits if n == splits[-1] or helps(found.spec, blocks, accumulate * n))
+            return f"With --accumulate {accumulate * least}{also} it fits"
+        tried += [f"--accumulate {accumulate * splits[-1]}{also}"] * (fitting is False)
     beside = f" ({', '.join(tried)} would not do)" if tried else ""
     return f"Split it over more ranks, take fewer tokens at once, or give it a larger device{beside}"
 
