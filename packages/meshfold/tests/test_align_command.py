@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +77,28 @@ def test_phases_of_memory(data: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*words, "--out", str(data / "b"), "--gpu-memory", "1GiB", "--host-memory", "1GiB"]) == 0
     assert "train critic" in capsys.readouterr().out
     assert metrics(data / "a") == metrics(data / "b")
+
+
+@pytest.mark.usefixtures("warm_commands")
+def test_a_killed_run_goes_on(data: Path) -> None:
+    """A process that is killed in the middle, and resumed, makes the steps of one that is not."""
+    words = ["align", "grpo", "--data", str(data / "prompts.jsonl"), "--reward", f"{data}/rewards.py:letters"]
+    words += ["--max-new-tokens", "3", "--steps", "40", "--save-every", "2", "--precision", "fp64", *SMALL]
+    command = [sys.executable, "-m", "meshfold.cli", *words, "--out", str(data / "killed")]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    latest = data / "killed" / "latest.json"
+    until = time.monotonic() + 120
+    while not latest.is_file() and running.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    running.kill()
+    assert running.wait() == -signal.SIGKILL
+    made = json.loads(latest.read_text())["step"]
+    assert 0 < made < 40
+    steps = ["--steps", str(made + 3)]
+    assert main(["align", "grpo", "--resume", "--out", str(data / "killed"), *steps]) == 0
+    assert main([*words, "--out", str(data / "whole"), *steps]) == 0
+    assert metrics(data / "killed") == metrics(data / "whole")
+    assert [row["step"] for row in metrics(data / "whole")] == [*range(1, made + 4)]
 
 
 @pytest.mark.usefixtures("warm_commands")
