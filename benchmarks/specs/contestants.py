@@ -18,6 +18,10 @@ SPECS: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline 2": dict(pipeline=dict(size=2, schedule="zb-h1", microbatches=4)),
         "zero 3": dict(data=2, zero=dict(stage=3, placement="cuda")),
         "zero 3, kept whole": dict(data=2, zero=dict(stage=3, placement="cuda", reshard_after_forward=False)),
+        "zero 3, pushed": dict(data=2, zero=dict(stage=3, placement="cuda", transport="push")),
+        "zero 3, kept whole, pushed": dict(
+            data=2, zero=dict(stage=3, placement="cuda", reshard_after_forward=False, transport="push")
+        ),
         "zero 2": dict(data=2, zero=dict(stage=2, placement="cuda")),
         "sequence 2 × zero 3": dict(sequence=dict(mode="ring", size=2), zero=dict(stage=3, placement="cuda")),
     },

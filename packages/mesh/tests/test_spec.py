@@ -294,7 +294,11 @@ def sequences() -> st.SearchStrategy[Any]:
 
 def zeros() -> st.SearchStrategy[Any]:
     share = st.floats(0, 1, allow_nan=False)
-    base = {"stage": st.integers(1, 3), "regime": st.sampled_from("ABC")}
+    base = {
+        "stage": st.integers(1, 3),
+        "regime": st.sampled_from("ABC"),
+        "transport": st.sampled_from(["nccl", "auto", "push"]),
+    }
     limit = st.one_of(st.integers(1, 2**50), st.integers(1, 99).map(lambda n: f"{n}GiB"))
     planned = {
         "placement": st.sampled_from(["auto", "cpu", "const"]),

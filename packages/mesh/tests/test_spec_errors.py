@@ -281,6 +281,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (zero(tensor_placement_policy="auto"), ["Did you mean 'placement'?"]),
     (zero(placement="gpu"), ["no placement 'gpu'", "Did you mean 'cuda'?", "auto, cuda, cpu, static, const"]),
     (zero(placement=None), ["placement=None is None"]),
+    (zero(transport="nvlink"), ["no transport 'nvlink'", "Known: nccl, auto, push"]),
     (zero(regime="D"), ["no regime 'D'", "Known: A, B, C"]),
     (zero(regime="a"), ["no regime 'a'", "Did you mean 'A'?"]),
     (zero(offload_path=""), ["offload_path='' is empty"]),

@@ -132,6 +132,7 @@ class ZeroStates:
             seed=seed,
             values=values,
             apart=(PIPE,) if world.pipelined else (),
+            transport=spec.transport,
             fp8_weights=fp8_weights,
             recomputes=lambda unit: recomputes and (blocks is None or unit not in blocks.kept),
             settled=settled,

@@ -280,6 +280,7 @@ def _expert_places(spec: ParallelSpec, expert: ExpertSpec) -> tuple[str, str]:
 def _zero_settings(zero: ZeroSpec) -> str:
     parts = [f"stage {zero.stage}", f"placement {zero.placement}", f"regime {zero.regime}"]
     parts += [] if zero.reshard_after_forward else ["gathered from forward to backward"]
+    parts += [] if zero.transport == "nccl" else [f"transport {zero.transport}"]
     parts += [] if zero.offload_path is None else [f"offload to {zero.offload_path}"]
     limits = ((zero.gpu_memory_limit, "GPU"), (zero.host_memory_limit, "host"))
     parts += [f"{where} at most {limit / 2**30:.3g} GiB" for limit, where in limits if limit is not None]

@@ -11,9 +11,10 @@ from meshfold.mesh.spec.text import UNITS, parse_bytes
 
 PLACEMENTS = ("auto", "cuda", "cpu", "static", "const")
 REGIMES = ("A", "B", "C")
+TRANSPORTS = ("nccl", "auto", "push")
 _FRACTIONS = ("offload_optim_frac", "offload_param_frac")
 _LIMITS = ("gpu_memory_limit", "host_memory_limit")
-KEYS = ("stage", "placement", "regime", "reshard_after_forward", "offload_path", *_LIMITS, *_FRACTIONS)
+KEYS = ("stage", "placement", "regime", "reshard_after_forward", "transport", "offload_path", *_LIMITS, *_FRACTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,9 @@ class ZeroSpec:
 
     Shards optimizer state (stage 1), gradients too (2), parameters too (3). ``placement`` says where chunks
     live, ``regime`` how many bytes a parameter's state takes (A: exact). ``reshard_after_forward=False`` keeps
-    what stage 3 has gathered for a forward until its backward. ``offload_path`` is a folder on a disk. The limits,
+    what stage 3 has gathered for a forward until its backward. ``transport`` carries gathers and reductions of
+    chunks: ``"nccl"``, the process group's collectives; ``"push"``, copy engines; ``"auto"``, copy engines for blocks
+    from 16 MiB on GPUs. ``offload_path`` is a folder on a disk. The limits,
     in bytes, are for one rank's GPU and for one host. The fractions are shares of bytes
     on the host, set for placement static only. Rajbhandari et al. 2020, arXiv 1910.02054.
     """
@@ -31,6 +34,7 @@ class ZeroSpec:
     placement: str = "auto"
     regime: str = "A"
     reshard_after_forward: bool = True
+    transport: str = "nccl"
     offload_path: str | None = None
     gpu_memory_limit: int | None = None
     host_memory_limit: int | None = None
@@ -52,6 +56,7 @@ class ZeroSpec:
             placement=placement,
             regime=entry.choice("regime", fields.get("regime", "A"), REGIMES),
             reshard_after_forward=_reshards(entry, stage, placement, fields),
+            transport=entry.choice("transport", fields.get("transport", "nccl"), TRANSPORTS),
             offload_path=_path(entry, placement, fields),
             gpu_memory_limit=limits.get("gpu_memory_limit"),
             host_memory_limit=limits.get("host_memory_limit"),
@@ -64,6 +69,8 @@ class ZeroSpec:
         said = {key: getattr(self, key) for key in KEYS if getattr(self, key) is not None}
         if self.reshard_after_forward:
             del said["reshard_after_forward"]
+        if self.transport == "nccl":
+            del said["transport"]
         return said
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Pending, with_old_names
 from meshfold.mesh.collectives import all_gather_into
+from meshfold.mesh.collectives.push import all_gather_push, pushes
 from meshfold.zero_gemini.chunks.fp8_gather import Fp8Gather, Operands
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
@@ -78,6 +79,7 @@ class Chunk:
         tier: MemoryTier,
         whole_group: bool,
         fp8: Sequence[Fp8Weight] = (),
+        transport: str = "nccl",
     ) -> None:
         """Args:
         spec: sizes and slots.
@@ -89,10 +91,11 @@ class Chunk:
         tier: memory of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
         whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its shard is.
         fp8: how each parameter is multiplied in fp8, where nothing else reads any of them; else empty.
+        transport: what carries its gathers and the reductions of its gradient.
         """
         self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
         self.dtype, self.memory, self.tier = dtype, memory, tier
-        self.device = memory.device
+        self.device, self.transport = memory.device, transport
         self._stays = whole_group
         self._length = spec.shard_elems
         self._shapes = list(shapes)
@@ -222,10 +225,16 @@ class Chunk:
             else:
                 mine = self._own_part()
                 mine.copy_(self.shard, non_blocking=True)
-                self._all_gathers.append(all_gather_into(self._whole, mine, self.group))
+                self._all_gathers.append(self._start_gather(mine))
             self._copied = mark(self.device)
         if not self.is_gathering:
             self._to(ChunkState.GATHERING)
+
+    def _start_gather(self, mine: Tensor) -> Pending:
+        """Start the all-gather of every rank's part into the gathered tensor."""
+        if pushes(self.transport, mine.numel() * mine.element_size(), self.device):
+            return all_gather_push(mine, self.group, self._whole)
+        return all_gather_into(self._whole, mine, self.group)
 
     def wait(self) -> None:
         """Wait for ``gather`` or ``publish``: then parameters may be used.
@@ -352,7 +361,7 @@ class Chunk:
             self.wait()
         if self.group.size > 1:
             queue_behind(self._copied, self.device)
-        self._all_gathers = [all_gather_into(self._whole, self.shard, self.group)]
+        self._all_gathers = [self._start_gather(self.shard)]
         self._to(ChunkState.GATHERING)
 
     def wait_if_resident(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
+from meshfold.mesh.collectives.push import pushes, reduce_scatter_push
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, BackwardRole, GradState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
@@ -185,7 +186,7 @@ class ChunkGradient:
         self._filled.clear()
         self._to(GradState.REDUCING)
         if self.chunk.group.size > 1:
-            self._reduction = reduce_scatter(whole.tensor, self.chunk.group, 0, async_op=True)
+            self._reduction = self._start_sum(whole.tensor)
             self._sending = whole
         if kind == "final":
             mine = [place in self.used for place in range(len(self.chunk.parameters))]
@@ -194,6 +195,12 @@ class ChunkGradient:
             self._answers = [*mine, unsure]
         if self.chunk.group.size == 1:
             self._keep(whole)
+
+    def _start_sum(self, whole: Tensor) -> Pending:
+        group = self.chunk.group
+        if pushes(self.chunk.transport, whole.numel() * whole.element_size() // group.size, whole.device):
+            return reduce_scatter_push(whole, group)
+        return reduce_scatter(whole, group, 0, async_op=True)
 
     def collect(self) -> None:
         """Finish a reduction that is under way, if there is one."""

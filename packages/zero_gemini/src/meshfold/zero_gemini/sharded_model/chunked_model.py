@@ -69,6 +69,7 @@ class ChunkedModel(ParameterValues):
         chunk_elems: int | None = None,
         prefetch: int = 1,
         apart: Sequence[str] = (),
+        transport: str = "nccl",
         fp8_weights: Mapping[Tensor, Fp8Weight] = MappingProxyType({}),
         recomputes: Callable[[str], bool] = lambda unit: False,
         settled: Callable[[torch.optim.Optimizer | None], None] = lambda optimizer: None,
@@ -93,6 +94,8 @@ class ChunkedModel(ParameterValues):
         prefetch: units gathered ahead of the one that runs.
         apart: axes whose ranks have different parameters (such as pipeline stages). Axes that a parameter names by itself count
             too, but a stage may have no parameters, and its ranks must know the same.
+        transport: what carries gathers and reductions of chunks: ``"nccl"``, ``"push"`` or ``"auto"``
+            (:func:`meshfold.mesh.collectives.push.pushes`).
         fp8_weights: matrices that only products in fp8 read: stage 3 gathers these operands of theirs, in one byte an element.
         recomputes: returns True if a unit of this name repeats its forward in its backward, for which it reads these again.
         settled: called with the optimizer, if there is one, before the first value goes into a chunk: all refusals come
@@ -101,7 +104,7 @@ class ChunkedModel(ParameterValues):
         Raises:
             ChunkError: for a meta parameter without a source of values.
         """
-        self._mesh, self.memory, self._stage = mesh, memory, stage
+        self._mesh, self.memory, self._stage, self._transport = mesh, memory, stage, transport
         self.chunks: list[Chunk] = []
         self._chunk_of: dict[str, Chunk] = {}
         self._stepper: Stepper | None = None
@@ -208,6 +211,7 @@ class ChunkedModel(ParameterValues):
             memory=self.memory,
             tier=placement.parameters,
             whole_group=self._stage < 3,
+            transport=self._transport,
             fp8=[self._fp8_weights[name] for name in spec.names] if kind.fp8 else (),
         )
         self.chunks.append(chunk)

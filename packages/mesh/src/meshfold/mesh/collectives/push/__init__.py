@@ -11,7 +11,7 @@ from meshfold.mesh.collectives.push.channel import Channel, Exchange
 from meshfold.mesh.collectives.push.channels import LARGEST_SLOT_BYTES, channel, why_not
 from meshfold.mesh.collectives.push.epochs import sources, targets
 from meshfold.mesh.collectives.push.part_sums import sum_parts
-from meshfold.mesh.collectives.push.pushed import all_gather_push, reduce_scatter_push
+from meshfold.mesh.collectives.push.pushed import all_gather_push, pushes, reduce_scatter_push
 
 __all__ = [
     "LARGEST_SLOT_BYTES",
@@ -19,6 +19,7 @@ __all__ = [
     "Exchange",
     "all_gather_push",
     "channel",
+    "pushes",
     "reduce_scatter_push",
     "sources",
     "sum_parts",

@@ -21,6 +21,20 @@ from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording.flight_recorder import Call
 
+PUSHED_FROM_BYTES = 16 * 2**20
+"""Least bytes of a block that ``transport="auto"`` pushes: beside a matmul of an H100 smaller ones are no faster than NCCL's."""
+
+
+def pushes(transport: str, block_bytes: int, device: torch.device) -> bool:
+    """Return True if a collective is to be pushed.
+
+    Args:
+        transport: ``"nccl"``: never; ``"push"``: always; ``"auto"``: blocks of a GPU that are large enough.
+        block_bytes: what a rank sends to each other one, in bytes.
+        device: where it is.
+    """
+    return transport == "push" or (transport == "auto" and device.type == "cuda" and block_bytes >= PUSHED_FROM_BYTES)
+
 
 def all_gather_push(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
     """Start gathering along dim 0 by pushes, in parallel with compute: ``[n, ..] -> [g·n, ..]``.
