@@ -13,10 +13,12 @@ sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file
 from inference_models import greedy, hugging_face, own, prompts
 from torch import nn
 
+from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling, quantize
 from meshfold.inference.forward import PagedForward
 from meshfold.inference.routing import head_of
 from meshfold.inference.row_kernels import RowKernels
+from meshfold.mesh.testing import run_on_ranks
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
 
@@ -62,6 +64,32 @@ def test_texts_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) // 5 == layers - (2 if kind in ("llama", "qwen3") else 0)  # gate and up are one
     assert not any("forward" in vars(module) for module in model.modules())
     assert bool(kernels)
+
+
+def on_ranks(form: str) -> tuple[list[list[int]], int]:
+    from meshfold.inference import row_kernels
+
+    with Engine(own("llama"), dict(tensor=2)) as engine:
+        if form:
+            quantize(engine.model, form, group=8)
+        generator, _ = with_kernels(engine.generator)
+        rows, real = [], row_kernels.row_product
+        row_kernels.row_product = lambda x, *others, **more: (rows.append(x.shape), real(x, *others, **more))[1]
+        try:
+            return generator.generate([prompts(2)[1]], sampling=GREEDY).tokens, len(rows)
+        finally:
+            row_kernels.row_product = real
+
+
+@pytest.mark.parametrize("form", ["", "int8", "int4"])
+def test_ranks_multiply_their_part(form: str) -> None:
+    model = own("llama").eval()
+    if form:
+        quantize(model, form, group=8)
+    wanted = Generator(model).generate([prompts(2)[1]], sampling=GREEDY).tokens
+    assert (
+        run_on_ranks(2, on_ranks, form) == [(wanted, 5 * (2 * 4 + 1))] * 2
+    )  # all linear layers, for each token but the first
 
 
 def test_a_norm_that_its_name_belies_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.kernels import RowWeight, packed_weight_of, row_product
+from meshfold.mesh import all_reduce
+from meshfold.tensor_parallel import Linear
 
 _NORMED = (
     ("norm1", ("attn.qkv",)),
@@ -35,7 +37,7 @@ class RowKernels:
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         """Args:
-        model: whose linear layers are not split over ranks, as far as they are to be taken.
+        model: whose linear layers may be split over ranks; norms in front of those stay as they are.
         head: makes logits; None if it is not known.
         """
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}
@@ -56,6 +58,8 @@ class RowKernels:
         for module in model.modules():
             if _layer(module) is not None:
                 self._forwards[module] = partial(self._linear, module)
+            elif isinstance(module, Linear) and _sharded_layer(module) is not None:
+                self._forwards[module] = partial(self._sharded, module)
         for module in model.modules():
             names = next(
                 (names for names in _GATED if all(_layer(getattr(module, n, None)) is not None for n in names)), None
@@ -67,7 +71,7 @@ class RowKernels:
         self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that is to add it to what it returns
         for block in model.modules():
             ends = [_submodule(block, path) for path in ("attn.out", "mlp.down")]
-            if type(block).__module__.startswith("meshfold.models.") and all(end in self._forwards for end in ends):
+            if type(block).__module__.startswith("meshfold.models.") and all(_layer(end) is not None for end in ends):
                 self._forwards[block] = partial(self._block, block)
 
     def __bool__(self) -> bool:
@@ -113,6 +117,19 @@ class RowKernels:
             return type(layer).forward(layer, given)  # type: ignore[no-any-return]
         return row_product(x, known, norm=None if norm is None else _gain(norm), add=self._added.pop(layer, None))
 
+    def _sharded(self, layer: Linear, given: Tensor) -> Tensor:
+        """Compute a layer that is split over ranks by one local product, and a sum over ranks behind it where there is one."""
+        known = _sharded_layer(layer)
+        if given.numel() != given.shape[-1] or known is None:
+            return type(layer).forward(layer, given)
+        y = row_product(layer.input_adapter(given)[0], known)
+        axes = layer.plan.sums("y")
+        if axes:
+            y = all_reduce(y, layer.mesh.group(*axes))
+        if layer.bias is not None:
+            y = y + layer.bias.to(y.dtype)
+        return layer.whole(y) if layer.gather_output else y
+
     def _gated_mlp(self, mlp: nn.Module, names: tuple[str, ...], x: Tensor) -> Tensor:
         gate, up, down = (getattr(mlp, name) for name in names)
         first, second = _layer(gate), _layer(up)
@@ -149,6 +166,18 @@ def _layer(module: object) -> RowWeight | None:
     if type(module).forward is not nn.Linear.forward or weight is None or not weight.is_contiguous():
         return None
     return RowWeight(weight, module.bias)
+
+
+def _sharded_layer(layer: Linear) -> RowWeight | None:
+    """Return the operands of a layer that is split over ranks and gathers neither input nor weight; None for any other."""
+    plan = layer.plan
+    if layer.stored != "nk" or layer.exchange is not None or any(plan.extras(operand) for operand in ("x", "w", "y")):
+        return None
+    packed, weight = packed_weight_of(layer), layer._parameters.get("weight")
+    if packed is not None:
+        fits = packed.columns is None and packed.fits_rows
+        return RowWeight(packed.codes, None, packed.scale, packed.zero) if fits else None
+    return None if weight is None or not weight.is_contiguous() else RowWeight(weight)
 
 
 def _gain(norm: nn.Module) -> tuple[Tensor, float] | None:
