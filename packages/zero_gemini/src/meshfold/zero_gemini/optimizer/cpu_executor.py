@@ -86,7 +86,7 @@ class Worker:
             if steps[chunk].moments is not None:
                 self._moments[chunk] = pool.submit(deal.moments, chunk)
         if then is not None:
-            self._rest.append(pool.submit(then))
+            self._keep(pool.submit(then))
 
     def submit_first(self, chunk: Chunk, step: Halves) -> None:
         """Accept the step of a chunk, to be done before those accepted here earlier that have not begun.
@@ -104,8 +104,12 @@ class Worker:
         """Queue work for the thread that feeds the device."""
         if self._feeder is None:
             self._feeder = ThreadPoolExecutor(1, "meshfold-feed")
+        self._keep(self._feeder.submit(work))
+
+    def _keep(self, future: Future[None]) -> None:
+        """Keep a future that is waited for with all others, and forget those that have ended well."""
         self._rest = [rest for rest in self._rest if not rest.done() or rest.exception() is not None]
-        self._rest.append(self._feeder.submit(work))
+        self._rest.append(future)
 
     def is_done(self, chunk: Chunk) -> bool:
         """Return True if the chunk's parameters are ready, so that a wait returns at once."""
