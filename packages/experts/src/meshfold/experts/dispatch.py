@@ -283,20 +283,20 @@ def _here(
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
     found = by_expert(index, experts, rows)
-    pairs, places, filled = found.pairs, found.places, found.ends[-1:]
+    pairs, places = found.pairs, found.places
     of_rows = None
     if weighs:
-        of_rows = take_rows(weights.reshape(-1, 1), pairs, places.reshape(-1, 1), filled).squeeze(1)
+        of_rows = take_rows(weights.reshape(-1, 1), pairs, places.reshape(-1, 1)).squeeze(1)
     outputs = run(
         ExpertRows(
-            values=take_rows(tokens, pairs, places, filled),
+            values=take_rows(tokens, pairs, places),
             ends=found.ends,
             counts=counts,
             weights=of_rows,
-            source=None if keeps else RowSource(tokens=tokens, pairs=pairs, places=places, filled=filled),
+            source=None if keeps else RowSource(tokens=tokens, pairs=pairs, places=places),
         )
     )
-    return sum_rows(outputs.to(tokens.dtype), pairs, places, None if weighs else weights, filled)
+    return sum_rows(outputs.to(tokens.dtype), pairs, places, None if weighs else weights)
 
 
 def _sizes(

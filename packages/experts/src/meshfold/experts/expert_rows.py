@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from meshfold.kernels import take_rows
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSource:
@@ -18,17 +16,11 @@ class RowSource:
     Attributes:
         tokens: [n, h].
         pairs, places: as for :func:`meshfold.kernels.take_rows`.
-        filled: [1] int32: the number of rows that are copied.
     """
 
     tokens: Tensor
     pairs: Tensor
     places: Tensor
-    filled: Tensor
-
-    def rows(self) -> Tensor:
-        """Copy the rows: ``[n, h] -> [m, h]``."""
-        return take_rows(self.tokens, self.pairs, self.places, self.filled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

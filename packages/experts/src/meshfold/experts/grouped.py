@@ -78,7 +78,7 @@ class _Grouped(torch.autograd.Function):
         if needs_weight:
             if taken_by:
                 pairs, places = taken_by
-                x = take_rows(x, pairs, places, ends[-1:])
+                x = take_rows(x, pairs, places)
             dweight = _outer(x, dy, weight, ends, ctx.counts)
         return dx, dweight, *(None for _ in more)
 

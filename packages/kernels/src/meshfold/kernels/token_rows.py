@@ -15,34 +15,30 @@ from meshfold.kernels import dispatch
 from meshfold.kernels.inputs import compute_dtype
 
 
-def take_rows(x: Tensor, pairs: Tensor, places: Tensor, filled: Tensor | None = None) -> Tensor:
-    """Copy the token of each row: ``[n, h] -> [m, h]``.
+def take_rows(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+    """Copy each token to its rows: ``[n, h] -> [m, h]``. Rows that no place names are undefined.
 
     Args:
         x: [n, h].
         pairs: [m], whole numbers; a row that no place names may have any pair.
         places: [n, j], whole numbers from -1 to m - 1. The gradient of a token is the sum over its places.
-        filled: [1] whole number: rows from this one on, which no place may name, need not be written. None: all are.
 
     Raises:
         ValueError: if the shapes do not fit.
     """
     _check(places, pairs, x.shape[0])
-    y: Tensor = _Take.apply(x, pairs, places, filled)
+    y: Tensor = _Take.apply(x, pairs, places)
     return y
 
 
-def sum_rows(
-    rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None = None, filled: Tensor | None = None
-) -> Tensor:
+def sum_rows(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """Sum the rows of each token, weighted: ``[m, h] -> [n, h]``, in the dtype of ``rows``.
 
     Args:
-        rows: [m, h]; those that no place names are not read.
+        rows: [m, h]; those that no place names are not read. Without weights their gradient is undefined.
         pairs: [m], whole numbers.
         places: [n, j], whole numbers from -1 to m - 1.
         weights: [n, j], or None for ones.
-        filled: as for :func:`take_rows`: of the gradient of ``rows`` where there are no weights.
 
     Raises:
         ValueError: if the shapes do not fit.
@@ -53,7 +49,7 @@ def sum_rows(
             f"rows must be [m, h] beside pairs [m], weights [n, j] beside places [n, j], got rows {list(rows.shape)}, pairs "
             f"{list(pairs.shape)}, weights {None if weights is None else list(weights.shape)}, places {list(places.shape)}"
         )
-    y: Tensor = _Sum.apply(rows, pairs, places, weights, filled)
+    y: Tensor = _Sum.apply(rows, pairs, places, weights)
     return y
 
 
@@ -66,43 +62,41 @@ def _check(places: Tensor, pairs: Tensor, tokens: int) -> None:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pairs: Tensor, places: Tensor, filled: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(pairs, places)
         ctx.summed = dispatch.twin(summed, x)
-        return dispatch.twin(taken, x)(x, pairs, places.shape[1], filled)
+        return dispatch.twin(taken, x)(x, pairs, places)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         pairs, places = ctx.saved_tensors
-        return ctx.summed(dy, pairs, places, None), None, None, None
+        return ctx.summed(dy, pairs, places, None), None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None, filled: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(None if weights is None else rows, pairs, places, weights, filled)
+    def forward(ctx: Any, rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(None if weights is None else rows, pairs, places, weights)
         ctx.taken, ctx.gradients = dispatch.twin(taken, rows), dispatch.twin(sum_gradients, rows)
         return dispatch.twin(summed, rows)(rows, pairs, places, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        rows, pairs, places, weights, filled = ctx.saved_tensors
+        rows, pairs, places, weights = ctx.saved_tensors
         if weights is None:
-            return ctx.taken(dy, pairs, places.shape[1], filled), None, None, None, None
+            return ctx.taken(dy, pairs, places), None, None, None
         drows, dweights = ctx.gradients(dy, rows, pairs, places, weights)
-        return drows, None, None, dweights, None
+        return drows, None, None, dweights
 
 
 # The reference in plain torch: it defines every result and the signatures of the Triton version.
 
 
-def taken(x: Tensor, pairs: Tensor, places_each: int, filled: Tensor | None = None) -> Tensor:
-    """``n h -> m h``: the token of each row. To leave rows from ``filled`` on out would need an answer from the device."""
-    return x.index_select(0, pairs // places_each)
+def taken(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+    """``n h -> m h``: the token of each row that a place names; other rows are undefined."""
+    return x.index_select(0, pairs // places.shape[1])
 
 
 def summed(rows: Tensor, pairs: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
@@ -120,7 +114,7 @@ def sum_gradients(dy: Tensor, rows: Tensor, pairs: Tensor, places: Tensor, weigh
     """Return the gradients of rows ``m h`` and weights ``n j``, in their dtypes."""
     dtype = compute_dtype(rows)
     unnamed = _unnamed(pairs, places)
-    per_row = taken(dy, pairs, places.shape[1]).to(dtype)
+    per_row = taken(dy, pairs, places).to(dtype)
     weight = weights.to(dtype).flatten().index_select(0, pairs)
     dots = (per_row * rows.to(dtype)).sum(1).masked_fill(unnamed, 0.0)
     # Rows that no place names may share a pair with other rows; they add zero.

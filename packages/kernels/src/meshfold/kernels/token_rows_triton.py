@@ -1,4 +1,4 @@
-"""Tokens copied into rows and summed back in Triton: a program takes some rows, or some tokens with all of their rows."""
+"""Tokens copied into rows and summed back in Triton: a program takes some tokens with all of their rows."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from meshfold.kernels.inputs import as_rows
 _WIDEST = 65536  # columns per program
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["tokens"])
 def _take(
     x,
-    pairs,
-    filled,
+    places,
     y,
-    rows,
+    tokens,
     columns,
     each,
     x_row,
     y_row,
-    BOUNDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if BOUNDED:
-        rows = tl.minimum(rows, tl.load(filled))
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # By tokens: each is read once. Rows in their own order would read it for each of its experts, from memory, since all tokens
+    # together do not stay in the L2 cache from one expert to the next.
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows)[:, None] & (column < columns)
-    token = tl.load(pairs + row, mask=row < rows, other=0) // each
-    tl.store(y + row[:, None] * y_row + column, tl.load(x + token[:, None] * x_row + column, mask=mask), mask=mask)
+    real = token < tokens
+    value = tl.load(x + token[:, None] * x_row + column, mask=real[:, None] & (column < columns))
+    for i in range(each):
+        place = tl.load(places + token * each + i, mask=real, other=-1).to(tl.int64)
+        tl.store(y + place[:, None] * y_row + column, value, mask=(place >= 0)[:, None] & (column < columns))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -101,26 +101,25 @@ def _sum_gradients(
     tl.store(there, (g * weight[:, None]).to(drows.dtype.element_ty), mask=real[:, None] & (column < columns))
 
 
-def taken(x: Tensor, pairs: Tensor, places_each: int, filled: Tensor | None = None) -> Tensor:
+def taken(x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
     if x.shape[1] > _WIDEST:
-        return plain.taken(x, pairs, places_each, filled)
+        return plain.taken(x, pairs, places)
     x = as_rows(x)
+    tokens, each = places.shape
     y = x.new_empty(pairs.shape[0], x.shape[1])
     high, wide, warps = tile(x.shape[1])
     launch(
         _take,
-        (triton.cdiv(y.shape[0], high),),
+        (triton.cdiv(tokens, high),),
         x,
         x,
-        pairs.contiguous(),
-        pairs if filled is None else filled,
+        places.contiguous(),
         y,
-        y.shape[0],
+        tokens,
         x.shape[1],
-        places_each,
+        each,
         x.stride(0),
         y.stride(0),
-        BOUNDED=filled is not None,
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,
