@@ -16,6 +16,7 @@ from torch import nn
 
 from meshfold.align.phases import ModelState, Plan, phases_of, plan_phases
 from meshfold.align.records import Preference, Prompt
+from meshfold.align.rollout import ROWS_AT_ONCE
 from meshfold.align.rows import longest_of
 from meshfold.engine import Engine
 from meshfold.engine.precision import Precision
@@ -82,12 +83,13 @@ class ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkSize:
-    """Tokens of the phases, on all ranks together.
+    """Tokens of the phases.
 
     Attributes:
-        trained: of a forward and backward.
-        scored: of a forward without backward.
-        sampled: prompts and completions that are sampled at a time; 0: the policy does not sample.
+        trained: of a forward and backward, on all ranks together.
+        scored: of a forward without backward, on all ranks together.
+        sampled: of prompts and completions that a data rank samples at a time, all of them under ZeRO stage 3; 0: the policy does
+            not sample.
     """
 
     trained: int
@@ -107,8 +109,10 @@ class WorkSize:
         cls, prompts: Sequence[Prompt], *, completions: int, max_new_tokens: int, updates: int, micro_steps: int
     ) -> WorkSize:
         """Return the tokens of a step on samples, of which there are ``completions``."""
-        tokens = completions * (max((len(prompt.ids) for prompt in prompts), default=0) + max_new_tokens)
-        return cls(trained=tokens // updates // micro_steps, scored=tokens, sampled=tokens)
+        longest = max((len(prompt.ids) for prompt in prompts), default=0) + max_new_tokens
+        tokens = completions * longest
+        sampled = min(completions, ROWS_AT_ONCE) * longest
+        return cls(trained=tokens // updates // micro_steps, scored=tokens, sampled=sampled)
 
 
 class Phases:
@@ -158,6 +162,7 @@ class Phases:
         given = {name: _bytes(name, value) for name, value in memory.items()}
         spec = ParallelSpec.parse(parallel)
         zero = _check_stage(spec)
+        self._splits = 1 if spec.tensor is None else spec.tensor.size  # of keys and values
         ranks = max(Environment.detect().world_size, spec.world_size)
         self._work, self._trained, self._memory, self._ranks = work, tuple(trained), given, ranks
         sizes = {name: ModelSize.of(model) for name, model in models.items()}
@@ -237,7 +242,7 @@ class Phases:
             trained=trained,
             frozen=[state.name for state in states if state.name not in trained],
             rolls_out=work.sampled > 0,
-            pages=work.sampled / self._ranks * 2 * self._policy.layers * self._policy.keys * self._width,
+            pages=work.sampled * 2 * self._policy.layers * self._policy.keys * self._width / self._splits,
             activations=memory.get("activations", self._activations(work)),
         )
         return plan_phases(states, uses, gpu=(1 - MARGIN) * memory["gpu"], host=memory.get("host"))

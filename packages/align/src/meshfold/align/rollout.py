@@ -23,7 +23,9 @@ from meshfold.mesh.collectives import all_gather_object
 
 __all__ = ["Correction", "EngineRollouts", "Rollout"]
 
-_PAGE, _ROWS = 16, 64
+ROWS_AT_ONCE = 64
+"""completions that a data coordinate computes at once, unless another number is given"""
+_PAGE = 16
 
 
 class Rollout(Protocol):
@@ -103,7 +105,7 @@ class EngineRollouts:
 
     exact = True
 
-    def __init__(self, engine: Engine, *, rows: int = _ROWS) -> None:
+    def __init__(self, engine: Engine, *, rows: int = ROWS_AT_ONCE) -> None:
         """Args:
             engine: of the policy.
             rows: completions that a data coordinate computes at once.
