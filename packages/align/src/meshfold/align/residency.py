@@ -196,7 +196,7 @@ class Phases:
         state = max(away, 1.0 - first.state[name])
         zero = {key: value for key, value in _entries(self._parallel["zero"]).items() if key != "placement"}
         placed = dict(placement="static", offload_param_frac=away, offload_optim_frac=state)
-        return {**self._parallel, "zero": {**zero, **placed, "gpu_memory_limit": int(self.plan.gpu)}}
+        return {**self._parallel, "zero": {**zero, **placed, "gpu_memory_limit": int(self._memory["gpu"])}}
 
     def take(self, **engines: Engine) -> None:
         """Take over the placement of engines' chunks, before their first step, and plan again with the sizes of these chunks."""
