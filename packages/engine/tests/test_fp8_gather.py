@@ -77,6 +77,17 @@ def compare(recipe: str, given: dict[str, Any]) -> None:
     same_bits(recipe, ZERO, **given)
 
 
+def compare_pushes() -> None:
+    """Copy engines carry operands in fp8, too."""
+    pushed = dict(ZERO, zero=dict(ZERO["zero"], transport="push"))
+    found, wanted = (trained(in_fp8("rowwise_hp_dw"), parallel) for parallel in (pushed, ZERO))
+    assert found[0] == wanted[0] and found[2] == wanted[2]
+
+
+def test_operands_are_pushed_with_the_same_bits() -> None:
+    run_on_ranks(2, compare_pushes)
+
+
 @pytest.mark.parametrize(
     ("recipe", "given"),
     [

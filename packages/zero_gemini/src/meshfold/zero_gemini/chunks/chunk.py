@@ -221,20 +221,20 @@ class Chunk:
         self._block.restore()
         with self.memory.waiting("parameters"), beside(self.device):
             if fp8 is not None:
-                self._all_gathers += fp8.start(missing, self.shard)
+                self._all_gathers += fp8.start(missing, self.shard, self._start_gather)
             else:
                 mine = self._own_part()
                 mine.copy_(self.shard, non_blocking=True)
-                self._all_gathers.append(self._start_gather(mine))
+                self._all_gathers.append(self._start_gather(self._whole, mine))
             self._copied = mark(self.device)
         if not self.is_gathering:
             self._to(ChunkState.GATHERING)
 
-    def _start_gather(self, mine: Tensor) -> Pending:
-        """Start the all-gather of every rank's part into the gathered tensor."""
+    def _start_gather(self, whole: Tensor, mine: Tensor) -> Pending:
+        """Start the all-gather of every rank's part into a tensor."""
         if pushes(self.transport, mine.numel() * mine.element_size(), self.device):
-            return all_gather_push(mine, self.group, self._whole)
-        return all_gather_into(self._whole, mine, self.group)
+            return all_gather_push(mine, self.group, whole)
+        return all_gather_into(whole, mine, self.group)
 
     def wait(self) -> None:
         """Wait for ``gather`` or ``publish``: then parameters may be used.
@@ -361,7 +361,7 @@ class Chunk:
             self.wait()
         if self.group.size > 1:
             queue_behind(self._copied, self.device)
-        self._all_gathers = [self._start_gather(self.shard)]
+        self._all_gathers = [self._start_gather(self._whole, self.shard)]
         self._to(ChunkState.GATHERING)
 
     def wait_if_resident(self) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from meshfold.kernels import Fp8Operands, Fp8Shard, Fp8Weight, weight_scales
 from meshfold.mesh import Group, Pending, all_reduce
-from meshfold.mesh.collectives import all_gather_into
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 
 
@@ -130,12 +129,13 @@ class Fp8Gather:
         return wanted & ~self.present
 
     @torch.no_grad()
-    def start(self, missing: Operands, shard: Tensor) -> list[Pending]:
+    def start(self, missing: Operands, shard: Tensor, gather: Callable[[Tensor, Tensor], Pending]) -> list[Pending]:
         """Start to gather operands. All ranks of the group must call alike.
 
         Args:
             missing: which; none of them is gathered.
             shard: this rank's weights.
+            gather: starts the all-gather of every rank's part, the second tensor, into the first.
         """
         if self._stale:
             self._measure(shard)
@@ -147,7 +147,7 @@ class Fp8Gather:
                     run = slice(part.shard_start, part.shard_start + part.length)
                     scale = self._scale[self._scales_of[part.name]]
                     self._shards[part.name].cast(shard[run], scale, mine[run], columns=one is Operands.BACKWARD)
-                found.append(all_gather_into(half.view(torch.uint8), mine.view(torch.uint8), self._group))
+                found.append(gather(half.view(torch.uint8), mine.view(torch.uint8)))
                 torch.reciprocal(self._scale, out=self._inverse[one])
         self.present |= missing
         return found
