@@ -110,3 +110,20 @@ def test_a_norm_that_its_name_belies_is_found_out(monkeypatch: pytest.MonkeyPatc
     generator, kernels = with_kernels(own("llama").eval())
     generator.runner._check()  # type: ignore[attr-defined]
     assert generator.runner.row_kernels is kernels  # type: ignore[attr-defined]
+
+
+def test_kernels_that_cannot_be_made_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.inference import row_kernels
+
+    def broken(*arguments: Any, **more: Any) -> torch.Tensor:
+        raise RuntimeError("ptxas: no such file\nand more")
+
+    monkeypatch.setattr(row_kernels, "row_product", broken)
+    model = own("llama").eval()
+    generator, _ = with_kernels(model)
+    assert isinstance(generator.runner, PagedForward)
+    with pytest.warns(UserWarning, match="no kernels for a single row, which is slower: ptxas: no such file"):
+        generator.runner._check()
+    assert generator.runner.row_kernels is None
+    prompt = prompts(2)[1]
+    assert generator.generate([prompt], sampling=GREEDY).tokens == [greedy(model, prompt, 6)]

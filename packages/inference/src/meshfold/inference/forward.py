@@ -6,6 +6,7 @@ All ranks that run the model make the same calls and get the same tokens, since 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -266,10 +267,7 @@ class PagedForward:
                 ids, rows, _ = self.batch(step)
                 found.append(self.logits(ids, rows)[: step.spans[0].count])
         if self.row_kernels is not None and self._multiple == 1:
-            with self.entered(single=True):
-                again = self.logits(ids, rows)
-            if not _distance(again, found[-1]) < (1e-3 if again.dtype == torch.float32 else 0.15):
-                self.row_kernels = None  # its norms and layers are not what their names say
+            self._try_row_kernels(ids, rows, found[-1])
         with ready(self.model), without_tracking():
             ids = torch.tensor([request.prompt], device=self.device).expand(self._multiple, -1)
             options = {} if getattr(self.model, "caches_keys", False) else {"use_cache": False}
@@ -283,6 +281,18 @@ class PagedForward:
                 f"{type(self.model).__name__}: logits by pages differ from the model's own by {error:.1%}: "
                 "something besides causal attention mixes its tokens"
             )
+
+    def _try_row_kernels(self, ids: Tensor, rows: Rows, wanted: Tensor) -> None:
+        """Compute a row by its kernels; do without them where it is another, or Triton cannot make them."""
+        try:
+            with self.entered(single=True):
+                error = _distance(self.logits(ids, rows), wanted)
+        except Exception as problem:  # of Triton's compiler
+            reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+            warnings.warn(f"no kernels for a single row, which is slower: {reason}", stacklevel=2)
+            error = float("inf")
+        if not error < (1e-3 if wanted.dtype == torch.float32 else 0.15):
+            self.row_kernels = None  # or its norms and layers are not what their names say
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
