@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from test_rollouts import COMMON, OF_PPO, PROMPTS, SAMPLING, Numbers, grpo, smal
 from test_trainers import COMMON as OF_PAIRS
 from test_trainers import pairs
 
-from meshfold.align import DPO, PPO, ModelState, RewardModel, WorkSize, phases_of, plan_phases, scorer
+from meshfold.align import DPO, PPO, ModelState, RewardModel, WorkSize, fit, phases_of, plan_phases, scorer
 from meshfold.inference import Generator
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
@@ -285,3 +286,17 @@ def test_mistakes(options: dict[str, Any], words: str) -> None:
 def test_too_little_memory_is_refused_before_anything_is_made() -> None:
     with pytest.raises(MemoryPlanError, match="GiB are missing"):
         ppo(parallel=ZERO, memory=dict(gpu=1000, host=1000, activations=1))
+
+
+def test_a_run_in_phases_is_resumed() -> None:
+    """A checkpoint of models that are partly on the host goes on in phases as it would have, and loads without them."""
+    memory = dict(gpu=int(limit_of(whole(ppo, parallel=ZERO), 0.5) / 0.97) + 65536, activations=1)
+
+    def make(**options: Any) -> PPO:
+        return ppo(parallel=ZERO, **options)
+
+    with tempfile.TemporaryDirectory() as folder:
+        expected = fit(make(memory=memory), 3, f"{folder}/a")
+        begun = fit(make(memory=memory), 1, f"{folder}/b")
+        assert [*begun, *fit(make(memory=memory), 2, f"{folder}/b", resume=True)] == expected[:2]
+        assert fit(make(), 3, f"{folder}/b", resume=True) == expected[2:]
