@@ -505,6 +505,12 @@ def test_shared_experts_are_folded_with_neighbours_or_refused(
         assert places == list(range(size * sharing))
 
 
+def test_the_exchange_of_experts_is_kept_as_it_was_written() -> None:
+    for written in (dict(size=2), dict(size=2, exchange="all_gather"), dict(size=2, tensor=2, exchange="all_to_all")):
+        spec = ParallelSpec.parse(dict(data=4, expert=written))
+        assert spec.to_dict()["expert"] == written and ParallelSpec.parse(spec.to_dict()) == spec
+
+
 def test_describe_says_where_experts_are() -> None:
     spec = ParallelSpec.parse(dict(data=4, tensor=2, expert=dict(size=2)))
     expert = "expert         2  data%2    4 copies of each expert, no ranks of their own"

@@ -259,6 +259,10 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     ({"expert": {"size": 2.0}}, ["size=2.0 is a float, not an int", "Write size=2"]),
     ({"expert": {"size": -2}}, ["size=-2 is negative"]),
     ({"expert": {"ranks": 2}}, ["expert has no key 'ranks'. Did you mean 'size'?", "Known keys: size"]),
+    (
+        {"expert": dict(size=2, exchange="padded")},
+        ["exchange='padded'", "no exchange 'padded'", "auto, all_to_all, all_gather"],
+    ),
     ({"ep": 2}, ["ep=2", "Did you mean 'expert'?"]),
     ({"moe": dict(size=2)}, ["Did you mean 'expert'?"]),
     (
