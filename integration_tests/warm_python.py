@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import os
 import random
@@ -238,6 +239,10 @@ if __name__ == "__main__":
     for name in _IMPORTED:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
+    # Each program would do once what these do: register what numba knows, and scan all modules.
+    if "numba" in sys.modules:
+        sys.modules["numba.core.registry"].cpu_target.target_context.refresh()
+    inspect.getmodule(compile("", "a file of no module", "exec"))
     with socket.socket(socket.AF_UNIX) as calls:
         calls.bind(sys.argv[1])
         calls.listen(64)

@@ -25,6 +25,19 @@ def test_ranks_have_what_optimizers_import() -> None:
     assert all(there for _, there in run_on_ranks(2, who))
 
 
+def numba_is_registered() -> bool:
+    from numba.core.imputils import builtin_registry
+    from numba.core.registry import cpu_target
+
+    return builtin_registry in cpu_target.target_context._registries
+
+
+def test_ranks_have_what_the_first_kernel_of_numba_registers() -> None:
+    pytest.importorskip("numba", reason="needs numba, which meshfold-kernels installs")
+    close_pools()  # ranks of other tests were forked before numba was imported
+    assert run_on_ranks(1, numba_is_registered) == [True]
+
+
 @pytest.fixture(scope="module")
 def own_pools() -> Iterator[pool.Pools]:
     """With a fork server of its own, which knows nothing of other tests."""

@@ -194,6 +194,7 @@ def main(descriptor: str, parent: str) -> None:
     """Run the fork server; it ends when the test process closes its end of the socket."""
     die_with_parent(int(parent))
     _preload()
+    _prepare()
     # gloo's process groups need many descriptors: raise the limit as far as allowed.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(ValueError, OSError):
@@ -224,6 +225,16 @@ def _preload() -> None:
     import meshfold.mesh.testing.rank  # noqa: F401
 
 
+def _prepare() -> None:
+    """Do once what each rank would do when it first needs what has been imported. Nothing here may start a thread."""
+    # `inspect`: its first use scans all modules.
+    inspect.getmodule(compile("", "a file of no module", "exec"))
+    # numba: the first kernel registers all that numba knows, for a third of a second.
+    registry = sys.modules.get("numba.core.registry")
+    if registry is not None:
+        registry.cpu_target.target_context.refresh()
+
+
 def _answer(
     request: dict[str, Any],
     descriptors: list[int],
@@ -245,8 +256,7 @@ def _answer(
         for name in request["modules"]:
             with contextlib.suppress(Exception):  # not importable here; ranks import it if they can
                 importlib.import_module(name)
-        # Fill `inspect`'s cache: its first use scans all modules.
-        inspect.getmodule(compile("", "a file of no module", "exec"))
+        _prepare()
         return time.process_time() - begin
     if request["do"] == "signal":
         for pid in request["pids"]:
