@@ -83,7 +83,7 @@ def settings(here: Scene, out: str, *, steps: int, sample_tokens: int) -> TrainS
         lr=3e-3,
         warmup=min(20, steps // 4),
         eval_every=-(-steps // 4),
-        eval_batches=8,
+        eval_batches=min(8, steps),
         prompt="def ",
         sample_tokens=sample_tokens,
     )
