@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -171,9 +170,9 @@ def test_published_formulas() -> None:
     assert isinstance(rows["tesseract"], Published)
 
 
-def test_the_script_runs_by_itself_from_anywhere(folder: Path, tmp_path: Path) -> None:
+def test_the_script_runs_by_itself_from_anywhere(folder: Path, tmp_path: Path, warm_python: str) -> None:
     (tmp_path / "counts.json").write_bytes((folder / "counts.json").read_bytes())
-    script = [sys.executable, str(FOLDER / "run.py"), "--render", "--no-plots", "--output", str(tmp_path)]
+    script = [warm_python, str(FOLDER / "run.py"), "--render", "--no-plots", "--output", str(tmp_path)]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "table.md").read_bytes() == (folder / "table.md").read_bytes()
