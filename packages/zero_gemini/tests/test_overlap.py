@@ -87,13 +87,13 @@ def record(monkeypatch: pytest.MonkeyPatch, kind: Any, accumulate: int) -> Seen:
 
     enter, gather = Runtime._enter, Chunk.gather
 
-    def entered(runtime: Runtime, unit: Unit, **more: Any) -> None:
+    def entered(runtime: Runtime, unit: Unit, operands: Any, **more: Any) -> None:
         seen.events.append(("enter", int(unit.name.rpartition(".")[2])))
-        enter(runtime, unit, **more)
+        enter(runtime, unit, operands, **more)
 
-    def gathered(chunk: Chunk) -> None:
+    def gathered(chunk: Chunk, operands: Any) -> None:
         came = not chunk.is_gathered
-        gather(chunk)
+        gather(chunk, operands)
         if came:
             seen.events.append(("copy", numbers[chunk]))
 
