@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,10 +104,10 @@ def test_the_unit_behind_a_light_one_is_gathered_ahead(monkeypatch: pytest.Monke
     gathered: list[str] = []
     original = Chunk.gather
 
-    def gather(chunk: Chunk) -> None:
+    def gather(chunk: Chunk, *read: Any) -> None:
         if not chunk.is_gathered:
             gathered.append(chunk.spec.names[0])
-        original(chunk)
+        original(chunk, *read)
 
     inside: list[int] = []  # how many were gathered when the last block was left, and the norm
     for unit in (model.blocks[-1], model.norm):

@@ -118,6 +118,7 @@ def estimate_pipeline(
     seq_len: int,
     precision: str,
     fp8: str | None,
+    fp8_gather: str,
     optimizer: str,
     accumulate: int,
     rules: Mapping[str, str] | None,
@@ -140,7 +141,9 @@ def estimate_pipeline(
         batch_size=batch_size,
         seq_len=seq_len,
         precision=Precision.parse(precision),
-        fp8=None if fp8 is None else Precision.parse(dict(name=precision, matmul="fp8", recipe=fp8)).fp8,
+        fp8=None
+        if fp8 is None
+        else Precision.parse(dict(name=precision, matmul="fp8", recipe=fp8, gather=fp8_gather)).fp8,
         optimizer=optimizer,
         accumulate=accumulate,
         rules=rules,

@@ -43,6 +43,7 @@ def estimate(
     seq_len: int,
     precision: str = "fp32",
     fp8: str | None = None,
+    fp8_gather: str = "bf16",
     optimizer: str = "adamw",
     accumulate: int = 1,
     rules: Mapping[str, str] | None = None,
@@ -61,6 +62,7 @@ def estimate(
         seq_len: tokens of a sequence.
         precision: as for the engine.
         fp8: recipe of linear layers in fp8, with ``precision="bf16"``: the estimate says which are. Its times are those of bf16.
+        fp8_gather: as ``gather`` in the engine's ``precision``: ``"fp8"``: ``zero`` stage 3 gathers these weights in fp8.
         optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
         accumulate: micro-steps of an optimizer step.
         rules: as for the engine.
@@ -84,6 +86,7 @@ def estimate(
             seq_len=seq_len,
             precision=precision,
             fp8=fp8,
+            fp8_gather=fp8_gather,
             optimizer=optimizer,
             accumulate=accumulate,
             rules=rules,
@@ -132,6 +135,7 @@ def estimate(
                 name=name,
                 blocks=engine.recomputed_blocks if recompute == "auto" else None,
                 recomputed=recompute == "blocks",
+                fp8_gather=fp8_gather,
             )
             entries, flops, memory = zero.entries, zero.flops, zero.memory
         cast = fp8_cast_bytes(engine.model, engine.precision.fp8, spec, accumulate)
@@ -153,17 +157,17 @@ def estimate(
             seconds=time.perf_counter() - begin,
             plan=None if zero is None else zero.plan,
             refusal="" if zero is None else zero.refusal,
-            fp8=_fp8_report(engine, spec),
+            fp8=_fp8_report(engine, spec, fp8_gather),
         )
 
 
-def _fp8_report(engine: Engine, spec: ParallelSpec) -> str:
+def _fp8_report(engine: Engine, spec: ParallelSpec, gather: str) -> str:
     """Return which layers multiply in fp8, and which weights ``zero`` gathers in it, of an engine without ``zero``."""
     layers = engine.fp8_layers
     if layers is None:
         return ""
     if engine.world.data_size > 1:
-        layers.gathered = len(fp8_gathered(engine.model, engine.precision.fp8, spec.zero))
+        layers.gathered = len(fp8_gathered(engine.model, engine.precision.fp8, spec.zero, gather))
     return str(layers)
 
 

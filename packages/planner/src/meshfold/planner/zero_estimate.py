@@ -77,6 +77,7 @@ def estimate_zero(
     name: str,
     blocks: RecomputedBlocks | None = None,
     recomputed: bool = False,
+    fp8_gather: str = "bf16",
 ) -> ZeroEstimate:
     """Trace a micro-step of an engine without ``zero`` on the meta device, and plan as if it had it.
 
@@ -94,6 +95,7 @@ def estimate_zero(
         name: of the model.
         blocks: those whose activations the plan may keep.
         recomputed: all blocks recompute their activations.
+        fp8_gather: in what weights that only fp8 products read are gathered.
     """
     world, precision = engine.world, engine.precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
@@ -114,7 +116,7 @@ def estimate_zero(
             dtype=precision.dtype,
             other_dtypes=other_dtypes(engine.model, precision),
             slot_align_elems=slot_alignment(spec.regime),
-            in_fp8=fp8_gathered(engine.model, precision.fp8, spec) if ranks > 1 else {},
+            in_fp8=fp8_gathered(engine.model, precision.fp8, spec, fp8_gather) if ranks > 1 else {},
         ),
         name=name,
         regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),

@@ -55,13 +55,27 @@ def fp8_cast_bytes(model: nn.Module, settings: Fp8Settings | None, spec: Paralle
     return sum(_TWO_BYTES * weight.numel() for weight in weights)
 
 
-def fp8_gathered(model: nn.Module, settings: Fp8Settings | None, zero: ZeroSpec | None) -> dict[Tensor, Fp8Weight]:
+def fp8_gathered(
+    model: nn.Module, settings: Fp8Settings | None, zero: ZeroSpec | None, gather: str | None = None
+) -> dict[Tensor, Fp8Weight]:
     """Return the weights that ``zero`` stage 3 gathers in fp8, in a model whose layers are in fp8, with what multiplies them.
 
     They are those of layers in fp8 that no other module has. Tiles of ``block128`` and weights that a tensor mode gathers
     for each product travel in bf16.
+
+    Args:
+        model: with layers in fp8.
+        settings: theirs.
+        zero: the spec's entry.
+        gather: in place of ``settings.gather``.
     """
-    if settings is None or settings.gather == "bf16" or zero is None or zero.stage < 3 or settings.recipe.block:
+    if (
+        settings is None
+        or (gather or settings.gather) != "fp8"
+        or zero is None
+        or zero.stage < 3
+        or settings.recipe.block
+    ):
         return {}
     holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     found: dict[Tensor, Fp8Weight] = {}

@@ -29,8 +29,7 @@ class Fp8Settings:
         cast: when weights are cast: ``"step"``, once an optimizer step, which holds two more bytes an element of a weight;
             ``"use"``, at each use; None: once a step where micro-steps or micro-batches use them several times and they stay on the
             device.
-        gather: in what ``zero`` stage 3 gathers weights that only products in fp8 read: ``"fp8"``, ``"bf16"``; None: fp8 where it
-            can.
+        gather: in what ``zero`` stage 3 gathers weights that only products in fp8 read: ``"bf16"`` or ``"fp8"``.
         dispatch: tokens travel to the experts of other ranks in fp8, with a scale each.
         asked: whether the user has written ``keep``; else ``"narrow"`` counts on GPUs alone.
     """
@@ -38,7 +37,7 @@ class Fp8Settings:
     recipe: Fp8Recipe = FP8_RECIPES[_RECIPE]
     keep: tuple[str, ...] = KEEP
     cast: str | None = None
-    gather: str | None = None
+    gather: str = "bf16"
     dispatch: bool = False
     asked: bool = False
 
@@ -85,8 +84,8 @@ class Fp8Settings:
                 f"precision={value!r}: cast={cast!r}: write 'step' (weights are cast once an optimizer step) or 'use' (at each "
                 "use), or leave it out"
             )
-        gather = keys.get("gather")
-        if gather is not None and gather not in GATHERS:
+        gather = keys.get("gather", cls.gather)
+        if gather not in GATHERS:
             raise SpecError(
                 f"precision={value!r}: gather={gather!r}: write 'fp8' or 'bf16' (in which zero stage 3 gathers weights that fp8 "
                 "layers multiply), or leave it out"
