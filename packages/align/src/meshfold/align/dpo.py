@@ -31,7 +31,7 @@ class DPO:
     """Trains a policy to prefer the chosen completion of each pair.
 
     Attributes:
-        engines: by name; checkpoints have a folder for each. The reference is none of them: it does not change.
+        engines: by name; checkpoints have a folder for each. The reference is not among them: it does not change.
         phases: of memory.
         shared_prompt: whether pairs share their prompt, and how many tokens that has saved.
         reference: the frozen policy; None for losses without one.

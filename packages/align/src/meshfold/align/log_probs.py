@@ -2,8 +2,8 @@
 
 A model that is given labels calls its own loss with its logits, which wait for it and are never held
 (:mod:`meshfold.kernels.fuse`); under ``tensor`` this rank has some of the words, under ``sequence`` some of the tokens, under
-``pipeline`` the last stage alone has any. :class:`TokenLogProbs` stands where that loss stood: it computes a number for each token
-instead of their mean, and puts together those of whole sequences on every rank of the stage: ``b s`` numbers, not ``b s v``.
+``pipeline`` the last stage alone has any. :class:`TokenLogProbs` replaces that loss: it computes a number for each token
+instead of their mean, and gathers the numbers of whole sequences on every rank of the stage: ``b s`` numbers, not ``b s v``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TokenValues:
 
 
 class TokenLogProbs:
-    """Stands in the place of a model's own loss, until it is closed.
+    """Replacement of a model's own loss, until it is closed.
 
     Attributes:
         temperature: divides the logits.
@@ -77,7 +77,7 @@ class TokenLogProbs:
             self._close.pop()()
 
     def forget(self) -> None:
-        """Drop what forwards have left that were broken off."""
+        """Drop the results of interrupted forwards."""
         self._found.clear()
 
     def take(self, labels: Tensor) -> TokenValues:

@@ -7,8 +7,8 @@ all items, so a loss is kept as these two numbers, :class:`Mean`, until the rank
     mean.part(group).backward()              # sum / tokens of all ranks: the ranks' parts add up to the mean
 
 Gradients are then summed over the ranks, not averaged. In an engine :class:`meshfold.align.Objective` does the same.
-Statistics that are no losses (the mean and deviation that advantages are whitened with, those of a group) are global in the same
-way: sums of all ranks, divided once.
+Other statistics (the mean and deviation for whitening advantages, or of a group) are global in the same way: sums over all
+ranks, divided once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mean:
     weight: float = 1.0
 
     def part(self, group: Group | None = None) -> Tensor:
-        """Return this rank's part of the mean: the sum over the ranks is the mean, and that of the gradients its gradient.
+        """Return this rank's part of the mean: summed over the ranks, parts give the mean and their gradients its gradient.
 
         Args:
             group: the ranks that have different sequences; all of them must call. None: there are no others.
@@ -176,8 +176,8 @@ def group_advantages(
 ) -> Tensor:
     """Return each completion's reward minus the mean of its group, divided by a deviation (GRPO, arXiv 2402.03300, section 4.1).
 
-    A group is all completions of one prompt, on whatever rank. NaN is the reward of a completion that could not be scored: it is
-    in no mean, and its advantage is 0.
+    A group is all completions of one prompt, on whatever rank. A completion that could not be scored has reward NaN: no mean
+    includes it, and its advantage is 0.
 
     Args:
         rewards: ``n``.

@@ -173,7 +173,7 @@ class Objective:
         return {"loss": loss, **self._summed(self._items)}
 
     def score(self, batch: GlobalBatch) -> TokenValues:
-        """Return what the model says of the tokens of a global batch, without gradients and dropout; all ranks must call.
+        """Return the model's results for the tokens of a global batch, without gradients and dropout; all ranks must call.
 
         Returns:
             ``b s`` of all rows, the same on every rank, on the device.

@@ -1,11 +1,11 @@
-"""Losses of preferences: a reward model's, those of the DPO family, and KTO's. Pure functions, one loss a pair or sequence.
+"""Preference losses: a reward model's, the DPO family and KTO. Pure functions, one loss a pair or sequence.
 
 With y the completion, x the prompt, and log-probabilities summed over the tokens of a completion::
 
     h     = log p(chosen|x) - log p(rejected|x) - (the same of the reference)
     DPO   = -log sigmoid(beta h)
 
-Take the mean with :func:`meshfold.align.mean_of_sequences`, so that it is one over the pairs of the global batch. Formulas
+Take the mean with :func:`meshfold.align.mean_of_sequences`, which averages over the pairs of the global batch. Formulas
 are those of the papers; where TRL's differ, the docstring says so.
 """
 
@@ -93,7 +93,7 @@ def dpo_losses(
         kind: ``"sigmoid"`` (DPO, arXiv 2305.18290; with smoothing cDPO), ``"hinge"`` (SLiC, arXiv 2305.10425), ``"ipo"`` (arXiv
             2310.12036; log-probabilities are divided by the lengths, as its authors and TRL do), ``"robust"`` (arXiv 2403.00409).
         beta: how strongly the policy is held to the reference.
-        label_smoothing: the share of pairs whose labels are wrong: for sigmoid and robust, in [0, 0.5).
+        label_smoothing: the expected share of pairs with wrong labels: for sigmoid and robust, in [0, 0.5).
         lengths: tokens of the chosen and of the rejected completions, ``n`` each; ``"ipo"`` needs them.
 
     Raises:
@@ -130,7 +130,7 @@ def simpo_losses(
     Args:
         chosen, rejected: log-probabilities of the completions, the mean over the tokens of each.
         beta: factor of their difference.
-        gamma: the margin by which the chosen should win.
+        gamma: the margin that the chosen completion should win by.
         label_smoothing: share of wrong labels.
 
     Raises:

@@ -31,7 +31,7 @@ class Reference(Protocol):
         """Return its log-probabilities of a global batch, ``b s``, the same on every rank; all ranks must call."""
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release the reference model."""
 
 
 def _no_terms(values: TokenValues, batch: Mapping[str, Any]) -> Terms:
@@ -125,13 +125,13 @@ def copied(model: Model) -> Model:
 
 
 def start_from(engine: Engine, start: str | None) -> None:
-    """Load the weights of a checkpoint, such as that of an earlier stage; None: leave them."""
+    """Load the weights of a checkpoint, such as one from an earlier stage; None: leave them."""
     if start is not None:
         engine.load(start, weights_only=True)
 
 
 def refuse_dropout(engine: Engine) -> None:
-    """Refuse a model with dropout: log-probabilities would be those of another policy at each call.
+    """Refuse a model with dropout: each call would return the log-probabilities of a different policy.
 
     Raises:
         SpecError: if a layer drops anything.

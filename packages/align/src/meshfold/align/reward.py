@@ -131,7 +131,7 @@ class RewardModel:
 
 
 def at_last_tokens(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return pairs of which the last tokens of both completions count alone."""
+    """Return pairs in which only the last token of each completion counts."""
     labels = torch.full_like(batch["labels"], IGNORE_INDEX)
     places = torch.arange(labels.shape[1])
     for one in (CHOSEN, REJECTED):

@@ -82,7 +82,7 @@ class Correction:
 
         Returns:
             The weights; ``importance``: the mean ratio of the two policies over tokens, 1 where both agree; ``bounded``: the
-            share of tokens whose weight is another one.
+            share of tokens whose weight was changed.
         """
         weights = importance_weights(log_probs, sampled, mask, **self._options).expand_as(log_probs).contiguous()
         free = {**self._options, "low": None, "high": None}

@@ -1,6 +1,6 @@
 """Rows of token ids: documents packed into rows of one length, pairs side by side in one, completions one by one.
 
-Documents of a row are told by positions that begin anew with each, so attention stays within them. Completions that share their
+Positions restart at 0 with each document of a row, which keeps attention within documents. Completions that share their
 prompt lie behind it in one row: positions go back to the prompt's last token, which predicts the first token of each completion,
 so it is there once for each (:func:`meshfold.mesh.model_io.visible`). Every rank makes the same rows of the global batch; the
 engine takes its own.
@@ -152,7 +152,7 @@ def longest_of(pairs: Sequence[Preference], length: int | None = None) -> int:
 
 
 def shared_tokens(completions: Sequence[Completion]) -> int:
-    """Return how many tokens completions have in common at their beginning, of which none counts and none is the last of one."""
+    """Return how many leading tokens completions share, without tokens that count and without any completion's last token."""
     most = min(len(one.ids) for one in completions) - 1
     for place in range(most):
         if any(one.counts[place] for one in completions) or len({one.ids[place] for one in completions}) > 1:
@@ -161,14 +161,14 @@ def shared_tokens(completions: Sequence[Completion]) -> int:
 
 
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model is called with of a batch, without what a loss reads."""
+    """Return the part of a batch that is passed to the model, without fields that only a loss reads."""
     return {name: batch[name] for name in ("input_ids", "labels", "position_ids") if name in batch}
 
 
 def shuffled(count: int, step: int, batch: int, seed: int) -> list[int]:
     """Return the numbers of the examples of a step: all of them once in an epoch, in a new order each.
 
-    A function of its arguments alone, so a run that is resumed goes on where it was, on any number of ranks.
+    It depends on its arguments alone, so a resumed run continues where it stopped, on any number of ranks.
 
     Args:
         count: examples.

@@ -6,7 +6,7 @@ What rank 0 writes into the folder ``out``::
     step-00000020/policy/   the engines' checkpoints, loadable under any other spec; of PPO a folder ``critic`` too
     latest.json             which of them is complete: it is written once all engines are saved
 
-A trainer's step is a function of its number and of its engines, so a run that goes on from a checkpoint makes the same steps.
+A trainer's step depends only on its number and its engines, so a run that resumes from a checkpoint makes the same steps.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fit(
 
     Args:
         trainer: such as :class:`meshfold.align.DPO`.
-        steps: of the whole run, those of an earlier part included.
+        steps: of the whole run, including those before a resume.
         out: a folder for metrics and checkpoints; None: nothing is written.
         save_every: steps between checkpoints; 0: one at the end.
         resume: go on from the folder's last checkpoint.
@@ -117,7 +117,7 @@ def step_path(out: str, step: int, name: str = "policy") -> str:
 
 
 def in_micro_steps(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
-    """Return a batch in parts of equally many rows, the first of which get those that are left.
+    """Split a batch into parts with equal numbers of rows; the first parts get one more if some are left.
 
     Raises:
         SpecError: for more parts than rows.

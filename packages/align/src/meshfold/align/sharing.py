@@ -37,7 +37,7 @@ class SharedPrompts:
         on: prompts are computed once.
         why_not: the reason if they are not; "" if that was asked for.
         tokens: of rows so far, each counted once, padding left out.
-        unshared_tokens: those of the same completions without sharing.
+        unshared_tokens: number of tokens of the same completions without sharing.
     """
 
     def __init__(self, asked: object, engine: Engine, what: What, *, longest: int) -> None:

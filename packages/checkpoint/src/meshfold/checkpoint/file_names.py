@@ -40,7 +40,7 @@ def set_aside_path(target: Path) -> Path:
 
 
 def writing_path(target: Path, *, inside: bool) -> Path:
-    """Return the path where a checkpoint is written: within its folder if that exists, else next to it."""
+    """Return the path that a checkpoint is written to first: within its folder if that exists, else next to it."""
     return target / SAVING_FOLDER if inside else target.with_name(f".{target.name}.writing")
 
 

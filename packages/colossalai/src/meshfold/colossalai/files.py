@@ -28,7 +28,7 @@ _Path = str | os.PathLike[str]
 def save_model(engine: TrainingEngine, path: _Path, given: Mapping[str, Any]) -> None:
     """Write the weights: one file, or with ``shard=True`` a folder that all ranks write, one tensor at a time.
 
-    A file is in safetensors format if its name ends so or ``use_safetensors`` is True, else in that of ``torch.save``.
+    A file is in safetensors format if its name ends in ``.safetensors`` or ``use_safetensors`` is True, else in torch.save's.
     ``engine.load(folder, weights_only=True)`` reads the folder, whose files are named as by Hugging Face.
     """
     found = translate("save_model", given, tables.SAVE)

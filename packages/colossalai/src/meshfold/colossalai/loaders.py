@@ -1,4 +1,5 @@
-"""Data loaders: a script's own, split over the data coordinates, and those of ``get_dataloader``; example inputs of a batch."""
+"""Data loaders: a script's own, split over the data coordinates, and loaders from ``get_dataloader``; example inputs of a
+batch."""
 
 from __future__ import annotations
 

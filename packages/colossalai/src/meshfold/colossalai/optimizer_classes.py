@@ -1,7 +1,7 @@
 """Lamb, Lars, CAME and Adafactor under Colossal-AI's names, with its arguments and the engine's formulas.
 
-In Colossal-AI, ``DistributedLamb`` and its siblings are other classes than those of one device. Here the engine handles shards
-for any class, so both names make the same. An engine steps with the class of :mod:`meshfold.optimizers`, whose
+In Colossal-AI, ``DistributedLamb`` and its siblings are separate from the classes for one device. Here the engine handles
+shards for any class, so both names make the same. An engine steps with the class of :mod:`meshfold.optimizers`, whose
 checkpoints it writes.
 """
 
@@ -79,7 +79,7 @@ class DistributedLamb(_Named, ours.Lamb):
 
 
 class Lars(_Named, ours.Lars):
-    """LARS by the paper; see :class:`meshfold.optimizers.Lars`. Colossal-AI's clamps elements to 10 and ratios to 50 besides."""
+    """LARS by the paper; see :class:`meshfold.optimizers.Lars`. Colossal-AI's also clamps elements to 10 and ratios to 50."""
 
     stands_for = ours.Lars
 

@@ -1,9 +1,9 @@
 """Forward and backward of a micro-step as CUDA graphs: one per form of batch, replayed for every later batch of that form.
 
 A small model computes faster than the host can launch its kernels. A CUDA graph launches all of them at once. The first
-micro-steps with a form of batch run as usual, on the stream of the graph: kernels are compiled and tuned, and what a
-model looks at once is looked at. The next one is captured and replayed. Inputs are copied into the tensors that were
-captured, and gradients come out in tensors of the graph's own, which go to the buckets as if they had just arrived.
+micro-steps with a form of batch run as usual, on the stream of the graph: kernels are compiled and tuned, and the model's
+one-time checks are done. The next one is captured and replayed. Inputs are copied into the tensors that were captured, and
+gradients come out in tensors of the graph's own, which go to the buckets as if they had just arrived.
 
 Collectives are not captured: data ranks sum the gradients after the replay. On a CPU nothing can be captured, and the same
 steps run one by one, with the same inputs and the same buckets.
@@ -85,7 +85,7 @@ class CapturedSteps:
         self._places: tuple[int, ...] = ()
 
     def form_to_replay(self, work: Batch) -> Hashable | None:
-        """Record a micro-step with this batch; return the batch's form if it is to be replayed, else None."""
+        """Record a micro-step with this batch; return the batch's form if a graph for it can be replayed, else None."""
         places = tuple(tensor.data_ptr() for tensor in (*self._model.parameters(), *self._model.buffers()))
         if places != self._places:  # somebody has moved the weights
             self._graphs.clear()
@@ -124,7 +124,7 @@ class CapturedSteps:
             form: from :meth:`form_to_replay`.
             work: the batch, on the device.
             count: its targets that count: a scalar.
-            weight: factor of its mean loss in the loss whose gradient is taken: a scalar float64.
+            weight: factor of the micro-step's mean loss before backward: a scalar float64.
             more: another micro-step adds to these gradients before they are used.
 
         Returns:

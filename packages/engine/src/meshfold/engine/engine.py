@@ -167,8 +167,8 @@ class Engine:
     def train_step(self, batch: Any) -> float:
         """Run one micro-step on this data coordinate's batch; every ``gradient_accumulation``-th call steps the optimizer.
 
-        The gradient of a micro-step is that of the mean over all tokens of the global batch, even if ranks have different
-        numbers of them. Micro-steps are averaged.
+        A micro-step's gradient is of the mean loss over all tokens of the global batch, even if ranks have different numbers of
+        tokens. Micro-steps are averaged.
 
         Returns:
             The mean loss over all tokens of the global batch, the same on every rank; nan if no token counts.

@@ -1,8 +1,8 @@
 """The spec's entry ``expert``: experts over the ranks of its axis, tokens on their way to them and back.
 
-Each rank keeps a block of every stacked parameter, ``[experts, ...]``, along dim 0. A block's metadata say that it is split over
-the expert axes, and that its gradient is summed over the axes whose ranks have the same experts: the tokens of all others came to
-it, and their gradients with them. Reductions, ZeRO, norms and checkpoints go by that alone.
+Each rank keeps a block of every stacked parameter, ``[experts, ...]``, along dim 0. A block's metadata say that it is split
+over the expert axes, and that its gradient is summed over the axes whose ranks have the same experts. Tokens of the other ranks
+were sent to it, so its gradient includes theirs already. Reductions, ZeRO, norms and checkpoints go by that alone.
 
 Under tensor parallelism a rank gives the block tokens of its own (:class:`meshfold.tensor_parallel.convert.OwnTokens`), so the
 gradients of the block's other parameters are parts of a sum over the tensor axes too.
@@ -36,7 +36,7 @@ def split_experts(model: nn.Module, world: World) -> Sequence[nn.Module]:
         world: where it will lie.
 
     Returns:
-        The modules round the experts, which :func:`give_own_tokens` is to be called with when the rest is split.
+        The modules around the experts: call :func:`give_own_tokens` with them when the rest is split.
 
     Raises:
         SpecError: for a model without experts, or one whose experts cannot be split so; it is as it was then.
@@ -73,7 +73,7 @@ def check_fp8_dispatch(world: World) -> None:
 
 
 def dispatch_in_fp8(model: nn.Module) -> None:
-    """Let tokens travel to their experts in fp8, in every block of a model whose experts are split."""
+    """Send tokens to their experts in fp8, in every block of a model with split experts."""
     from meshfold.experts import DispatchingForward
 
     for module in model.modules():
@@ -111,7 +111,7 @@ class RoutingSumsOverRanks:
 
 
 def share_routing_sums(model: nn.Module, world: World) -> None:
-    """Let balance losses of :mod:`meshfold.experts` be those of the global batch, under every spec.
+    """Compute balance losses of :mod:`meshfold.experts` over the global batch, under every spec.
 
     In pipelines they are refused until :mod:`meshfold.engine.model.carried_sums` finds that all sums come to the last stage.
     """

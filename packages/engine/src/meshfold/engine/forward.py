@@ -149,7 +149,7 @@ class Forward:
             self._logits.expire()
 
     def loss_of(self, output: Any, work: batches.Batch) -> Tensor:
-        """Return the scalar loss in the model's output, or that of ``loss_fn``.
+        """Return the scalar loss from the model's output, or from ``loss_fn``.
 
         Raises:
             SpecError: if there is none.

@@ -90,7 +90,7 @@ def verify_archive(path: Path, part: int = 0, parts: int = 1) -> None:
     """Compare every ``parts``-th entry of a file with its checksum in the archive, from number ``part`` on.
 
     Raises:
-        CheckpointError: for one that differs from what was written.
+        CheckpointError: for a tensor that differs from the one that was written.
     """
     if not zipfile.is_zipfile(path):
         return  # written by torch before 1.6: not an archive

@@ -33,8 +33,8 @@ def hold_lock(lock: Path, *, doing: str, folder: Path | None = None) -> Iterator
     The lock is advisory (``flock``). A file system without locks lets every process in.
 
     Args:
-        lock: the file, in an existing folder. That of a killed process is taken over.
-        doing: goes into the message of a process that is refused: ``"process 12 on HOST has been {doing} since ..."``.
+        lock: the file, in an existing folder. The lock of a killed process is taken over.
+        doing: for the message of a process that is refused: ``"process 12 on HOST has been {doing} since ..."``.
         folder: the locked folder, for the message; None: the folder of the file.
 
     Raises:

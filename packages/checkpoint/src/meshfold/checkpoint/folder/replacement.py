@@ -9,7 +9,7 @@
 
 A file that ``state.json`` lists is looked up in ``.saved-...`` first and then in its place, so a process may die, or read, at any
 time: before 3 the checkpoint is the old one, and after it the new one. The next save continues with 4, or removes what 1 and 2
-left. When a checkpoint is removed, its index is renamed first, so that it never looks complete when it is not; a process that dies
+left. Removal renames the index first, so an incomplete checkpoint never looks complete; a process that dies
 leaves the list of files that are still to be removed.
 """
 

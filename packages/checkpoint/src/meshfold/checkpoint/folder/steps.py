@@ -84,7 +84,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint so that it never looks complete when it is not. Call it on one rank.
+    """Remove a checkpoint; if interrupted, the rest of it never looks complete. Call it on one rank.
 
     Raises:
         CheckpointError: if it cannot be removed.

@@ -152,9 +152,9 @@ def commit_checkpoint(writing: Path, target: Path, state: Mapping[str, Any], sma
     """Write the small files, sync the folder to disk and put it in place.
 
     Args:
-        writing: the folder, of :func:`begin_checkpoint`, whose lock is still held.
+        writing: the folder that :func:`begin_checkpoint` returned; its lock is still held.
         target: its destination.
-        state: what goes into ``state.json``.
+        state: the content of ``state.json``.
         small_files: file name to its content, written by ``torch.save``.
     """
     for name, content in small_files.items():

@@ -45,7 +45,7 @@ class Shard:
     Attributes:
         offsets: in the whole tensor, in elements, per dim.
         sizes: the same.
-        view: makes it from what the rank keeps.
+        view: returns it from the tensor that the rank keeps.
     """
 
     offsets: tuple[int, ...]

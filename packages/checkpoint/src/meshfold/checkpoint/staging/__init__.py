@@ -157,7 +157,7 @@ class BackgroundCopies:
                 rest.append(pair)
 
     def over(self) -> None:
-        """Record that no more is queued, also after a failure."""
+        """Record that no further copy will be queued, also after a failure."""
         self._queued.set()
 
     def hold(self) -> None:

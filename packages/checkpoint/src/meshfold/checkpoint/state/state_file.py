@@ -100,7 +100,7 @@ def identity(state: Mapping[str, Any]) -> str:
 
 
 def file_checksum(path: Path) -> str:
-    """Return the CRC-32 of a file; of a safetensors file that of its header, which has a checksum of each tensor."""
+    """Return the CRC-32 of a file; for a safetensors file, the checksum of its header, which has a checksum of each tensor."""
     with path.open("rb") as file:
         if path.suffix != ".safetensors":
             return f"{zlib.crc32(file.read()):08x}"

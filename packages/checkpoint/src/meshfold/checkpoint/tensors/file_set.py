@@ -1,7 +1,8 @@
 """Named tensors in one file, or in several with an index that many ranks write at once; weights in torch's files.
 
-The names are those of Hugging Face: ``model.safetensors`` alone, or ``model-00001-of-00004.safetensors`` and so on with
-``model.safetensors.index.json``, which maps tensors to files. Tensors are memory-mapped: a rank reads only what it uses.
+Names are as in Hugging Face folders: ``model.safetensors`` alone, or ``model-00001-of-00004.safetensors`` and so on with
+``model.safetensors.index.json``, which maps tensors to files. Tensors are memory-mapped: a rank reads only the parts that it
+uses.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def verify_checksums(tensors: Mapping[str, Tensor], part: int, parts: int) -> No
     """Compare every ``parts``-th opened tensor with its checksum, from number ``part`` on.
 
     Raises:
-        CheckpointError: for one that differs from what was written.
+        CheckpointError: for a tensor that differs from the one that was written.
     """
     files = [tensors] if isinstance(tensors, TensorFile) else getattr(tensors, "files", [])
     for number, file in enumerate(files):

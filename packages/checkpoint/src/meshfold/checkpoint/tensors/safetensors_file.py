@@ -1,7 +1,7 @@
 """Files of named tensors in the safetensors format, written tensor by tensor and read by memory mapping.
 
 The format: eight bytes with the length of a JSON header (little endian), the header (name to dtype, shape and byte
-offsets), then the tensors in a row. The safetensors library reads what is written here and vice versa;
+offsets), then the tensors in a row. The safetensors library reads these files and vice versa;
 it is not used because it needs all tensors in memory to write them.
 
 Files that are written here have a checksum of each tensor, the CRC-32 of its bytes, in the header's metadata under
@@ -375,7 +375,7 @@ class TensorFile(Mapping[str, Tensor]):
         """Read every ``parts``-th tensor from number ``part`` on and compare it with its checksum, if it has one.
 
         Raises:
-            CheckpointError: for the first one that differs from what was written.
+            CheckpointError: for the first tensor that differs from the one that was written.
         """
         for name, wanted in [*zip(self._in_order, self._sums, strict=False)][part::parts]:
             start, end = self._entries[name]["data_offsets"]

@@ -101,8 +101,8 @@ def write_shard_index(folder: Path, name: str, tensors: Mapping[str, TensorInfo]
 
 
 class ShardFiles(Mapping[str, Tensor]):
-    """Tensors stored as rectangles in several files. Those of several rectangles are
-    :class:`~meshfold.checkpoint.tensors.shard_files.StoredTensor`: a window of one reads that window."""
+    """Tensors stored as rectangles in several files. Tensors of several rectangles are
+    :class:`~meshfold.checkpoint.tensors.shard_files.StoredTensor`: slicing one reads only the slice."""
 
     def __init__(self, folder: TensorFolder, index: str) -> None:
         """Raises:

@@ -87,7 +87,7 @@ def assemble(
     *,
     roots: Sequence[str] | None = None,
 ) -> Assembled:
-    """Shard, cut into stages, initialise, place and cast. ``stages``: what the entry ``pipeline`` needs to know.
+    """Shard, cut into stages, initialise, place and cast. ``stages``: information for the entry ``pipeline``.
 
     ``roots``: names of submodules that tensor parallelism splits separately, if the module's own forward is not
     called; None: the whole model.

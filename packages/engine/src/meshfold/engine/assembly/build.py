@@ -45,7 +45,7 @@ class Built:
     Attributes:
         world: the running processes, as a mesh.
         part: this rank's part of the model.
-        blocks: those of its blocks that backward recomputes; None if none is.
+        blocks: the blocks that backward recomputes; None if none is.
         fused: the fused kernels in it; None if none were asked for.
         fp8: the linear layers that multiply in fp8; None if none was asked to.
         compiled: description of what is compiled; None if nothing is.

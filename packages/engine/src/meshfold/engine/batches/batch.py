@@ -1,8 +1,8 @@
 """A batch in the form that the model is called with, and its targets.
 
 A batch is a tensor of token ids ``b s``, a dict with ``input_ids`` and ``labels`` (and whatever else the model
-takes), or a pair ``(inputs, targets)`` for a ``loss_fn``. Targets are what the loss is a mean over: ranks
-are weighted by their number.
+takes), or a pair ``(inputs, targets)`` for a ``loss_fn``. The loss is a mean over targets, so ranks are weighted by their
+numbers of targets.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def prepare_batch(
         kept: entries of a dict that keep their dtype, since the loss alone reads them.
 
     Raises:
-        SpecError: for a batch in none of the three forms.
+        SpecError: for a batch that has none of the three forms.
     """
 
     def move(value: Any, cast: bool = True) -> Any:

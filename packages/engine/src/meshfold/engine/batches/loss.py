@@ -68,8 +68,8 @@ def check_loss_fn(loss_fn: object) -> None:
 def leave_out_targets(kwargs: dict[str, Any], model: nn.Module, loss_fn: object) -> dict[str, Any]:
     """Return a model's keyword arguments for a loss that is not its own: without targets, if they are optional.
 
-    With them it would compute an unused loss, and return only the logits that this needs. An objective (:func:`fields_of`) leaves
-    them, and takes out what it alone reads.
+    With them it would compute an unused loss, and return only the logits that this needs. If an objective is set
+    (:func:`fields_of`), they stay, and the fields that it alone reads are taken out.
 
     Raises:
         SpecError: for an encoder-decoder, which makes the decoder's input from them.
@@ -127,7 +127,7 @@ def _is_criterion(loss_fn: object) -> bool:
 
 
 class LossCalls(TorchFunctionMode):
-    """Observer of cross-entropy calls, which show what a loss is a mean over.
+    """Observer of cross-entropy calls: they show which targets a loss averages over.
 
     Ranks' means are combined by their number of targets, which must be known: targets with another ``ignore_index`` than
     -100 do not count either, and a mean weighted by class is not a mean over targets.

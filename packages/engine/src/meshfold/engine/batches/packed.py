@@ -27,7 +27,7 @@ Documents = tuple[tuple[int, ...], ...]
 
 
 def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents | None:
-    """Return the documents of a batch; None if each row is one that starts at position 0.
+    """Return the documents of a batch; None if each row is one document that starts at position 0.
 
     Args:
         given: the model's arguments. Redundant ones are removed.

@@ -9,16 +9,16 @@
     state.json              everything else, and each file's size and checksum; its presence says that the folder is complete
 
 A large file is split into several, with an index (:mod:`meshfold.checkpoint.tensors.file_set`): each rank is assigned
-tensors and writes them while the others gather the next. A rank holds at most two whole tensors besides its own blocks:
-one that is being written and one that is being gathered. The checkpoint is put in place once all ranks have written it to
-disk; until then an older one in that place is kept (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads,
-through a memory map, the parts of the files that are its own. So all ranks must see the folder.
+tensors and writes them while the others gather the next. Apart from its own blocks, a rank holds at most two whole tensors: one
+being written and one being gathered. The checkpoint is put in place once all ranks have written it to disk; until then an older
+one in that place is kept (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads, through a memory map, the parts of
+the files that are its own. So all ranks must see the folder.
 
 A save beside the training (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
-keeps them (:mod:`meshfold.checkpoint.tensors.shard_files`); readers see no difference. Why this is not
-``torch.distributed.checkpoint``: a shard there has to be a DTensor or a ShardedTensor, which a flat run of a fused and
-padded block is not, plans are made by collectives, which must not meet those of the training, and metadata is a pickle.
-docs/checkpoints.md has the few lines from one to the other.
+keeps them (:mod:`meshfold.checkpoint.tensors.shard_files`); readers see no difference. ``torch.distributed.checkpoint`` is not
+used for three reasons. Its shards are DTensors or ShardedTensors, which cannot describe a flat run of a fused and padded block.
+It plans by collectives, which could mix with the training's. Its metadata is a pickle. docs/checkpoints.md has the few lines
+from one to the other.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def write_checkpoint(
     Args:
         path: the folder; made with its parents, or replaced.
         world: where the tensors lie.
-        files: file name to its tensors, alike on every rank.
-        state: what goes into ``state.json``.
+        files: file name to its tensors, the same on every rank.
+        state: the content of ``state.json``.
         small: name of a separate file to its content, written by ``torch.save``; rank 0's counts.
         all_read: every rank has a part of the tensors; else each data coordinate has all of them.
 
@@ -232,7 +232,7 @@ class Checkpoint:
         """Read every ``parts``-th tensor, from number ``part`` on, and compare it with its checksum.
 
         Raises:
-            CheckpointError: for one that differs from what was written.
+            CheckpointError: for a tensor that differs from the one that was written.
         """
         verify_checksums(self.model, part, parts)
         if "optimizer" in self.state and not weights_only:

@@ -188,7 +188,7 @@ class ModelState:
         return self._states.noted_optimizer_sources()
 
     def optimizer_description(self) -> dict[str, Any]:
-        """Return the optimizer's settings that a checkpoint stores besides its tensors. All ranks must call."""
+        """Return the optimizer's settings, which a checkpoint stores with its tensors. All ranks must call."""
         return self._states.optimizer_description()
 
     def check_optimizer(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -257,7 +257,7 @@ def with_plain_names(found: Mapping[str, T]) -> dict[str, T]:
 def describe_model(model: Any) -> dict[str, Any] | None:
     """Return the configuration of a model; None for a model whose configuration cannot be written.
 
-    A configuration can define ``checkpoint_description()``; those of transformers are written as JSON.
+    A configuration can define ``checkpoint_description()``; configurations of transformers are written as JSON.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "checkpoint_description"):

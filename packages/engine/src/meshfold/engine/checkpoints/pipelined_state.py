@@ -1,7 +1,7 @@
 """The state of a pipelined model as a whole: owners read it, and all ranks get it.
 
-Names are those of the whole model, recorded before it was cut. A rank receives what it does not have from the first
-rank of the pipeline that does.
+Names are as in the whole model, recorded before it was cut. A rank receives missing tensors from the first rank of the pipeline
+that has them.
 """
 
 from __future__ import annotations

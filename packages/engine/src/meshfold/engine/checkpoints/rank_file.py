@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: its plan (which rectangles of which tensors), their copies on the host, and the writing.
+"""One rank's file of a checkpoint: the plan (which rectangles of which tensors), copies on the host, and writing.
 
 Names are looked up by the descriptor of the folder that existed at the start. Otherwise a rank that outlives its run would
 write into the folder of a newer run with the same name.

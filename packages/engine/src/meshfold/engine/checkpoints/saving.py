@@ -5,8 +5,7 @@
 2. In the background, on each rank, a little later (:data:`HEAD_START_S`) or when a caller waits: the rectangles that
    it writes are found (:mod:`meshfold.checkpoint.shards`) and copied to host memory
    (:mod:`meshfold.checkpoint.staging`), the copies are written, and a file is given its name when it is on the disk.
-   No collective is involved, which could mix with those of training: ranks see each other's files in the shared
-   folder.
+   No collective is called, since it could mix with the training's: ranks see each other's files in the shared folder.
 3. In the background, on rank 0: when all files are there it checks that every element of every tensor is in one of them,
    writes the index and ``state.json``, and gives the folder its name.
 
@@ -82,8 +81,8 @@ class Saver:
 
         Args:
             path: the folder; made with its parents, or replaced.
-            files: file name to its tensors, alike on every rank.
-            state: what goes into ``state.json``.
+            files: file name to its tensors, the same on every rank.
+            state: the content of ``state.json``.
             small_files: name of a separate file to its content, written by ``torch.save``.
 
         Raises:

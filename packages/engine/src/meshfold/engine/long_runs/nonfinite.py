@@ -1,7 +1,7 @@
 """``Engine(nonfinite=...)``: handling of nan or infinite losses and gradients, and the search for where they arose.
 
-The norm of the gradient is checked before the optimizer steps. It is the same number on every rank, and so is the loss,
-so all ranks decide alike. Nothing else is checked while both are finite. Otherwise the micro-steps since the last step are
+The norm of the gradient is checked before the optimizer steps. Both it and the loss are the same numbers on every rank, so all
+ranks decide the same. Nothing else is checked while both are finite. Otherwise the micro-steps since the last step are
 repeated, with the same batches, weights and random numbers, and this time every module is checked.
 """
 
@@ -107,7 +107,7 @@ class NonFiniteGuard:
             forget: releases its gradients.
 
         Raises:
-            NonFiniteError: in mode ``"error"``, on every rank, naming what is not finite.
+            NonFiniteError: in mode ``"error"``, on every rank, naming the tensor that is not finite.
         """
         mode = self._mode
         if mode is None:
@@ -194,7 +194,7 @@ class Finding:
 class NonFiniteSearch:
     """Search of all modules while micro-steps are repeated; keeps this rank's first finding.
 
-    A module's result is the culprit if it has a nan or a +inf that none of its inputs had. (-inf alone may be a mask.) In
+    A module is reported if its result has a nan or a +inf and none of its inputs had one. (-inf alone may be a mask.) In
     backward it is the module whose input's gradient is the first that is not finite. A compiled module counts as one.
     """
 

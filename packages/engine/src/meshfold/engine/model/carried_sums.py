@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class CarriedRoutingSums:
     """See :class:`meshfold.pipeline.runtime.Carried`: of each router its counts, probabilities, squares and tokens.
 
-    A micro-batch has its own balance: that of its tokens on all data ranks.
+    Each micro-batch is balanced by itself, over its tokens on all data ranks.
     """
 
     def __init__(self, model: nn.Module, world: World, dtype: torch.dtype) -> None:

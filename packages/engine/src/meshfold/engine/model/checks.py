@@ -222,7 +222,7 @@ _BALANCE = re.compile(r"(router_)?aux(iliary)?_loss.*|router_z_loss.*|(load_)?ba
 
 
 def warn_of_split_batches(model: nn.Module, world: World) -> None:
-    """Warn once, on rank 0, about batch norms and balance losses whose batch is split.
+    """Warn once, on rank 0, about batch norms and balance losses that see only a part of the batch.
 
     Args:
         model: the whole model, before it is split.

@@ -1,7 +1,7 @@
 """Weights in fp8, cast once an optimizer step: by the first product that reads them, for all micro-batches and recomputed forwards.
 
 Compiled blocks take the operands as inputs of their graphs, so the weights of a block are cast in front of its forward, behind the
-hooks that wait for an optimizer step or gather parameters. What was cast goes when the step ends.
+hooks that wait for an optimizer step or gather parameters. Cast weights are freed when the step ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def casts_once(settings: Fp8Settings, spec: ParallelSpec, accumulation: int) -> 
 
 
 def fp8_cast_bytes(model: nn.Module, settings: Fp8Settings | None, spec: ParallelSpec, accumulation: int) -> int:
-    """Return the bytes that fp8 weights take during a step, without their scales, in a model whose layers are in fp8."""
+    """Return the bytes of fp8 weights during a step, without their scales, in a model with fp8 layers."""
     if settings is None or not casts_once(settings, spec, accumulation):
         return 0
     weights = [layer.get_parameter("weight") for layer in model.modules() if _weight(layer) is not None]

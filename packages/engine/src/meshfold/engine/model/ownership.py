@@ -1,7 +1,7 @@
 """Ownership of a module by an engine: one engine trains it at a time, and it is restored if the engine cannot be built.
 
-Each engine takes the gradients of its parameters, and drops those of other losses. If two train one module, the later would
-never see a gradient, and its loss would silently stand still. Running a notebook cell twice makes two.
+Each engine takes its parameters' gradients, and drops gradients of other losses. If two engines train one module, the later
+would never see a gradient, and its loss would not change, without an error. Running a notebook cell twice makes two.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class AsGiven:
     stay in memory until then.
 
     Modules, their classes, attributes and hooks, parameters and buffers are then the original objects, with their original
-    memory. What was written into that memory stays: if ranks made a module with different weights, it has rank 0's.
+    memory. Writes into that memory are not undone: if ranks made a module with different weights, it keeps rank 0's.
     """
 
     def __init__(self, model: object) -> None:

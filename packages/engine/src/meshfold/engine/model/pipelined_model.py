@@ -204,7 +204,7 @@ class PipelinedModel:
         """Return the micro-batches of the next step. All ranks must call.
 
         Under schedule ``auto``, once: measure the stages on a batch, and choose the best order for these times; ranks use the
-        slowest time of those with the same stage, so that all choose alike. Then the states may run trial forwards.
+        slowest time of those with the same stage, so that all make the same choice. Then the states may run trial forwards.
         """
         works = self.microbatches(batch)
         if self._measures:

@@ -1,4 +1,4 @@
-"""Blocks whose activations are recomputed in backward, each with a switch to keep them.
+"""Blocks that recompute their activations in backward, each with a switch to keep them instead.
 
 A block's forward is wrapped, under its own name and with all its hooks outside: modules, names and state dicts are as
 before. A recomputed forward repeats the random numbers and collectives of the first one: the same elements are dropped,
@@ -36,7 +36,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
-    """Return the engine's argument ``recompute``, checked against the spec.
+    """Check the engine's argument ``recompute`` against the spec and return it.
 
     Raises:
         SpecError: for any other word, and for ``"auto"`` without a plan that could choose.
@@ -84,7 +84,7 @@ def recomputes_by_itself(model: nn.Module) -> bool:
 
 
 class Recomputed:
-    """Replacement of a block's forward: an attribute of the block itself, found before that of its class.
+    """Replacement of a block's forward, set on the block itself, where it hides the class's.
 
     Attributes:
         name: of the block.

@@ -31,7 +31,7 @@ def roots_of(module: nn.Module) -> list[str]:
 
 
 def callable_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the children with parameters that are called from outside, those of lists one by one."""
+    """Return the children with parameters that are called from outside; members of lists one by one."""
     return [part for _, part in _called("", module)]
 
 

@@ -1,4 +1,4 @@
-"""A model whose weights are stored elsewhere: an engine builds it on the meta device and then loads each rank's own."""
+"""Model with weights in files: an engine builds it on the meta device, then each rank loads its own shards."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class WeightSource(ABC):
         """Compare every ``parts``-th tensor with its checksum, from number ``part`` on, where there are any.
 
         Raises:
-            CheckpointError: for one that differs from what was written.
+            CheckpointError: for a tensor that differs from the one that was written.
         """
 
     @abstractmethod
@@ -104,5 +104,5 @@ class WeightSource(ABC):
         """Return the values for a model that was built by this.
 
         Raises:
-            SpecError: if it has none of the model's tensors, or tensors of other shapes.
+            SpecError: if the files have none of the model's tensors, or tensors of other shapes.
         """

@@ -4,7 +4,7 @@ A rank steps only its own shards if an optimizer is elementwise; an optimizer th
 one that needs whole parameters gets those through ``zero``.
 
 ``dict(name="adamw", lr=3e-4, weight_decay=0.1, no_decay="norms_and_biases")``, or a class or function that takes a
-list of parameters and returns a ``torch.optim.Optimizer``. Weight decay goes to all parameters, as in torch, unless
+list of parameters and returns a ``torch.optim.Optimizer``. Weight decay applies to all parameters, as in torch, unless
 ``no_decay`` says otherwise.
 """
 
@@ -125,7 +125,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 def check_sight(optimizer: torch.optim.Optimizer, *, split: Sequence[str], stages: bool) -> None:
     """Check that an optimizer steps as in one process although this rank does not have everything.
 
-    Those of torch are known by name. Others may declare ``elementwise = True`` or ``False``, or are tried.
+    torch's own are known by name. Others may declare ``elementwise = True`` or ``False``, or are tried.
 
     Args:
         optimizer: of this rank's blocks.

@@ -1,4 +1,4 @@
-"""Roles of parameters, passed on to the shards or stand-ins that an optimizer such as Muon is made of."""
+"""Roles of parameters, copied to the shards or stand-ins that an optimizer such as Muon receives."""
 
 from __future__ import annotations
 

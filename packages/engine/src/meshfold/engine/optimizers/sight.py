@@ -1,4 +1,4 @@
-"""Give an optimizer what it needs of whole tensors where a rank has only blocks: norms, sums over dims, matrices."""
+"""Norms, sums over dims and matrices of whole tensors, for an optimizer on a rank that has only blocks of them."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ class Masters:
 
     @torch.no_grad()
     def publish(self, written: Collection[Tensor] = ()) -> None:
-        """Round the masters into the parameters, except for those whose masters are given: these are up to date."""
+        """Round the masters into the parameters; skip those whose masters are given, which are up to date."""
         pairs = [(low, high) for low, high in zip(self._low, self._high, strict=True) if high not in written]
         if pairs:
             torch._foreach_copy_([low for low, _ in pairs], [high for _, high in pairs])
@@ -246,7 +246,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def other_dtypes(model: nn.Module, precision: Precision) -> dict[Tensor, torch.dtype]:
-    """Return the parameters that a model has in another dtype than the precision's: those of norms with running statistics."""
+    """Return the model's parameters in another dtype than the precision's: in norms with running statistics."""
     norms = (module for module in model.modules() if keeps_statistics(module))
     wide = {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
     return dict.fromkeys(wide, precision.master_dtype) if precision.dtype != precision.master_dtype else {}

@@ -52,7 +52,7 @@ class Fp8Settings:
         Args:
             value: the precision as it was written.
             name: of the precision.
-            keys: those of :data:`FP8_KEYS` that it has.
+            keys: the keys among :data:`FP8_KEYS` that it has.
 
         Raises:
             SpecError: for fp8 with a precision other than bf16, an unknown recipe or word, or keys without ``matmul``.

@@ -27,7 +27,7 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
         own_loss: the engine has a ``loss_fn``.
 
     Raises:
-        SpecError: for what the model cannot do on a part of a sequence.
+        SpecError: if the model does something that is not possible on a part of a sequence.
     """
     spec = world.spec.sequence
     if spec is None or spec.size == 1:  # also of Megatron's mode

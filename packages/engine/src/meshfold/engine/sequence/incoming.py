@@ -1,4 +1,4 @@
-"""Inputs of a model whose sequences are split: labels are shifted by one token, then arguments are cut into this rank's part."""
+"""Inputs under sequence parallelism: labels are shifted by one token, then each argument is cut to this rank's part."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def next_token_losses(model: nn.Module) -> list[nn.Module]:
 
 
 class Labels:
-    """Labels of a model whose sequences are split.
+    """Labels under sequence parallelism.
 
     Attributes:
         kind: ``"moved"``, ``"shift_labels"`` (moved, and passed as such), ``"as they are"``; "" if the model's loss cannot take

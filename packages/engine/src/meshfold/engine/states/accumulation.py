@@ -1,5 +1,5 @@
-"""The gradients of one optimizer step, from the first forward to the optimizer, and their stand-ins in ``parameter.grad``, with
-which torch's own clipping works on sharded gradients.
+"""Gradients of one optimizer step, from the first forward to the optimizer. Stand-ins in ``parameter.grad`` let torch's own
+clipping work on sharded gradients.
 
 Gradients wait in buckets and chunks, and ``parameter.grad`` would be None: ``torch.nn.utils.clip_grad_norm_`` would silently
 clip nothing and return 0.0. So it is a :class:`meshfold.mesh.parameters.GradientProxy`, except while a backward runs.
@@ -49,7 +49,7 @@ class Accumulation:
 
     Attributes:
         scaler: of the losses.
-        micro_steps: those of ``train_step`` among them.
+        micro_steps: how many of them ``train_step`` made.
         backwards: those whose gradients count.
         settled: gradients are summed over the data axes and unscaled, until they are released.
         closed: whether the engine is closed, so that no more gradients arrive.
@@ -100,7 +100,7 @@ class Accumulation:
             )
 
     def begin(self, *, anew: bool = False) -> None:
-        """Start a forward whose backward will follow; ``anew``: also if the one before was aborted.
+        """Start a forward whose backward will follow; ``anew``: begin even if the one before was aborted.
 
         Raises:
             TrainingError: without an optimizer, or after ``close()``.

@@ -38,7 +38,7 @@ class BucketGradients:
 
     Attributes:
         flat: one after the other, and a number of uses each.
-        filled: places of the parameters whose gradient is in it.
+        filled: indices of the parameters with a gradient in it.
     """
 
     flat: Tensor
@@ -46,7 +46,7 @@ class BucketGradients:
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together."""
+    """Bucket of parameters with gradients that are reduced together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], targets: Sequence[Tensor], group: Group) -> None:
         """Args:
@@ -244,9 +244,9 @@ class GradientReducer:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Context manager around a backward whose gradients :meth:`take` takes: they are neither sent nor added to others.
+        """Context manager around a backward; its gradients are for :meth:`take`, neither reduced nor added to others.
 
-        Buckets must not be on their way.
+        No bucket may be in flight.
         """
         before = self._listening, self._last, self._several
         self._listening, self._last, self._several = True, False, False

@@ -32,7 +32,7 @@ _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 class OptimizerState:
-    """Reader and writer of a torch optimizer whose tensors are blocks of whole ones."""
+    """Reader and writer of the state of a torch optimizer over blocks of tensors."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, targets: Mapping[str, Tensor]) -> None:
         """Args:
@@ -191,7 +191,7 @@ def _tuples(value: Any) -> Any:
 
 
 def global_shape(local: Tensor, like: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor whose shard is ``local``, placed like ``like``."""
+    """Return the shape of the whole tensor of which ``local`` is this rank's shard, placed like ``like``."""
     meta = metadata(like)
     return tuple(local.shape) if meta is None or local.shape != like.shape else meta.placement.shape
 

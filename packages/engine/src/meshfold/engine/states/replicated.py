@@ -45,7 +45,7 @@ class Source(NamedTuple):
             is raised after the collective.
         cut: how what this rank writes of it, where nothing is gathered, is found by its name. Without communication.
         parts: the tensors that this rank keeps of it; the pieces are views of them. None where there are no pieces.
-        alike: all ranks read the same, and it does not change before a step; else rank 0's counts.
+        alike: all ranks read the same values, which do not change before a step; else rank 0's counts.
         on_disk: this rank's part is on a disk: ``parts`` reads it.
     """
 
@@ -157,7 +157,7 @@ class States(Protocol):
         """Return the same for ``optimizer_sources``. All ranks must call."""
 
     def optimizer_description(self) -> dict[str, Any]:
-        """Return the optimizer's settings that a checkpoint stores besides its tensors."""
+        """Return the optimizer's settings, which a checkpoint stores with its tensors."""
 
     def check_optimizer(self, description: Mapping[str, Any], entries: Iterable[str]) -> None:
         """Raise a CheckpointError for what ``load_optimizer`` would refuse; ``entries`` are ``parameter/state``."""
@@ -189,7 +189,7 @@ class PlainStates:
 
     Attributes:
         masters: the master weights, which may be the parameters themselves.
-        targets: by name, what the optimizer updates.
+        targets: the tensors that the optimizer updates, by name.
         trained: the trained parameters.
         reducer: sums the gradients.
     """

@@ -37,12 +37,12 @@ class World:
 
     Attributes:
         spec: checked against the number of processes.
-        mesh: has the spec's axes, and those of mode 1d with size 1 where there is no tensor parallelism.
+        mesh: has the spec's axes; without tensor parallelism, also the axes of mode 1d with size 1.
         device: where this rank's tensors are.
         mode: the tensor-parallel mode; None without a tensor entry.
         outer_axes: those that the batch is split over, by rows or by tokens: all but the tensor axes and the pipeline's.
             Gradients are summed over them, and ``zero`` shards over them.
-        row_axes: those of them that its rows are split over; ranks along the others have the same rows and different tokens.
+        row_axes: the axes that its rows are split over; ranks along the others have the same rows and different tokens.
     """
 
     spec: ParallelSpec

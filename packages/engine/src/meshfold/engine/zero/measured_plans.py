@@ -72,7 +72,7 @@ class MeasuredPlans:
 
         Args:
             watcher: has traces of some steps.
-            flying: what a pipeline's step holds in addition; None without.
+            flying: bytes that a pipeline's step holds in addition; None without.
         """
         spec, world = self._spec, self._world
         machine = replace(
@@ -128,9 +128,9 @@ class MeasuredPlans:
     ) -> Plan:
         """Return a plan with the seconds and bytes that its first steps showed. Nothing moves.
 
-        A trace knows the peak of model data and that of other data at each timestep, but not whether both occurred at
-        once: memory that the step did not use is available to chunks. No step before a plan uses GPU streaming.
-        Collective over the ranks of a stage; all return the same.
+        A trace has the peak of model data and the peak of other data at each timestep, but not whether both occurred at once.
+        Memory that the step did not use is available to chunks. No step before a plan uses GPU streaming. Collective over the
+        ranks of a stage; all return the same.
 
         Args:
             made: the plan.
@@ -261,7 +261,7 @@ def workload_of_stages(
     Args:
         trace: of F of its stages on one micro-batch, in order, and of their backwards.
         chunks: of the rank.
-        flying: what the schedule lets it hold at once.
+        flying: how many micro-batches the schedule lets it hold at once.
         accumulation: micro-steps of an optimizer step.
         name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes, reshards: as
             :func:`meshfold.zero_gemini.profiler.workload_of` takes them.

@@ -1,5 +1,5 @@
-"""Memory of host and device: what is free, the allocator's limit, the agreement of ranks that it runs short, and what an
-out-of-memory error was about."""
+"""Memory of host and device: free bytes, the allocator's limit, the ranks' agreement that memory runs short, and the details of
+out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def limit_allocator(device: torch.device, limit: int) -> None:
 def grow_segments() -> bool:
     """Let the allocator grow and shrink its segments from now on, in the whole process; return whether it does.
 
-    Chunks come and go in sizes of their own between activations. In segments of fixed sizes that leaves gaps (8 % of an
-    H200 with a model of 13B parameters), and what a plan may use runs out although it is there. Where the environment
-    configures the allocator its settings are kept.
+    Chunks come and go in sizes of their own between activations. With segments of fixed sizes this leaves gaps (8 % of an H200
+    with a model of 13B parameters), and allocation fails although the memory is free. Where the environment configures the
+    allocator its settings are kept.
     """
     if any(os.environ.get(name) for name in _VARIABLES):
         return False
@@ -115,7 +115,7 @@ class Pressure:
         return said is not None and bool(int(said))
 
     def forget(self) -> None:
-        """Forget what was reported so far: it belongs to another plan."""
+        """Drop all reports so far: they belong to another plan."""
         self._said = self._there = None
         self._retries = retries(self._world.device)
 
@@ -192,7 +192,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if an error says that memory ran out, or was raised because of one that does.
 
-    cuBLAS, Triton, NCCL and the host's allocator raise errors of their own, and compiled code wraps what it raises.
+    cuBLAS, Triton, NCCL and the host's allocator raise their own errors, and compiled code wraps its errors.
     """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | OutOfBudget | MemoryError):

@@ -114,7 +114,7 @@ BOUNDARY_BYTES = 2**30
 
 
 def gradient_dtype(precision: Precision, *, accumulation: int, ranks: int) -> torch.dtype:
-    """Return the dtype in which gradients are summed: that of the masters, unless there is nothing to sum."""
+    """Return the dtype in which gradients are summed: the masters', unless there is nothing to sum."""
     return precision.dtype if accumulation == 1 and ranks == 1 else precision.master_dtype
 
 
@@ -125,7 +125,7 @@ class Sizes:
     Attributes:
         elements: of the model, on this rank's tensor block.
         ranks: that share them; on average, where fewer share experts than the rest.
-        parameter: what the model computes with.
+        parameter: of the parameters that the model computes with.
         state: master weights and optimizer state beside it.
         gradient: in the dtype of its sum.
     """
@@ -168,7 +168,7 @@ def first_placements(
         device: where the model computes.
         sizes: of the model.
         ranks_per_host: share a host's memory.
-        everyone: all ranks: the one with the least memory decides for all, since what a chunk does on one it does on all.
+        everyone: the group of all ranks. The rank with the least memory decides, since a chunk has the same placement on all.
 
     Raises:
         SpecError: for shares that cannot be.

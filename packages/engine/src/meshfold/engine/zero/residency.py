@@ -191,7 +191,7 @@ class Residency:
         """Watch this rank's stages of a pipeline by themselves, before a step; all ranks of the pipeline must call.
 
         Args:
-            rehearse: forward and backward of a micro-batch through the stages, whose gradients are dropped.
+            rehearse: forward and backward of a micro-batch through the stages; gradients are dropped.
             live: pairs of stage and micro-batch that the rank holds at most in a step.
             stages: of the rank.
             microbatches: of the step.

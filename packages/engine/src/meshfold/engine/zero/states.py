@@ -180,7 +180,7 @@ class ZeroStates:
             self.gemini.end_backward()
 
     def complete(self, parameters: Iterable[Tensor]) -> None:
-        """Chunks are reduced once all their gradients have arrived."""
+        """Do nothing: chunks are reduced once all their gradients have arrived."""
 
     def finish(self, factor: float) -> None:
         if self._owed:

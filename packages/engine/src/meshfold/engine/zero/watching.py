@@ -1,4 +1,4 @@
-"""Watching training steps: what a plan needs to know about a model, measured in training and agreed on by all ranks.
+"""Measurements in training steps that memory plans are made from; all ranks agree on them.
 
 Before there is a plan, unit by unit; under it, how long compute takes all in all.
 """
