@@ -79,7 +79,7 @@ class Booster:
             criterion: returned unchanged. Under a pipeline it is called with (output, micro-batch), unless the model's
                 output has a ``.loss``.
             dataloader: of ``plugin.prepare_dataloader``; or a plain one, of global batches. For a model whose input is not
-                token ids, a pipeline reads the inputs' names and shapes from it; without one write ``HybridParallelPlugin(...,
+                token ids, a pipeline reads from it what the model is called with; without one write ``HybridParallelPlugin(...,
                 engine=dict(example=batch))``.
             lr_scheduler: of ``optimizer``; the same object is returned, for the engine's optimizer. The script steps it.
 

@@ -43,8 +43,8 @@ def initialize(
             ``engine.optimizer``. Or as for :class:`meshfold.engine.Engine`.
         criterion: of (output, target); None for models whose output has a ``.loss``.
         train_dataloader: of global batches; this rank's rows of it come back
-            (:func:`meshfold.colossalai.loaders.shard_loader`). For a model whose input is not token ids, a pipeline reads the
-            inputs' names and shapes from it; without one write ``example=batch`` into the config.
+            (:func:`meshfold.colossalai.loaders.shard_loader`). For a model whose input is not token ids, a pipeline reads from
+            it what the model is called with; without one write ``example=batch`` into the config.
         test_dataloader: as ``train_dataloader``.
         lr_scheduler: of ``optimizer``; the same object is returned, for the engine's optimizer. The script steps it.
         config: a dict or the path of a Python file, with ``parallel``, ``zero``, ``fp16``, ``clip_grad_norm``,

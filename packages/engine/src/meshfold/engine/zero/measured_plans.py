@@ -72,7 +72,7 @@ class MeasuredPlans:
 
         Args:
             watcher: has traces of some steps.
-            flying: bytes that a pipeline's step holds in addition; None without.
+            flying: the pipeline's stages and micro-batches in flight; None without a pipeline.
         """
         spec, world = self._spec, self._world
         machine = replace(
@@ -261,7 +261,7 @@ def workload_of_stages(
     Args:
         trace: of F of its stages on one micro-batch, in order, and of their backwards.
         chunks: of the rank.
-        flying: how many micro-batches the schedule lets it hold at once.
+        flying: stages and micro-batches that the schedule holds at once.
         accumulation: micro-steps of an optimizer step.
         name, regime, tokens, stage, data_ranks, ranks_per_host, host_base_bytes, reshards: as
             :func:`meshfold.zero_gemini.profiler.workload_of` takes them.
