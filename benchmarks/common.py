@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -42,6 +42,47 @@ def add_rounds(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-s", type=float, default=2.5, help="seconds of a contestant in a round")
     parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
+
+
+def add_starts(parser: argparse.ArgumentParser, *, steps: int, warm_up: int, settle_s: float, timeout: float) -> None:
+    """Add the arguments of contestants that train in processes of their own, by turns, with these defaults."""
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
+    parser.add_argument("--steps", type=int, default=steps, help="timed steps of a start")
+    parser.add_argument("--warm-up", type=int, default=warm_up, help="least number of steps before them")
+    parser.add_argument("--settle-s", type=float, default=settle_s, help="least seconds of warm-up: clocks settle")
+    parser.add_argument("--timeout", type=float, default=timeout, help="seconds for one start")
+    parser.add_argument("--profile", action="store_true", help="add a profile of one step by kernels")
+
+
+def start_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what :func:`benchmarks.timed_training.train` reads of :func:`add_starts`' arguments."""
+    return {name: getattr(options, name) for name in ("steps", "warm_up", "settle_s", "profile")}
+
+
+def by_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yield the contestants of each round, every second round backwards."""
+    for turn in range(rounds):
+        yield from names if turn % 2 == 0 else names[::-1]
+
+
+def result_to_extend(path: Path, area: str, *packages: str) -> dict[str, Any]:
+    """Return the result that cases are added to: the one in the file if it is of this machine, else a new one.
+
+    Args:
+        path: of the JSON.
+        area: of the benchmark.
+        packages: distributions whose versions belong to the machine.
+
+    Raises:
+        SystemExit: if the file is of another machine.
+    """
+    fresh: dict[str, Any] = dict(area=area, machine={**machine(), **package_versions(*packages)}, cases={})
+    if not path.exists():
+        return fresh
+    known: dict[str, Any] = json.loads(path.read_text())
+    if known["machine"] != fresh["machine"]:
+        raise SystemExit(f"{path} is of another machine: give another --out")
+    return known
 
 
 def parse_with_tiny(

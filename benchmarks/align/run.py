@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 from benchmarks.align.worker import CONTESTANTS
 from benchmarks.common import (
     add_output,
+    add_starts,
+    by_turns,
     check_out,
-    machine,
     median,
-    package_versions,
     parse_with_tiny,
+    result_to_extend,
     run_contestant,
+    start_settings,
     write,
 )
 from benchmarks.reports import table
@@ -94,12 +96,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--regime", choices=("A", "B", "C"), default="A", help="of our Adam's moments; B, C: ZeRO's")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some contestants")
-    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a start")
-    parser.add_argument("--warm-up", type=int, default=2, help="least number of steps before them")
-    parser.add_argument("--settle-s", type=float, default=10.0, help="least seconds of warm-up: clocks settle")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one start")
-    parser.add_argument("--profile", action="store_true", help="add a profile of one step by kernels")
+    add_starts(parser, steps=5, warm_up=2, settle_s=10.0, timeout=300.0)
     add_output(parser, "align")
     options = parse_with_tiny(parser, argv, TINY)
     if options.report is not None:
@@ -112,21 +109,14 @@ def main(argv: Sequence[str]) -> int:
     check_out(options.out)
     kept = ("method", "shape", "ranks", "rows", "group", "prompt", "completion", "micro_steps", "dtype", "regime")
     work = {name: getattr(options, name) for name in kept}
-    here = {**machine(), **package_versions("transformers", "trl")}
-    found: dict[str, Any] = dict(area="align", machine=here, cases={})
-    if options.out.exists():
-        found = json.loads(options.out.read_text())
-        if found["machine"] != here:
-            parser.error(f"{options.out} is of another machine: give another --out")
+    found = result_to_extend(options.out, "align", "transformers", "trl")
     case = found["cases"].setdefault(case_name(work), dict(work=work, runs={}))
-    for turn in range(options.rounds):
-        for name in names if turn % 2 == 0 else names[::-1]:
-            job = dict(**work, contestant=name, model=SHAPES[options.shape])
-            job.update({each: getattr(options, each) for each in ("steps", "warm_up", "settle_s", "profile")})
-            run = run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout)
-            case["runs"].setdefault(name, []).append(run)
-            write(options.out, found)
-            print(f"{name}: {run['error'] if 'error' in run else median(run['seconds'])}", flush=True)
+    for name in by_turns(names, options.rounds):
+        job = dict(**work, contestant=name, model=SHAPES[options.shape], **start_settings(options))
+        run = run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout)
+        case["runs"].setdefault(name, []).append(run)
+        write(options.out, found)
+        print(f"{name}: {run['error'] if 'error' in run else median(run['seconds'])}", flush=True)
     report(options.out)
     return 0
 

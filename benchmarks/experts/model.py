@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
     add_output,
+    add_starts,
+    by_turns,
     check_out,
-    machine,
     median,
     new_call,
-    package_versions,
     parse_with_tiny,
+    result_to_extend,
     run_contestant,
+    start_settings,
     write,
 )
 from benchmarks.experts.planned import planned_bytes
@@ -84,12 +85,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--recompute", choices=("blocks", "none"), default="none", help="what backward recomputes")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*DEFAULT], metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of a start")
-    parser.add_argument("--warm-up", type=int, default=4, help="least number of steps before them")
-    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one start")
-    parser.add_argument("--profile", action="store_true", help="print a step of each by kernels")
+    add_starts(parser, steps=20, warm_up=4, settle_s=20.0, timeout=120.0)
     parser.add_argument("--list", action="store_true", help="the contestants")
     add_output(parser, "experts_model")
     options = parse_with_tiny(parser, argv, TINY)
@@ -104,18 +100,17 @@ def main(argv: Sequence[str]) -> int:
     if options.rows % options.ranks or SHAPES[options.shape]["num_experts"] % options.ranks:
         parser.error(f"--ranks {options.ranks} must divide --rows {options.rows} and the experts")
     work = {name: getattr(options, name) for name in WORK}
-    found = opened(options.out)
+    found = result_to_extend(options.out, "experts", "transformers", "torchtitan")
     name = f"{options.shape}, {options.ranks} ranks, {options.rows} × {options.length}, {options.dtype}, {options.recompute}"
     case = found["cases"].setdefault(name, dict(work=work, model=SHAPES[options.shape], planned={}, runs={}))
     call = new_call()
-    for turn in range(options.rounds):
-        for name in options.only if turn % 2 == 0 else options.only[::-1]:
-            if name.startswith("ours") and name not in case["planned"]:
-                case["planned"][name] = planned_bytes(work, SHAPES[options.shape], name)
-            run = start(name, work, options)
-            case["runs"].setdefault(name, []).append({**run, "call": call})
-            write(options.out, found)
-            print(f"{name}: {run['error'] if 'error' in run else format(median(run['seconds']), '.4f')}", flush=True)
+    for name in by_turns(options.only, options.rounds):
+        if name.startswith("ours") and name not in case["planned"]:
+            case["planned"][name] = planned_bytes(work, SHAPES[options.shape], name)
+        run = start(name, work, options)
+        case["runs"].setdefault(name, []).append({**run, "call": call})
+        write(options.out, found)
+        print(f"{name}: {run['error'] if 'error' in run else format(median(run['seconds']), '.4f')}", flush=True)
     report(options.out)
     return 0
 
@@ -128,34 +123,9 @@ def default_rows() -> int:
     return 8 if min(memories, default=0) >= 100 * 2**30 else 4
 
 
-def opened(path: Path) -> dict[str, Any]:
-    """Return the result to add to: what is there if it is of this machine, else a new one.
-
-    Raises:
-        SystemExit: if it is of another machine.
-    """
-    fresh: dict[str, Any] = dict(
-        area="experts", machine={**machine(), **package_versions("transformers", "torchtitan")}, cases={}
-    )
-    if not path.exists():
-        return fresh
-    known: dict[str, Any] = json.loads(path.read_text())
-    if known["machine"] != fresh["machine"]:
-        raise SystemExit(f"{path} is of another machine: give another --out")
-    return known
-
-
 def start(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Run one start of a contestant; its result, or the error."""
-    job = dict(
-        **work,
-        contestant=name,
-        model=SHAPES[work["shape"]],
-        steps=options.steps,
-        warm_up=options.warm_up,
-        settle_s=options.settle_s,
-        profile=options.profile,
-    )
+    job = dict(**work, contestant=name, model=SHAPES[work["shape"]], **start_settings(options))
     return run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout, _why)
 
 

@@ -18,12 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 from benchmarks.common import (
     add_output,
+    add_starts,
+    by_turns,
     check_out,
-    machine,
     median,
-    package_versions,
     parse_with_tiny,
+    result_to_extend,
     run_contestant,
+    start_settings,
     write,
 )
 from benchmarks.hugging_face.worker import CONTESTANTS
@@ -121,12 +123,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--gpu-memory", default="", help="limit of the device, as in 24GB; for Meshfold alone")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=["torch", "Liger", "ours"], metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=1, help="starts of each contestant, by turns")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a start")
-    parser.add_argument("--warm-up", type=int, default=4, help="least number of steps before them")
-    parser.add_argument("--settle-s", type=float, default=20.0, help="least seconds of warm-up: clocks settle")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one start")
-    parser.add_argument("--profile", action="store_true", help="add a profile of one step by kernels")
+    add_starts(parser, steps=12, warm_up=4, settle_s=20.0, timeout=240.0)
     add_output(parser, "hugging_face")
     options = parse_with_tiny(parser, argv, TINY)
     if options.report is not None:
@@ -137,21 +134,14 @@ def main(argv: Sequence[str]) -> int:
         name: getattr(options, name)
         for name in ("shape", "untied", "ranks", "rows", "length", "dtype", "recompute", "gpu_memory")
     }
-    here = {**machine(), **package_versions("transformers", "liger-kernel")}
-    found: dict[str, Any] = dict(area="hugging-face", machine=here, cases={})
-    if options.out.exists():
-        before = json.loads(options.out.read_text())
-        if before["machine"] != found["machine"]:
-            parser.error(f"{options.out} is of another machine: give another --out")
-        found = before
+    found = result_to_extend(options.out, "hugging-face", "transformers", "liger-kernel")
     case = found["cases"].setdefault(case_name(work), dict(work=work, runs={}))
-    for turn in range(options.rounds):
-        for name in options.only if turn % 2 == 0 else options.only[::-1]:
-            run = _run(name, work, options)
-            case["runs"].setdefault(name, []).append(run)
-            write(options.out, found)
-            middle = _seconds([run])
-            print(f"{name}: {run['error'] if middle is None else f'{middle:.4f} s'}", flush=True)
+    for name in by_turns(options.only, options.rounds):
+        run = _run(name, work, options)
+        case["runs"].setdefault(name, []).append(run)
+        write(options.out, found)
+        middle = _seconds([run])
+        print(f"{name}: {run['error'] if middle is None else f'{middle:.4f} s'}", flush=True)
     report(options.out)
     return 0
 
@@ -172,15 +162,7 @@ def case_name(work: dict[str, Any]) -> str:
 
 def _run(name: str, work: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Run one start of a contestant; its result, or the error."""
-    job = dict(
-        **work,
-        contestant=name,
-        model=_model(work),
-        steps=options.steps,
-        warm_up=options.warm_up,
-        settle_s=options.settle_s,
-        profile=options.profile,
-    )
+    job = dict(**work, contestant=name, model=_model(work), **start_settings(options))
     return run_contestant(Path(__file__).with_name("worker.py"), job, options.timeout)
 
 

@@ -17,7 +17,7 @@ Load = Callable[[Path], nn.Module]
 
 
 class Server:
-    """What the server was asked, and what it has.
+    """Requests that the server got, and its weights.
 
     Attributes:
         calls: paths in order.

@@ -66,7 +66,7 @@ def test_ppo_of_6_billion_fits() -> None:
 
 
 def test_pages_and_activations_are_counted() -> None:
-    """Of tiny Llama: 2 layers, keys and values of 16 features; 64 completions at most are sampled at a time."""
+    """The model is a tiny Llama: 2 layers, keys and values of 16 features. At most 64 completions are sampled at a time."""
     work = WorkSize.of_samples(PROMPTS, completions=100, max_new_tokens=6, updates=5, micro_steps=2)
     assert work == WorkSize(trained=100, scored=1000, sampled=640)
     trainer = grpo(beta=0.1, parallel=ZERO, memory=dict(gpu=GIB, activations=1000), **ADAM)

@@ -156,7 +156,7 @@ def test_operands_are_those_of_one_process(recipe: str) -> None:
 
 
 def reads() -> None:
-    """What reads a weight by its layer is refused, in a forward alone; by the parameter it gets NaN."""
+    """Readers of ``layer.weight`` are refused, in a forward only; readers of the parameter get NaN."""
     precision, optimizer = in_fp8(), dict(name="sgd", lr=0.1)
     with Engine(llama, ZERO, precision=precision, optimizer=optimizer) as engine:
         layer = engine.model.get_submodule("blocks.0.attn.qkv")

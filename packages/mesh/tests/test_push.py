@@ -159,7 +159,7 @@ def one_does_not_push() -> str:
 
 
 def looks_for_its_glasses() -> None:
-    """Where rank 1 is while rank 0 waits for its block."""
+    """Keep rank 1 busy while rank 0 waits for its block."""
     time.sleep(4)
 
 

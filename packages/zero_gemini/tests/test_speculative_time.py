@@ -1,4 +1,4 @@
-"""What a plan expects of speculative steps is what their order gives: a simulation of forward, backward and the host's cores."""
+"""Plans of speculative steps take as long as their order does in a simulation of forward, backward and the host's cores."""
 
 from __future__ import annotations
 
