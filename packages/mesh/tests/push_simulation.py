@@ -96,16 +96,24 @@ class SimulatedRank:
     def await_flag(self, place: int, number: int) -> None:
         self.queue(lambda: None, lambda: epochs.is_reached(self.flags[place], number))
 
+    def follow(self, *streams: str) -> None:
+        point = self.mark()
+        for stream in streams:
+            with self.on(stream):
+                self.after(point)
+
     @contextmanager
-    def beside(self, stream: str, *, kernels: bool = False) -> Iterator[None]:
-        before, point = self._current, self.mark()
+    def on(self, stream: str) -> Iterator[None]:
+        before = self._current
         if not self.world.serial:
             self._current = stream
-        self.after(point)
         try:
             yield
         finally:
             self._current = before
+
+    def handle(self) -> None:
+        return None
 
     def mark(self) -> Any:
         return self.queue(lambda: None)

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from meshfold.mesh import CollectiveError, Mesh, all_gather, all_reduce, barrier, reduce_scatter
 from meshfold.mesh.collectives import push
 from meshfold.mesh.collectives.push import channels
+from meshfold.mesh.collectives.push.host import HostTransport
 from meshfold.mesh.collectives.push.part_sums import sum_parts_reference
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording import record
@@ -96,6 +99,45 @@ def test_a_block_may_lie_in_the_memory_that_it_is_gathered_into() -> None:
     own.fill_(group.index)
     push.all_gather_push(own, group, whole).wait()
     assert whole.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+OPERATIONS = ("follow", "mark", "after", "await_flag", "write", "read", "copy", "raise_flag")
+
+
+def operations(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what a call asks of its transport; each takes the host some microseconds on a GPU."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object) -> object:
+            counts[name] += 1
+            return real(*args)
+
+        return run
+
+    with monkeypatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(HostTransport, name, counted(name, getattr(HostTransport, name)))
+        call()
+    return counts
+
+
+@ranks(2)
+def test_streams_are_joined_once_a_call_and_a_piece_takes_six_operations() -> None:
+    group, size = group_of(2), channels.PIECE_SLOT_BYTES
+    channels.PIECE_SLOT_BYTES = 1024  # 64 float64 a block
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for pieces in (1, 3):
+                x = torch.ones(2 * 64 * pieces, dtype=torch.float64)
+                once = dict(follow=1, mark=2, after=2)
+                each = dict(await_flag=2 * pieces, write=pieces, raise_flag=3 * pieces)
+                assert operations(lambda x=x: push.reduce_scatter_push(x, group).wait(), patch) == once | each
+                own = x[: 64 * pieces]
+                gather = operations(lambda own=own: push.all_gather_push(own, group).wait(), patch)
+                assert gather == once | each | dict(read=pieces, copy=1)
+    finally:
+        channels.PIECE_SLOT_BYTES = size
 
 
 @ranks(4)

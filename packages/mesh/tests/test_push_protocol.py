@@ -36,7 +36,8 @@ def program(world: Simulation, calls: list[bool]) -> None:
                 exchange.release()
 
             if beside:
-                with rank.beside("receive"):
+                rank.follow("receive")
+                with rank.on("receive"):
                     read()
             else:
                 read()

@@ -112,7 +112,8 @@ def _sent_products(open_channel: Channel, x: Tensor, b: Tensor) -> tuple[Exchang
 def _sum(open_channel: Channel, exchange: Exchange, own: Tensor) -> Tensor:
     exchange.arrive()
     y = torch.empty_like(own)
-    sum_parts(exchange.blocks().flatten(1), own.view(-1), open_channel.index, y.view(-1))
+    parts, stream = exchange.blocks().flatten(1), open_channel.transport.handle()
+    sum_parts(parts, own.view(-1), open_channel.index, y.view(-1), stream=stream)
     _end(open_channel, exchange)
     return y
 

@@ -11,6 +11,8 @@ from meshfold.mesh.collectives.push import epochs
 from meshfold.mesh.collectives.push.transport import Transport
 from meshfold.mesh.errors import CollectiveError
 
+_MOST_VIEWS = 256  # kept of a channel's slots
+
 
 class Channel:
     """The calls of one group over one transport. All of its ranks make the same calls in the same order."""
@@ -18,6 +20,7 @@ class Channel:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self._number = 0
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}  # of slots as blocks
 
     @property
     def index(self) -> int:
@@ -61,7 +64,7 @@ class Exchange:
 
     def __init__(self, channel: Channel, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.number, self.shape, self.dtype = number, shape, dtype
-        self._transport = channel.transport
+        self._transport, self._views = channel.transport, channel._views
         self._slot = epochs.slot_of(number)
         self._elements = 1
         for length in shape:
@@ -82,15 +85,20 @@ class Exchange:
             block: contiguous memory that has the block.
             first: the element of it that the block begins at.
         """
+        self._transport.follow("send")
+        with self._transport.on("send"):
+            self.write(target, block, first)
+            self._last = self._transport.mark()
+
+    def write(self, target: int, block: Tensor, first: int = 0) -> None:
+        """Copy a block as :meth:`push` does, on the current stream."""
         transport, size = self._transport, self.dtype.itemsize
         index = transport.index
-        with transport.beside("send"):
-            # The row's last reader is the target.
-            transport.await_flag(epochs.released(target, transport.size), epochs.call_before(self.number))
-            transport.write(target, self._slot, index * self._bytes, block, first * size, self._bytes)
-            if target != index:
-                transport.raise_flag(target, epochs.arrived(index), self.number)
-            self._last = transport.mark()
+        # The row's last reader is the target. Blocks of other calls may have other sizes: its own pushes wait, too.
+        transport.await_flag(epochs.released(target, transport.size), epochs.call_before(self.number))
+        transport.write(target, self._slot, index * self._bytes, block, first * size, self._bytes)
+        if target != index:
+            transport.raise_flag(target, epochs.arrived(index), self.number)
 
     def read(self, source: int, out: Tensor, first: int = 0) -> None:
         """Let the current stream wait for the block of ``source``, and copy it out.
@@ -120,8 +128,15 @@ class Exchange:
 
         The caller has waited for every block, and pushed its own to itself if it reads it here.
         """
-        size = self._transport.size
-        return self._own()[: size * self._bytes].view(self.dtype).view(size, *self.shape)
+        key = (self._slot, self.shape, self.dtype)
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            size = self._transport.size
+            found = self._own()[: size * self._bytes].view(self.dtype).view(size, *self.shape)
+            self._views[key] = found
+        return found
 
     def _own(self) -> Tensor:
         return self._transport.memory(self._transport.index, self._slot)

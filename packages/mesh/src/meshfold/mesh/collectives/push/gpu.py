@@ -15,14 +15,13 @@ import functools
 import importlib
 import os
 import time
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshfold.mesh.collectives.push import epochs
-from meshfold.mesh.collectives.push.transport import FLAG_BYTES
+from meshfold.mesh.collectives.push.transport import FLAG_BYTES, STREAMS, Stream
 from meshfold.mesh.group import Group
 
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares the distance, so that flags may wrap around
@@ -105,9 +104,10 @@ class GpuTransport:
             self._slots = [[one[slot * slot_bytes :][:slot_bytes] for slot in range(epochs.SLOTS)] for one in whole]
             self._addresses = [one.data_ptr() for one in whole]
             self._flags = [address + self._start for address in self._addresses]
-            self._streams = {name: torch.cuda.Stream(device, priority=-1) for name in ("send", "receive")}
+            streams = {name: torch.cuda.Stream(device, priority=-1) for name in STREAMS}
+            self._on = {name: _On(self, stream) for name, stream in streams.items()}
             self._came_to = torch.cuda.Event()  # recorded and waited for at once, so one is enough
-            self._side: torch.cuda.Stream | None = None  # the stream inside of ``beside``
+            self._side: _On | None = None  # inside of ``on``
             self._driver = _driver()
             self._probe()
 
@@ -134,33 +134,37 @@ class GpuTransport:
     def memory(self, rank: int, slot: int) -> Tensor:
         return self._slots[rank][slot]
 
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if self._side is None else self._side
+    def handle(self) -> int:
+        if self._side is not None:
+            return self._side.handle
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def write(self, rank: int, slot: int, start: int, block: Tensor, first: int, length: int) -> None:
         target = self._addresses[rank] + slot * self.slot_bytes + start
-        self._driver.copy(self._stream().cuda_stream, target, block.data_ptr() + first, length)
+        self._driver.copy(self.handle(), target, block.data_ptr() + first, length)
 
     def read(self, slot: int, start: int, out: Tensor, first: int, length: int) -> None:
         source = self._addresses[self.index] + slot * self.slot_bytes + start
-        self._driver.copy(self._stream().cuda_stream, out.data_ptr() + first, source, length)
+        self._driver.copy(self.handle(), out.data_ptr() + first, source, length)
 
     def copy(self, block: Tensor, out: Tensor, first: int) -> None:
         length = block.numel() * block.element_size()
-        self._driver.copy(self._stream().cuda_stream, out.data_ptr() + first, block.data_ptr(), length)
+        self._driver.copy(self.handle(), out.data_ptr() + first, block.data_ptr(), length)
 
     def raise_flag(self, rank: int, place: int, number: int) -> None:
-        self._driver.write(self._stream().cuda_stream, self._flags[rank] + 4 * place, epochs.word(number))
+        self._driver.write(self.handle(), self._flags[rank] + 4 * place, epochs.word(number))
 
     def await_flag(self, place: int, number: int) -> None:
-        self._driver.wait(self._stream().cuda_stream, self._flags[self.index] + 4 * place, epochs.word(number))
+        self._driver.wait(self.handle(), self._flags[self.index] + 4 * place, epochs.word(number))
 
-    def beside(self, stream: Literal["send", "receive"], *, kernels: bool = False) -> AbstractContextManager[object]:
-        side = self._streams[stream]
+    def follow(self, *streams: Stream) -> None:
         # By torch: it makes the device's context that of this thread, which the driver's calls need.
         self._came_to.record(torch.cuda.current_stream(self._device))
-        side.wait_event(self._came_to)
-        return torch.cuda.stream(side) if kernels else _On(self, side)
+        for stream in streams:
+            self._on[stream].stream.wait_event(self._came_to)
+
+    def on(self, stream: Stream) -> _On:
+        return self._on[stream]
 
     def mark(self) -> torch.cuda.Event:
         point = torch.cuda.Event()
@@ -171,17 +175,25 @@ class GpuTransport:
         if point is not None:
             self._stream().wait_event(point)
 
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if self._side is None else self._side.stream
+
 
 class _On:
-    """Context manager: operations of a transport, not torch's, go to a stream. Switching torch's takes much longer."""
+    """Context manager: a transport's operations, not torch's, go to a stream. Switching torch's takes much longer.
 
-    __slots__ = ("_side", "_transport")
+    Attributes:
+        stream: that they go to.
+        handle: of it, for the driver.
+    """
 
-    def __init__(self, transport: GpuTransport, side: torch.cuda.Stream) -> None:
-        self._transport, self._side = transport, side
+    __slots__ = ("_transport", "handle", "stream")
+
+    def __init__(self, transport: GpuTransport, stream: torch.cuda.Stream) -> None:
+        self._transport, self.stream, self.handle = transport, stream, int(stream.cuda_stream)
 
     def __enter__(self) -> None:
-        self._transport._side = self._side
+        self._transport._side = self
 
     def __exit__(self, *error: object) -> None:
         self._transport._side = None

@@ -15,14 +15,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from meshfold.mesh.collectives.operations import all_gather_object, barrier
 from meshfold.mesh.collectives.push import epochs
-from meshfold.mesh.collectives.push.transport import FLAG_BYTES
+from meshfold.mesh.collectives.push.transport import FLAG_BYTES, Stream
 from meshfold.mesh.group import Group
 from meshfold.mesh.processes import process_group
 
@@ -98,9 +97,15 @@ class HostTransport:
                     f"rank {rank} has not {what} push {number} in time; its flag stands at {flags[place]}"
                 )
 
+    def follow(self, *streams: Stream) -> None:
+        """Do nothing: what the process did before is done."""
+
     @contextmanager
-    def beside(self, stream: Literal["send", "receive"], *, kernels: bool = False) -> Iterator[None]:
+    def on(self, stream: Stream) -> Iterator[None]:
         yield
+
+    def handle(self) -> None:
+        return None
 
     def mark(self) -> None:
         return None

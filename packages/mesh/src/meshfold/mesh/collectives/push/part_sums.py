@@ -13,7 +13,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF else dtype
 
 
-def sum_parts(parts: Tensor, own: Tensor, index: int, out: Tensor) -> Tensor:
+def sum_parts(parts: Tensor, own: Tensor, index: int, out: Tensor, *, stream: int | None = None) -> Tensor:
     """Write the sum over ranks into ``out``, which is returned.
 
     Args:
@@ -21,11 +21,12 @@ def sum_parts(parts: Tensor, own: Tensor, index: int, out: Tensor) -> Tensor:
         own: ``[n]``, contiguous: the part of this rank itself.
         index: this rank's place in the group.
         out: ``[n]``, contiguous, of any floating dtype. The sum is rounded to it once.
+        stream: of the GPU, for its driver, that the sum is queued on; by default the current one.
     """
     if out.is_cuda and parts.dtype in (*_HALF, torch.float32):
         from meshfold.mesh.collectives.push.part_sums_triton import sum_parts_triton
 
-        return sum_parts_triton(parts, own, index, out)
+        return sum_parts_triton(parts, own, index, out, stream)
     return sum_parts_reference(parts, own, index, out)
 
 

@@ -17,6 +17,7 @@ from meshfold.mesh.collectives.push.channel import Channel
 from meshfold.mesh.collectives.push.channels import channel
 from meshfold.mesh.collectives.push.epochs import sources, targets
 from meshfold.mesh.collectives.push.part_sums import sum_parts
+from meshfold.mesh.collectives.push.transport import STREAMS, Transport
 from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording.flight_recorder import Call
@@ -62,26 +63,20 @@ def all_gather_push(x: Tensor, group: Group, out: Tensor | None = None) -> Pendi
     call = note_call("all_gather", group, x, times=group.size, detail=0, later=True)
     transport, elements = found.transport, x.numel()
     own_is_there = out.data_ptr() + group.index * elements * x.element_size() == x.data_ptr()
-    with _waits_now(call, x):
+    to, come_from = tuple(targets(group.index, group.size)), tuple(sources(group.index, group.size))
+    with _waits_now(call, x), _Streams(transport) as streams:
         for start, stop in _pieces(found, elements, x.element_size()):
             exchange = found.begin((stop - start,), x.dtype)
-            for target in targets(group.index, group.size):
-                exchange.push(target, x, start)
-            with transport.beside("receive"):
+            with transport.on("send"):
+                for target in to:
+                    exchange.write(target, x, start)
+            with transport.on("receive"):
                 if start == 0 and not own_is_there:
                     transport.copy(x, out, group.index * x.numel() * x.element_size())
-                for source in sources(group.index, group.size):
+                for source in come_from:
                     exchange.read(source, out, source * elements + start)
                 exchange.release()
-                last = transport.mark()
-    sent = exchange.sent
-
-    def finish(result: Tensor) -> Tensor:
-        transport.after(last)
-        transport.after(sent)  # then the memory of x may be reused
-        return result
-
-    return Pending(out, finish, waits=False, call=call if x.is_cuda else None, keep=x)
+    return Pending(out, streams.join, waits=False, call=call if x.is_cuda else None, keep=x)
 
 
 def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = None) -> Pending:
@@ -111,25 +106,47 @@ def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = 
     call = note_call("reduce_scatter", group, x, detail=0, later=True)
     parts = x.view(group.size, -1)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]), dtype=dtype or x.dtype)
-    flat, transport = out.view(-1), found.transport
-    with _waits_now(call, x):
-        for start, stop in _pieces(found, parts.shape[1], x.element_size()):
+    flat, own, transport, elements = out.view(-1), parts[group.index], found.transport, parts.shape[1]
+    to = tuple(targets(group.index, group.size))
+    with _waits_now(call, x), _Streams(transport) as streams:
+        for start, stop in _pieces(found, elements, x.element_size()):
             exchange = found.begin((stop - start,), x.dtype)
-            for target in targets(group.index, group.size):
-                exchange.push(target, x, target * parts.shape[1] + start)
-            with transport.beside("receive", kernels=True):
+            with transport.on("send"):
+                for target in to:
+                    exchange.write(target, x, target * elements + start)
+            with transport.on("receive"):
                 exchange.arrive()
-                sum_parts(exchange.blocks(), parts[group.index, start:stop], group.index, flat[start:stop])
+                sum_parts(exchange.blocks(), own[start:stop], group.index, flat[start:stop], stream=transport.handle())
                 exchange.release()
-                last = transport.mark()
-    sent = exchange.sent
+    return Pending(out, streams.join, waits=False, call=call if x.is_cuda else None, keep=x)
 
-    def finish(result: Tensor) -> Tensor:
-        transport.after(last)
-        transport.after(sent)
+
+class _Streams:
+    """A call on the two streams of a transport: they begin after what the current stream has now.
+
+    Once a call, not once a piece: the host queues nothing else on the current stream meanwhile.
+    """
+
+    __slots__ = ("_points", "_transport")
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._points: list[torch.cuda.Event | None] = []
+
+    def __enter__(self) -> _Streams:
+        self._transport.follow(*STREAMS)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stream in STREAMS:
+            with self._transport.on(stream):
+                self._points.append(self._transport.mark())
+
+    def join(self, result: Tensor) -> Tensor:
+        """Let the current stream wait for the result, and for the pushes: then the memory of what was sent may be reused."""
+        for point in self._points:
+            self._transport.after(point)
         return result
-
-    return Pending(out, finish, waits=False, call=call if x.is_cuda else None, keep=x)
 
 
 def _waits_now(call: Call | None, x: Tensor) -> AbstractContextManager[None]:

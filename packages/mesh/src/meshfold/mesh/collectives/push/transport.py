@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 FLAG_BYTES = 4096
 """Room for the flags behind the slots."""
+
+Stream = Literal["send", "receive"]
+"""A stream of a transport beside the current one."""
+
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 
 MOST_RANKS = FLAG_BYTES // 4 // 3  # two flags a rank, and one to try them out
 
@@ -53,13 +58,16 @@ class Transport(Protocol):
         """Wait until a flag in this rank's memory stands at a call or a later one, before what is queued from now on."""
         ...
 
-    def beside(self, stream: Literal["send", "receive"], *, kernels: bool = False) -> AbstractContextManager[object]:
-        """Queue what is inside on a stream of its own, after what the current stream has now.
+    def follow(self, *streams: Stream) -> None:
+        """Let what is queued on streams of the transport from now on come after what the current stream has now."""
+        ...
 
-        Args:
-            stream: which of the two.
-            kernels: torch's operations go there too, not only those of the transport.
-        """
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Queue the transport's operations inside on a stream of its own. Torch's stay on the current stream."""
+        ...
+
+    def handle(self) -> int | None:
+        """Return the handle of the stream that operations go to, for the launch of a kernel; None on a CPU."""
         ...
 
     def mark(self) -> torch.cuda.Event | None:
