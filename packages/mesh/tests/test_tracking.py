@@ -123,6 +123,9 @@ def split_at(found: Dims) -> int | None:
 def assembled(found: Dims, pieces: list[Tensor], number: int | None) -> Tensor:
     if number is None:
         return pieces[0]
+    if parts := found[number][0].parts:  # of each a piece
+        several = zip(*(piece.split(parts, number) for piece in pieces), strict=True)
+        return torch.cat([torch.cat(one, number) for one in several], number)
     before = 1  # elements of the factors of the dim that come before what is split
     for factor in found[number]:
         if factor.split is not None:

@@ -12,6 +12,8 @@ from meshfold.mesh.tracking.dims import (
     Dim,
     Dims,
     MixesError,
+    axes_of,
+    block,
     cut,
     is_split,
     is_whole,
@@ -145,11 +147,25 @@ def _cat(call: Call) -> list[Dims]:
         dims[number] = whole(1)
         operands.append((x, tuple(dims)))
     piece = next((dim for dim in joined if not is_whole(dim)), None)
-    if piece is not None and len(given) > 1:
+    features = call.name == "cat" and number == rank - 1
+    blocks = _as_parts(joined) if features and piece is not None and len(given) > 1 else None
+    if piece is not None and len(given) > 1 and blocks is None:
         raise at_dim("concatenates shards along", number, piece)
     made = list(broadcast_dims(call, operands, tuple(1 if i == number else n for i, n in enumerate(call.out.shape))))
-    made[number] = joined[0] if len(given) == 1 else whole(call.out.shape[number])
+    made[number] = joined[0] if len(given) == 1 else blocks or whole(call.out.shape[number])
     return [tuple(made)]
+
+
+def _as_parts(joined: list[Dim]) -> Dim | None:
+    """Return the dim of concatenated features, each shard a part of its own, as a fused layer writes them; None for others."""
+    axes = axes_of(joined[0])
+    for first, *inner in joined:
+        split = first.split
+        if split is None or split.kind != "block" or split.axes != axes or first.parts:
+            return None
+        if any(factor.split is not None for factor in inner):
+            return None
+    return block(sum(map(size_of, joined)), axes, tuple(map(size_of, joined)), grain=-1)
 
 
 def _pad(call: Call) -> list[Dims]:

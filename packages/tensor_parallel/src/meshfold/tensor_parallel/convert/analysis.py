@@ -10,6 +10,7 @@ from torch import nn
 
 from meshfold.mesh import Mesh
 from meshfold.tensor_parallel.convert.boundary import Boundary
+from meshfold.tensor_parallel.convert.denoisers import is_denoiser
 from meshfold.tensor_parallel.convert.heads import find_heads
 from meshfold.tensor_parallel.convert.roles import WHOLE, classify
 from meshfold.tensor_parallel.modes import Mode, outside_blocks
@@ -26,7 +27,7 @@ class Analysis:
         flat: the model's own code works on ``m h``.
         heads: of each attention module that is split.
         lists: the lists of blocks.
-        begins: the residual stream begins inside of the model, at an embedding, patches or a stem.
+        begins: the residual stream begins inside of the model, at an embedding, patches or a stem, or in a denoiser.
         by_sequences: the stream's tokens are split by whole sequences.
         only_blocks: tokens are split within sequences, only in the lists of blocks. Outside them the stream is whole, since the
             model's own code reads batch and length there.
@@ -63,7 +64,9 @@ class Analysis:
         }
         columns, rows = self.roles.named("column"), self.roles.named("row")
         self.lists = find_blocks(self.modules, columns, rows, one_by_one=blocks_apart)
-        self.begins = any(self.roles.named(role) for role in ("embedding", "patch", "stem", "source"))
+        self.begins = any(self.roles.named(role) for role in ("embedding", "patch", "stem", "source")) or any(
+            is_denoiser(module) for module in self.modules.values()
+        )
         residual, hidden = mode.layout("residual"), mode.layout("hidden")
         self.by_sequences = bool(hidden["m"]) or not residual["m"]
         self.only_blocks = self.begins and not self.flat and not self.by_sequences

@@ -261,6 +261,8 @@ class AttentionTrial:
             return None
         if is_linear(child):
             return _Keeps() if features(child)[0] == self.width else child
+        if isinstance(child, nn.ModuleList) and len(child) and is_linear(child[0]):  # the layer and its dropout
+            return nn.ModuleList([self._child(inner) for inner in child])  # type: ignore[misc]
         if sum(p.numel() for p in child.parameters()) > _SMALL:
             return child
         made = copy.deepcopy(child).eval()

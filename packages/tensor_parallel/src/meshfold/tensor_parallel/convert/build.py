@@ -56,6 +56,7 @@ class LayerBuilder:
                 mode,
                 role,  # type: ignore[arg-type]
                 parts=self._parts(name, module),
+                input_parts=self._input_parts(name, module),
                 head_dim=self._head_dim(name),
                 stored="kn" if is_conv1d(module) else "nk",
                 lowering=self._lowering(mode, role, self.analysis.is_by_tokens(name)),
@@ -147,6 +148,8 @@ class LayerBuilder:
         """
         parent = name.rpartition(".")[0]
         roles = self.analysis.roles.role
+        if isinstance(self.analysis.modules[parent], nn.ModuleList) and (inner := self._inner_in_list(name)):
+            return inner
         beside = [
             other
             for other, role in roles.items()
@@ -158,6 +161,16 @@ class LayerBuilder:
         place = beside.index(name)
         before = beside[place - 1] if place else ""
         return features(self.analysis.modules[before])[1] if roles.get(before) == "column" else 0
+
+    def _inner_in_list(self, name: str) -> int:
+        """Return the width that a dropout gets of the member before it in a list, an activation with its column layer."""
+        around, _, leaf = name.rpartition(".")
+        before = f"{around}.{int(leaf) - 1}"
+        columns = self.analysis.children(before, "column") if before in self.analysis.modules else []
+        if len(columns) != 1:
+            return 0
+        rows = self._rows_after(columns[0])
+        return features(self.analysis.modules[rows[0]])[0] if len(rows) == 1 else 0
 
     def _head_dim(self, name: str) -> int:
         """Return the size of a head in a projection's output, which must not be split; 0 for other layers."""
@@ -173,10 +186,32 @@ class LayerBuilder:
         given = tuple(Part(size) for size in getattr(module, "parts", ()))
         if given or self.analysis.roles.role[name] != "column":
             return given
-        parent, out = name.rpartition(".")[0], features(module)[1]
-        rows = [row for row in self.analysis.roles.named("row") if row.rpartition(".")[0] == parent]
+        out = features(module)[1]
+        rows = self._rows_after(name)
         if len(rows) == 1 and features(self.analysis.modules[rows[0]])[0] * 2 == out:
             return (Part(out // 2), Part(out // 2))  # fused gate and up
+        return ()
+
+    def _rows_after(self, column: str) -> list[str]:
+        """Return the row layers beside a column layer, or beside the activation's module that holds it."""
+        parent = column.rpartition(".")[0]
+        all_rows = self.analysis.roles.named("row")
+        rows = [row for row in all_rows if row.rpartition(".")[0] == parent]
+        if rows or len(self.analysis.children(parent, "column")) != 1:
+            return rows
+        around = parent.rpartition(".")[0]
+        return [row for row in all_rows if row.rpartition(".")[0] == around]
+
+    def _input_parts(self, name: str, module: nn.Module) -> tuple[Part, ...]:
+        """Return the parts of what a row layer reads: heads and the MLP's inner dim beside them, concatenated."""
+        if self.analysis.roles.role[name] != "row":
+            return ()
+        parent, reads = name.rpartition(".")[0], features(module)[0]
+        beside = [features(self.analysis.modules[column])[1] for column in self.analysis.children(parent, "column")]
+        for attention, heads in self.analysis.heads.items():
+            width = heads.heads * heads.head_dim
+            if attention.rpartition(".")[0] == parent and len(beside) == 1 and width + beside[0] == reads:
+                return (Part(width), Part(beside[0]))
         return ()
 
     def _lowering(self, mode: Mode, role: str, by_tokens: bool) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from meshfold.mesh import LayoutError
 from meshfold.tensor_parallel.convert.analysis import Analysis
 from meshfold.tensor_parallel.convert.attention_check import BIASES, AttentionTrial
+from meshfold.tensor_parallel.convert.denoisers import check_mode
 from meshfold.tensor_parallel.convert.forward_code import parameters_of
 from meshfold.tensor_parallel.convert.heads import Heads
 from meshfold.tensor_parallel.convert.roles import (
@@ -24,6 +25,7 @@ from meshfold.tensor_parallel.module_kinds import check_norm, features, is_linea
 
 def check_analysis(analysis: Analysis) -> None:
     """Raise a LayoutError for what cannot be placed, and for heads and norms that cannot be split."""
+    check_mode(analysis.model, analysis.mesh, analysis.mode)
     if analysis.roles.refused:
         listed = "\n".join(f"  {name or '(root)'}: {why}" for name, why in analysis.roles.refused.items())
         raise LayoutError(

@@ -101,7 +101,7 @@ class LayerTracking(OnMesh):
         dims = found.dims(given)
         if isinstance(module, Linear):
             (reads_m, reads_k), _ = _between(module)
-            if not _is_handed(module, dims):
+            if not _is_handed(module, dims) and not _is_concatenated(module, dims):
                 self._check(found, module, given, dims, reads_k)
             if module.gather_output:
                 check_stream(found, module.mesh, given, reads_m, reads_k, type(module).__name__)
@@ -255,6 +255,15 @@ class LayerTracking(OnMesh):
 def _is_handed(layer: nn.Module, dims: Dims) -> bool:
     """Return True if a region's code calls the layer with the region's input, whose layout only the mode determines."""
     return isinstance(layer, Linear) and layer.plan.entered and all(map(is_unknown, dims))
+
+
+def _is_concatenated(layer: Linear, dims: Dims) -> bool:
+    """Return True if a layer that reads several concatenated outputs is given this rank's shard of each, in order."""
+    if not layer.input_parts or not dims or len(dims[-1]) != 1 or dims[-1][0].split is None:
+        return False
+    axes = spanning_axes(layer.mesh, layer.plan.x[layer.plan.k])
+    shards = tuple(part.size // layer.mesh.size(*axes) for part in layer.input_parts)
+    return axes_of(dims[-1]) == axes and dims[-1][0].parts == shards
 
 
 def _token_axes(layer: nn.Module) -> tuple[Iterable[str], Iterable[str]] | None:

@@ -14,12 +14,13 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from meshfold.mesh import LayoutError, did_you_mean, metadata
+from meshfold.tensor_parallel.convert.denoisers import denoiser_roles
 from meshfold.tensor_parallel.convert.own_tokens import MARK, is_marked
 from meshfold.tensor_parallel.layers.experts import experts_of
 from meshfold.tensor_parallel.module_kinds import features, is_linear, is_patch, norm_kind, norm_size, why_not
 
-_QUERY = r"q_proj|query|wq|to_q|q_lin|q"
-_KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin|k|v"
+_QUERY = r"q_proj|query|wq|to_q|q_lin|q|add_q_proj"
+_KEY_VALUE = r"k_proj|v_proj|key|value|wk|wv|to_k|to_v|k_lin|v_lin|k|v|add_k_proj|add_v_proj"
 _FUSED_QKV = r"qkv|qkv_proj|c_attn|Wqkv|in_proj"
 _INTERLEAVED_QKV = r"query_key_value"
 _COLUMN_MLP = (
@@ -29,7 +30,7 @@ _ROW = r"o|o_proj|out_proj|c_proj|proj|out|wo|to_out|out_lin|down_proj|down|fc2|
 _HEAD = r"lm_head|head|embed_out|output_projection|classifier|score"
 _POSITIONS = r"(.*_)?(positions?|pos|position_embeddings|embed_positions|wpe|pos_emb(ed(ding)?)?)"
 _HEAD_BIAS = r"relative_attention_bias"
-_HEAD_NORM = r"(q|k|v|query|key|value)_?(layer)?_?norm|norm_?(q|k|v)|(q|k)_ln"
+_HEAD_NORM = r"(q|k|v|query|key|value)_?(layer)?_?norm|norm_?(added_)?(q|k|v)|(q|k)_ln"
 
 QUERY, KEY_VALUE, FUSED_QKV = re.compile(_QUERY), re.compile(_KEY_VALUE), re.compile(_FUSED_QKV)
 INTERLEAVED_QKV = re.compile(_INTERLEAVED_QKV)
@@ -121,6 +122,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
         LayoutError: for a rule with an unknown role, without a match, or that matches another kind of module.
     """
     check_rules(model, rules)
+    denoisers = denoiser_roles(model)
     found = Roles(hidden=_hidden_size(model))
     # A head's bias may have a second name (BERT); it is handled with the layer's.
     shared = {p for m in model.modules() if is_linear(m) for p in m.parameters(recurse=False)}
@@ -133,7 +135,7 @@ def classify(model: nn.Module, rules: Mapping[str, str]) -> Roles:
                 f"rule {pattern!r} gives {name!r} the role {said!r}, which is for {_KINDS[said][0]}, "
                 f"but it is {type(module).__name__}"
             )
-        role = said or _role(name, module, model, found.hidden)
+        role = said or denoisers.get(name) or _role(name, module, model, found.hidden)
         # Position tables keep their forward and whole modules keep everything, so nothing needs checking.
         reason = "" if role in (*WHOLE, "loss", "positions") else _refuse(module)
         if role and not reason:

@@ -112,6 +112,7 @@ class Linear(ShardedLayer):
         role: Role,
         *,
         parts: Sequence[Part] = (),
+        input_parts: Sequence[Part] = (),
         stored: Literal["nk", "kn"] = "nk",
         lowering: str = "gather",
         matmul: MatmulPlan | None = None,
@@ -122,6 +123,7 @@ class Linear(ShardedLayer):
         """Return a sharded layer with the blocks of a module with ``weight`` (and ``bias``); real or meta weights.
 
         Args:
+            input_parts: what the input of a row layer is made of, where outputs of several layers are concatenated.
             stored: dims of the weight: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
             matmul: of a layer whose role is none of the mode's: ``"adapter"``.
             by_tokens: it is one of attention's in a mode with ``attention="tokens"``: its weight is whole, and it exchanges
@@ -133,7 +135,16 @@ class Linear(ShardedLayer):
         nn.Module.__init__(made)
         matmul = mode.attention_plans[role] if by_tokens else matmul
         made._take_over(
-            module, mesh, mode, role, tuple(parts), stored=stored, lowering=lowering, matmul=matmul, by_tokens=by_tokens
+            module,
+            mesh,
+            mode,
+            role,
+            tuple(parts),
+            input_parts=tuple(input_parts),
+            stored=stored,
+            lowering=lowering,
+            matmul=matmul,
+            by_tokens=by_tokens,
         )
         made._batch, made.head_dim = batch, head_dim
         made.train(module.training)
@@ -147,6 +158,7 @@ class Linear(ShardedLayer):
         role: Role,
         parts: tuple[Part, ...],
         *,
+        input_parts: tuple[Part, ...] = (),
         stored: Literal["nk", "kn"],
         lowering: str,
         matmul: MatmulPlan | None = None,
@@ -164,7 +176,7 @@ class Linear(ShardedLayer):
         bias: Tensor | None = getattr(module, "bias", None)
         out_dim = 0 if stored == "nk" else 1
         self.out_features, self.in_features = weight.shape[out_dim], weight.shape[1 - out_dim]
-        self.parts = parts
+        self.parts, self.input_parts = parts, input_parts
         self.exchange: HeadExchange | None = None
         if by_tokens:
             width = self.out_features if role == "column" else self.in_features
@@ -177,7 +189,7 @@ class Linear(ShardedLayer):
         place = Placement(
             shape=(self.out_features, self.in_features),
             axes=(w[self.plan.n], w[self.plan.k]),
-            parts=fused,
+            parts=fused | ({1: input_parts} if input_parts else {}),
             multiple=multiple,
         )
         if stored == "kn":
@@ -427,3 +439,6 @@ def _check_sizes(layer: Linear, mesh: Mesh) -> None:
             mesh,
             f"a part of {part.size} of a {layer.role} layer",
         )
+    for part in layer.input_parts:
+        what = f"a part of {part.size} of what a {layer.role} layer reads"
+        split_evenly(part.size, matmul_plan.x[matmul_plan.k], mesh, what)

@@ -1,0 +1,137 @@
+"""Denoisers of diffusers under every kind of spec are diffusers' models of one process, or are refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from meshfold.engine import Engine
+from meshfold.mesh import SpecError
+from meshfold.mesh.testing import run_on_ranks
+
+sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
+from denoisers import KINDS, Squares, batch_of, denoiser
+from hugging_face_families import InFloat64
+
+if importlib.util.find_spec("diffusers") is None:  # ranks import it, this process need not
+    pytest.skip("diffusers is not installed: pip install meshfold-huggingface[diffusers]", allow_module_level=True)
+
+SPECS: dict[str, dict[str, Any]] = {
+    "data": dict(data=2),
+    "tensor": dict(tensor=2),
+    "zero 1": dict(data=2, zero=dict(stage=1)),
+    "zero 2": dict(data=2, zero=dict(stage=2)),
+    "zero 3": dict(data=2, zero=dict(stage=3)),
+}
+
+
+def serial(kind: str, **changes: Any) -> tuple[float, dict[str, Tensor]]:
+    """diffusers' own loss, and parameters after a step of plain gradient descent with rate 1."""
+    model, batch = denoiser(kind, **changes), batch_of(kind)
+    given = {name: value for name, value in batch.items() if name != "target"}
+    with InFloat64():
+        loss = Squares()(model(**given), batch)
+    loss.backward()
+    after = {n: p.detach() - (0.0 if p.grad is None else p.grad) for n, p in model.named_parameters()}
+    return float(loss.detach()), after
+
+
+def compare(kind: str, spec: dict[str, Any]) -> None:
+    wanted_loss, wanted = serial(kind)
+    model = denoiser(kind)  # here, since some tables are made in float32
+    settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64", loss_fn=Squares())
+    with InFloat64(), Engine(model, spec, **settings) as engine:
+        loss = engine.train_step(engine.shard_batch(batch_of(kind)))
+        found = engine.full_state_dict()
+    assert abs(loss - wanted_loss) < 1e-9, (loss, wanted_loss)
+    for name, value in wanted.items():
+        off = float((found[name] - value).abs().max())
+        assert off < 1e-9, f"{name}: off by {off:.2e}"
+
+
+QUICK = {
+    ("unet", "tensor"),
+    ("dit", "zero 3"),
+    ("sd3", "tensor"),
+    ("flux", "tensor"),
+    ("unet", "data"),
+    ("sd3", "zero 1"),
+}
+QUICK |= {("flux", "zero 2")}
+
+
+def test_the_quick_cases_leave_no_denoiser_and_no_spec_out() -> None:
+    assert {kind for kind, _ in QUICK} == set(KINDS)
+    assert {how for _, how in QUICK} == set(SPECS)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(kind, how, marks=() if (kind, how) in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        for how in SPECS
+    ]
+
+
+@pytest.mark.parametrize(("kind", "how"), cases())
+def test_a_denoiser_is_that_of_one_process(kind: str, how: str) -> None:
+    """Loss and every gradient: parameters after a step of gradient descent."""
+    run_on_ranks(2, compare, kind, SPECS[how])
+
+
+def report_of(kind: str) -> str:
+    with Engine(denoiser(kind), dict(tensor=2)) as engine:
+        return str(engine.report)
+
+
+def test_attention_and_mlps_are_split_and_the_rest_is_whole() -> None:
+    report = run_on_ranks(2, report_of, "flux")[0]
+    rows = {line.split()[0]: line for line in report.splitlines()}
+    assert "96×64" not in rows["single_transformer_blocks.0.proj_out"]
+    assert "64×320" in rows["single_transformer_blocks.0.proj_out"]  # heads and inner dim, half of both on a rank
+    assert "64×160" in rows["single_transformer_blocks.0.proj_out"]
+    assert "column" in rows["transformer_blocks.0.attn.add_q_proj"]
+    assert "whole on every rank" in rows["transformer_blocks.0.norm1"]
+
+
+def losses(kind: str, spec: dict[str, Any], **changes: Any) -> list[float]:
+    settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=0.1), precision="fp64", loss_fn=Squares(), seed=3)
+    model = denoiser(kind, **changes)
+    with InFloat64(), Engine(model, spec, **settings) as engine:
+        return [engine.train_step(engine.shard_batch(batch_of(kind))) for _ in range(2)]
+
+
+def run_losses(kind: str, spec: dict[str, Any]) -> list[float]:
+    return losses(kind, spec, dropout=0.3)
+
+
+@pytest.mark.parametrize("kind", ["unet", "dit"])
+def test_dropout_is_that_of_one_process(kind: str) -> None:
+    wanted = losses(kind, {}, dropout=0.3)
+    assert abs(wanted[0] - losses(kind, {})[0]) > 1e-4
+    for spec in (dict(tensor=2), dict(data=2)):
+        for found in run_on_ranks(2, run_losses, kind, spec):
+            assert found == pytest.approx(wanted, abs=1e-9), spec
+
+
+def refusal(kind: str, spec: dict[str, Any], changes: dict[str, Any]) -> str:
+    with pytest.raises(SpecError) as caught:
+        Engine(denoiser(kind, **changes), spec)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "changes", "said"),
+    [
+        ("dit", dict(tensor=dict(mode="2d", grid=(2, 1))), {}, "Use mode '1d', and zero"),
+        ("dit", dict(tensor=2, sequence=dict(mode="megatron")), {}, "Use mode '1d', and zero"),
+        ("dit", dict(tensor=2), dict(num_attention_heads=3), "3 attention heads cannot be split over tensor"),
+    ],
+)
+def test_refused(kind: str, spec: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    assert said in run_on_ranks(2, refusal, kind, spec, changes)[0]
