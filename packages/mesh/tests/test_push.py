@@ -17,7 +17,7 @@ from meshfold.mesh import CollectiveError, Mesh, all_gather, all_reduce, barrier
 from meshfold.mesh.collectives import push
 from meshfold.mesh.collectives.push import channels
 from meshfold.mesh.collectives.push.host import HostTransport
-from meshfold.mesh.collectives.push.part_sums import sum_parts_reference
+from meshfold.mesh.collectives.push.part_sums import SQUARED_TOGETHER, sum_parts_reference
 from meshfold.mesh.group import Group
 from meshfold.mesh.recording import record
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
@@ -74,6 +74,36 @@ def test_a_half_precision_wire_may_give_a_float32_sum() -> None:
     found = push.reduce_scatter_push(everyone[group.index], group, dtype=torch.float32).wait()
     wanted = everyone[0].float() + everyone[1].float()
     assert found.dtype == torch.float32 and torch.equal(found, wanted.chunk(2)[group.index])
+
+
+@ranks(2)
+def test_squares_of_a_sum_are_those_of_what_is_returned_in_pieces_of_any_size() -> None:
+    group, size = group_of(2), channels.PIECE_SLOT_BYTES
+    try:
+        for room in (size, 2 * 2 * 70000):  # in one piece, or 65,536 elements of bfloat16 a piece
+            channels.PIECE_SLOT_BYTES = room
+            for call, length in enumerate((5, 65536, 200000)):
+                everyone = [mine((2 * length,), torch.bfloat16, rank, call) for rank in range(2)]
+                pending, squares = push.reduce_scatter_push_squares(everyone[group.index], group, dtype=torch.float32)
+                found = pending.wait()
+                assert torch.equal(found, (everyone[0].float() + everyone[1].float()).chunk(2)[group.index])
+                assert squares is not None and squares.shape == (-(-length // 65536),)
+                for block, wanted in zip(squares, found.double().square().split(65536), strict=True):
+                    torch.testing.assert_close(block, wanted.sum(), rtol=1e-14, atol=0.0)
+    finally:
+        channels.PIECE_SLOT_BYTES = size
+
+
+@ranks(2)
+def test_squares_that_pieces_would_cut_or_that_are_not_exact_are_not_returned() -> None:
+    group, size = group_of(2), channels.PIECE_SLOT_BYTES
+    assert push.reduce_scatter_push_squares(torch.ones(4, dtype=torch.float64), group)[1] is None
+    channels.PIECE_SLOT_BYTES = 1000
+    try:
+        pending, squares = push.reduce_scatter_push_squares(torch.ones(2000), group)
+        assert squares is None and float(pending.wait().sum()) == 2000.0
+    finally:
+        channels.PIECE_SLOT_BYTES = size
 
 
 @ranks(2)
@@ -261,12 +291,15 @@ def compare_with_the_kernel(elements: int) -> None:
     for count, index in ((2, 0), (2, 1), (4, 2)):
         parts, own = torch.randn(count, elements), torch.randn(elements)
         parts[index] = float("nan")
-        found, wanted = torch.empty(elements), torch.empty(elements)
+        found, again, wanted = torch.empty(elements), torch.empty(elements), torch.empty(elements)
+        squares, exact = torch.empty(2, -(-elements // SQUARED_TOGETHER), dtype=torch.float64)
         sum_parts_triton(parts, own, index, found)
-        sum_parts_reference(parts, own, index, wanted)
-        assert torch.equal(found, wanted)
+        sum_parts_triton(parts, own, index, again, squares=squares)
+        sum_parts_reference(parts, own, index, wanted, squares=exact)
+        assert torch.equal(found, wanted) and torch.equal(again, wanted) and torch.equal(squares, exact)
+        torch.testing.assert_close(exact.sum(), wanted.double().square().sum(), rtol=1e-14, atol=0.0)
 
 
 if __name__ == "__main__":
-    for length in (1, 9, 4097):
+    for length in (1, 9, 4097, SQUARED_TOGETHER + 5):
         compare_with_the_kernel(length)

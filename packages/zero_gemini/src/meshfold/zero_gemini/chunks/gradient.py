@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
-from meshfold.mesh.collectives.push import pushes, reduce_scatter_push
+from meshfold.mesh.collectives.push import pushes, reduce_scatter_push_squares
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, BackwardRole, GradState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
@@ -46,7 +46,7 @@ class ChunkGradient:
         tier: MemoryTier,
         *,
         every_time: bool,
-        measure: Callable[[Tensor], Tensor],
+        measure: Callable[[Tensor, Tensor | None], Tensor],
         wait_for_reader: Callable[[], None],
     ) -> None:
         """Args:
@@ -54,7 +54,8 @@ class ChunkGradient:
         dtype: in which gradients are summed.
         tier: memory of the optimizer's state; complete shards are sent there.
         every_time: reduce after every backward, not only after the last of an accumulation.
-        measure: computes a number from the complete shard that is needed later, and is cheap while the shard is on the device.
+        measure: computes a number from the complete shard that is needed later, and is cheap while the shard is on the device:
+            from its sums of squares, where the reduction has made them, else from the shard.
         wait_for_reader: returns once the optimizer has read the shard that it was lent (:meth:`lend`).
         """
         self.chunk, self.dtype, self.tier = chunk, dtype, tier
@@ -70,6 +71,8 @@ class ChunkGradient:
         self._apart: Block | None = None  # like ``_whole``, from earlier backwards, on the host
         self._owed = False  # ``_apart`` has gradients
         self._reduction: Pending | None = None
+        self._squares: Tensor | None = None  # sums of squares of the reduction's result
+        self._is_wide = False  # whole gradients of several backwards are added up
         self._sending: Block | None = None  # the reduction's input
         self._flags: Flags | None = None  # parameters used, and True if more may come
         self._answers: list[bool] = []
@@ -101,8 +104,12 @@ class ChunkGradient:
 
     # -- while backward runs ------------------------------------------------------------------------------------
 
+    def expect(self, kind: BackwardRole) -> None:
+        """Before a backward; on all ranks. What several leave for one reduction is added up in the dtype of the sum."""
+        self._is_wide |= kind == "apart" or (kind == "more" and not self._every_time)
+
     def begin(self) -> None:
-        """Before the next backward."""
+        """After a backward, before the next one."""
         self._arrived.clear()
         self._was_sent = False
 
@@ -150,7 +157,7 @@ class ChunkGradient:
             )
         self.collect()  # a second gradient in one backward, after the first was sent
         if self._whole is None:
-            self._whole = self._allocate(self.chunk.spec.size_elems)
+            self._whole = self._allocate(self.chunk.spec.size_elems, dtype=self._sent_dtype)
         slot = self.chunk.spec.slots[place]
         part = self._whole.tensor[slot.start_elems : slot.start_elems + slot.numel]
         more = place in self._filled
@@ -197,10 +204,10 @@ class ChunkGradient:
             self._keep(whole)
 
     def _start_sum(self, whole: Tensor) -> Pending:
-        group = self.chunk.group
-        if pushes(self.chunk.transport, whole.numel() * whole.element_size() // group.size, whole.device):
-            return reduce_scatter_push(whole, group)
-        return reduce_scatter(whole, group, 0, async_op=True)
+        if self._is_pushed:
+            pending, self._squares = reduce_scatter_push_squares(whole, self.chunk.group, dtype=self.dtype)
+            return pending
+        return reduce_scatter(whole, self.chunk.group, 0, async_op=True)
 
     def collect(self) -> None:
         """Finish a reduction that is under way, if there is one."""
@@ -209,7 +216,8 @@ class ChunkGradient:
         arrived = self._reduction.wait()
         self._sending.free()
         self._reduction = self._sending = None
-        self._keep(self.chunk.memory.count(arrived, self._name))
+        squares, self._squares = self._squares, None
+        self._keep(self.chunk.memory.count(arrived, self._name), squares)
 
     # -- the complete shard -------------------------------------------------------------------------------------
 
@@ -290,7 +298,7 @@ class ChunkGradient:
             if block is not None:
                 block.free()
         self._whole = self._here = self._apart = self.shard = self.measured = self._flags = None
-        self._owed = False
+        self._owed = self._is_wide = False
         if self.state is not GradState.EMPTY:
             self._to(GradState.EMPTY)
         self._answers = []
@@ -308,29 +316,46 @@ class ChunkGradient:
 
     # -- within -------------------------------------------------------------------------------------------------
 
-    def _allocate(self, elements: int, place: MemoryTier = "device") -> Block:
-        return self.chunk.memory.allocate(elements, self.dtype, place, self._name)
+    def _allocate(self, elements: int, place: MemoryTier = "device", dtype: torch.dtype | None = None) -> Block:
+        return self.chunk.memory.allocate(elements, dtype or self.dtype, place, self._name)
 
-    def _keep(self, arrived: Block) -> None:
-        """Add the sum to the shard and offload it; after a final backward it stays on the device for the step."""
+    @property
+    def _is_pushed(self) -> bool:
+        """True if copy engines carry the gradients of one backward."""
+        size = self.chunk.spec.size_elems * self.chunk.dtype.itemsize // self.chunk.group.size
+        return self.chunk.group.size > 1 and pushes(self.chunk.transport, size, self.chunk.device)
+
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        """Dtype of whole gradients: a backward has made them in the parameters', and what is pushed is summed after it arrived."""
+        return self.chunk.dtype if self._is_pushed and not self._is_wide else self.dtype
+
+    def _keep(self, arrived: Block, squares: Tensor | None = None) -> None:
+        """Add the sum to the shard and offload it; after a final backward it stays on the device for the step.
+
+        ``squares``: of the sum alone.
+        """
         tensor = arrived.tensor
         if self._here is not None:
             tensor.add_(self._here.tensor)
             self._here.free()
+            squares = None
         elif self.shard is not None:  # offloaded by an earlier micro-step
             tensor.add_(fetch(self.shard, self.chunk.device))
+            squares = None
         self._here, self.shard, self.measured = arrived, tensor, None
         self.sums += 1
+        if self._kind == "final" or (squares is not None and self._kind == "last"):
+            self.measured = self._measure(tensor, squares)
         if self._kind == "final":
-            self.measured = self._measure(tensor)
             if self._flags is not None:
                 self._answers, self._flags = self._flags.read(), None
             self._to(GradState.REDUCED if self._answers[-1] else GradState.SETTLED)
             return
         self._to(GradState.REDUCED)
         if self.tier != "device":
-            if self._kind == "last":
-                self.measured = self._measure(tensor)
+            if self._kind == "last" and self.measured is None:
+                self.measured = self._measure(tensor, None)
             self._send(arrived)
 
     def _send(self, here: Block) -> None:
@@ -371,7 +396,7 @@ class ChunkGradient:
 
     def _complete(self) -> Block:
         """Return the whole chunk's gradient: zeros where none arrived and in padding, plus offloaded gradients."""
-        whole = self._whole or self._allocate(self.chunk.spec.size_elems)
+        whole = self._whole or self._allocate(self.chunk.spec.size_elems, dtype=self._sent_dtype)
         end = 0
         for place, slot in enumerate(self.chunk.spec.slots):
             if place in self._filled:

@@ -226,7 +226,7 @@ class ChunkedModel(ParameterValues):
                 gradient_dtype or master_dtype or kind.dtype,
                 placement.state,
                 every_time=self._stage > 1,
-                measure=partial(self._power_sum, chunk, 2.0),
+                measure=partial(self._square_sum, chunk),
                 wait_for_reader=partial(self._stepper.done_with, chunk),
             )
         return chunk
@@ -257,6 +257,11 @@ class ChunkedModel(ParameterValues):
             grad = shard[part.shard_start : part.shard_start + part.length]
             sums.append(power_sum(grad, holders, norm_type))
         return combine(sums, norm_type, shard.device)
+
+    def _square_sum(self, chunk: Chunk, shard: Tensor, squares: Tensor | None) -> Tensor:
+        """Return this rank's contribution to the 2-norm; ``squares``: sums of them that the shard's reduction has made."""
+        alike = self._facts[chunk.spec.names[0]].kind.holders
+        return squares.sum() / alike if squares is not None and alike else self._power_sum(chunk, 2.0, shard)
 
     def _chunks_of_unit(self, unit: Unit) -> list[Chunk]:
         names = (self._names[parameter] for parameter in unit.parameters)

@@ -86,6 +86,8 @@ class GradientFlow:
         """Prepare for a backward. A final one steps chunks if the optimizer can do early steps."""
         self._came = False
         self.kind = "last" if kind == "final" and self._early is None else kind
+        for gradient in self._waiting:
+            gradient.expect(self.kind)
         if self.kind == "final" and self._early is not None:
             self._early.begin(self._waiting)
         elif (speculative := self._speculating) is not None:

@@ -11,7 +11,12 @@ from meshfold.mesh.collectives.push.channel import Channel, Exchange
 from meshfold.mesh.collectives.push.channels import LARGEST_SLOT_BYTES, channel, why_not
 from meshfold.mesh.collectives.push.epochs import sources, targets
 from meshfold.mesh.collectives.push.part_sums import sum_parts
-from meshfold.mesh.collectives.push.pushed import all_gather_push, pushes, reduce_scatter_push
+from meshfold.mesh.collectives.push.pushed import (
+    all_gather_push,
+    pushes,
+    reduce_scatter_push,
+    reduce_scatter_push_squares,
+)
 
 __all__ = [
     "LARGEST_SLOT_BYTES",
@@ -21,6 +26,7 @@ __all__ = [
     "channel",
     "pushes",
     "reduce_scatter_push",
+    "reduce_scatter_push_squares",
     "sources",
     "sum_parts",
     "targets",

@@ -16,7 +16,7 @@ from meshfold.mesh.collectives.operations import Pending, all_gather_into, note_
 from meshfold.mesh.collectives.push.channel import Channel
 from meshfold.mesh.collectives.push.channels import channel
 from meshfold.mesh.collectives.push.epochs import sources, targets
-from meshfold.mesh.collectives.push.part_sums import sum_parts
+from meshfold.mesh.collectives.push.part_sums import SQUARED_TOGETHER, has_exact_squares, sum_parts
 from meshfold.mesh.collectives.push.transport import STREAMS, Transport
 from meshfold.mesh.errors import CollectiveError
 from meshfold.mesh.group import Group
@@ -94,6 +94,25 @@ def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = 
     Raises:
         CollectiveError: if the group's size does not divide dim 0, or x is not contiguous.
     """
+    return _reduce_scatter(x, group, dtype, squares=False)[0]
+
+
+def reduce_scatter_push_squares(
+    x: Tensor, group: Group, *, dtype: torch.dtype | None = None
+) -> tuple[Pending, Tensor | None]:
+    """Start the sum of :func:`reduce_scatter_push`, and the sums of its squares in the same pass.
+
+    Returns:
+        The sum, and for every 65,536 elements of it their squares, added up in float64 in the order of
+        ``meshfold.kernels.sum_of_squares``: complete once the sum has been waited for. None where nothing was measured:
+        the ranks cannot push to each other, or the result's squares are not exact in float64.
+    """
+    return _reduce_scatter(x, group, dtype, squares=True)
+
+
+def _reduce_scatter(
+    x: Tensor, group: Group, dtype: torch.dtype | None, *, squares: bool
+) -> tuple[Pending, Tensor | None]:
     if x.shape[0] % group.size or not x.is_contiguous():
         raise CollectiveError(
             f"reduce_scatter_push of {tuple(x.shape)} with strides {x.stride()} over {group.size} ranks: dim 0 must be a multiple "
@@ -102,23 +121,35 @@ def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = 
     found = channel(group, x.device) if group.size > 1 else None
     if found is None or x.numel() == 0:
         wide = x if dtype is None else x.to(dtype)
-        return reduce_scatter(wide, group, 0, async_op=True)
+        return reduce_scatter(wide, group, 0, async_op=True), None
     call = note_call("reduce_scatter", group, x, detail=0, later=True)
     parts = x.view(group.size, -1)
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]), dtype=dtype or x.dtype)
     flat, own, transport, elements = out.view(-1), parts[group.index], found.transport, parts.shape[1]
     to = tuple(targets(group.index, group.size))
+    measured: Tensor | None = None
+    together = SQUARED_TOGETHER if squares and has_exact_squares(out.dtype) else 1
+    pieces = _pieces(found, elements, x.element_size(), together)
+    if together > 1 and all(start % together == 0 for start, _ in pieces):
+        measured = x.new_empty(-(-elements // together), dtype=torch.float64)
     with _waits_now(call, x), _Streams(transport) as streams:
-        for start, stop in _pieces(found, elements, x.element_size()):
+        for start, stop in pieces:
             exchange = found.begin((stop - start,), x.dtype)
             with transport.on("send"):
                 for target in to:
                     exchange.write(target, x, target * elements + start)
             with transport.on("receive"):
                 exchange.arrive()
-                sum_parts(exchange.blocks(), own[start:stop], group.index, flat[start:stop], stream=transport.handle())
+                sum_parts(
+                    exchange.blocks(),
+                    own[start:stop],
+                    group.index,
+                    flat[start:stop],
+                    squares=None if measured is None else measured[start // together : -(-stop // together)],
+                    stream=transport.handle(),
+                )
                 exchange.release()
-    return Pending(out, streams.join, waits=False, call=call if x.is_cuda else None, keep=x)
+    return Pending(out, streams.join, waits=False, call=call if x.is_cuda else None, keep=x), measured
 
 
 class _Streams:
@@ -154,10 +185,14 @@ def _waits_now(call: Call | None, x: Tensor) -> AbstractContextManager[None]:
     return nullcontext() if call is None or x.is_cuda else call
 
 
-def _pieces(found: Channel, elements: int, size: int) -> list[tuple[int, int]]:
-    """Return (first, one past the last) of each piece of so many elements of a size; pieces are about equal."""
+def _pieces(found: Channel, elements: int, size: int, together: int = 1) -> list[tuple[int, int]]:
+    """Return (first, one past the last) of each piece of so many elements of a size; pieces are about equal.
+
+    Where a channel has the room for them, elements that are ``together`` are in one piece.
+    """
     most = found.block_bytes // size
+    unit = together if together <= most else 16
     pieces = -(-elements // most)
     each = -(-elements // pieces)
-    each = min(most, -(-each // 16) * 16)
+    each = min(most // unit * unit or most, -(-each // unit) * unit)
     return [(start, min(start + each, elements)) for start in range(0, elements, each)]
