@@ -30,6 +30,7 @@ SIBLINGS: dict[str, set[str]] = {
     "pipeline": _GROUND,
     "checkpoint": {"mesh"},
     "models": {*_GROUND, "experts", "tensor_parallel"},
+    "folding": {*_GROUND, "tensor_parallel"},
     "inference": {*_GROUND, "models", "tensor_parallel"},
     "engine": _PARALLEL,
     "planner": _INTEGRATION,
@@ -37,7 +38,7 @@ SIBLINGS: dict[str, set[str]] = {
     "align": {*_INTEGRATION, "models", "inference"},
     "lightning": _INTEGRATION,
     "colossalai": _INTEGRATION,
-    "meshfold": {*_INTEGRATION, "models", "planner", "huggingface", "inference", "align"},
+    "meshfold": {*_INTEGRATION, "models", "folding", "planner", "huggingface", "inference", "align"},
 }
 # Words that no docstring opens with.
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")

@@ -23,6 +23,7 @@ CONTENTS = {
     "zero_gemini": "chunks, their placement\noptimizers on shards\nNVMe",
     "checkpoint": "safetensors, rectangles\ncrash-safe folders",
     "models": "GPT, Llama\ngeneration",
+    "folding": "Evoformer, Pairformer\naxial layouts",
     "inference": "pages of keys and values\nbatching, sampling",
     "engine": "the train step, batches, precision\ncheckpoints of a run, long runs",
     "planner": "bytes and seconds\nbefore anything runs",

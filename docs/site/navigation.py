@@ -33,6 +33,7 @@ REFERENCE = (
     "experts",
     "align",
     "models",
+    "folding",
     "inference",
     "engine",
     "planner",

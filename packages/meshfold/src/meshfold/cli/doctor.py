@@ -36,6 +36,7 @@ DISTRIBUTIONS = {
     "meshfold-zero-gemini": "meshfold.zero_gemini",
     "meshfold-checkpoint": "meshfold.checkpoint",
     "meshfold-models": "meshfold.models",
+    "meshfold-folding": "meshfold.folding",
     "meshfold-inference": "meshfold.inference",
     "meshfold-engine": "meshfold.engine",
     "meshfold-planner": "meshfold.planner",

@@ -1,0 +1,62 @@
+"""Evoformer and Pairformer in plain torch, and the axial layouts that split them over ranks."""
+
+from __future__ import annotations
+
+from meshfold.folding.axial import AXIAL_MODES, Axes, AxialMode, find_axial_mode
+from meshfold.folding.dropout import SharedDropout
+from meshfold.folding.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock, ExtraMSAStack, PairStack
+from meshfold.folding.functions import attend, gate, key_bias_of, layer_norm, multiply_edges
+from meshfold.folding.msa import (
+    MSAColumnAttention,
+    MSAColumnGlobalAttention,
+    MSARowAttentionWithPairBias,
+    OuterProductMean,
+)
+from meshfold.folding.pairformer import AttentionPairBias, PairFormerBlock, PairFormerStack
+from meshfold.folding.parallelize import parallelize_folding, split_parameters, sum_gradients
+from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear, SwiGLUTransition, Transition
+from meshfold.folding.template import TemplatePairStack, TemplatePairStackBlock
+from meshfold.folding.triangle import (
+    TriangleAttention,
+    TriangleMultiplicationIncoming,
+    TriangleMultiplicationOutgoing,
+)
+
+__all__ = [
+    "AXIAL_MODES",
+    "Attention",
+    "AttentionPairBias",
+    "Axes",
+    "AxialMode",
+    "EvoformerBlock",
+    "EvoformerStack",
+    "ExtraMSABlock",
+    "ExtraMSAStack",
+    "GlobalAttention",
+    "LayerNorm",
+    "Linear",
+    "MSAColumnAttention",
+    "MSAColumnGlobalAttention",
+    "MSARowAttentionWithPairBias",
+    "OuterProductMean",
+    "PairFormerBlock",
+    "PairFormerStack",
+    "PairStack",
+    "SharedDropout",
+    "SwiGLUTransition",
+    "TemplatePairStack",
+    "TemplatePairStackBlock",
+    "Transition",
+    "TriangleAttention",
+    "TriangleMultiplicationIncoming",
+    "TriangleMultiplicationOutgoing",
+    "attend",
+    "find_axial_mode",
+    "gate",
+    "key_bias_of",
+    "layer_norm",
+    "multiply_edges",
+    "parallelize_folding",
+    "split_parameters",
+    "sum_gradients",
+]

@@ -1,0 +1,76 @@
+"""Differentiable redistributions that travel while other work runs, forward and backward.
+
+    coming = begin(move, bias)      # the collective starts
+    q, k, v = project(x)            # it runs meanwhile
+    bias = coming.wait()
+
+Autograd runs the newest nodes first. So in backward the adjoint starts where ``wait`` was, runs under the gradients of what stood
+between, and is waited for where ``begin`` was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshfold.folding.axial.redistribute import Redistribution
+from meshfold.mesh import Pending
+from meshfold.mesh.collectives import non_view_result
+
+
+class Coming:
+    """A tensor on its way; ``wait`` returns it, once."""
+
+    def __init__(self, move: Redistribution, x: Tensor) -> None:
+        """Start it; see :func:`begin`."""
+        self.move = move
+        self.forward: Pending | None = None
+        self.backward: Pending | None = None
+        self._ticket: Tensor = _Begin.apply(x, self) if move.steps else x
+
+    def wait(self) -> Tensor:
+        """Return the block of the target layout."""
+        if not self.move.steps:
+            return self._ticket
+        arrived: Tensor = _Arrive.apply(self._ticket, self)
+        return arrived
+
+
+def begin(move: Redistribution, x: Tensor) -> Coming:
+    """Start a redistribution of ``x`` and return at once."""
+    return Coming(move, x)
+
+
+def redistribute(move: Redistribution, x: Tensor) -> Tensor:
+    """Redistribute and wait; differentiable."""
+    return begin(move, x).wait()
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, coming: Coming) -> Tensor:
+        ctx.coming = coming
+        coming.forward = coming.move.start(x.contiguous())
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        pending, ctx.coming.backward = ctx.coming.backward, None
+        return pending.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, coming: Coming) -> Tensor:
+        ctx.coming = coming
+        pending, coming.forward = coming.forward, None
+        if pending is None:
+            raise RuntimeError("a tensor on its way was waited for twice")
+        return non_view_result(pending.wait(), ticket)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.coming.backward = ctx.coming.move.start_adjoint(grad.contiguous())
+        return grad.new_zeros(()), None

@@ -1,0 +1,243 @@
+"""The Evoformer (Algorithm 6 of AlphaFold 2) and the extra-MSA stack (Algorithm 18), with OpenFold's parameter names.
+
+Blocks take and return blocks of this rank; stacks take and return whole tensors (see
+:func:`meshfold.folding.parallelize_folding`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshfold.folding.axial.axes import WHOLE, Axes
+from meshfold.folding.dropout import SharedDropout
+from meshfold.folding.msa import (
+    MSAColumnAttention,
+    MSAColumnGlobalAttention,
+    MSARowAttentionWithPairBias,
+    OuterProductMean,
+)
+from meshfold.folding.primitives import Linear, Transition
+from meshfold.folding.shapes import flat_mask
+from meshfold.folding.triangle import (
+    TriangleAttention,
+    TriangleMultiplicationIncoming,
+    TriangleMultiplicationOutgoing,
+    own_pair_mask,
+)
+
+
+class PairStack(nn.Module):
+    """The pair half of a block: two triangle multiplications, two triangle attentions, a transition."""
+
+    def __init__(
+        self,
+        c_z: int,
+        c_hidden_mul: int,
+        c_hidden_pair_att: int,
+        no_heads_pair: int,
+        transition_n: int,
+        pair_dropout: float,
+        *,
+        transition: type[nn.Module] = Transition,
+        biased: bool = True,
+    ) -> None:
+        """Args:
+        c_z: channels of pairs.
+        c_hidden_mul: channels of edges in triangle multiplications.
+        c_hidden_pair_att: channels of a head in triangle attentions.
+        no_heads_pair: heads there.
+        transition_n: hidden width of the transition, in ``c_z``.
+        pair_dropout: dropout of the updates but the transition's.
+        transition: class of the transition, called with (c_z, transition_n).
+        biased: give linear layers a bias (AlphaFold 2; AlphaFold 3 has none).
+        """
+        super().__init__()
+        self.tri_mul_out = TriangleMultiplicationOutgoing(c_z, c_hidden_mul, biased=biased)
+        self.tri_mul_in = TriangleMultiplicationIncoming(c_z, c_hidden_mul, biased=biased)
+        self.tri_att_start = TriangleAttention(c_z, c_hidden_pair_att, no_heads_pair, biased=biased)
+        self.tri_att_end = TriangleAttention(c_z, c_hidden_pair_att, no_heads_pair, starting=False, biased=biased)
+        self.pair_transition = transition(c_z, transition_n)
+        self.ps_dropout_row_layer = SharedDropout(pair_dropout, "rows")
+        self.ps_dropout_column_layer = SharedDropout(pair_dropout, "columns")
+        self.axes: Axes = WHOLE
+
+    def forward(self, z: Tensor, pair_mask: Tensor | None = None, mask_transition: bool = True) -> Tensor:
+        """``* i j c -> * i j c``, this rank's block; ``pair_mask``: ``* i j``, whole on every rank."""
+        rows, columns = self.ps_dropout_row_layer, self.ps_dropout_column_layer
+        z = z + rows(self.tri_mul_out(z, pair_mask))
+        z = z + rows(self.tri_mul_in(z, pair_mask))
+        z = z + rows(self.tri_att_start(z, pair_mask))
+        z = z + columns(self.tri_att_end(z, pair_mask))
+        own = own_mask(self.axes, pair_mask, z) if mask_transition else None
+        y: Tensor = z + self.pair_transition(z, own)
+        return y
+
+
+def own_mask(axes: Axes, mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return this rank's block of a whole mask ``* s r`` or ``* i j``, for ``x`` with one more dim."""
+    lead = x.shape[:-3]
+    own = own_pair_mask(axes, flat_mask(mask, lead, 2))
+    return None if own is None else own.view(x.shape[:-1])
+
+
+class MSABlock(nn.Module):
+    """The base of Evoformer and extra-MSA blocks, which differ in the attention within columns."""
+
+    def __init__(
+        self,
+        c_m: int,
+        c_z: int,
+        c_hidden_msa_att: int,
+        c_hidden_opm: int,
+        c_hidden_mul: int,
+        c_hidden_pair_att: int,
+        no_heads_msa: int,
+        no_heads_pair: int,
+        transition_n: int,
+        msa_dropout: float,
+        pair_dropout: float,
+        opm_first: bool = False,
+    ) -> None:
+        """Args:
+        c_m, c_z: channels of the MSA and of pairs.
+        c_hidden_msa_att: channels of a head in attention over the MSA.
+        c_hidden_opm: channels of each factor of the outer product mean.
+        c_hidden_mul: channels of edges in triangle multiplications.
+        c_hidden_pair_att: channels of a head in triangle attentions.
+        no_heads_msa, no_heads_pair: heads of the two.
+        transition_n: hidden width of transitions, in channels.
+        msa_dropout, pair_dropout: dropout of the updates of each.
+        opm_first: begin with the outer product mean (AlphaFold-Multimer).
+        """
+        super().__init__()
+        self.opm_first = opm_first
+        self.msa_att_row = MSARowAttentionWithPairBias(c_m, c_z, c_hidden_msa_att, no_heads_msa)
+        self.msa_att_col = self.column_attention(c_m, c_hidden_msa_att, no_heads_msa)
+        self.msa_dropout_layer = SharedDropout(msa_dropout, "rows")
+        self.msa_transition = Transition(c_m, transition_n)
+        self.outer_product_mean = OuterProductMean(c_m, c_z, c_hidden_opm)
+        self.pair_stack = PairStack(c_z, c_hidden_mul, c_hidden_pair_att, no_heads_pair, transition_n, pair_dropout)
+        self.axes: Axes = WHOLE
+        self._register_load_state_dict_pre_hook(_rename_version_1)
+
+    column_attention: type[nn.Module]
+
+    def forward(
+        self,
+        m: Tensor,
+        z: Tensor,
+        msa_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        mask_transitions: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the next MSA and pair tensors.
+
+        Args:
+            m: ``* s r c_m``, this rank's block.
+            z: ``* r r c_z``, this rank's block.
+            msa_mask: ``* s r``, whole on every rank and without padding; None: all count, and nothing is padded.
+            pair_mask: ``* r r``, likewise.
+            mask_transitions: multiply transitions by the masks, which DeepMind's code does not.
+        """
+        if self.opm_first:
+            z = z + self.outer_product_mean(m, msa_mask)
+        m = m + self.msa_dropout_layer(self.msa_att_row(m, z, msa_mask))
+        m = m + self.msa_att_col(m, msa_mask)
+        m = m + self.msa_transition(m, own_mask(self.axes, msa_mask, m) if mask_transitions else None)
+        if not self.opm_first:
+            z = z + self.outer_product_mean(m, msa_mask)
+        return m, self.pair_stack(z, pair_mask, mask_transitions)
+
+
+class EvoformerBlock(MSABlock):
+    """A block of the Evoformer."""
+
+    column_attention = MSAColumnAttention
+
+
+class ExtraMSABlock(MSABlock):
+    """A block for many sequences, with global attention within columns."""
+
+    column_attention = MSAColumnGlobalAttention
+
+
+class _Stack(nn.Module):
+    """Blocks one after another on whole tensors, which every rank has: split before, joined after."""
+
+    block: type[MSABlock]
+
+    def __init__(self, no_blocks: int, **sizes: Any) -> None:
+        """``no_blocks``: blocks; the rest as for :class:`MSABlock`."""
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block(**sizes) for _ in range(no_blocks))
+        self.axes: Axes = WHOLE
+
+    def run(
+        self, m: Tensor, z: Tensor, msa_mask: Tensor | None, pair_mask: Tensor | None, mask_transitions: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the blocks' MSA and pair tensors, whole."""
+        axes, (s, r) = self.axes, m.shape[-3:-1]
+        if axes.is_split:  # padding is told from the rest by the masks
+            msa_mask = m.new_ones(m.shape[:-1]) if msa_mask is None else msa_mask
+            pair_mask = z.new_ones(z.shape[:-1]) if pair_mask is None else pair_mask
+        m, z = (axes.split(x, (-3, axes.rows), (-2, axes.columns)) for x in (m, z))
+        for block in self.blocks:
+            m, z = block(m, z, msa_mask, pair_mask, mask_transitions)
+        m = axes.join(m, (-3, axes.rows, s), (-2, axes.columns, r))
+        return m, axes.join(z, (-3, axes.rows, r), (-2, axes.columns, r))
+
+
+class EvoformerStack(_Stack):
+    """Algorithm 6."""
+
+    block = EvoformerBlock
+
+    def __init__(self, c_m: int, c_s: int, no_blocks: int, **sizes: Any) -> None:
+        """Args:
+        c_m: channels of the MSA.
+        c_s: channels of the single representation.
+        no_blocks: blocks.
+        sizes: the rest of :class:`MSABlock`'s arguments.
+        """
+        super().__init__(no_blocks, c_m=c_m, **sizes)
+        self.linear = Linear(c_m, c_s)
+
+    def forward(
+        self,
+        m: Tensor,
+        z: Tensor,
+        msa_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        mask_transitions: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``m``, ``z`` and the single representation ``* r c_s``, whole; arguments as for a block, whole."""
+        m, z = self.run(m, z, msa_mask, pair_mask, mask_transitions)
+        return m, z, self.linear(m[..., 0, :, :])
+
+
+class ExtraMSAStack(_Stack):
+    """Algorithm 18."""
+
+    block = ExtraMSABlock
+
+    def forward(
+        self,
+        m: Tensor,
+        z: Tensor,
+        msa_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        mask_transitions: bool = True,
+    ) -> Tensor:
+        """Return ``z``, whole; arguments as for a block, whole."""
+        return self.run(m, z, msa_mask, pair_mask, mask_transitions)[1]
+
+
+def _rename_version_1(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give keys of OpenFold 1, which has a module ``core``, the names of OpenFold 2."""
+    old = f"{prefix}core."
+    for name in [name for name in state if name.startswith(old)]:
+        rest = name.removeprefix(old)
+        inner = "" if rest.startswith(("msa_transition.", "outer_product_mean.")) else "pair_stack."
+        state[f"{prefix}{inner}{rest}"] = state.pop(name)

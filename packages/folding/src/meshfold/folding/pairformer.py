@@ -1,0 +1,149 @@
+"""The Pairformer (Algorithms 17 and 24 of AlphaFold 3), with the parameter names of OpenFold 3."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.folding import functions
+from meshfold.folding.axial.attention import BIAS
+from meshfold.folding.axial.axes import WHOLE, Axes
+from meshfold.folding.axial.overlap import begin, redistribute
+from meshfold.folding.evoformer import PairStack
+from meshfold.folding.primitives import Attention, LayerNorm, Linear, SwiGLUTransition
+from meshfold.folding.shapes import flat, flat_mask
+
+
+class AttentionPairBias(nn.Module):
+    """Attention over a single representation with a bias of pairs, Algorithm 24 without conditioning.
+
+    Queries are this rank's residues. Keys and values of all residues are gathered, which is little; the bias is not: an all-to-all
+    brings the rows of this rank's queries.
+    """
+
+    def __init__(self, c_s: int, c_z: int, c_hidden: int, no_heads: int) -> None:
+        """Args:
+        c_s, c_z: channels of the single representation and of pairs.
+        c_hidden: channels of a head.
+        no_heads: heads.
+        """
+        super().__init__()
+        self.layer_norm_a = LayerNorm(c_s)
+        self.layer_norm_z = LayerNorm(c_z)
+        self.linear_z = Linear(c_z, no_heads, bias=False, init="normal")
+        self.mha = Attention(c_s, c_hidden, no_heads, biased=False, q_bias=True)
+        self.axes: Axes = WHOLE
+
+    def forward(self, s: Tensor, z: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the update: ``* r c_s``, r over all axes; ``z``: this rank's block; ``mask``: ``* r``, whole on every rank."""
+        lead, axes = s.shape[:-2], self.axes
+        s, mask = flat(s, 2), flat_mask(mask, lead, 1)
+        bias = self.linear_z(self.layer_norm_z(flat(z, 3)))
+        coming = begin(axes.move("q:rows k:columns", "q:rows,columns k", BIAS), bias)
+        x = self.layer_norm_a(s)
+        q, k, v = (part.unsqueeze(1) for part in self.mha.project(x))
+        together = torch.cat((k, v), -1)
+        k, v = redistribute(axes.move("a n:rows,columns", "a n", {"a": 1, "n": 2}), together).chunk(2, -1)
+        key_bias = None
+        if mask is not None:
+            padding = axes.padded(mask.shape[-1]) - mask.shape[-1]
+            key_bias = functions.key_bias_of(mask, torch.promote_types(q.dtype, torch.float32), padding).unsqueeze(1)
+        out = functions.attend(q, k, v, coming.wait().permute(0, 3, 1, 2), key_bias)
+        y = self.mha.output(out.squeeze(1), x)
+        return y.view(*lead, *y.shape[1:])
+
+
+class PairFormerBlock(nn.Module):
+    """A block of the Pairformer."""
+
+    def __init__(
+        self,
+        c_s: int,
+        c_z: int,
+        c_hidden_pair_bias: int,
+        no_heads_pair_bias: int,
+        c_hidden_mul: int,
+        c_hidden_pair_att: int,
+        no_heads_pair: int,
+        transition_n: int,
+        pair_dropout: float,
+    ) -> None:
+        """Args:
+        c_s, c_z: channels of the single representation and of pairs.
+        c_hidden_pair_bias: channels of a head in the attention over residues.
+        no_heads_pair_bias: heads there.
+        c_hidden_mul: channels of edges in triangle multiplications.
+        c_hidden_pair_att: channels of a head in triangle attentions.
+        no_heads_pair: heads there.
+        transition_n: hidden width of transitions, in channels.
+        pair_dropout: dropout of the pair updates but the transition's.
+        """
+        super().__init__()
+        self.pair_stack = PairStack(
+            c_z,
+            c_hidden_mul,
+            c_hidden_pair_att,
+            no_heads_pair,
+            transition_n,
+            pair_dropout,
+            transition=SwiGLUTransition,
+            biased=False,
+        )
+        self.attn_pair_bias = AttentionPairBias(c_s, c_z, c_hidden_pair_bias, no_heads_pair_bias)
+        self.single_transition = SwiGLUTransition(c_s, transition_n)
+        self.axes: Axes = WHOLE
+
+    def forward(
+        self,
+        s: Tensor,
+        z: Tensor,
+        single_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        mask_transitions: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the next single representation and pair tensor.
+
+        Args:
+            s: ``* r c_s``, this rank's residues, split over all axes.
+            z: ``* r r c_z``, this rank's block.
+            single_mask: ``* r``, whole on every rank and without padding; None: all count, and nothing is padded.
+            pair_mask: ``* r r``, likewise.
+            mask_transitions: multiply transitions by the masks.
+        """
+        z = self.pair_stack(z, pair_mask, mask_transitions)
+        s = s + self.attn_pair_bias(s, z, single_mask)
+        own = None
+        if mask_transitions and single_mask is not None:
+            mask = flat_mask(single_mask, s.shape[:-2], 1)
+            assert mask is not None
+            own = self.axes.take(mask, 1, self.axes.all).view(s.shape[:-1])
+        return s + self.single_transition(s, own), z
+
+
+class PairFormerStack(nn.Module):
+    """Algorithm 17, on whole tensors, which every rank has: split before, joined after."""
+
+    def __init__(self, no_blocks: int, **sizes: int | float) -> None:
+        """``no_blocks``: blocks; the rest as for :class:`PairFormerBlock`."""
+        super().__init__()
+        self.blocks = nn.ModuleList(PairFormerBlock(**sizes) for _ in range(no_blocks))  # type: ignore[arg-type]
+        self.axes: Axes = WHOLE
+
+    def forward(
+        self,
+        s: Tensor,
+        z: Tensor,
+        single_mask: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        mask_transitions: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``s`` and ``z``, whole; arguments as for a block, whole."""
+        axes, r = self.axes, s.shape[-2]
+        if axes.is_split:  # padding is told from the rest by the masks
+            single_mask = s.new_ones(s.shape[:-1]) if single_mask is None else single_mask
+            pair_mask = z.new_ones(z.shape[:-1]) if pair_mask is None else pair_mask
+        s = axes.split(s, (-2, axes.all))
+        z = axes.split(z, (-3, axes.rows), (-2, axes.columns))
+        for block in self.blocks:
+            s, z = block(s, z, single_mask, pair_mask, mask_transitions)
+        return axes.join(s, (-2, axes.all, r)), axes.join(z, (-3, axes.rows, r), (-2, axes.columns, r))

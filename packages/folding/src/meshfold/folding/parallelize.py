@@ -1,0 +1,90 @@
+"""Split folding blocks over a mesh, and sum the gradients of their weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.folding.axial.axes import Axes
+from meshfold.folding.axial.modes import AxialMode, find_axial_mode
+from meshfold.folding.dropout import SharedDropout
+from meshfold.folding.evoformer import EvoformerStack, ExtraMSAStack
+from meshfold.folding.pairformer import PairFormerStack
+from meshfold.folding.template import TemplatePairStack
+from meshfold.mesh import LayoutError, Mesh, all_reduce
+from meshfold.mesh.recording import weight_gradients
+
+WHOLE_TENSOR_STACKS = (EvoformerStack, ExtraMSAStack, PairFormerStack, TemplatePairStack)
+"""Modules that split and join: their own layers see whole tensors."""
+
+
+def parallelize_folding(
+    model: nn.Module, mesh: Mesh, mode: str | AxialMode = "dap", *, product_steps: int = 1
+) -> nn.Module:
+    """Split the pair and MSA tensors of every folding block in a model, in place; return the model.
+
+    Weights stay whole on every rank. Stacks (``EvoformerStack`` ...) still take and return whole tensors, the same on every
+    rank; single blocks take and return this rank's block. After backward, call :func:`sum_gradients`.
+
+    Args:
+        model: contains blocks of this package.
+        mesh: has the axes of the mode; one of size 1 may be missing.
+        mode: name or row of the table :data:`meshfold.folding.AXIAL_MODES`.
+        product_steps: pieces in which triangle multiplications send their operand; more take less memory.
+
+    Raises:
+        LayoutError: if the mode is unknown, the mesh has none of its axes, or the model has no folding block.
+    """
+    found = find_axial_mode(mode)
+    if not any(axis in mesh.axes for axis in found.axes):
+        raise LayoutError(
+            f"axial mode {found.name!r} splits over {', '.join(found.axes)}, and {mesh} has none of these axes: "
+            f"write Mesh(dict({', '.join(f'{axis}=2' for axis in found.axes)}))"
+        )
+    if product_steps < 1:
+        raise LayoutError(f"product_steps={product_steps}: give a whole number from 1 up")
+    modules = [
+        (name, module) for name, module in model.named_modules() if isinstance(getattr(module, "axes", None), Axes)
+    ]
+    if not modules:
+        raise LayoutError(
+            f"{type(model).__name__} has no folding block: use those of meshfold.folding, such as EvoformerStack"
+        )
+    axes = Axes.of(mesh, found, product_steps)
+    mesh.prepare(*axes.all)
+    for name, module in modules:
+        module.axes = axes
+        if isinstance(module, SharedDropout):
+            module.name = name
+    return model
+
+
+def split_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Axes]]:
+    """Return by name the parameters that see blocks of tensors, with the axes over which their gradients have to be summed.
+
+    What stands around the blocks sees whole tensors, the last layer of a stack too: its gradients are the same on every rank.
+    """
+    found: dict[str, tuple[nn.Parameter, Axes]] = {}
+    for prefix, module in model.named_modules():
+        axes = getattr(module, "axes", None)
+        if isinstance(axes, Axes) and not isinstance(module, WHOLE_TENSOR_STACKS):
+            for name, parameter in module.named_parameters(prefix):
+                found[name] = parameter, axes
+    return found
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum the gradients of :func:`split_parameters` over the ranks, in place, once after each backward.
+
+    Each rank has seen its blocks only, so its gradient is a part of the sum, as in data parallelism; it is not a mean.
+    """
+    buckets: dict[tuple[Axes, torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter, axes in split_parameters(model).values():
+        if parameter.grad is not None and axes.is_split:
+            grad = parameter.grad
+            buckets.setdefault((axes, grad.dtype, grad.device), []).append(grad)
+    for (axes, _, _), grads in buckets.items():
+        with weight_gradients():
+            total = all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), axes.mesh.group(*axes.all))
+        for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view(grad.shape))

@@ -1,0 +1,105 @@
+"""The template pair stack (Algorithm 16 of AlphaFold 2), with OpenFold's parameter names."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from meshfold.folding.axial.axes import WHOLE, Axes
+from meshfold.folding.dropout import SharedDropout
+from meshfold.folding.evoformer import own_mask
+from meshfold.folding.primitives import LayerNorm, Transition
+from meshfold.folding.triangle import (
+    TriangleAttention,
+    TriangleMultiplicationIncoming,
+    TriangleMultiplicationOutgoing,
+)
+
+
+class TemplatePairStackBlock(nn.Module):
+    """A block of the template pair stack; each template is a sample of its own."""
+
+    def __init__(
+        self,
+        c_t: int,
+        c_hidden_tri_att: int,
+        c_hidden_tri_mul: int,
+        no_heads: int,
+        pair_transition_n: int,
+        dropout_rate: float,
+        tri_mul_first: bool = False,
+    ) -> None:
+        """Args:
+        c_t: channels.
+        c_hidden_tri_att: channels of a head in triangle attentions.
+        c_hidden_tri_mul: channels of edges in triangle multiplications.
+        no_heads: heads.
+        pair_transition_n: hidden width of the transition, in ``c_t``.
+        dropout_rate: dropout of the updates but the transition's.
+        tri_mul_first: triangle multiplications before attentions (AlphaFold-Multimer).
+        """
+        super().__init__()
+        self.tri_mul_first = tri_mul_first
+        self.dropout_row = SharedDropout(dropout_rate, "rows")
+        self.dropout_col = SharedDropout(dropout_rate, "columns")
+        self.tri_att_start = TriangleAttention(c_t, c_hidden_tri_att, no_heads)
+        self.tri_att_end = TriangleAttention(c_t, c_hidden_tri_att, no_heads, starting=False)
+        self.tri_mul_out = TriangleMultiplicationOutgoing(c_t, c_hidden_tri_mul)
+        self.tri_mul_in = TriangleMultiplicationIncoming(c_t, c_hidden_tri_mul)
+        self.pair_transition = Transition(c_t, pair_transition_n)
+        self.axes: Axes = WHOLE
+
+    def forward(self, z: Tensor, mask: Tensor | None = None, mask_transition: bool = True) -> Tensor:
+        """``* t i j c -> * t i j c``, this rank's block; ``mask``: ``* t i j``, whole on every rank."""
+        if self.tri_mul_first:
+            z = self._attend(self._multiply(z, mask), mask)
+        else:
+            z = self._multiply(self._attend(z, mask), mask)
+        y: Tensor = z + self.pair_transition(z, own_mask(self.axes, mask, z) if mask_transition else None)
+        return y
+
+    def _attend(self, z: Tensor, mask: Tensor | None) -> Tensor:
+        z = z + self.dropout_row(self.tri_att_start(z, mask))
+        after: Tensor = z + self.dropout_col(self.tri_att_end(z, mask))
+        return after
+
+    def _multiply(self, z: Tensor, mask: Tensor | None) -> Tensor:
+        z = z + self.dropout_row(self.tri_mul_out(z, mask))
+        after: Tensor = z + self.dropout_row(self.tri_mul_in(z, mask))
+        return after
+
+
+class TemplatePairStack(nn.Module):
+    """Algorithm 16, on whole tensors, which every rank has: split before, joined after."""
+
+    def __init__(
+        self,
+        c_t: int,
+        c_hidden_tri_att: int,
+        c_hidden_tri_mul: int,
+        no_blocks: int,
+        no_heads: int,
+        pair_transition_n: int,
+        dropout_rate: float,
+        tri_mul_first: bool = False,
+    ) -> None:
+        """``no_blocks``: blocks; the rest as for :class:`TemplatePairStackBlock`."""
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            TemplatePairStackBlock(
+                c_t, c_hidden_tri_att, c_hidden_tri_mul, no_heads, pair_transition_n, dropout_rate, tri_mul_first
+            )
+            for _ in range(no_blocks)
+        )
+        self.layer_norm = LayerNorm(c_t)
+        self.axes: Axes = WHOLE
+
+    def forward(self, t: Tensor, mask: Tensor | None = None, mask_transition: bool = True) -> Tensor:
+        """``* t i j c -> * t i j c``, whole; ``mask``: ``* t i j`` (or 1 for all templates)."""
+        axes, r = self.axes, t.shape[-2]
+        if axes.is_split and mask is None:  # padding is told from the rest by the mask
+            mask = t.new_ones(t.shape[:-1])
+        t = axes.split(t, (-3, axes.rows), (-2, axes.columns))
+        for block in self.blocks:
+            t = block(t, mask, mask_transition)
+        y: Tensor = self.layer_norm(axes.join(t, (-3, axes.rows, r), (-2, axes.columns, r)))
+        return y
