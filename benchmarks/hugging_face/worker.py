@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -147,12 +148,21 @@ def fsdp2(job: dict[str, Any], *, liger: bool, compiled: bool) -> Step:
     return step
 
 
-def ours(job: dict[str, Any], *, split: bool = True, **settings: Any) -> Step:
-    """Return the step of Meshfold; without ``split`` each rank holds the whole state, as a small model's does."""
+def ours(
+    job: dict[str, Any], *, split: bool = True, sharded: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+) -> Step:
+    """Return the step of Meshfold.
+
+    Args:
+        job: what is trained.
+        split: ZeRO; without it each rank holds the whole state, as a small model's does.
+        sharded: more words of ``zero``, where everything is on the device.
+        settings: of the engine.
+    """
     from meshfold.engine import Engine
 
     recompute = None if job["recompute"] == "none" else job["recompute"]
-    zero: dict[str, Any] = dict(stage=3, placement="cuda")
+    zero: dict[str, Any] = dict(stage=3, placement="cuda", **sharded)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if job["recompute"] == "auto" or job["gpu_memory"]:
         zero = dict(placement="auto", **(dict(gpu_memory_limit=job["gpu_memory"]) if job["gpu_memory"] else {}))
@@ -228,6 +238,8 @@ def batch(job: dict[str, Any]) -> Tensor:
     return ids.cuda() if torch.cuda.is_available() else ids
 
 
+KEPT_WHOLE: dict[str, Any] = dict(reshard_after_forward=False)
+
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "torch": lambda job: peer(job, liger=False, compiled=False),
     "torch, compiled": lambda job: peer(job, liger=False, compiled=True),
@@ -241,6 +253,12 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "ours": lambda job: ours(job),
     "ours, kernels off": lambda job: ours(job, kernels="off"),
     "ours, compiled": lambda job: ours(job, compile=True),
+    "ours, pushed": lambda job: ours(job, sharded=dict(transport="push")),
+    "ours, kept whole": lambda job: ours(job, sharded=KEPT_WHOLE),
+    "ours, kept whole, pushed": lambda job: ours(job, sharded=dict(**KEPT_WHOLE, transport="push")),
+    "ours, kept whole, pushed, compiled": lambda job: ours(
+        job, sharded=dict(**KEPT_WHOLE, transport="push"), compile=True
+    ),
     "ours, whole": lambda job: ours(job, split=False),
     "ours, whole, compiled": lambda job: ours(job, split=False, compile=True),
     "ours, whole, one CUDA graph": lambda job: ours(job, split=False, cuda_graph=True),
