@@ -47,7 +47,7 @@ def gathers(group: Group, device: torch.device) -> None:
 
 
 def sums(group: Group, device: torch.device) -> None:
-    """Reduce-scatters are the float32 sum of the ranks' parts, rounded once, bit for bit."""
+    """Reduce-scatters are the float32 sum of the ranks' parts, rounded once, bit for bit; their squares are exact."""
     for seed, size in enumerate((1, 9, 4097, 2**18 + 8, 20 * 2**20)):
         for dtype in (torch.bfloat16, torch.float32):
             shape = (group.size * size,)
@@ -59,6 +59,10 @@ def sums(group: Group, device: torch.device) -> None:
             mine = parts[group.index]
             assert torch.equal(push.reduce_scatter_push(mine, group).wait(), wanted.to(dtype)), (size, dtype)
             assert torch.equal(push.reduce_scatter_push(mine, group, dtype=torch.float32).wait(), wanted), size
+            pending, squares = push.reduce_scatter_push_squares(mine, group, dtype=torch.float32)
+            assert torch.equal(pending.wait(), wanted) and squares is not None, (size, dtype)
+            for block, part in zip(squares, wanted.double().square().split(65536), strict=True):
+                torch.testing.assert_close(block, part.sum(), rtol=1e-13, atol=0.0)
             near = reduce_scatter(mine, group, 0).float()
             assert float((near - wanted).abs().max()) < 0.1, "the ordinary reduce-scatter sums something else"
 
