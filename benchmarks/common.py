@@ -268,13 +268,17 @@ def measure_memory(contestant: Contestant) -> None:
     contestant.peak_bytes = torch.cuda.max_memory_allocated() - before
 
 
+Timed = tuple[dict[str, list[float]], dict[str, dict[str, float]]]
+"""By name of a contestant: the milliseconds a step of each round, and the mean watts and MHz."""
+
+
 def timed_windows(
     contestants: Sequence[Contestant], *, rounds: int, window_s: float, settle_s: float
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+) -> Iterator[Timed]:
     """Time rounds A B C A B C, each contestant for a window of seconds, after a warm-up in which clocks settle.
 
-    Returns:
-        By name: the milliseconds a step of each round, and the mean watts and MHz.
+    Yields:
+        What was measured until the end of each round; last, all of it with the power.
     """
     running = [each for each in contestants if each.step is not None]
     begun = time.perf_counter()
@@ -293,11 +297,12 @@ def timed_windows(
                 first = time.time()
                 times[each.name].append(milliseconds(each.step, repeats[each.name]))  # type: ignore[arg-type]
                 windows[each.name].append((first + AVERAGED_S, time.time()))
+            yield times, {name: {} for name in times}
     power = {}
     for name, spans in windows.items():
         means = [mean for span in spans if (mean := log.mean(*span, 1))]
         power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in ("watts", "mhz") if means}
-    return times, power
+    yield times, power
 
 
 def measure(
@@ -307,7 +312,7 @@ def measure(
     settings: Sequence[str],
     packages: Sequence[str] = (),
 ) -> None:
-    """Measure memory, time and power of all contestants that can run, and write the result to ``--out``.
+    """Measure memory, time and power of all contestants that can run, and write the result to ``--out`` after each round.
 
     Args:
         area: name of the benchmark.
@@ -318,20 +323,18 @@ def measure(
     """
     for each in contestants:
         measure_memory(each)
-    times, power = timed_windows(
-        contestants, rounds=options.rounds, window_s=options.window_s, settle_s=options.settle_s
-    )
-    result: dict[str, Any] = dict(
+    known: dict[str, Any] = dict(
         area=area,
         machine={**machine(), **package_versions(*packages)},
         settings={name: getattr(options, name) for name in settings},
-        milliseconds=times,
-        power=power,
         peak_bytes={each.name: each.peak_bytes for each in contestants},
         notes={each.name: each.note for each in contestants if each.note},
         error={each.name: each.error for each in contestants},
     )
-    write(options.out, result)
+    for times, power in timed_windows(
+        contestants, rounds=options.rounds, window_s=options.window_s, settle_s=options.settle_s
+    ):
+        write(options.out, dict(known, milliseconds=times, power=power))
 
 
 def median(values: Sequence[float]) -> float:

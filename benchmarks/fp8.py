@@ -2,7 +2,9 @@
 
 `meshfold bench fp8` times all in rounds, after clocks have settled, with the power that each draws. It writes JSON;
 `--report FILE.json` makes the table from it. The gradients of each are compared with those of bf16, weight by weight. All have the
-same weights in memory, and no float32 masters: seven models of eight blocks take what one does.
+same weights in memory, and no float32 masters: eight models of eight blocks take what one does.
+
+*Triton casts* is a recipe of ours whose compiled code casts dy and transposed operands by our kernels, the others by Inductor's.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import argparse
 import importlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that this file runs on its own
@@ -47,6 +51,7 @@ TINY = dict(
 )
 BF16, OURS, TORCHAO = "ours, bf16", "ours, fp8", "torchao"
 RECIPES = ("rowwise_hp_dw", "rowwise", "tensorwise")
+TRITON = "rowwise, Triton casts"
 THEIR_RECIPES = dict(zip(RECIPES, ("rowwise_with_gw_hp", "rowwise", "tensorwise"), strict=True))
 BARS = read_bars("fp8", ("bf16", "torchao", "final", "means"))  # the last two are of fp8_curve.py
 JUDGED = dict(hidden=4096, heads=32, kv_heads=8, ffn=14336, blocks=8)
@@ -64,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--length", type=int, default=4096, help="tokens of each")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; 'none' compiles nothing")
     parser.add_argument(
-        "--only", nargs="*", default=[], help="beginnings of contestants' names; our bf16 always takes part"
+        "--only",
+        nargs="*",
+        default=[],
+        help="names of contestants, or beginnings of several names; our bf16 always takes part",
     )
     add_rounds(parser)
     add_output(parser, "fp8")
@@ -74,8 +82,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     check_out(options.out)
     torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
+    begun = time.perf_counter()
     with ExitStack() as opened:
         found = [*contestants(options, opened)]
+        print(f"{len(found)} models after {time.perf_counter() - begun:.0f} s", flush=True)
         compare(found)
         settings = (*JUDGED, "rows", "length", "backend", "window_s")
         measure("fp8", found, options, settings, packages=("torchao",))
@@ -89,18 +99,36 @@ def contestants(options: argparse.Namespace, opened: ExitStack) -> Iterator[Cont
     ids = torch.randint(WORDS, (options.rows, options.length), generator=generator)
     weights: dict[str, Tensor] = {}
     yield Contestant(BF16, step_of(engine_model(options, opened, "bf16", weights), ids))
-    names = [f"{who} {recipe}" for who in (OURS, TORCHAO) for recipe in RECIPES]
-    wanted = [name for name in names if not options.only or name.startswith(tuple(options.only))]
-    for name in wanted:
-        recipe = name.rpartition(" ")[2]
+    names = [
+        f"{who} {recipe}" for who, recipes in ((OURS, (*RECIPES, TRITON)), (TORCHAO, RECIPES)) for recipe in recipes
+    ]
+    for name in chosen(names, options.only):
+        recipe = name.removeprefix(OURS).removeprefix(TORCHAO).strip()
         if name.startswith(OURS):
-            precision = dict(name="bf16", matmul="fp8", recipe=recipe)
-            yield Contestant(name, step_of(engine_model(options, opened, precision, weights), ids))
+            precision = dict(name="bf16", matmul="fp8", recipe=recipe.partition(",")[0])
+            step = step_of(engine_model(options, opened, precision, weights), ids)
+            yield Contestant(name, partial(in_triton, step) if recipe == TRITON else step)
             continue
         try:
             yield Contestant(name, step_of(torchao_model(options, opened, recipe, weights), ids))
         except ImportError as error:
             yield Contestant(name, note=f"{error}: pip install torchao==0.18.0")
+
+
+def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
+    """Return the names that are wanted: those given whole, and all that begin with another word; without words all."""
+    whole, beginnings = [word for word in only if word in names], [word for word in only if word not in names]
+    return [name for name in names if not only or name in whole or name.startswith(tuple(beginnings))]
+
+
+def in_triton(step: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Take a step with our kernels in compiled code too, where they exist for it; without Triton as it is."""
+    from meshfold import kernels
+
+    if not torch.cuda.is_available():
+        return step()
+    with kernels.use("triton"):
+        return step()
 
 
 def engine_model(
@@ -171,7 +199,9 @@ def compare(found: Sequence[Contestant]) -> None:
     wanted: dict[str, Tensor] = found[0].step()  # type: ignore[misc]
     for each in found:
         if each.step is not None:
+            begun = time.perf_counter()
             got = each.step()
+            print(f"{each.name}: first step after {time.perf_counter() - begun:.0f} s", flush=True)
             each.error = max(
                 1.0 - float(torch.cosine_similarity(got[name].flatten().float(), want.flatten().float(), dim=0))
                 for name, want in wanted.items()

@@ -188,14 +188,14 @@ def test_fp8_is_measured_without_a_gpu(backend: str, tmp_path: Path) -> None:
     assert main(["bench", "fp8", "--tiny", "--blocks", "1", "--backend", backend, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     ours = [name for name in found["milliseconds"] if name.startswith("ours, fp8")]
-    assert len(ours) == 3 and all(len(found["milliseconds"][name]) == 2 for name in ours)
+    assert len(ours) == 4 and all(len(found["milliseconds"][name]) == 2 for name in ours)
     assert found["error"]["ours, bf16"] < 1e-6
     assert all(1e-6 < found["error"][name] < 0.03 for name in ours), found["error"]
     assert "| ours, fp8 rowwise_hp_dw |" in out.with_suffix(".md").read_text()
-    words = ["--blocks", "1", "--backend", "none", "--only", "ours, fp8 row"]
+    words = ["--blocks", "1", "--backend", "none", "--only", "ours, fp8 rowwise", "ours, fp8 t"]
     assert main(["bench", "fp8", "--tiny", *words, "--out", str(out)]) == 0
     found = json.loads(out.read_text())["milliseconds"]
-    assert [*found] == ["ours, bf16", "ours, fp8 rowwise_hp_dw", "ours, fp8 rowwise"]
+    assert [*found] == ["ours, bf16", "ours, fp8 rowwise", "ours, fp8 tensorwise"]
 
 
 def test_a_loss_curve_in_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ from meshfold.kernels import (
     FP8_RECIPES,
     Fp8Recipe,
     bind_fp8_matmul,
+    dispatch,
+    fp8,
+    fp8_cast_weight,
+    fp8_casts,
     fp8_gain,
     fp8_input_gradient,
     fp8_output,
@@ -196,3 +200,32 @@ def test_compiled_casts_are_equal_to_eager_ones(recipe: str) -> None:
     dy = draw(32, 3 * n, 2)
     for a, b in zip(torch.autograd.grad(eager, (x, w), dy), torch.autograd.grad(compiled, (x, w), dy), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_casts_made_at_once_have_the_same_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = FP8_RECIPES["rowwise"]
+    x, w, dy = draw(48, 64, 0), draw(32, 64, 1), draw(48, 32, 2)
+    wanted = fp8_output(x, w, recipe), fp8_input_gradient(dy, w, recipe), fp8_weight_gradient(dy, x, recipe)
+
+    calls: list[torch.Size] = []
+    if compiled:  # as on a GPU where "triton" is chosen
+        monkeypatch.setattr(fp8_casts, "_compiles_kernels", lambda x: torch.compiler.is_compiling())
+        monkeypatch.setattr(dispatch, "twin", lambda reference, x: calls.append(x.shape) or reference)
+    else:
+
+        def both(x: Tensor) -> tuple[fp8_casts.Cast, fp8_casts.Cast]:
+            calls.append(x.shape)
+            return fp8_casts.cast_both(x)
+
+        monkeypatch.setattr(fp8, "cast_matrix_both", both)
+    product = bind_fp8_matmul(recipe)
+    given, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = (torch.compile(product, backend="aot_eager") if compiled else product)(given, weight)
+    y.backward(dy)
+    for found, want in zip((y, given.grad, weight.grad), wanted, strict=True):
+        assert found is not None and torch.equal(found, want)
+    assert dy.shape in calls
+    casts = [each.dequantize() for each in fp8_cast_weight(w, recipe)]
+    assert torch.equal(casts[0], to_fp8(w, rows=True).dequantize())
+    assert torch.equal(casts[1], to_fp8(w.t(), rows=True).dequantize())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshfold import kernels as K
 from meshfold.kernels import dispatch
-from meshfold.kernels.fp8_casts import cast_scaled, turn
+from meshfold.kernels.fp8_casts import cast_both, cast_scaled, turn
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -102,7 +102,9 @@ def test_products_of_one_row_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.slow  # the interpreter runs them all
-def test_all_kernels_compile(compiler: Compiler) -> None:
+def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.kernels import fp8_casts_triton
+
     h = 4096
     x = torch.zeros(8, h, dtype=torch.bfloat16, requires_grad=True)
     r = torch.zeros(8, h, requires_grad=True)
@@ -117,8 +119,11 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         K.bias_gelu(x, b, approximate).sum().backward()
         K.geglu2(x, x.detach(), approximate).sum().backward()
     K.cross_entropy(x, labels, label_smoothing=0.1).sum().backward()
-    for turned in (x.detach(), x.detach().t()):
-        K.to_fp8(turned, rows=True)
+    for converts in (False, True):
+        monkeypatch.setattr(fp8_casts_triton, "converts", lambda x, converts=converts: converts)
+        for turned in (x.detach(), x.detach().t()):
+            K.to_fp8(turned, rows=True)
+        dispatch.twin(cast_both, x)(x.detach())
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
     for along, count in (("rows", x.shape[0]), ("columns", x.shape[1]), ("none", 1)):
         dispatch.twin(cast_scaled, x)(x.detach(), torch.ones(count), values, along)
@@ -212,7 +217,7 @@ def test_all_kernels_compile(compiler: Compiler) -> None:
         "token_rows._sum",
         "token_rows._sum_gradients",
         "fp8_casts._rows",
-        "fp8_casts._column_amax",
+        "fp8_casts._amax",
         "fp8_casts._columns",
         "fp8_casts._scaled",
         "fp8_casts._turn",

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, power_scale
+from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, cast_matrix_both, power_scale
 
 Fp8Dim = Literal["m", "k", "n"]
 """Dim of a matmul ``y[m, n] = x[m, k] w[k, n]``."""
@@ -174,42 +174,127 @@ def fp8_product(a: Fp8Tensor, b: Fp8Tensor, *, dtype: torch.dtype = torch.bfloat
     )
 
 
-def fp8_output(x: Tensor, w: Tensor | Fp8Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
+class Fp8Casts:
+    """A matrix ``m c`` of tokens, and its casts for products that sum over c or over m: each is made once, when first asked for.
+
+    An input x has c = k, a gradient dy has c = n. Products of one weight, or of several that read one input, share the object.
+
+    Attributes:
+        matrix: the operand before it is cast.
+    """
+
+    def __init__(
+        self,
+        matrix: Tensor,
+        recipe: Fp8Recipe,
+        maximum: Fp8Maximum | None = None,
+        *,
+        dim: Fp8Dim = "k",
+        rows: Fp8Tensor | None = None,
+    ) -> None:
+        """Args:
+        matrix: ``m c``.
+        recipe: scales and formats.
+        maximum: from a block's amax to that of the whole.
+        dim: c: ``"n"`` for a gradient, which has the recipe's format of gradients.
+        rows: the cast that sums over c, if it is there already.
+        """
+        self.matrix = matrix
+        self._recipe, self._maximum, self._dim = recipe, maximum, dim
+        self._dtype = recipe.gradient if dim == "n" else torch.float8_e4m3fn
+        self._rows = rows
+        self._columns: Fp8Tensor | None = None
+
+    def make_both(self) -> Fp8Casts:
+        """Make both casts now, in fewer passes over the matrix where the recipe and the ranks let it; return the object."""
+        recipe, matrix = self._recipe, self.matrix
+        alone = all(_over(self._maximum, recipe, *dims) is None for dims in (("m", self._dim), (self._dim, "m")))
+        plain = recipe.rows and not recipe.block and self._dtype is torch.float8_e4m3fn
+        both = cast_matrix_both(matrix) if plain and alone and matrix.shape[0] % recipe.multiple == 0 else None
+        if both is not None:
+            self._rows = Fp8Tensor(values=both[0][0], inverse=both[0][1])
+            self._columns = Fp8Tensor(values=both[1][0], inverse=both[1][1])
+        return self
+
+    def rows(self) -> Fp8Tensor:
+        """Return ``m c``, for a product that sums over c."""
+        if self._rows is None:
+            over = _over(self._maximum, self._recipe, "m", self._dim)
+            self._rows = _cast(self.matrix, self._recipe, over, self._dtype)
+        return self._rows
+
+    def columns(self) -> Fp8Tensor:
+        """Return ``c m``, for a product that sums over m, which is filled up with zeros to a multiple of :data:`FP8_MULTIPLE`."""
+        if self._columns is None:
+            matrix = self.matrix
+            missing = -matrix.shape[0] % self._recipe.multiple
+            if missing:  # rows of zeros change no scale and no sum
+                matrix = functional.pad(matrix, (0, 0, 0, missing))
+            over = _over(self._maximum, self._recipe, self._dim, "m")
+            self._columns = _cast(matrix.t(), self._recipe, over, self._dtype)
+        return self._columns
+
+    def free_rows(self) -> None:
+        """Release the cast that sums over c."""
+        self._rows = None
+
+    def free_columns(self) -> None:
+        """Release the cast that sums over m."""
+        self._columns = None
+
+
+def fp8_output(
+    x: Tensor | Fp8Casts, w: Tensor | Fp8Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None
+) -> Tensor:
     """Compute ``y = x wᵀ``, ``m k, n k -> m n``, in the dtype of ``x``; ``w`` may be the first of :func:`fp8_cast_weight`."""
-    a = _cast(x, recipe, _over(maximum, recipe, "m", "k"))
+    given = x if isinstance(x, Fp8Casts) else Fp8Casts(x, recipe, maximum)
+    a = given.rows()
     b = w if isinstance(w, Fp8Tensor) else _cast(w, recipe, _over(maximum, recipe, "n", "k"), weight=True)
-    return fp8_product(a, b, dtype=x.dtype)
+    return fp8_product(a, b, dtype=given.matrix.dtype)
 
 
 def fp8_input_gradient(
-    dy: Tensor, w: Tensor | Fp8Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None
+    dy: Tensor | Fp8Casts, w: Tensor | Fp8Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None
 ) -> Tensor:
     """Compute ``dx = dy w``, ``m n, n k -> m k``, in the dtype of ``dy``; ``w`` may be the second of :func:`fp8_cast_weight`."""
-    a = _cast(dy, recipe, _over(maximum, recipe, "m", "n"), recipe.gradient)
+    given = dy if isinstance(dy, Fp8Casts) else Fp8Casts(dy, recipe, maximum, dim="n")
+    a = given.rows()
     b = w if isinstance(w, Fp8Tensor) else _cast(w.t(), recipe, _over(maximum, recipe, "k", "n"), weight=True)
-    return fp8_product(a, b, dtype=dy.dtype, fast=recipe.rows)
+    return fp8_product(a, b, dtype=given.matrix.dtype, fast=recipe.rows)
 
 
 def fp8_cast_weight(w: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> tuple[Fp8Tensor, Fp8Tensor]:
     """Cast a weight ``n k`` for both of its products: as ``n k`` for y and ``k n`` for dx, to the bits of a cast in each."""
-    a = _cast(w, recipe, _over(maximum, recipe, "n", "k"), weight=True)
+    rows, columns = _over(maximum, recipe, "n", "k"), _over(maximum, recipe, "k", "n")
+    if recipe.rows and not recipe.block and rows is None and columns is None:
+        both = cast_matrix_both(w)
+        if both is not None:
+            return Fp8Tensor(values=both[0][0], inverse=both[0][1]), Fp8Tensor(values=both[1][0], inverse=both[1][1])
+    a = _cast(w, recipe, rows, weight=True)
     if recipe.rows and not recipe.block:
-        return a, _cast(w.t(), recipe, _over(maximum, recipe, "k", "n"), weight=True)
+        return a, _cast(w.t(), recipe, columns, weight=True)
     # One scale for both directions: of the tensor, or of a tile with equal sides.
     turned = a.inverse if a.tile is None else a.inverse.t().contiguous()
     return a, Fp8Tensor(values=a.values.t().contiguous(), inverse=turned, tile=a.tile)
 
 
-def fp8_weight_gradient(dy: Tensor, x: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Tensor:
+def fp8_weight_gradient(
+    dy: Tensor | Fp8Casts, x: Tensor | Fp8Casts, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None
+) -> Tensor:
     """Compute ``dw = dyᵀ x``, ``m n, m k -> n k``, in the dtype of ``dy``; not in fp8 if the recipe says so."""
+    left = dy if isinstance(dy, Fp8Casts) else Fp8Casts(dy, recipe, maximum, dim="n")
+    right = x if isinstance(x, Fp8Casts) else Fp8Casts(x, recipe, maximum)
     if not recipe.weight_gradient:
-        return dy.t() @ x
-    missing = -dy.shape[0] % recipe.multiple
-    if missing:  # rows of zeros change no scale and no sum
-        dy, x = functional.pad(dy, (0, 0, 0, missing)), functional.pad(x, (0, 0, 0, missing))
-    a = _cast(dy.t(), recipe, _over(maximum, recipe, "n", "m"), recipe.gradient)
-    b = _cast(x.t(), recipe, _over(maximum, recipe, "k", "m"))
-    return fp8_product(a, b, dtype=dy.dtype, fast=recipe.rows)
+        return left.matrix.t() @ right.matrix
+    return fp8_product(left.columns(), right.columns(), dtype=left.matrix.dtype, fast=recipe.rows)
+
+
+def fp8_gradient_casts(
+    dy: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None, *, wants: tuple[bool, bool] = (True, True)
+) -> Fp8Casts:
+    """Return the casts of a gradient ``m n``, both at once if dx and dw are wanted and both are products in fp8."""
+    casts = Fp8Casts(dy, recipe, maximum, dim="n")
+    return casts.make_both() if all(wants) and recipe.weight_gradient else casts
 
 
 def bind_fp8_matmul(recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Callable[[Tensor, Tensor], Tensor]:
@@ -227,8 +312,10 @@ def bind_fp8_matmul(recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Cal
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, w = ctx.saved_tensors
-            dx = fp8_input_gradient(dy, w, recipe, maximum) if ctx.needs_input_grad[0] else None
-            dw = fp8_weight_gradient(dy, x, recipe, maximum) if ctx.needs_input_grad[1] else None
+            wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+            casts = fp8_gradient_casts(dy, recipe, maximum, wants=wants)
+            dx = fp8_input_gradient(casts, w, recipe, maximum) if wants[0] else None
+            dw = fp8_weight_gradient(casts, x, recipe, maximum) if wants[1] else None
             return dx, dw
 
     def product(x: Tensor, w: Tensor) -> Tensor:

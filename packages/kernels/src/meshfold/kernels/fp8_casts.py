@@ -5,7 +5,10 @@
     inverse  = 1 / scale                            nan for a row with nan or infinity, whose values are nan, too
 
 In Triton a cast reads the matrix once, or twice for the transpose, whose rows run across memory, and writes one byte an element.
-The reference makes several passes over memory. Both give the same bits.
+:func:`cast_both` reads it twice for both. The reference makes several passes over memory. All give the same bits.
+
+In compiled code Inductor makes kernels of the reference and fuses what is in front of it. Casts of a transpose are these kernels
+there, too, if ``"triton"`` is chosen (:func:`meshfold.kernels.use`).
 """
 
 from __future__ import annotations
@@ -30,23 +33,46 @@ def power_scale(amax: Tensor, largest: float) -> Tensor:
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def cast_matrix(x: Tensor) -> tuple[Tensor, Tensor]:
+Cast = tuple[Tensor, Tensor]
+"""Values and the inverse of their scales."""
+
+
+def cast_matrix(x: Tensor) -> Cast:
     """Cast ``r c``, in any layout of memory, with a scale for each row: values ``r c``, row-major, and inverses ``r 1``."""
     if x.stride(1) != 1 and x.stride(0) == 1:
+        if _compiles_kernels(x):
+            values, inverse = _columns_operation(x.t())
+            return values, inverse
         return dispatch.twin(cast_columns, x)(x.t())
     return dispatch.twin(cast_rows, x)(x)
 
 
-def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def cast_matrix_both(x: Tensor) -> tuple[Cast, Cast] | None:
+    """Cast ``r c`` and its transpose, each with a scale for each of its rows; None where no kernel makes both at once."""
+    if x.numel() == 0:
+        return None
+    if _compiles_kernels(x):
+        values, inverse, turned, turned_inverse = _both_operation(x)
+        return (values, inverse), (turned, turned_inverse)
+    cast = dispatch.twin(cast_both, x)
+    return None if cast is cast_both else cast(x)
+
+
+def cast_rows(x: Tensor) -> Cast:
     """Cast ``r c`` with a scale for each row: values ``r c`` in e4m3, and the inverse of the scales, float32 ``r 1``."""
     scale = power_scale(x.abs().amax(dim=1, keepdim=True).float(), E4M3_LARGEST)
     scaled = (x.float() * scale).clamp(-E4M3_LARGEST, E4M3_LARGEST)
     return scaled.to(torch.float8_e4m3fn).contiguous(), scale.reciprocal()
 
 
-def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+def cast_columns(x: Tensor) -> Cast:
     """Cast the transpose of ``r c`` with a scale for each of its rows: values ``c r``, row-major, and inverses ``c 1``."""
     return cast_rows(x.t())
+
+
+def cast_both(x: Tensor) -> tuple[Cast, Cast]:
+    """Return :func:`cast_rows` and :func:`cast_columns` of ``r c``."""
+    return cast_rows(x), cast_columns(x)
 
 
 def cast_scaled(x: Tensor, scale: Tensor, out: Tensor, along: Literal["rows", "columns", "none"]) -> None:
@@ -65,3 +91,47 @@ def cast_scaled(x: Tensor, scale: Tensor, out: Tensor, along: Literal["rows", "c
 def turn(values: Tensor, inverse: Tensor) -> Tensor:
     """Return the transpose ``c r`` of 8-bit values ``r c``, row-major. ``inverse``, their scales, chooses the implementation."""
     return values.t().contiguous()
+
+
+# -- as operations of compiled graphs ---------------------------------------------------------------------------------
+
+
+def _triton_chosen() -> bool:
+    return dispatch.choice() == "triton"
+
+
+# torch.compile treats the result as a constant instead of tracing the choice.
+_triton_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _compiles_kernels(x: Tensor) -> bool:
+    """Return True in code that is being compiled whose casts are to be these kernels."""
+    return torch.compiler.is_compiling() and x.is_cuda and _triton_chosen()
+
+
+@torch.library.custom_op("meshfold::fp8_cast_columns", mutates_args=())
+def _columns_operation(x: Tensor) -> tuple[Tensor, Tensor]:
+    return dispatch.twin(cast_columns, x)(x)
+
+
+@_columns_operation.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    return _empty(x, columns, rows), x.new_empty(columns, 1, dtype=torch.float32)
+
+
+@torch.library.custom_op("meshfold::fp8_cast_both", mutates_args=())
+def _both_operation(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (values, inverse), (turned, turned_inverse) = dispatch.twin(cast_both, x)(x)
+    return values, inverse, turned, turned_inverse
+
+
+@_both_operation.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    row_inverse, column_inverse = (x.new_empty(count, 1, dtype=torch.float32) for count in (rows, columns))
+    return _empty(x, rows, columns), row_inverse, _empty(x, columns, rows), column_inverse
+
+
+def _empty(x: Tensor, rows: int, columns: int) -> Tensor:
+    return x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)

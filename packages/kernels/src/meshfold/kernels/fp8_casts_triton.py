@@ -1,10 +1,14 @@
 """Casts to fp8 in Triton: a program takes a row, or a tile of the matrix that it turns.
 
-Rounding is computed on integers, which gives the bits of torch's cast on every GPU and in the interpreter.
+Where the amax runs across memory, a first kernel takes it of all columns, and of all rows if both are wanted; a second one casts.
+
+GPUs of compute capability 8.9 and later round two numbers in one instruction. Elsewhere rounding is computed on integers, which
+gives the same bits on every GPU and in the interpreter.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -14,11 +18,15 @@ from torch import Tensor
 
 from meshfold.kernels import fp8_casts as plain
 from meshfold.kernels._triton import launch
+from meshfold.kernels.fp8_casts import Cast
 
 _COLUMNS = 4096  # at a time of a row
 _TILE = 64
+_TALL = 128  # rows of a tile that is turned: so many bytes of a column are written together
+_AMAX_TILE = (32, 128)  # rows and columns
 _MOST_PARTS = 64  # of the rows, each of which gives a partial amax of a column
 _PART_ROWS = 128  # at least
+_CONVERTS = (8, 9)  # compute capability from which on a GPU rounds to e4m3 itself
 
 
 @triton.jit
@@ -50,7 +58,16 @@ def _e4m3(value):
 
 
 @triton.jit
-def _rows(x, values, inverse, columns, stride, COLUMNS: tl.constexpr):
+def _rounded(value, CONVERTS: tl.constexpr):
+    """:func:`_e4m3`, by the GPU's own instruction where it has one."""
+    if CONVERTS:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return _e4m3(value)
+
+
+@triton.jit
+def _rows(x, values, inverse, columns, stride, COLUMNS: tl.constexpr, CONVERTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     amax = tl.zeros((COLUMNS,), dtype=tl.float32)
@@ -62,43 +79,64 @@ def _rows(x, values, inverse, columns, stride, COLUMNS: tl.constexpr):
     for start in range(0, columns, COLUMNS):
         mask = start + column < columns
         given = tl.load(x + row * stride + start + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(values + row * columns + start + column, _e4m3(given * scale), mask=mask)
+        tl.store(values + row * columns + start + column, _rounded(given * scale, CONVERTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _column_amax(x, partial, rows, columns, stride, each, TILE: tl.constexpr):
-    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    part = tl.program_id(1)
-    first = part * each
+def _amax(x, amax, rows, columns, stride, each, BOTH: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    """Raise the amax of columns, and behind them of rows, to those of a part; as bits, which are in the order of their numbers."""
+    column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    first = tl.program_id(1) * each
     last = tl.minimum(first + each, rows)
-    amax = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for start in range(first, last, TILE):
-        row = start + tl.arange(0, TILE)
+    found = tl.zeros((WIDE,), dtype=tl.float32)
+    for start in range(first, last, HIGH):
+        row = start + tl.arange(0, HIGH)
         mask = (row < last)[:, None] & (column < columns)[None, :]
         given = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
-        amax = tl.maximum(amax, _size(given.to(tl.float32)))
-    tl.store(partial + part * columns + column, tl.max(amax, axis=0), mask=column < columns)
+        size = _size(given.to(tl.float32))
+        found = tl.maximum(found, tl.max(size, axis=0))
+        if BOTH:
+            tl.atomic_max(amax + columns + row, tl.max(size, axis=1).to(tl.int32, bitcast=True), mask=row < last)
+    tl.atomic_max(amax + column, found.to(tl.int32, bitcast=True), mask=column < columns)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _columns(x, partial, values, inverse, rows, columns, stride, parts, PARTS: tl.constexpr, TILE: tl.constexpr):
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    part = tl.arange(0, PARTS)
-    known = (part < parts)[:, None] & (column < columns)[None, :]
-    amax = tl.max(tl.load(partial + part[:, None] * columns + column[None, :], mask=known, other=0.0), axis=0)
-    scale = _scale(amax)
-    if tl.program_id(0) == 0:
-        tl.store(inverse + column, 1.0 / scale, mask=column < columns)
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
+def _columns(
+    x,
+    amax,
+    values,
+    inverse,
+    turned,
+    turned_inverse,
+    rows,
+    columns,
+    stride,
+    BOTH: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):
+    row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    in_rows, in_columns = row < rows, column < columns
+    mask = in_rows[:, None] & in_columns[None, :]
     given = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    turned = tl.trans(_e4m3(given * scale[None, :]))
+    scale = _scale(tl.load(amax + column, mask=in_columns, other=0).to(tl.float32, bitcast=True))
+    if tl.program_id(0) == 0:
+        tl.store(turned_inverse + column, 1.0 / scale, mask=in_columns)
+    cast = tl.trans(_rounded(given * scale[None, :], CONVERTS))
     place = column.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(values + place, turned, mask=(column < columns)[:, None] & (row < rows)[None, :])
+    tl.store(turned + place, cast, mask=in_columns[:, None] & in_rows[None, :])
+    if BOTH:
+        scale = _scale(tl.load(amax + columns + row, mask=in_rows, other=0).to(tl.float32, bitcast=True))
+        if tl.program_id(1) == 0:
+            tl.store(inverse + row, 1.0 / scale, mask=in_rows)
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(values + place, _rounded(given * scale[:, None], CONVERTS), mask=mask)
 
 
 @triton.jit
-def _scaled(x, scale, values, columns, ALONG: tl.constexpr, COLUMNS: tl.constexpr):
+def _scaled(x, scale, values, columns, ALONG: tl.constexpr, COLUMNS: tl.constexpr, CONVERTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < columns
@@ -109,7 +147,7 @@ def _scaled(x, scale, values, columns, ALONG: tl.constexpr, COLUMNS: tl.constexp
         by = tl.load(scale + column, mask=mask, other=1.0)
     else:
         by = tl.load(scale)
-    tl.store(values + row * columns + column, _e4m3(given * by), mask=mask)
+    tl.store(values + row * columns + column, _rounded(given * by, CONVERTS), mask=mask)
 
 
 @triton.jit
@@ -122,52 +160,67 @@ def _turn(values, turned, rows, columns, stride, TILE: tl.constexpr):
     tl.store(turned + place, tl.trans(given), mask=(column < columns)[:, None] & (row < rows)[None, :])
 
 
-def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+@functools.cache
+def _of_device(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) >= _CONVERTS
+
+
+def converts(x: Tensor) -> bool:
+    """Return True if the GPU of a tensor rounds to e4m3 in one instruction."""
+    return x.is_cuda and _of_device(x.device.index)
+
+
+def cast_rows(x: Tensor) -> Cast:
     if x.stride(1) != 1:
         return plain.cast_rows(x)
     rows, columns = x.shape
     values = torch.empty(rows, columns, dtype=torch.uint8, device=x.device)
     inverse = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     wide = min(_COLUMNS, triton.next_power_of_2(columns))
-    launch(_rows, (rows,), x, x, values, inverse, columns, x.stride(0), COLUMNS=wide, num_warps=8 if wide > 1024 else 4)
+    warps = 8 if wide > 1024 else 4
+    settings = dict(COLUMNS=wide, CONVERTS=converts(x), num_warps=warps)
+    launch(_rows, (rows,), x, x, values, inverse, columns, x.stride(0), **settings)
     return values.view(torch.float8_e4m3fn), inverse
 
 
-def cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+def cast_columns(x: Tensor) -> Cast:
     if x.stride(1) != 1:
         return plain.cast_columns(x)
+    return _cast_turned(x, both=False)[1]
+
+
+def cast_both(x: Tensor) -> tuple[Cast, Cast]:
+    if x.stride(1) != 1:
+        return plain.cast_both(x)
+    return _cast_turned(x, both=True)
+
+
+def _cast_turned(x: Tensor, *, both: bool) -> tuple[Cast, Cast]:
+    """Cast the transpose, and the matrix itself if ``both``; else its values are empty."""
     rows, columns = x.shape
-    values = torch.empty(columns, rows, dtype=torch.uint8, device=x.device)
-    inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
+    kept = rows if both else 0
+    values = torch.empty(kept, columns, dtype=torch.uint8, device=x.device)
+    inverse = torch.empty(kept, 1, dtype=torch.float32, device=x.device)
+    turned = torch.empty(columns, rows, dtype=torch.uint8, device=x.device)
+    turned_inverse = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
+    amax = torch.zeros(columns + kept, dtype=torch.int32, device=x.device)
     parts = max(1, min(_MOST_PARTS, rows // _PART_ROWS))
-    each = triton.cdiv(rows, parts)
-    partial = torch.empty(parts, columns, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(columns, _TILE)
-    launch(_column_amax, (tiles, parts), x, x, partial, rows, columns, x.stride(0), each, TILE=_TILE, num_warps=4)
-    launch(
-        _columns,
-        (triton.cdiv(rows, _TILE), tiles),
-        x,
-        x,
-        partial,
-        values,
-        inverse,
-        rows,
-        columns,
-        x.stride(0),
-        parts,
-        PARTS=triton.next_power_of_2(parts),
-        TILE=_TILE,
-        num_warps=4,
-    )
-    return values.view(torch.float8_e4m3fn), inverse
+    high, wide = _AMAX_TILE
+    grid = (triton.cdiv(columns, wide), parts)
+    sizes = (rows, columns, x.stride(0))
+    launch(_amax, grid, x, x, amax, *sizes, triton.cdiv(rows, parts), BOTH=both, HIGH=high, WIDE=wide, num_warps=4)
+    grid = (triton.cdiv(rows, _TALL), triton.cdiv(columns, _TILE))
+    settings = dict(BOTH=both, HIGH=_TALL, WIDE=_TILE, CONVERTS=converts(x), num_warps=8)
+    launch(_columns, grid, x, x, amax, values, inverse, turned, turned_inverse, *sizes, **settings)
+    return (values.view(torch.float8_e4m3fn), inverse), (turned.view(torch.float8_e4m3fn), turned_inverse)
 
 
 def cast_scaled(x: Tensor, scale: Tensor, out: Tensor, along: Literal["rows", "columns", "none"]) -> None:
     rows, columns = x.shape
     wide = min(_COLUMNS, triton.next_power_of_2(columns))
     grid = (rows, triton.cdiv(columns, wide))
-    launch(_scaled, grid, x, x, scale, out.view(torch.uint8), columns, ALONG=along, COLUMNS=wide, num_warps=4)
+    settings = dict(ALONG=along, COLUMNS=wide, CONVERTS=converts(x), num_warps=4)
+    launch(_scaled, grid, x, x, scale, out.view(torch.uint8), columns, **settings)
 
 
 def turn(values: Tensor, inverse: Tensor) -> Tensor:

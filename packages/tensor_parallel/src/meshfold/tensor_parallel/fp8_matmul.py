@@ -17,6 +17,7 @@ from meshfold.kernels import (
     Fp8Recipe,
     Fp8Tensor,
     Fp8Weight,
+    fp8_gradient_casts,
     fp8_input_gradient,
     fp8_output,
     fp8_weight_gradient,
@@ -131,12 +132,12 @@ class Fp8Gather:
     ) -> tuple[Tensor | None, Tensor | None]:
         recipe, maximum = self._recipe, self._maximum
         coming_x = start_gather(plan, mesh, "x", x) if wants[1] else None
-        dy = coming_dy.wait()
+        casts = fp8_gradient_casts(coming_dy.wait(), recipe, maximum, wants=wants)
         leaving_dx = leaving_dw = None
         if w is not None:
-            leaving_dx = start_leave(plan, mesh, "x", fp8_input_gradient(dy, w(), recipe, maximum))
+            leaving_dx = start_leave(plan, mesh, "x", fp8_input_gradient(casts, w(), recipe, maximum))
         if coming_x is not None:
-            leaving_dw = start_leave(plan, mesh, "w", fp8_weight_gradient(dy, coming_x.wait(), recipe, maximum))
+            leaving_dw = start_leave(plan, mesh, "w", fp8_weight_gradient(casts, coming_x.wait(), recipe, maximum))
         dx = None if leaving_dx is None else leaving_dx.wait()
         return dx, None if leaving_dw is None else leaving_dw.wait()
 

@@ -15,6 +15,7 @@ from meshfold.kernels import (
     Fp8Tensor,
     Fp8Weight,
     bind_fp8_matmul,
+    fp8_gradient_casts,
     fp8_input_gradient,
     fp8_output,
     fp8_weight_gradient,
@@ -67,8 +68,9 @@ class Fp8Products:
         def backward(
             x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool]
         ) -> tuple[Tensor | None, Tensor | None]:
-            dx = fp8_input_gradient(dy, w, recipe, maximum) if wants[0] else None
-            return dx, fp8_weight_gradient(dy, x, recipe, maximum) if wants[1] else None
+            casts = fp8_gradient_casts(dy, recipe, maximum, wants=wants)
+            dx = fp8_input_gradient(casts, w, recipe, maximum) if wants[0] else None
+            return dx, fp8_weight_gradient(casts, x, recipe, maximum) if wants[1] else None
 
         return cls(
             product=bind_fp8_matmul(recipe, maximum),
