@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.folding import (
+    AxialMode,
     EvoformerStack,
     ExtraMSAStack,
     PairFormerStack,
@@ -106,7 +107,7 @@ def results_of(model: nn.Module, tensors: list[Tensor], masks: list[Tensor | Non
 
 def check_equal(
     kind: str,
-    mode: str,
+    mode: str | AxialMode,
     axes: dict[str, int],
     *,
     sequences: int = 8,

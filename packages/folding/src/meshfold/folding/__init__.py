@@ -16,6 +16,7 @@ from meshfold.folding.pairformer import AttentionPairBias, PairFormerBlock, Pair
 from meshfold.folding.parallelize import parallelize_folding, split_parameters, sum_gradients
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear, SwiGLUTransition, Transition
 from meshfold.folding.template import TemplatePairStack, TemplatePairStackBlock
+from meshfold.folding.traffic import folding_cost
 from meshfold.folding.triangle import (
     TriangleAttention,
     TriangleMultiplicationIncoming,
@@ -52,6 +53,7 @@ __all__ = [
     "TriangleMultiplicationOutgoing",
     "attend",
     "find_axial_mode",
+    "folding_cost",
     "gate",
     "key_bias_of",
     "layer_norm",

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import WHOLE, Axes
+from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import SharedDropout
 from meshfold.folding.msa import (
     MSAColumnAttention,
@@ -26,6 +27,7 @@ from meshfold.folding.triangle import (
     TriangleMultiplicationOutgoing,
     own_pair_mask,
 )
+from meshfold.tensor_parallel import CostEntry
 
 
 class PairStack(nn.Module):
@@ -168,16 +170,29 @@ class _Stack(nn.Module):
 
     block: type[MSABlock]
 
-    def __init__(self, no_blocks: int, **sizes: Any) -> None:
+    def __init__(self, no_blocks: int, c_m: int, c_z: int, **sizes: Any) -> None:
         """``no_blocks``: blocks; the rest as for :class:`MSABlock`."""
         super().__init__()
-        self.blocks = nn.ModuleList(self.block(**sizes) for _ in range(no_blocks))
+        self.c_m, self.c_z = c_m, c_z
+        self.blocks = nn.ModuleList(self.block(c_m, c_z, **sizes) for _ in range(no_blocks))
         self.axes: Axes = WHOLE
+
+    joins_msa = True
+
+    def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return the collectives of splitting and joining."""
+        axes, r = self.axes, sizes.residues
+        m, z = sizes.msa(axes, self.c_m), sizes.pair(axes, self.c_z)
+        msa, pair = [(axes.rows, sizes.sequences), (axes.columns, r)], [(axes.rows, r), (axes.columns, r)]
+        entries = split_cost(axes, "m", m, *msa) + split_cost(axes, "z", z, *pair)
+        if self.joins_msa:
+            entries += join_cost(axes, "m", m, *msa)
+        return entries + join_cost(axes, "z", z, *pair)
 
     def run(
         self, m: Tensor, z: Tensor, msa_mask: Tensor | None, pair_mask: Tensor | None, mask_transitions: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the blocks' MSA and pair tensors, whole."""
+        """Return the blocks' MSA, whole if the stack returns it, and pair tensors, whole."""
         axes, (s, r) = self.axes, m.shape[-3:-1]
         if axes.is_split:  # padding is told from the rest by the masks
             msa_mask = m.new_ones(m.shape[:-1]) if msa_mask is None else msa_mask
@@ -185,7 +200,8 @@ class _Stack(nn.Module):
         m, z = (axes.split(x, (-3, axes.rows), (-2, axes.columns)) for x in (m, z))
         for block in self.blocks:
             m, z = block(m, z, msa_mask, pair_mask, mask_transitions)
-        m = axes.join(m, (-3, axes.rows, s), (-2, axes.columns, r))
+        if self.joins_msa:
+            m = axes.join(m, (-3, axes.rows, s), (-2, axes.columns, r))
         return m, axes.join(z, (-3, axes.rows, r), (-2, axes.columns, r))
 
 
@@ -194,14 +210,13 @@ class EvoformerStack(_Stack):
 
     block = EvoformerBlock
 
-    def __init__(self, c_m: int, c_s: int, no_blocks: int, **sizes: Any) -> None:
+    def __init__(self, no_blocks: int, c_m: int, c_z: int, c_s: int, **sizes: Any) -> None:
         """Args:
-        c_m: channels of the MSA.
-        c_s: channels of the single representation.
         no_blocks: blocks.
+        c_m, c_z, c_s: channels of the MSA, of pairs and of the single representation.
         sizes: the rest of :class:`MSABlock`'s arguments.
         """
-        super().__init__(no_blocks, c_m=c_m, **sizes)
+        super().__init__(no_blocks, c_m, c_z, **sizes)
         self.linear = Linear(c_m, c_s)
 
     def forward(
@@ -221,6 +236,7 @@ class ExtraMSAStack(_Stack):
     """Algorithm 18."""
 
     block = ExtraMSABlock
+    joins_msa = False
 
     def forward(
         self,

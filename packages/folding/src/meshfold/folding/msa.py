@@ -9,10 +9,12 @@ from meshfold.folding import functions
 from meshfold.folding.axial.attention import attend_rows
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.overlap import begin
+from meshfold.folding.axial.sizes import Sizes, rows_cost
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
 from meshfold.folding.shapes import flat, flat_mask
 from meshfold.mesh import collectives
 from meshfold.mesh.collectives import bind_enter, bind_leave, take_block
+from meshfold.tensor_parallel import CostEntry
 
 MSA = {"s": 1, "r": 2}
 
@@ -37,6 +39,16 @@ class MSAAttention(nn.Module):
         self.linear_z = None if c_z is None else Linear(c_z, no_heads, bias=False, init="normal")
         self.mha = Attention(c_in, c_hidden, no_heads)
         self.axes: Axes = WHOLE
+
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        return self.traffic_over(self.axes, sizes)
+
+    def traffic_over(self, axes: Axes, sizes: Sizes) -> list[CostEntry]:
+        """Return :meth:`traffic` for an MSA that lies over these axes."""
+        line, keys = (sizes.msa(axes, layer.in_features) for layer in (self.mha.linear_q, self.mha.linear_o))
+        bias = 0 if self.linear_z is None else sizes.pair(axes, self.mha.no_heads)
+        return rows_cost(axes, line, keys, bias, sizes.wide)
 
     def forward(self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* s r c``, this rank's block; ``z``: ``* r r c_z``; ``mask``: ``* s r``, whole on every rank."""
@@ -64,6 +76,10 @@ class MSAColumnAttention(nn.Module):
         super().__init__()
         self._msa_att = MSAAttention(c_m, c_hidden, no_heads)
         self.axes: Axes = WHOLE
+
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        return self._msa_att.traffic_over(self.axes.turned, sizes)
 
     def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* s r c``, this rank's block; ``mask``: ``* s r``, whole on every rank."""
@@ -95,6 +111,26 @@ class MSAColumnGlobalAttention(nn.Module):
         self.layer_norm_m = LayerNorm(c_in)
         self.global_attention = GlobalAttention(c_in, c_hidden, no_heads)
         self.axes: Axes = WHOLE
+
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        axes, heads = self.axes, self.global_attention
+        mesh = axes.mesh
+        if mesh.size(*axes.rows) == 1:
+            return []
+        residues = sizes.batch * axes.padded(sizes.residues) // mesh.size(*axes.columns)
+        mean = residues * heads.linear_q.in_features * sizes.itemsize
+        largest = residues * heads.no_heads * sizes.itemsize * sizes.wide
+
+        def sums(phase: str, operand: str, block_bytes: int) -> CostEntry:
+            axes_, size = mesh.spanned(*axes.rows), mesh.size(*axes.rows)
+            return CostEntry(phase, "all_reduce", operand, axes_, size, block_bytes)
+
+        sides = (("forward", ""), ("backward", "d"))
+        parts = (("mean", mean), ("softmax", largest * (heads.c_hidden + 1)))
+        return [sums("forward", "max", largest)] + [
+            sums(phase, d + operand, block_bytes) for phase, d in sides for operand, block_bytes in parts
+        ]
 
     def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* s r c``, this rank's block; ``mask``: ``* s r``, whole on every rank."""
@@ -151,6 +187,16 @@ class OuterProductMean(nn.Module):
         self.linear_2 = Linear(c_m, c_hidden, bias=biased)
         self.linear_out = Linear(c_hidden**2, c_z, init="final")
         self.axes: Axes = WHOLE
+
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        factor = sizes.msa(self.axes, self.linear_1.out_features)
+        moves = (("b", "s r:columns"), ("a", "s r:rows"))
+        return [
+            entry
+            for operand, target in moves
+            for entry in self.axes.move("s:rows r:columns", target, MSA).cost(operand, factor)
+        ]
 
     def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update of pairs: ``* s r c_m -> * i j c_z``, blocks; ``mask``: ``* s r``, whole on every rank."""

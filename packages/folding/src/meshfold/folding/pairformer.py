@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,9 +11,13 @@ from meshfold.folding import functions
 from meshfold.folding.axial.attention import BIAS
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.overlap import begin, redistribute
+from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.evoformer import PairStack
 from meshfold.folding.primitives import Attention, LayerNorm, Linear, SwiGLUTransition
 from meshfold.folding.shapes import flat, flat_mask
+from meshfold.tensor_parallel import CostEntry
+
+KEYS = {"a": 1, "n": 2}
 
 
 class AttentionPairBias(nn.Module):
@@ -34,6 +40,13 @@ class AttentionPairBias(nn.Module):
         self.mha = Attention(c_s, c_hidden, no_heads, biased=False, q_bias=True)
         self.axes: Axes = WHOLE
 
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        axes = self.axes
+        bias = axes.move("q:rows k:columns", "q:rows,columns k", BIAS).cost("bias", sizes.pair(axes, self.mha.no_heads))
+        keys = sizes.single(axes, self.mha.linear_o.in_features)
+        return bias + axes.move("a n:rows,columns", "a n", KEYS).cost("kv", 2 * keys)
+
     def forward(self, s: Tensor, z: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* r c_s``, r over all axes; ``z``: this rank's block; ``mask``: ``* r``, whole on every rank."""
         lead, axes = s.shape[:-2], self.axes
@@ -43,7 +56,7 @@ class AttentionPairBias(nn.Module):
         x = self.layer_norm_a(s)
         q, k, v = (part.unsqueeze(1) for part in self.mha.project(x))
         together = torch.cat((k, v), -1)
-        k, v = redistribute(axes.move("a n:rows,columns", "a n", {"a": 1, "n": 2}), together).chunk(2, -1)
+        k, v = redistribute(axes.move("a n:rows,columns", "a n", KEYS), together).chunk(2, -1)
         key_bias = None
         if mask is not None:
             padding = axes.padded(mask.shape[-1]) - mask.shape[-1]
@@ -123,11 +136,20 @@ class PairFormerBlock(nn.Module):
 class PairFormerStack(nn.Module):
     """Algorithm 17, on whole tensors, which every rank has: split before, joined after."""
 
-    def __init__(self, no_blocks: int, **sizes: int | float) -> None:
+    def __init__(self, no_blocks: int, c_s: int, c_z: int, **sizes: Any) -> None:
         """``no_blocks``: blocks; the rest as for :class:`PairFormerBlock`."""
         super().__init__()
-        self.blocks = nn.ModuleList(PairFormerBlock(**sizes) for _ in range(no_blocks))  # type: ignore[arg-type]
+        self.c_s, self.c_z = c_s, c_z
+        self.blocks = nn.ModuleList(PairFormerBlock(c_s, c_z, **sizes) for _ in range(no_blocks))
         self.axes: Axes = WHOLE
+
+    def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return the collectives of splitting and joining."""
+        axes, r = self.axes, sizes.residues
+        s, z = sizes.single(axes, self.c_s), sizes.pair(axes, self.c_z)
+        one, two = [(axes.all, r)], [(axes.rows, r), (axes.columns, r)]
+        entries = split_cost(axes, "s", s, *one) + split_cost(axes, "z", z, *two)
+        return entries + join_cost(axes, "s", s, *one) + join_cost(axes, "z", z, *two)
 
     def forward(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import WHOLE, Axes
+from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import SharedDropout
 from meshfold.folding.evoformer import own_mask
 from meshfold.folding.primitives import LayerNorm, Transition
@@ -13,6 +14,7 @@ from meshfold.folding.triangle import (
     TriangleMultiplicationIncoming,
     TriangleMultiplicationOutgoing,
 )
+from meshfold.tensor_parallel import CostEntry
 
 
 class TemplatePairStackBlock(nn.Module):
@@ -92,6 +94,12 @@ class TemplatePairStack(nn.Module):
         )
         self.layer_norm = LayerNorm(c_t)
         self.axes: Axes = WHOLE
+
+    def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return the collectives of splitting and joining."""
+        axes, t = self.axes, sizes.pair(self.axes, self.layer_norm.weight.numel())
+        dims = [(axes.rows, sizes.residues), (axes.columns, sizes.residues)]
+        return split_cost(axes, "t", t, *dims) + join_cost(axes, "t", t, *dims)
 
     def forward(self, t: Tensor, mask: Tensor | None = None, mask_transition: bool = True) -> Tensor:
         """``* t i j c -> * t i j c``, whole; ``mask``: ``* t i j`` (or 1 for all templates)."""

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from meshfold.folding import functions
 from meshfold.folding.axial.attention import attend_rows
 from meshfold.folding.axial.axes import WHOLE, Axes
-from meshfold.folding.axial.product import edge_product
+from meshfold.folding.axial.product import EdgeProduct, edge_product
+from meshfold.folding.axial.sizes import Sizes, rows_cost
 from meshfold.folding.primitives import Attention, LayerNorm, Linear
 from meshfold.folding.shapes import flat, flat_mask
+from meshfold.tensor_parallel import CostEntry
 
 
 class TriangleMultiplication(nn.Module):
@@ -42,6 +44,12 @@ class TriangleMultiplication(nn.Module):
         self.layer_norm_in = LayerNorm(c_z)
         self.layer_norm_out = LayerNorm(c_hidden)
         self.axes: Axes = WHOLE
+
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        axes = self.axes if self.outgoing else self.axes.turned
+        width = axes.padded(sizes.residues) // axes.multiple
+        return EdgeProduct(axes).cost(sizes.pair(axes, self.linear_a_p.out_features), width)
 
     def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* i j c``, this rank's block; ``mask``: ``* i j``, whole on every rank."""
@@ -100,6 +108,12 @@ class TriangleAttention(nn.Module):
         self.linear = Linear(c_in, no_heads, bias=False, init="normal")
         self.mha = Attention(c_in, c_hidden, no_heads, biased=biased)
         self.axes: Axes = WHOLE
+
+    def traffic(self, sizes: Sizes) -> list[CostEntry]:
+        """Return every collective of forward and backward."""
+        axes = self.axes if self.starting else self.axes.turned
+        line, keys = (sizes.pair(axes, layer.in_features) for layer in (self.linear, self.mha.linear_o))
+        return rows_cost(axes, line, keys, sizes.pair(axes, self.mha.no_heads), sizes.wide)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* i j c``, this rank's block; ``mask``: ``* i j``, whole on every rank."""
