@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 _GROUND = {"mesh", "kernels"}
-_PARALLEL = {*_GROUND, "optimizers", "experts", "tensor_parallel", "zero_gemini", "pipeline", "checkpoint"}
+_PARALLEL = {*_GROUND, "optimizers", "experts", "tensor_parallel", "zero_gemini", "pipeline", "checkpoint", "folding"}
 _INTEGRATION = {*_PARALLEL, "engine"}
 # The import rule: which siblings a package may import.
 SIBLINGS: dict[str, set[str]] = {
@@ -38,7 +38,7 @@ SIBLINGS: dict[str, set[str]] = {
     "align": {*_INTEGRATION, "models", "inference"},
     "lightning": _INTEGRATION,
     "colossalai": _INTEGRATION,
-    "meshfold": {*_INTEGRATION, "models", "folding", "planner", "huggingface", "inference", "align"},
+    "meshfold": {*_INTEGRATION, "models", "planner", "huggingface", "inference", "align"},
 }
 # Words that no docstring opens with.
 QUESTIONS = ("How", "Of", "What", "Where", "Whether", "Which", "Who", "Whom", "Whose")

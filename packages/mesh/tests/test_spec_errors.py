@@ -64,7 +64,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     # unknown dimensions
     (
         {"pipelin": 2},
-        ["pipelin=2", "'pipelin'", "Did you mean 'pipeline'?", "data, pipeline, sequence, tensor, expert, zero"],
+        ["pipelin=2", "'pipelin'", "Did you mean 'pipeline'?", "data, pipeline, sequence, tensor, axial, expert, zero"],
     ),
     ({"Tensor": 4}, ["Tensor=4", "Did you mean 'tensor'?"]),
     ({"dp": 4}, ["dp=4", "Did you mean 'data'?"]),
@@ -73,7 +73,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     ({"wibble": 1}, ["wibble=1", "there is no dimension 'wibble'. Known"]),
     (
         dict(mode="2d", size=4),
-        ["there is no dimension 'mode'", "goes into tensor or sequence, as tensor=dict(mode='2d', ...)."],
+        ["there is no dimension 'mode'", "goes into tensor, sequence or axial, as tensor=dict(mode='2d', ...)."],
     ),
     (dict(stage=3), ["there is no dimension 'stage'", "goes into zero, as zero=dict(stage=3, ...)."]),
     ({1: 2}, ["parallel={1: 2}", "the key 1 is an int, not a name"]),

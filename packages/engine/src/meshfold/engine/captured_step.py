@@ -49,7 +49,7 @@ def check_capture(world: World, *, drops: Sequence[str], recomputes: bool) -> No
     Raises:
         SpecError: where a replay would compute something else than the step.
     """
-    entries = ("zero", "pipeline", "tensor", "sequence", "expert")
+    entries = ("zero", "pipeline", "tensor", "sequence", "axial", "expert")
     found = next((entry for entry in entries if getattr(world.spec, entry, None) is not None), None)
     if found is not None:
         raise SpecError(

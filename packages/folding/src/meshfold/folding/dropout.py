@@ -14,6 +14,13 @@ from meshfold.mesh.random import next_dropout_draw
 _LINE = 1 << 24  # positions that a line of a mask may have: masks do not depend on how far a tensor is padded
 
 
+def name_dropouts(stack: nn.Module) -> None:
+    """Give every dropout of a stack a stream of its own, which is the same in any model and on any stage of a pipeline."""
+    for name, module in stack.named_modules():
+        if isinstance(module, SharedDropout):
+            module.name = f"{type(stack).__name__}.{name}"
+
+
 class SharedDropout(nn.Module):
     """Dropout of ``* i j c`` with one mask for all i (row-wise) or for all j (column-wise), times 1/(1−p).
 
@@ -21,7 +28,7 @@ class SharedDropout(nn.Module):
     a stream, which only one rank may do, torch's generator decides.
 
     Attributes:
-        name: of the module in the model; gives it a stream of its own, which stages of a pipeline need.
+        name: gives it a stream of its own; stacks name theirs.
     """
 
     def __init__(self, p: float, shared: str = "rows") -> None:

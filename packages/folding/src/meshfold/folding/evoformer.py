@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
-from meshfold.folding.dropout import SharedDropout
+from meshfold.folding.dropout import SharedDropout, name_dropouts
 from meshfold.folding.msa import (
     MSAColumnAttention,
     MSAColumnGlobalAttention,
@@ -175,6 +175,7 @@ class _Stack(nn.Module):
         super().__init__()
         self.c_m, self.c_z = c_m, c_z
         self.blocks = nn.ModuleList(self.block(c_m, c_z, **sizes) for _ in range(no_blocks))
+        name_dropouts(self)
         self.axes: Axes = WHOLE
 
     joins_msa = True

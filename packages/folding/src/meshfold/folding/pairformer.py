@@ -12,6 +12,7 @@ from meshfold.folding.axial.attention import BIAS
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.overlap import begin, redistribute
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
+from meshfold.folding.dropout import name_dropouts
 from meshfold.folding.evoformer import PairStack
 from meshfold.folding.primitives import Attention, LayerNorm, Linear, SwiGLUTransition
 from meshfold.folding.shapes import flat, flat_mask
@@ -141,6 +142,7 @@ class PairFormerStack(nn.Module):
         super().__init__()
         self.c_s, self.c_z = c_s, c_z
         self.blocks = nn.ModuleList(PairFormerBlock(c_s, c_z, **sizes) for _ in range(no_blocks))
+        name_dropouts(self)
         self.axes: Axes = WHOLE
 
     def own_traffic(self, sizes: Sizes) -> list[CostEntry]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
-from meshfold.folding.dropout import SharedDropout
 from meshfold.folding.evoformer import EvoformerStack, ExtraMSAStack
 from meshfold.folding.pairformer import PairFormerStack
 from meshfold.folding.template import TemplatePairStack
@@ -43,19 +44,15 @@ def parallelize_folding(
         )
     if product_steps < 1:
         raise LayoutError(f"product_steps={product_steps}: give a whole number from 1 up")
-    modules = [
-        (name, module) for name, module in model.named_modules() if isinstance(getattr(module, "axes", None), Axes)
-    ]
+    modules: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "axes", None), Axes)]
     if not modules:
         raise LayoutError(
             f"{type(model).__name__} has no folding block: use those of meshfold.folding, such as EvoformerStack"
         )
     axes = Axes.of(mesh, found, product_steps)
     mesh.prepare(*axes.all)
-    for name, module in modules:
+    for module in modules:
         module.axes = axes
-        if isinstance(module, SharedDropout):
-            module.name = name
     return model
 
 

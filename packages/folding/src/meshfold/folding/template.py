@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
-from meshfold.folding.dropout import SharedDropout
+from meshfold.folding.dropout import SharedDropout, name_dropouts
 from meshfold.folding.evoformer import own_mask
 from meshfold.folding.primitives import LayerNorm, Transition
 from meshfold.folding.triangle import (
@@ -92,6 +92,7 @@ class TemplatePairStack(nn.Module):
             )
             for _ in range(no_blocks)
         )
+        name_dropouts(self)
         self.layer_norm = LayerNorm(c_t)
         self.axes: Axes = WHOLE
 

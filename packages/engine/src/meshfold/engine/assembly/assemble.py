@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshfold.engine.checkpoints.model_state import ModelState
 from meshfold.engine.checkpoints.pipelined_state import PipelinedState
 from meshfold.engine.experts import give_own_tokens, share_routing_sums, split_experts
+from meshfold.engine.folding import split_folding, sum_over_axial_axes
 from meshfold.engine.model.checks import (
     check_model,
     refuse_complex,
@@ -126,6 +127,7 @@ def assemble(
         report, torch_dropout = split_roots(
             built, roots, rules, lambda root, own: _shard(root, world, own, has_dropout(root)), has_dropout
         )
+    split_folding(built, world)
     give_own_tokens(mixtures, world)
     share_routing_sums(built, world)
     in_chunks = world.spec.zero is not None
@@ -164,6 +166,7 @@ def assemble(
         if not meta.own_sum_axes:
             annotate(parameter, replace(meta, sum_axes=world.outer_axes))
     _sum_by_tokens_apart(built, world)
+    sum_over_axial_axes(built, world)
     named = built.named_parameters() if pipelined is None else pipelined.pipeline.named_parameters()
     parameters = {name: p for name, p in named if p.requires_grad}
     cast_rest(built, precision, set(built.parameters()) if in_chunks else set(parameters.values()))

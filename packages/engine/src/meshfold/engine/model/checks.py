@@ -38,7 +38,7 @@ def refuse_unmade(model: nn.Module) -> None:
 def refuse_layers(model: nn.Module, world: World, precision: Precision) -> None:
     """Raise a SpecError for layers that would not compute the same under this spec as in a plain loop."""
     spec = world.spec
-    hooked = next((e for e in ("zero", "tensor", "pipeline", "sequence") if getattr(spec, e) is not None), "")
+    hooked = next((e for e in ("zero", "tensor", "pipeline", "sequence", "axial") if getattr(spec, e) is not None), "")
     for name, module in model.named_modules():
         if hooked and isinstance(module, torch.jit.ScriptModule):
             raise SpecError(

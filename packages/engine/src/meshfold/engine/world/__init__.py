@@ -40,7 +40,7 @@ class World:
         mesh: has the spec's axes; without tensor parallelism, also the axes of mode 1d with size 1.
         device: where this rank's tensors are.
         mode: the tensor-parallel mode; None without a tensor entry.
-        outer_axes: those that the batch is split over, by rows or by tokens: all but the tensor axes and the pipeline's.
+        outer_axes: those that the batch is split over, by rows or by tokens: all but the pipeline's and those of tensor and axial.
             Gradients are summed over them, and ``zero`` shards over them.
         row_axes: the axes that its rows are split over; ranks along the others have the same rows and different tokens.
     """
@@ -162,10 +162,11 @@ def join_world(
     elif place is None:
         place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     tensor_axes = () if spec.tensor is None else spec.tensor.axis_names
-    outer = tuple(axis for axis in spec.axes if axis not in tensor_axes and axis != PIPE)
+    inner = (*tensor_axes, *(() if spec.axial is None else spec.axial.axes))
+    outer = tuple(axis for axis in spec.axes if axis not in inner and axis != PIPE)
     sequence_axes = () if spec.sequence is None else tuple(spec.sequence.axes)
     mesh = Mesh(spec.axes if tensor_axes else {**spec.axes, "tensor": 1})
-    warn_of_crossing(mesh, tensor_axes, environment or Environment.detect())
+    warn_of_crossing(mesh, inner, environment or Environment.detect())
     return World(
         spec=spec,
         mesh=mesh,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec import argument_checks
 from meshfold.mesh.spec.argument_checks import reject_unknown_arguments, signature_mismatch
+from meshfold.mesh.spec.axial import AxialSpec
 from meshfold.mesh.spec.entry import format_value, join_choices
 from meshfold.mesh.spec.expert import EXCHANGES, ExpertSpec
 from meshfold.mesh.spec.parallel import ParallelSpec, is_importable
@@ -22,6 +23,7 @@ from meshfold.mesh.spec.zero import ZeroSpec
 __all__ = [
     "EXCHANGES",
     "UNITS",
+    "AxialSpec",
     "ExpertSpec",
     "ParallelSpec",
     "PipelineSpec",

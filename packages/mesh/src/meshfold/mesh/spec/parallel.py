@@ -1,4 +1,4 @@
-"""The whole spec: six entries, their axes in rank order, and checks across entries."""
+"""The whole spec: seven entries, their axes in rank order, and checks across entries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshfold.mesh.errors import SpecError
+from meshfold.mesh.spec.axial import KEYS as AXIAL_KEYS
+from meshfold.mesh.spec.axial import AxialSpec
 from meshfold.mesh.spec.entry import Entry, divisors, format_value, join_choices, kind, suggest
 from meshfold.mesh.spec.expert import KEYS as EXPERT_KEYS
 from meshfold.mesh.spec.expert import ExpertSpec
@@ -22,13 +24,14 @@ from meshfold.mesh.spec.text import format_table
 from meshfold.mesh.spec.zero import KEYS as ZERO_KEYS
 from meshfold.mesh.spec.zero import ZeroSpec
 
-DIMENSIONS = ("data", "pipeline", "sequence", "tensor", "expert", "zero")
+DIMENSIONS = ("data", "pipeline", "sequence", "tensor", "axial", "expert", "zero")
 _KEYS = {
     "tensor": TENSOR_KEYS,
     "pipeline": PIPELINE_KEYS,
     "sequence": SEQUENCE_KEYS,
     "zero": ZERO_KEYS,
     "expert": EXPERT_KEYS,
+    "axial": AXIAL_KEYS,
 }
 
 
@@ -44,13 +47,14 @@ class ParallelSpec:
     pipeline: PipelineSpec | None = None
     sequence: SequenceSpec | None = None
     tensor: TensorSpec | None = None
+    axial: AxialSpec | None = None
     expert: ExpertSpec | None = None
     zero: ZeroSpec | None = None
     written: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def parse(cls, parallel: object, world_size: int | None = None) -> ParallelSpec:
-        """Check ``parallel=dict(data=..., pipeline=..., sequence=..., tensor=..., expert=..., zero=...)``; return the spec.
+        """Check ``parallel=dict(data=..., pipeline=..., tensor=..., zero=..., ...)``; return the spec.
 
         Pure: needs no process group and accepts the whole grammar whatever is installed. With ``world_size``
         (ranks) given, ``data`` is inferred where it was left out, and the product must be the world size.
@@ -75,12 +79,14 @@ class ParallelSpec:
             pipeline=PipelineSpec.parse(parallel["pipeline"]) if "pipeline" in parallel else None,
             sequence=SequenceSpec.parse(parallel["sequence"]) if "sequence" in parallel else None,
             tensor=TensorSpec.parse(parallel["tensor"]) if "tensor" in parallel else None,
+            axial=AxialSpec.parse(parallel["axial"]) if "axial" in parallel else None,
             expert=ExpertSpec.parse(parallel["expert"]) if "expert" in parallel else None,
             zero=ZeroSpec.parse(parallel["zero"]) if "zero" in parallel else None,
             written=f"parallel={format_value(parallel)}",
         )
         spec._check_megatron(parallel)
         spec._check_attention(parallel)
+        spec._check_axial(parallel)
         if spec.data is not None:
             spec._check_experts()
         return spec if world_size is None else spec.with_world_size(world_size)
@@ -136,6 +142,16 @@ class ParallelSpec:
                 "Leave sequence out, or leave attention out of tensor.",
             )
 
+    def _check_axial(self, parallel: dict[str, object]) -> None:
+        """Refuse other entries that split the tensors or the weights of a forward."""
+        for other in ("tensor", "sequence", "expert"):
+            if self.axial is not None and getattr(self, other) is not None:
+                raise Entry(name="axial", value=parallel["axial"]).error(
+                    f"axial splits pair and MSA tensors and keeps weights whole, and works with data, pipeline and zero; there is "
+                    f"{other}={format_value(parallel[other])} too.",
+                    f"Leave {other} out.",
+                )
+
     def _check_experts(self) -> None:
         if self.expert is not None:
             self.expert.fold(self._without_pipeline)
@@ -167,13 +183,13 @@ class ParallelSpec:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Axis name to size, outermost first: data, pipe, seq (or ring, ulysses), then the tensor mode's.
+        """Axis name to size, outermost first: data, pipe, seq (or ring, ulysses), then the tensor mode's or the axial mode's.
 
-        Ranks are row-major over it, so tensor axes vary fastest. An entry left out has no axis, save
+        Ranks are row-major over it, so these vary fastest. An entry left out has no axis, save
         ``data``; experts have none of their own, see ``expert_axes``.
         """
         axes = {"data": 1 if self.data is None else self.data}
-        for dimension in (self.pipeline, self.sequence, self.tensor):
+        for dimension in (self.pipeline, self.sequence, self.tensor, self.axial):
             axes.update({} if dimension is None else dimension.axes)
         return axes
 
@@ -200,6 +216,8 @@ class ParallelSpec:
             needs.append(Need("pipeline", "meshfold-pipeline", "meshfold.pipeline"))
         if self.sequence is not None and self.sequence.size > 1:
             needs.append(Need("sequence", "meshfold-pipeline", "meshfold.sequence"))
+        if self.axial is not None and self.axial.size > 1:
+            needs.append(Need("axial", "meshfold-folding", "meshfold.folding"))
         if self.expert is not None:
             needs.append(Need("expert", "meshfold-experts", "meshfold.experts"))
         if self.zero is not None:
@@ -239,7 +257,7 @@ def _table(spec: ParallelSpec) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in axes.items())
         rows.append((dimension, str(math.prod(axes.values())), sizes, how))
 
-    entries = (spec.pipeline, spec.sequence, spec.tensor, spec.expert, spec.zero)
+    entries = (spec.pipeline, spec.sequence, spec.tensor, spec.axial, spec.expert, spec.zero)
     shown = [axis for axis in spec.axes if axis != "data" or spec.data != 1 or not any(entries)]
     if "data" in shown:
         how = "1 until the world size is known" if spec.data is None else "each its own part of the batch"
@@ -255,6 +273,8 @@ def _table(spec: ParallelSpec) -> str:
         overlap = "" if spec.tensor.overlap is None else f", overlap {spec.tensor.overlap}"
         attention = "" if spec.tensor.attention is None else f", attention by {spec.tensor.attention}"
         add("tensor", spec.tensor.axes, spec.tensor.mode_name + attention + overlap)
+    if spec.axial is not None:
+        add("axial", spec.axial.axes, spec.axial.mode_name)
     if spec.expert is not None:
         rows.append(("expert", str(spec.expert.ranks), *_expert_places(spec, spec.expert)))
     if spec.zero is not None:
