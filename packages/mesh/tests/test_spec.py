@@ -383,13 +383,13 @@ def test_describe_is_a_table() -> None:
         world_size=16,
     )
     assert spec.describe() == (
-        "dimension  ranks  axes      how\n"
-        "data           2  data=2    each its own part of the batch\n"
-        "pipeline       2  pipe=2    hanayo, microbatches 8, chunks 2, waves 1\n"
-        "sequence       1            megatron over the axis tensor\n"
-        "tensor         4  tensor=4  1d\n"
-        "zero                        stage 1, placement auto, regime A, GPU at most 24 GiB\n"
-        "world         16            rank order data > pipe > tensor, the last varies fastest"
+        "entry     ranks  axes      how\n"
+        "data          2  data=2    each its own part of the batch\n"
+        "pipeline      2  pipe=2    hanayo, microbatches 8, chunks 2, waves 1\n"
+        "sequence      1            megatron over the axis tensor\n"
+        "tensor        4  tensor=4  1d\n"
+        "zero                       stage 1, placement auto, regime A, GPU at most 24 GiB\n"
+        "world        16            rank order data > pipe > tensor, the last varies fastest"
     )
 
 
@@ -513,12 +513,10 @@ def test_the_exchange_of_experts_is_kept_as_it_was_written() -> None:
 
 def test_describe_says_where_experts_are() -> None:
     spec = ParallelSpec.parse(dict(data=4, tensor=2, expert=dict(size=2)))
-    expert = "expert         2  data%2    4 copies of each expert, no ranks of their own"
+    expert = "expert      2  data%2    4 copies of each expert, no ranks of their own"
     assert spec.describe().splitlines()[3] == expert
     shared = ParallelSpec.parse(dict(data=8, expert=dict(size=2, tensor=2))).describe().splitlines()[2]
-    assert (
-        shared == "expert         4  data%4/2 data%2  2 copies of each expert, each over 2 ranks, no ranks of their own"
-    )
+    assert shared == "expert      4  data%4/2 data%2  2 copies of each expert, each over 2 ranks, no ranks of their own"
     open_spec = ParallelSpec.parse(dict(expert=3))
     assert "folded out of data once the world size is known" in open_spec.describe()
     assert "one copy of each expert" in open_spec.with_world_size(3).describe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import re
 import sys
 from collections import OrderedDict
@@ -61,7 +62,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (4, ["parallel=4", "an int, not a dict"]),
     (True, ["parallel=True", "a bool, not a dict"]),
     (ParallelSpec(), ["a ParallelSpec, not a dict"]),
-    # unknown dimensions
+    # unknown entries
     (
         {"pipelin": 2},
         ["pipelin=2", "'pipelin'", "Did you mean 'pipeline'?", "data, pipeline, sequence, tensor, axial, expert, zero"],
@@ -70,12 +71,12 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     ({"dp": 4}, ["dp=4", "Did you mean 'data'?"]),
     ({"tp": {"size": 4}}, ["tp=dict(size=4)", "Did you mean 'tensor'?"]),
     ({"seq": 4}, ["seq=4", "Did you mean 'sequence'?"]),
-    ({"wibble": 1}, ["wibble=1", "there is no dimension 'wibble'. Known"]),
+    ({"wibble": 1}, ["wibble=1", "there is no entry 'wibble'. Known"]),
     (
         dict(mode="2d", size=4),
-        ["there is no dimension 'mode'", "goes into tensor, sequence or axial, as tensor=dict(mode='2d', ...)."],
+        ["there is no entry 'mode'", "goes into tensor, sequence or axial, as tensor=dict(mode='2d', ...)."],
     ),
-    (dict(stage=3), ["there is no dimension 'stage'", "goes into zero, as zero=dict(stage=3, ...)."]),
+    (dict(stage=3), ["there is no entry 'stage'", "goes into zero, as zero=dict(stage=3, ...)."]),
     ({1: 2}, ["parallel={1: 2}", "the key 1 is an int, not a name"]),
     ({None: 2, "data": 2}, ["the key None is None, not a name"]),
     # data
@@ -181,7 +182,7 @@ MALFORMED: list[tuple[Any, list[str]]] = [
     (tensor(mode=["2d"], size=4), ["mode=['2d'] is a list"]),
     (tensor(mode=OwnMode("m", None), size=4), [".axes"]),
     (tensor(mode=OwnMode(3, ("x",)), size=4), [".name"]),
-    (tensor(mode=OwnMode("m", ("x", "data")), size=4), ["'data'", "another dimension's", "'data_t'"]),
+    (tensor(mode=OwnMode("m", ("x", "data")), size=4), ["'data'", "belongs to another entry", "'data_t'"]),
     (tensor(mode=OwnMode("m", ("x", "y y")), size=4), ["'y y'", "not a plain name"]),
     (tensor(mode=OwnMode("m", ("x", 2)), size=4), ["the axis 2 of mode 'm' is not a plain name"]),
     (tensor(mode=OwnMode("m", ("x", "x")), size=4), ["has the axes ('x', 'x')", "different axes"]),
@@ -353,14 +354,26 @@ WRONG_WORLDS: list[tuple[dict[str, Any], Any, list[str]]] = [
     (
         dict(data=2, tensor=4),
         6,
-        ["no size of data fits", "4 does not divide 6", "Start 8 processes", "1, 2, 3 or 6"],
+        ["4 does not divide 6", "Start 8 processes, or give tensor 3 ranks instead of 4."],
+    ),
+    (dict(data=2, tensor=3), 8, ["3 does not divide 8", "Start 6 processes, or give tensor 4 ranks instead of 3."]),
+    (dict(data=8, tensor=3), 8, ["makes 24 ranks", "Start 24 processes, or leave tensor out."]),
+    (
+        dict(data=3, tensor=3),
+        8,
+        ["Start 9 processes, or leave data out and give tensor 1, 2, 4 or 8 ranks instead of 3."],
     ),
     (dict(tensor=dict(mode="3d", size=8)), 12, ["a=2 × b=2 × c=2", "Start 8 or 16 processes"]),
     (dict(pipeline=3), 2, ["parallel=dict(pipeline=3)", "pipeline=3 makes 3", "Start 3 processes", "1 or 2"]),
     (
         dict(pipeline=2, sequence=dict(mode="ring", size=3)),
         7,
-        ["pipeline=2 × sequence=3", "6 does not divide 7", "6 or 12"],
+        [
+            "pipeline=2 × sequence=3",
+            "6 does not divide 7",
+            "6 or 12",
+            "give pipeline and sequence together 1 or 7 ranks",
+        ],
     ),
     (dict(tensor=4), 0, ["world_size=0 is zero"]),
     (dict(tensor=4), -4, ["world_size=-4 is negative"]),
@@ -379,6 +392,21 @@ def test_a_product_that_misses_the_world_size(parallel: dict[str, Any], world_si
     for fragment in fragments:
         assert fragment in str(caught.value), str(caught.value)
     assert str(caught_later.value) == str(caught.value)
+
+
+def test_the_ranks_that_a_message_proposes_make_the_world_size() -> None:
+    proposed = 0
+    for data, size, world in itertools.product((None, 1, 2, 3, 4), range(2, 9), range(1, 17)):
+        given: dict[str, Any] = {} if data is None else {"data": data}
+        try:
+            ParallelSpec.parse({**given, "tensor": size}, world_size=world)
+        except SpecError as error:
+            for left_out, ranks in re.findall(r"(leave data out and )?give tensor ([\d, or]+) ranks", str(error)):
+                for number in re.findall(r"\d+", ranks):
+                    proposed += 1
+                    entries = {} if left_out else given
+                    ParallelSpec.parse({**entries, "tensor": int(number)}, world_size=world)
+    assert proposed > 200
 
 
 def advice(message: str) -> list[dict[str, Any]]:
@@ -440,11 +468,11 @@ KEYS = [
 ENTRY = st.one_of(
     JUNK, st.dictionaries(st.sampled_from([*KEYS, "placement", "offload_path", "other"]), JUNK, max_size=4)
 )
-DIMENSIONS = st.sampled_from(["data", "pipeline", "sequence", "tensor", "expert", "zero"])
+ENTRY_NAMES = st.sampled_from(["data", "pipeline", "sequence", "tensor", "expert", "zero"])
 
 
 @settings(max_examples=6 * settings().max_examples // 5)
-@given(parallel=st.one_of(JUNK, st.dictionaries(DIMENSIONS, ENTRY, max_size=2)), world=st.none() | JUNK)
+@given(parallel=st.one_of(JUNK, st.dictionaries(ENTRY_NAMES, ENTRY, max_size=2)), world=st.none() | JUNK)
 def test_whatever_is_written_gives_a_spec_or_a_spec_error(parallel: Any, world: Any) -> None:
     try:
         spec = ParallelSpec.parse(parallel, world)

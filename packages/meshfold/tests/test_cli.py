@@ -236,6 +236,11 @@ def _not_installed(name: str) -> str:
             "say which one; there are: align, attention, cpu-adam, decode, experts, fp8, fp8-curve, hugging-face, linear-loss, ",
         ),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
+        (["generate", "t", "hello", "you"], 'unrecognized arguments: hello you. Write --prompt "hello you". See'),
+        (["plan", "data=2,tensor=3"], "unrecognized arguments: data=2,tensor=3. Write --parallel data=2,tensor=3. See"),
+        (["plan", "gpt2"], "unrecognized arguments: gpt2. Write --model gpt2. See"),
+        ([*TRAIN, "t"], "unrecognized arguments: t. Write --data t. See"),
+        (["doctor", "all"], "unrecognized arguments: all. See meshfold doctor --help"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],
 )

@@ -107,6 +107,9 @@ class Parser(argparse.ArgumentParser):
         hint = _nearest(stranger[1], self._option_string_actions) if stranger else ""
         if stranger and stranger[1] in _ELSEWHERE and _ELSEWHERE[stranger[1]] in self._option_string_actions:
             hint = f" It is called {_ELSEWHERE[stranger[1]]!r} here."
+        words = re.match(r"unrecognized arguments: ((?!-).*)", message)
+        if words and (option := _option_for(words[1], self._option_string_actions)):
+            hint = f" Write {option}."
         choice = re.match(r"argument (--[\w-]+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
             hint = _nearest(choice[2], re.findall(r"[\w.-]+", choice[3]))
@@ -128,6 +131,17 @@ def _overview() -> str:
     return (
         f"usage: meshfold COMMAND ...\n\ncommands:\n{rows}\n\n'meshfold COMMAND --help' lists the options of a command."
     )
+
+
+def _option_for(words: str, known: Iterable[str]) -> str:
+    """Return the option that words without an option mean, ready to paste; empty if no option of ``known`` fits."""
+    if "--parallel" in known and re.fullmatch(r"\w[\w.]*=\S+( \w[\w.]*=\S+)*", words):
+        return f"--parallel {words}"
+    if "--data" in known and os.path.exists(words):
+        return f"--data {words}"
+    if "--prompt" in known:
+        return f'--prompt "{words}"'
+    return f"--model {words}" if "--model" in known and " " not in words else ""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

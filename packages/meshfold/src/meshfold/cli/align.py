@@ -1,13 +1,18 @@
-"""Align a causal language model: fine-tune it on completions, then on preferences, or on rewards of its own samples.
+"""Align a causal language model: fine-tune it on completions, on preferences, or with rewards for its own samples.
 
   meshfold align sft    --data chats.jsonl --hf ~/models/llama --out sft
   meshfold align reward --data pairs.jsonl --hf ~/models/llama --out reward
   meshfold align dpo    --data pairs.jsonl --hf ~/models/llama --start sft --parallel data=2 --out dpo
   meshfold align grpo   --data prompts.jsonl --model gpt-tiny --reward rewards.py:short --out grpo
 
-DATA has a JSON object a line, in TRL's formats: prompt and completion, or messages (sft; kto with label), chosen and rejected
-(reward, dpo), prompt (grpo, ppo; other entries go to the rewards). OUT gets metrics.jsonl, the last checkpoint, settings.json
-and a curve.
+FILE has one JSON object per line, with the keys of TRL's datasets:
+
+  sft          prompt and completion, or messages
+  kto          the same, and label (true or false)
+  reward, dpo  prompt, chosen and rejected
+  grpo, ppo    prompt; all other keys are passed to the reward functions
+
+DIR receives metrics.jsonl, settings.json, a plot of the run and its last checkpoint.
 """
 
 from __future__ import annotations
@@ -41,46 +46,72 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "meshfold align TRAINER --data FILE --out DIR [options]\n       meshfold align TRAINER --resume --out DIR"
     )
     parser.set_defaults(parse_again=parser.parse_args)
-    parser.add_argument("trainer", choices=TRAINERS, metavar="TRAINER", help=", ".join(TRAINERS))
+    parser.add_argument("trainer", choices=TRAINERS, metavar="TRAINER", help="the method: " + ", ".join(TRAINERS))
     data = parser.add_argument_group("data")
-    data.add_argument("--data", metavar="FILE", help="records, a JSON object a line")
-    data.add_argument("--tokenizer", metavar="byte|FOLDER", help="bytes, or a folder (--hf's own, else byte)")
+    data.add_argument("--data", metavar="FILE", help="training data, one JSON object per line (see above)")
     data.add_argument(
-        "--length", type=positive, metavar="N", help="tokens of a packed row, or most of a sequence (sft: 512)"
+        "--tokenizer",
+        metavar="byte|FOLDER",
+        help="byte, or a folder with a tokenizer (default: the one in --hf, otherwise byte)",
+    )
+    data.add_argument(
+        "--length",
+        type=positive,
+        metavar="N",
+        help="sft: tokens of a packed row (512); others: longest sequence in tokens",
     )
     add_model(parser.add_argument_group("model"))
     more = parser.add_argument_group("start")
-    more.add_argument("--start", metavar="DIR", help="an earlier run's folder, or a checkpoint, to take weights from")
-    more.add_argument("--critic-start", metavar="DIR", help="ppo: a reward model's run for the critic to start from")
+    more.add_argument("--start", metavar="DIR", help="load initial weights from this run or checkpoint")
     more.add_argument(
-        "--lora", type=positive, metavar="RANK", help="train adapters of this rank; the base is the reference (--hf)"
+        "--critic-start", metavar="DIR", help="ppo: load the critic's initial weights from this reward run"
+    )
+    more.add_argument(
+        "--lora",
+        type=positive,
+        metavar="RANK",
+        help="train LoRA adapters of this rank on --hf; the base model is the reference",
     )
     work = parser.add_argument_group("parallel work")
     add_parallel(work)
-    work.add_argument("--ranks", type=positive, metavar="N", help="processes to start (the product of the spec)")
-    work.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU for each rank where there are as many)")
+    work.add_argument(
+        "--ranks", type=positive, metavar="N", help="processes to start (default: as many as the spec needs)"
+    )
+    work.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda if there is a GPU for each rank)")
     work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), default="fp32", help="(fp32)")
     work.add_argument(
-        "--recompute", choices=("blocks", "none"), default="none", help="activations that backward makes again (none)"
+        "--recompute",
+        choices=("blocks", "none"),
+        default="none",
+        help="blocks: compute activations again in backward instead of keeping them (none)",
     )
     work.add_argument(
         "--gpu-memory",
         metavar="SIZE",
-        help="dpo, grpo, ppo: limit of a rank's GPU for all models, 80GiB; they move between phases (zero.stage=3)",
+        help="dpo, grpo, ppo with zero.stage=3: GPU memory per rank for all models, such as 80GiB; models move "
+        "to the host while they are not used",
     )
-    work.add_argument("--host-memory", metavar="SIZE", help="with --gpu-memory: limit of a rank's part of the host")
-    work.add_argument("--plan", action="store_true", help="with --gpu-memory: print the phases, and start nothing")
+    work.add_argument("--host-memory", metavar="SIZE", help="with --gpu-memory: host memory per rank, such as 64GiB")
+    work.add_argument(
+        "--plan", action="store_true", help="with --gpu-memory: print where each model is in each phase, and exit"
+    )
     steps = parser.add_argument_group("optimization")
-    steps.add_argument("--steps", type=positive, default=100, metavar="N", help="steps in all (100)")
-    steps.add_argument("--batch-size", type=positive, default=8, metavar="N", help="examples or prompts of a step (8)")
-    steps.add_argument("--micro-steps", type=positive, default=1, metavar="N", help="parts that a batch is run in (1)")
+    steps.add_argument("--steps", type=positive, default=100, metavar="N", help="training steps (100)")
+    steps.add_argument("--batch-size", type=positive, default=8, metavar="N", help="examples or prompts per step (8)")
+    steps.add_argument(
+        "--micro-steps", type=positive, default=1, metavar="N", help="micro-steps per batch: more need less memory (1)"
+    )
     steps.add_argument("--optimizer", choices=OPTIMIZER_NAMES, default="adamw", help="(adamw)")
     steps.add_argument("--lr", type=rate, default=1e-5, help="highest learning rate (1e-5)")
-    steps.add_argument("--warmup", type=natural, default=0, metavar="N", help="optimizer steps on the way up to it (0)")
+    steps.add_argument(
+        "--warmup", type=natural, default=0, metavar="N", help="optimizer steps until --lr is reached (0)"
+    )
     steps.add_argument("--schedule", choices=("cosine", "linear", "constant"), default="constant", help="(constant)")
-    steps.add_argument("--weight-decay", type=rate, default=0.0, metavar="X", help="of matrices (0)")
-    steps.add_argument("--clip", type=rate, default=1.0, metavar="NORM", help="largest gradient norm, 0 for none (1.0)")
-    steps.add_argument("--seed", type=natural, default=0, help="of weights, order and samples (0)")
+    steps.add_argument("--weight-decay", type=rate, default=0.0, metavar="X", help="weight decay of matrices (0)")
+    steps.add_argument(
+        "--clip", type=rate, default=1.0, metavar="NORM", help="largest gradient norm; 0: no clipping (1.0)"
+    )
+    steps.add_argument("--seed", type=natural, default=0, help="seed of weights, data order and samples (0)")
     losses = parser.add_argument_group("loss")
     losses.add_argument(
         "--loss",
@@ -88,16 +119,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="dpo: sigmoid, hinge, ipo, robust, simpo, orpo; grpo: grpo, dr_grpo, dapo, rloo",
     )
     losses.add_argument(
-        "--beta", type=rate, metavar="X", help="how strongly the policy is held to the reference (the loss's own)"
+        "--beta",
+        type=rate,
+        metavar="X",
+        help="strength of the penalty for leaving the reference (default: the loss decides)",
     )
     losses.add_argument("--gamma", type=rate, metavar="X", help="simpo: the margin (1.0)")
-    losses.add_argument("--label-smoothing", type=rate, metavar="X", help="dpo: share of wrong labels (0)")
-    losses.add_argument("--centering", type=rate, metavar="X", help="reward: keeps scores around 0 (0)")
+    losses.add_argument("--label-smoothing", type=rate, metavar="X", help="dpo: share of labels assumed wrong (0)")
+    losses.add_argument(
+        "--centering", type=rate, metavar="X", help="reward: strength of the penalty that keeps scores near 0 (0)"
+    )
     losses.add_argument(
         "--shared-prompt",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="dpo, reward, grpo: compute a prompt once for its completions (auto: if the model can)",
+        help="dpo, reward, grpo: compute a prompt once for all its completions (auto: if the model supports it)",
     )
     samples = parser.add_argument_group("samples (grpo, ppo)")
     samples.add_argument(
@@ -105,51 +141,57 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE.py:NAME",
-        help="a function with TRL's signature; several are added",
-    )
-    samples.add_argument("--reward-model", metavar="DIR", help="a run of meshfold align reward with the same model")
-    samples.add_argument("--group", type=positive, default=8, metavar="N", help="grpo: completions of a prompt (8)")
-    samples.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="(128)")
-    samples.add_argument("--temperature", type=rate, default=1.0, metavar="X", help="(1.0)")
-    samples.add_argument(
-        "--updates", type=positive, default=1, metavar="N", help="optimizer steps of a step's samples (1)"
+        help="reward function with TRL's signature; give it several times to add rewards",
     )
     samples.add_argument(
-        "--epochs", type=positive, default=2, metavar="N", help="ppo: times that samples are trained on (2)"
+        "--reward-model", metavar="DIR", help="folder of a meshfold align reward run of the same model"
+    )
+    samples.add_argument("--group", type=positive, default=8, metavar="N", help="grpo: completions per prompt (8)")
+    samples.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="longest completion in tokens (128)"
+    )
+    samples.add_argument("--temperature", type=rate, default=1.0, metavar="X", help="sampling temperature (1.0)")
+    samples.add_argument(
+        "--updates", type=positive, default=1, metavar="N", help="optimizer steps that share the samples of a step (1)"
+    )
+    samples.add_argument(
+        "--epochs", type=positive, default=2, metavar="N", help="ppo: passes over the samples of a step (2)"
     )
     samples.add_argument(
         "--rollout",
         default="engine",
         metavar="engine|transformers|URL",
-        help="what samples: the trained modules, transformers' generate_batch, or a vLLM server (engine)",
+        help="what samples completions: the trained model itself, transformers' generate_batch, or a vLLM server (engine)",
     )
     samples.add_argument(
-        "--rollout-weights", metavar="DIR", help="folder through which a server gets the policy's weights in each step"
+        "--rollout-weights", metavar="DIR", help="folder in which the server finds the new weights at each step"
     )
     samples.add_argument(
-        "--rollout-sleep", action="store_true", help="let a server give its GPU memory back between rollouts"
+        "--rollout-sleep", action="store_true", help="the server frees its GPU memory between rollouts"
     )
     samples.add_argument(
         "--importance-high",
         type=rate,
         default=2.0,
         metavar="X",
-        help="largest weight of a token that transformers or a server sampled (2.0)",
+        help="upper bound of a token's importance weight if transformers or a server sampled it (2.0)",
     )
     samples.add_argument(
         "--max-staleness",
         type=natural,
         default=0,
         metavar="N",
-        help="most optimizer steps that a server's weights may be behind (0)",
+        help="optimizer steps that the server's weights may be behind (0)",
     )
     out = parser.add_argument_group("output")
     out.add_argument("--out", required=True, metavar="DIR", help="folder to write to")
     out.add_argument(
-        "--resume", action="store_true", help="go on from DIR's checkpoint, with its options unless others are typed"
+        "--resume",
+        action="store_true",
+        help="continue from the checkpoint in DIR, with its options unless you give others",
     )
     out.add_argument(
-        "--save-every", type=natural, default=0, metavar="N", help="steps between checkpoints (at the end only)"
+        "--save-every", type=natural, default=0, metavar="N", help="steps between checkpoints (default: one at the end)"
     )
     out.add_argument("--json", action="store_true", help="print each step as JSON")
 

@@ -58,7 +58,7 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     which.add_argument(
         "--hf",
         metavar="FOLDER",
-        help="a local folder of a Hugging Face causal LM: config.json, and weights or none",
+        help="a local folder of a Hugging Face causal LM: config.json, with weights or without",
     )
     parser.add_argument(
         "--set",
@@ -74,7 +74,7 @@ def add_model(parser: argparse._ActionsContainer) -> None:
         default=[],
         metavar="PATTERN=ROLE",
         dest="rules",
-        help="role of matching submodules in tensor parallelism, once for each: '*.self_attn=replicate'",
+        help="tensor-parallel role of the submodules that match, such as '*.self_attn=replicate'; can be repeated",
     )
 
 

@@ -24,7 +24,7 @@ from meshfold.mesh.spec.text import format_table
 from meshfold.mesh.spec.zero import KEYS as ZERO_KEYS
 from meshfold.mesh.spec.zero import ZeroSpec
 
-DIMENSIONS = ("data", "pipeline", "sequence", "tensor", "axial", "expert", "zero")
+ENTRIES = ("data", "pipeline", "sequence", "tensor", "axial", "expert", "zero")
 _KEYS = {
     "tensor": TENSOR_KEYS,
     "pipeline": PIPELINE_KEYS,
@@ -66,11 +66,11 @@ class ParallelSpec:
                 "Write parallel=dict(data=2, tensor=4), or parallel={} for plain data parallelism."
             )
         for key, value in parallel.items():
-            if key not in DIMENSIONS:
-                known = f"Known dimensions: {', '.join(DIMENSIONS)}."
+            if key not in ENTRIES:
+                known = f"Known entries: {', '.join(ENTRIES)}."
                 if isinstance(key, str):
-                    hint = _belongs(key, value) or suggest(key, DIMENSIONS)
-                    raise Entry(name=key, value=value).error(f"there is no dimension {key!r}.{hint}", known)
+                    hint = _belongs(key, value) or suggest(key, ENTRIES)
+                    raise Entry(name=key, value=value).error(f"there is no entry {key!r}.{hint}", known)
                 raise SpecError(
                     f"parallel={format_value(parallel)}: the key {format_value(key)} is {kind(key)}, not a name. {known}"
                 )
@@ -115,9 +115,22 @@ class ParallelSpec:
         near = [number for number in (below, below + rest) if number > 0]
         fitting = join_choices(near) if self.data is None else str(self.world_size)
         raise SpecError(
-            f"{problem}, and no size of data fits: {rest} does not divide {total}. "
-            f"Start {fitting} processes, or make the other dimensions {join_choices(divisors(total)[:12])}."
+            f"{problem}, and {rest} does not divide {total}. Start {fitting} processes, or {self._smaller(total)}."
         )
+
+    def _smaller(self, total: int) -> str:
+        """Return advice on sizes of the entries other than data that make ``total`` ranks."""
+        entries = {name: getattr(self, name) for name in ("pipeline", "sequence", "tensor", "axial")}
+        split = {name: entry.size for name, entry in entries.items() if entry is not None and entry.size > 1}
+        names = join_choices(split, "and")
+        ranks = math.prod(split.values())
+        now = f"{names} {'together ' if len(split) > 1 else ''}{{}} ranks instead of {ranks}"
+        if self.data is None:
+            return "give " + now.format(join_choices(divisors(total)[:12]))
+        if total % self.data:
+            return "leave data out and give " + now.format(join_choices(divisors(total)[:12]))
+        left = total // self.data
+        return f"leave {names} out" if left == 1 else "give " + now.format(left)
 
     def _check_megatron(self, parallel: dict[str, object]) -> None:
         if self.sequence is None or self.sequence.mode != "megatron":
@@ -189,8 +202,8 @@ class ParallelSpec:
         ``data``; experts have none of their own, see ``expert_axes``.
         """
         axes = {"data": 1 if self.data is None else self.data}
-        for dimension in (self.pipeline, self.sequence, self.tensor, self.axial):
-            axes.update({} if dimension is None else dimension.axes)
+        for entry in (self.pipeline, self.sequence, self.tensor, self.axial):
+            axes.update({} if entry is None else entry.axes)
         return axes
 
     @property
@@ -201,11 +214,11 @@ class ParallelSpec:
     def to_dict(self) -> dict[str, object]:
         """Return the spec as a dict: ``ParallelSpec.parse(spec.to_dict()) == spec``."""
         given = {} if self.data is None else {"data": self.data}
-        entries = {name: getattr(self, name) for name in DIMENSIONS[1:]}
+        entries = {name: getattr(self, name) for name in ENTRIES[1:]}
         return {**given, **{name: entry.to_dict() for name, entry in entries.items() if entry is not None}}
 
     def describe(self) -> str:
-        """Return the spec as a table of several lines: each dimension with its ranks, its axes and how it works."""
+        """Return the spec as a table of several lines: each entry with its ranks, its axes and how it works."""
         return _table(self)
 
     def _needs(self) -> list[Need]:
@@ -250,12 +263,12 @@ def _data(value: object) -> int:
 
 
 def _table(spec: ParallelSpec) -> str:
-    """Return a table with one line per dimension (name, ranks, axes, how), then the world size and the order of ranks."""
-    rows = [("dimension", "ranks", "axes", "how")]
+    """Return a table with one line per entry (name, ranks, axes, how), then the world size and the order of ranks."""
+    rows = [("entry", "ranks", "axes", "how")]
 
-    def add(dimension: str, axes: dict[str, int], how: str) -> None:
+    def add(entry: str, axes: dict[str, int], how: str) -> None:
         sizes = " ".join(f"{name}={size}" for name, size in axes.items())
-        rows.append((dimension, str(math.prod(axes.values())), sizes, how))
+        rows.append((entry, str(math.prod(axes.values())), sizes, how))
 
     entries = (spec.pipeline, spec.sequence, spec.tensor, spec.axial, spec.expert, spec.zero)
     shown = [axis for axis in spec.axes if axis != "data" or spec.data != 1 or not any(entries)]

@@ -123,7 +123,7 @@ def _mode(entry: Entry, value: object) -> tuple[str | TensorMode, str, tuple[str
     if isinstance(value, str):
         size = meant(entry.fields(KEYS, "").get("size")) or 2
         if value == "sequence":
-            problem = "'sequence' is no mode of tensor; it is a dimension of its own."
+            problem = "'sequence' is no mode of tensor; it is an entry of its own."
             raise entry.error(problem, f"Write sequence=dict(mode='ring', size={size}) instead.")
         if value == "1d+sequence":  # its name in parallelize
             problem = "mode '1d+sequence' is written as two entries in a spec."
@@ -148,7 +148,7 @@ def _mode(entry: Entry, value: object) -> tuple[str | TensorMode, str, tuple[str
             )
         if axis in RESERVED:
             raise entry.error(
-                f"the axis {axis!r} of mode {own_name!r} is another dimension's ({', '.join(RESERVED)}).",
+                f"the axis {axis!r} of mode {own_name!r} belongs to another entry ({', '.join(RESERVED)}).",
                 f"Give it another name, e.g. {axis + '_t'!r}.",
             )
     if not axes or len(set(axes)) != len(axes) or axes == ("depth",):
