@@ -105,3 +105,41 @@ def test_code_at_the_beginning_of_a_stage_that_mixes_pieces_is_refused(
         close_pools()  # ranks of the first stage were in the midst of an exchange
     for text in found:
         assert quoted in text and __file__ in text, text
+
+
+class CallsBack(Model):
+    """Calls a layer of its first block again behind its last, as DiT does its embedder of timesteps."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        first: Any = self.blocks[0]
+        y: Tensor = self.head(x + first.proj(self.embed(ids)))
+        return y
+
+
+def check_a_layer_called_again(spec: dict[str, Any]) -> None:
+    ids = torch.arange(12).view(4, 3) % WORDS
+    serial = CallsBack(torch.tanh).double()
+    loss(serial(ids), ids).backward()
+    wanted = {name: p.detach() - p.grad for name, p in serial.named_parameters() if p.grad is not None}
+    settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64", loss_fn=loss)
+    with Engine(CallsBack(torch.tanh).double(), spec, **settings) as engine:
+        engine.train_step(engine.shard_batch(ids))
+        found = engine.full_state_dict()
+    assert list(found) == list(serial.state_dict())
+    for name, value in wanted.items():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dict(pipeline=dict(size=2, microbatches=2)),
+        pytest.param(dict(pipeline=2, zero=dict(stage=1)), marks=pytest.mark.slow),
+    ],
+    ids=["pipeline", "zero"],
+)
+def test_a_layer_of_the_first_block_that_is_called_again_behind_the_last(spec: dict[str, Any]) -> None:
+    run_on_ranks(2, check_a_layer_called_again, spec)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,16 +32,18 @@ class ForwardAnalysis:
     """Parameters and buffers that a forward used.
 
     Attributes:
-        uses: of the parameters outside the blocks.
+        uses: of the parameters outside the blocks, and of those of ``called_outside``.
         seen: of the whole forward; None if it could not be run to its end.
         last: tensors computed after the last block.
         changed: buffers that the forward changes: those outside the blocks, and shared ones in them.
+        called_outside: modules of blocks that the forward also calls outside of them, each with the blocks called last before.
     """
 
     uses: Uses
     seen: ObservedForward | None = None
     last: list[Tensor] = field(default_factory=list)
     changed: set[Tensor] = field(default_factory=set)
+    called_outside: dict[nn.Module, set[int]] = field(default_factory=dict)
 
     def check(self, bounds: Sequence[int], blocks: str) -> None:
         """Raise a ChainError for stages that such a forward cannot be cut into; arguments as of :meth:`Plan.check`."""
@@ -122,6 +124,7 @@ def analyze_forward(
             stack.enter_context(preserved_buffers(model))
             stack.enter_context(without_randomness(tree_leaves(example)))
             stack.enter_context(_NoLargeProducts())
+            stack.enter_context(_calls_outside(partial_forward, found.called_outside))
             copies = [(module._buffers[name], _writes(module._buffers[name])) for module, name, _ in buffers]
             loose = [getattr(module, name) for module, name in weights]
             try:
@@ -141,12 +144,36 @@ def analyze_forward(
             computed[max(seen.plan.slots)] = [*computed.get(max(seen.plan.slots), ()), *found.last]
             for name, places in _used(model, seen, beside, weights, loose, computed).items():
                 found.uses.setdefault(name, set()).update(places)
+            for path, module in model.named_modules():
+                for leaf, _ in (
+                    module.named_parameters(remove_duplicate=False) if module in found.called_outside else ()
+                ):
+                    found.uses.setdefault(f"{path}.{leaf}", set()).update(found.called_outside[module])
             for (module, name, buffer), (copy, writes) in zip(buffers, copies, strict=True):
                 if module._buffers[name] is not copy or _writes(copy) != writes:
                     found.changed.add(buffer)
     finally:
         partial_forward.forget()
     return found
+
+
+@contextmanager
+def _calls_outside(partial_forward: PartialForward, found: dict[nn.Module, set[int]]) -> Iterator[None]:
+    """Context manager: record in ``found`` the largest modules of blocks that are called while no block runs."""
+    within: set[nn.Module] = set()
+
+    def see(module: nn.Module, args: Any) -> None:
+        run = partial_forward.run  # None while a block runs
+        if run is not None and module not in within:
+            found.setdefault(module, set()).add(run.at)
+            within.update(child for child in module.modules() if child is not module)
+
+    with ExitStack() as stack:
+        for block in partial_forward.blocks:
+            for module in block.modules():
+                if module is not block and next(module.parameters(), None) is not None:
+                    stack.callback(module.register_forward_pre_hook(see).remove)
+        yield
 
 
 def _used(

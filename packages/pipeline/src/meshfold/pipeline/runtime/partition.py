@@ -171,9 +171,10 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
 
     def stages_of(name: str) -> set[int]:
         index = found.index_of(name)
+        called = {stage_of_block[max(behind, 0)] for behind in look.uses.get(name, ())}
         if index is not None:
-            return {stage_of_block[index]}
-        return {stage_of_block[max(behind, 0)] for behind in look.uses.get(name, ())} or {len(stage_ranks) - 1}
+            return {stage_of_block[index], *called}
+        return called or {len(stage_ranks) - 1}
 
     _check_buffers(model, look.changed, lambda name: {stage_ranks[stage] for stage in stages_of(name)})
     stages: dict[Tensor, set[int]] = {}
@@ -199,9 +200,14 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
 
     # A module may have several names, of which only one is in the stage.
     here = {slot for name, slot in _slots(model) if rank in {stage_ranks[stage] for stage in stages_of(name)}}
+    outside = [
+        module
+        for module, behind in look.called_outside.items()
+        if rank in {stage_ranks[stage_of_block[max(index, 0)]] for index in behind}
+    ]
     for index, block in enumerate(partial_forward.blocks):
         if stage_ranks[stage_of_block[index]] != rank:
-            absent = AbsentBlock(block)
+            absent = AbsentBlock(block, outside)
             partial_forward.replace_block(index, absent)
             found.container._modules[found.keys[index]] = absent
     for path, module in model.named_modules():

@@ -20,13 +20,20 @@ class AbsentBlock(nn.Module):
     A model may read them (``self.layers[0].self_attn.batch_first``). Stand-ins for the modules inside are not part of the model.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, kept: Sequence[nn.Module] = ()) -> None:
+        """Args:
+        block: of another rank.
+        kept: modules in it that stay under their names, since this rank's stages call them outside of the block.
+        """
         super().__init__()
         own = set(self.__dict__)
         plain = {name: value for name, value in block.__dict__.items() if name not in own}
         self.__dict__.update(plain)
         for name, child in block._modules.items():
-            self.__dict__[name] = None if child is None else AbsentBlock(child)
+            if child is not None and any(module in kept for module in child.modules()):
+                self._modules[name] = child if child in kept else AbsentBlock(child, kept)
+            else:
+                self.__dict__[name] = None if child is None else AbsentBlock(child)
         self.kind = type(block).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
