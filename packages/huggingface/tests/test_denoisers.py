@@ -27,11 +27,17 @@ SPECS: dict[str, dict[str, Any]] = {
     "zero 1": dict(data=2, zero=dict(stage=1)),
     "zero 2": dict(data=2, zero=dict(stage=2)),
     "zero 3": dict(data=2, zero=dict(stage=3)),
+    "ring": dict(sequence=dict(mode="ring", size=2)),
+    "ulysses": dict(sequence=dict(mode="ulysses", size=2)),
     "pipeline": dict(pipeline=dict(size=2, microbatches=2)),
 }
 CHANGES: dict[tuple[str, str], dict[str, Any]] = {("sd3", "pipeline"): dict(num_layers=4)}
 """A rank with the last block of SD3 alone, which returns no text, could not stand in for the others."""
-REFUSED = {("unet", "pipeline"): "keep the shape of their input"}
+REFUSED = {
+    ("unet", "pipeline"): "keep the shape of their input",
+    ("unet", "ring"): "can have theirs split. Use a spec without sequence",
+    ("unet", "ulysses"): "can have theirs split. Use a spec without sequence",
+}
 
 
 def serial(kind: str, **changes: Any) -> tuple[float, dict[str, Tensor]]:
@@ -45,12 +51,12 @@ def serial(kind: str, **changes: Any) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), after
 
 
-def compare(kind: str, spec: dict[str, Any], **changes: Any) -> None:
+def compare(kind: str, spec: dict[str, Any], recompute: str | None = None, **changes: Any) -> None:
     wanted_loss, wanted = serial(kind, **changes)
     model = denoiser(kind, **changes)  # here, since some tables are made in float32
     example = {name: value for name, value in batch_of(kind).items() if name != "target"}
     settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64", loss_fn=Squares())
-    settings |= dict(example=example) if "pipeline" in spec else {}
+    settings |= dict(example=example if "pipeline" in spec else None, recompute=recompute)
     with InFloat64(), Engine(model, spec, **settings) as engine:
         loss = engine.train_step(engine.shard_batch(batch_of(kind)))
         found = engine.full_state_dict()
@@ -68,7 +74,7 @@ QUICK = {
     ("unet", "data"),
     ("sd3", "zero 1"),
 }
-QUICK |= {("flux", "zero 2"), ("dit", "pipeline")}
+QUICK |= {("flux", "zero 2"), ("dit", "pipeline"), ("sd3", "ring"), ("flux", "ulysses"), ("unet", "ring")}
 
 
 def test_the_quick_cases_leave_no_denoiser_and_no_spec_out() -> None:
@@ -92,6 +98,29 @@ def test_a_denoiser_is_that_of_one_process(kind: str, how: str) -> None:
             run_on_ranks(2, compare, kind, SPECS[how])
     else:
         run_on_ranks(2, compare, kind, SPECS[how], **CHANGES.get((kind, how), {}))
+
+
+PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor x ring": (4, dict(tensor=2, sequence=dict(mode="ring", size=2))),
+    "data x ulysses, zero 3": (4, dict(data=2, sequence=dict(mode="ulysses", size=2), zero=dict(stage=3))),
+    "both": (4, dict(sequence=dict(mode="ring_ulysses", size=4, ulysses=2))),
+    "uneven": (3, dict(sequence=dict(mode="ring", size=3))),
+    "tensor x pipeline": (4, dict(tensor=2, pipeline=2)),
+    "tensor x zero 2": (4, dict(tensor=2, data=2, zero=dict(stage=2))),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("how", PRODUCTS)
+@pytest.mark.parametrize("kind", ["sd3", "flux", "dit"])
+def test_products_of_entries(kind: str, how: str) -> None:
+    size, spec = PRODUCTS[how]
+    run_on_ranks(size, compare, kind, spec, **(CHANGES["sd3", "pipeline"] if kind == "sd3" else {}))
+
+
+def test_recomputed_blocks_attend_to_the_whole_image() -> None:
+    """Of Flux, whose blocks compute nothing in float32."""
+    run_on_ranks(2, compare, "flux", SPECS["ring"], recompute="blocks")
 
 
 def report_of(kind: str) -> str:
@@ -140,6 +169,7 @@ def refusal(kind: str, spec: dict[str, Any], changes: dict[str, Any]) -> str:
     [
         ("dit", dict(tensor=dict(mode="2d", grid=(2, 1))), {}, "Use mode '1d', and zero"),
         ("dit", dict(tensor=2, sequence=dict(mode="megatron")), {}, "Use mode '1d', and zero"),
+        ("dit", dict(sequence=dict(mode="ring", size=2)), dict(dropout=0.1), "set the model's dropout to 0"),
         ("dit", dict(tensor=2), dict(num_attention_heads=3), "3 attention heads cannot be split over tensor"),
     ],
 )

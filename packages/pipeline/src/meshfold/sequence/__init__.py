@@ -12,6 +12,8 @@ from typing import Any
 
 from meshfold.sequence.attention import attention, traffic
 from meshfold.sequence.dropout import WeightDropout
+from meshfold.sequence.image_tokens import ImageTokens, check_image_tokens, find_denoiser
+from meshfold.sequence.joint_attention import joint_attention
 from meshfold.sequence.kernels import count_attention_flops
 from meshfold.sequence.parallel_model import SequenceParallel, sequence_parallel
 from meshfold.sequence.sharding import MODES, SequenceSharding, sequence_mode, sequence_sharding
@@ -21,14 +23,18 @@ from meshfold.sequence.ulysses import kv_head_repeats
 
 __all__ = [
     "MODES",
+    "ImageTokens",
     "Mask",
     "SequenceParallel",
     "SequenceSharding",
     "Tile",
     "WeightDropout",
     "attention",
+    "check_image_tokens",
     "count_attention_flops",
+    "find_denoiser",
     "gather_sequence",
+    "joint_attention",
     "kv_head_repeats",
     "loss_share",
     "next_tokens",

@@ -24,7 +24,7 @@ from meshfold.tensor_parallel.convert import recompute_contexts
 
 if TYPE_CHECKING:
     from meshfold.engine.model.pipelined_model import PipelinedModel
-    from meshfold.engine.sequence.split import SplitSequence
+    from meshfold.engine.sequence.split import SplitImage, SplitSequence
     from meshfold.zero_gemini.profiler import LayerWatch
 
 
@@ -59,7 +59,7 @@ def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
 
 
 def recompute_blocks(
-    way: str | None, model: nn.Module, sequence: SplitSequence | None, pipelined: PipelinedModel | None
+    way: str | None, model: nn.Module, sequence: SplitSequence | SplitImage | None, pipelined: PipelinedModel | None
 ) -> RecomputedBlocks | None:
     """Return the blocks of an engine's model, from now on recomputed; None if none should be.
 

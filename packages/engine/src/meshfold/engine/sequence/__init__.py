@@ -13,12 +13,12 @@ from meshfold.engine.world import World
 from meshfold.mesh import ParallelSpec
 
 if TYPE_CHECKING:
-    from meshfold.engine.sequence.split import SplitSequence
+    from meshfold.engine.sequence.split import SplitImage, SplitSequence
 
 __all__ = ["counted_attention", "local_length", "split_sequence"]
 
 
-def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSequence | None:
+def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSequence | SplitImage | None:
     """Split a model's sequences over ranks if the spec asks for it; return None if not.
 
     Args:
@@ -32,8 +32,12 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
     spec = world.spec.sequence
     if spec is None or spec.size == 1:  # also of Megatron's mode
         return None
-    from meshfold.engine.sequence.split import SplitSequence
+    from meshfold.engine.sequence.split import SplitImage, SplitSequence
+    from meshfold.sequence import find_denoiser
 
+    denoiser = find_denoiser(model)
+    if denoiser is not None:
+        return SplitImage(denoiser, world, spec)
     return SplitSequence(model, world, spec, own_loss=own_loss)
 
 

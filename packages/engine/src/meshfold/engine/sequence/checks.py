@@ -34,6 +34,8 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
     if spec is None or spec.size == 1:
         return
     written = world.spec.written or str(world.spec)
+    if _splits_image(model, written):
+        return
     if found := _layers(model):
         raise SpecError(f"{written}: {found}")
     if not own_loss:
@@ -42,6 +44,19 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
         )  # imports meshfold.sequence, which may not be installed
 
         Labels(model, written).require(type(model).__name__)
+
+
+def _splits_image(model: nn.Module, written: str) -> bool:
+    """Return True for a model with a denoiser, of which only image tokens are split, and only in its blocks."""
+    from meshfold.sequence import check_image_tokens, find_denoiser
+
+    try:
+        if (denoiser := find_denoiser(model)) is None:
+            return False
+        check_image_tokens(denoiser)
+    except LayoutError as error:
+        raise SpecError(f"{written}: {error}") from error
+    return True
 
 
 def check_mixing(model: nn.Module, world: World) -> None:

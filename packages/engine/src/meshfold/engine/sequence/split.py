@@ -9,7 +9,7 @@ outputs is summed over the ranks, as if each had used the whole for its own loss
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +26,7 @@ from meshfold.mesh import LayoutError, Mesh, SpecError
 from meshfold.mesh.collectives import gather, gather_blocks, scatter_sums
 from meshfold.mesh.model_io import ShardedOutput, lazy_gather, map_tensors
 from meshfold.mesh.spec import SequenceSpec
-from meshfold.sequence import WeightDropout, sequence_mode, sequence_parallel
+from meshfold.sequence import ImageTokens, WeightDropout, sequence_mode, sequence_parallel
 from meshfold.tensor_parallel import find_mode
 from meshfold.tensor_parallel.convert import find_functional_dropout, row_multiple
 
@@ -92,6 +92,35 @@ class SplitSequence:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         now, self._now = self._now, None
         return output if now is None else self._outgoing.give(output, now)
+
+
+class SplitImage:
+    """A denoiser whose image tokens are split between its first block and its last; its output is whole on every rank."""
+
+    def __init__(self, denoiser: nn.Module, world: World, spec: SequenceSpec) -> None:
+        """Raises:
+        SpecError: for a model, or another entry of the spec, with which they cannot be.
+        """
+        written = world.spec.written or str(world.spec)
+        if world.pipelined:
+            raise SpecError(
+                f"{written}: the image tokens of {type(denoiser).__name__} cannot be split in a pipeline, whose stages begin "
+                "between its blocks: leave out pipeline, or sequence"
+            )
+        if not isinstance(spec.mode, str):
+            raise SpecError(f"{written}: image tokens are split by mode 'ring', 'ulysses' or 'ring_ulysses'")
+        try:
+            self._tokens = ImageTokens(denoiser, world.mesh, spec.mode)
+        except LayoutError as error:
+            raise SpecError(f"{written}: {error}") from error
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._tokens.remove()
+
+    def repeated(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: each attention module has hooks of its own, also when it is repeated."""
+        return nullcontext()
 
 
 class SplitAttention:

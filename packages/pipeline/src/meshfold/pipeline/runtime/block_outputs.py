@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from meshfold.mesh.tracking import set_tracked_layout, tracked_layout
 from meshfold.pipeline.errors import ChainError
 from meshfold.pipeline.runtime.placeholders import TensorPlaceholder
 from meshfold.pipeline.runtime.stage_border import same_storage
@@ -71,9 +72,16 @@ class OutputForm:
         """Return the shapes as a message names them: ``(1, 6, 16) and (1, 1, 16)``."""
         return " and ".join(str(tuple(leaf.shape)) for leaf in self.leaves if isinstance(leaf, TensorPlaceholder))
 
-    def fill(self, given: Tensor) -> Any:
-        """Return the output of a block that passes its input through."""
+    def fill(self, given: Tensor, others: Sequence[Tensor] = ()) -> Any:
+        """Return the output of a block that passes its input through.
+
+        ``others``: what else travels into the block; an output of the same shape (the text beside an image) has its layout.
+        """
         made = [leaf.make(given.requires_grad) if isinstance(leaf, TensorPlaceholder) else leaf for leaf in self.leaves]
+        for place, leaf in enumerate(made):
+            known = [tracked_layout(x) for x in others if isinstance(leaf, Tensor) and x.shape == leaf.shape]
+            if place != self.place and len(known) == 1:
+                set_tracked_layout(made[place], known[0])
         made[self.place] = same_storage(given)
         return tree_unflatten(made, self.spec)
 

@@ -310,7 +310,10 @@ class PartialForward:
             )
         if index < run.first:
             run.elsewhere[self._first_place(index)] += 1
-            return run.plan.forms[index].fill(_leaf(slots[0].place, args, kwargs))
+            first, *others = (
+                _travels(slots, args, kwargs).values() if len(slots) > 1 else [_leaf(slots[0].place, args, kwargs)]
+            )
+            return run.plan.forms[index].fill(first, others)
         if index >= run.stop:
             travels = _travels(slots, args, kwargs)
             check_handed_on(index, run.began or {}, travels)
