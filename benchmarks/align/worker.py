@@ -57,8 +57,8 @@ def settings_of(job: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def our_dpo(job: dict[str, Any], *, shared: bool) -> Step:
-    """Return a step of our DPO; scoring by the reference is in it."""
+def our_dpo(job: dict[str, Any], *, shared: bool, masked: bool = False) -> Step:
+    """Return a step of our DPO; scoring by the reference is in it. ``masked``: completions are kept apart by a mask."""
     from meshfold.align import DPO, Completion, Preference
 
     def whole(prompt: list[int], rest: list[int]) -> Completion:
@@ -71,7 +71,10 @@ def our_dpo(job: dict[str, Any], *, shared: bool) -> Step:
     pairs = [
         Preference(chosen=whole(p, a), rejected=whole(p, b)) for p, a, b in zip(prompts, chosen, rejected, strict=True)
     ]
-    trainer = DPO(model_of(job), pairs, batch_size=rows, shared_prompt=shared, **settings_of(job))
+    model: Any = model_of(job)
+    if masked:  # as a model is whose attention is not in transformers' registry
+        model._supports_attention_backend = False
+    trainer = DPO(model, pairs, batch_size=rows, shared_prompt=shared, **settings_of(job))
     job["said"] = lambda: dict(shared=str(trainer.shared_prompt))
     return stepped(trainer)
 
@@ -135,6 +138,7 @@ def stepped(trainer: Any) -> Step:
 CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
     "dpo": {
         "ours, shared prompts": partial(our_dpo, shared=True),
+        "ours, shared prompts, by a mask": partial(our_dpo, shared=True, masked=True),
         "ours": partial(our_dpo, shared=False),
         "by hand": lambda job: dpo_by_hand(job, model_of, random_ids),
     },

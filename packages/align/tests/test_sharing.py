@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from align_models import SPECS, WORDS, gpt, llama
+from hypothesis import given
+from hypothesis import strategies as st
 from test_rollouts import COMMON as OF_SAMPLES
 from test_rollouts import PROMPTS, Numbers, small
 from test_trainers import COMMON, completion, pairs
@@ -16,8 +20,9 @@ from torch import Tensor, nn
 
 from meshfold.align import DPO, GRPO, Preference, RewardModel, TokenValues, fit, group_rows, pair_rows, scorer, unfolded
 from meshfold.engine import Engine
+from meshfold.kernels import Segment, Segments
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import IGNORE_INDEX, branch_starts, visible
+from meshfold.mesh.model_io import IGNORE_INDEX, branch_starts, segments_of, visible
 from meshfold.mesh.testing import ranks
 from meshfold.models import Llama, LlamaConfig
 
@@ -39,6 +44,23 @@ def test_what_is_no_branch() -> None:
     assert visible(torch.tensor([[0, 1, 7, 8]]))[0, 3].tolist() == [False, False, True, True]
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=6))
+def test_segments_see_what_the_mask_says(runs: list[tuple[int, int]]) -> None:
+    positions = torch.tensor([[start + i for start, count in runs for i in range(count)]])
+    rows = [[Segment(*one) for one in row] for row in segments_of(positions)]
+    assert torch.equal(Segments(rows, positions.shape[1], positions.device).seen(), visible(positions))
+
+
+def test_shared_prompts_make_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mask(*args: Any) -> Tensor:
+        raise AssertionError("a mask of all tokens was made")
+
+    for where in ("meshfold.models.attention", "meshfold.engine.batches.branches"):
+        monkeypatch.setattr(f"{where}.visible", mask)
+    for model, kernels in ((llama, "auto"), (hugging_face("Llama"), "off")):
+        assert fit(dpo_of(model, kernels=kernels)(shared_prompt=True), 1)[0]["loss"] == pytest.approx(math.log(2))
+
+
 def long_pair(prompt: int, chosen: int, rejected: int) -> Preference:
     asked = list(range(prompt))
     return Preference(chosen=completion(asked, [1] * chosen), rejected=completion(asked, [2] * rejected))
@@ -50,9 +72,9 @@ def test_tokens_of_rows() -> None:
     assert pair_rows(both)["input_ids"].shape == (1, 2048)
     shared = pair_rows(both, shared=True)
     assert int((shared["branch"] > 0).sum()) == 1024 and int((shared["position_ids"] == 511).sum()) == 2
-    assert shared["input_ids"].shape == (1, 1600)  # 1,537 tokens, and padding to a multiple of 64
+    assert shared["input_ids"].shape == (1, 1552)  # 1,537 tokens, and padding to a multiple of 16
     group = [completion(list(range(512)), [n] * 512) for n in range(8)]
-    assert group_rows(group, 8)["input_ids"].shape == (1, -(-(512 + 8 * 512 + 7) // 64) * 64)
+    assert group_rows(group, 8)["input_ids"].shape == (1, -(-(512 + 8 * 512 + 7) // 16) * 16)
 
 
 def test_groups_are_unfolded() -> None:
@@ -192,9 +214,11 @@ def test_shared_prompts_of_hugging_face_on_2() -> None:
 
 
 def test_long_rows_of_groups_are_left_alone() -> None:
-    """Sixteen short prompts with long completions in one row would take longer in attention; a pair's prompt never does."""
-    auto = grpo_of(llama)().shared_prompt
+    """With a mask 16 long completions of a short prompt in one row would take longer; within segments they never do."""
+    free = grpo_of(llama)().shared_prompt
+    auto = grpo_of(lambda: Llama(replace(WINDOWED, window=600)))().shared_prompt
     assert auto.on
+    assert free.shares([[completion([1, 2], [n] * 500) for n in range(16)]])
     assert not auto.shares([[completion([1, 2], [n] * 500) for n in range(16)]])
     assert "would take longer" in str(auto)
     assert auto.tokens == auto.unshared_tokens

@@ -34,7 +34,7 @@ __all__ = [
 
 CHOSEN, REJECTED = 1, 2
 """Values of the field ``branch``: tokens of the chosen and of the rejected completion; 0 for all others."""
-_ALIGNED = 64
+_ALIGNED = 16
 
 
 def pack(documents: Sequence[Completion], length: int) -> dict[str, Tensor]:
@@ -186,8 +186,8 @@ def shuffled(count: int, step: int, batch: int, seed: int) -> list[int]:
 
 
 def aligned(length: int) -> int:
-    """Return a row's length with padding: attention with a mask has its fast kernels for multiples of 64 tokens."""
-    return length if length <= 2 * _ALIGNED else -(-length // _ALIGNED) * _ALIGNED
+    """Return a long row's length with padding: kernels are faster for multiples of 16 tokens."""
+    return length if length <= 8 * _ALIGNED else -(-length // _ALIGNED) * _ALIGNED
 
 
 def _cut(one: Completion, length: int | None) -> Completion:

@@ -1,8 +1,9 @@
 """Prompts that several completions share, computed once: whether a model can, and how many tokens that saves.
 
 The completions of a pair, or of a group, lie behind their prompt in one row (:func:`meshfold.align.rows.pair_rows`,
-:func:`meshfold.align.rows.group_rows`). Attention has to keep them apart, by a mask that the model makes, or is given
-(:func:`meshfold.mesh.model_io.visible`). Models that could not be given it keep a row, or a document, for each completion.
+:func:`meshfold.align.rows.group_rows`). Attention has to keep them apart, within segments
+(:func:`meshfold.kernels.segment_attention`) or by a mask (:func:`meshfold.mesh.model_io.visible`). Models that take
+neither keep a row, or a document, for each completion.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class SharedPrompts:
             raise SpecError(f"shared_prompt=True, but {self.why_not}: write shared_prompt='auto' or False")
         self.on = asked is not False and not self.why_not
         self._what, self._asked = what, asked
-        self._hidden = _hidden(engine)
+        self._hidden, self._masked = _hidden(engine), _takes_mask(engine)
         self.tokens = self.unshared_tokens = 0
 
     def refuse(self, why: str) -> None:
@@ -74,7 +75,8 @@ class SharedPrompts:
     def shares(self, groups: Sequence[Sequence[Completion]]) -> bool:
         """Return whether the completions of a step share their prompts, and count their tokens.
 
-        ``"auto"`` shares among groups where that takes less time: attention in a long row with a mask takes more.
+        ``"auto"`` shares among groups where that takes less time. Attention within segments always does
+        (:func:`meshfold.kernels.segment_attention`); in a long row with a mask it may take more.
         """
         alone = [[len(one.ids) for one in group] for group in groups]
         together = [
@@ -82,7 +84,7 @@ class SharedPrompts:
             for group, sizes in zip(groups, alone, strict=True)
         ]
         on = self.on
-        if on and self._asked == "auto" and self._what == "group":
+        if on and self._asked == "auto" and self._what == "group" and self._masked:
             # A layer's linear maps take about 24 h² operations a token, its attention 2 s h for causal scores.
             h = self._hidden
             row = max(together)
@@ -150,6 +152,16 @@ def _why_not(engine: Engine, longest: int) -> str | None:
     if getattr(theirs, "_is_stateful", False):
         return f"{type(theirs).__name__} has layers with a state that passes from token to token"
     return no_branches(theirs.config, longest)
+
+
+def _takes_mask(engine: Engine) -> bool:
+    """Return True if the attention of an engine's model gets a mask for completions of one prompt, and no segments."""
+    modules = list(engine.model.modules())
+    if any(hasattr(module, "makes_masks") for module in modules):
+        return any(getattr(module, "window", None) is not None for module in modules)
+    theirs: Any = next((module for module in modules if hasattr(type(module), "loss_function")), None)
+    kind = getattr(getattr(theirs, "config", None), "_attn_implementation", None)
+    return kind != "sdpa" or not getattr(theirs, "_supports_attention_backend", False)
 
 
 def _hidden(engine: Engine) -> int:

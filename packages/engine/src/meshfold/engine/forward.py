@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.engine.batches import batch as batches
+from meshfold.engine.batches.branches import BranchMask
 from meshfold.engine.batches.loss import LossCalls, fields_of, leave_out_targets
-from meshfold.engine.batches.packed import BranchMask, OwnDocuments
+from meshfold.engine.batches.packed import OwnDocuments
 from meshfold.engine.batches.sharding import Shares
 from meshfold.engine.batches.shown import called, note_in_place, rows_of_tables
 from meshfold.engine.model.mask_choice import makes_masks, positions_of_the_model

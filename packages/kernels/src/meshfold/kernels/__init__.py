@@ -109,6 +109,7 @@ from meshfold.kernels.paged_attention import (
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 from meshfold.kernels.row_product import RowWeight, row_product
+from meshfold.kernels.segment_attention import Segment, Segments, segment_attention
 from meshfold.kernels.tensor_lists import (
     STEP_KERNELS,
     adamw_lists,
@@ -146,6 +147,8 @@ __all__ = [
     "PackedWeight",
     "QuantizedState",
     "RowWeight",
+    "Segment",
+    "Segments",
     "SplitState",
     "VocabularyShard",
     "WholeState",
@@ -213,6 +216,7 @@ __all__ = [
     "rms_norm_backward_stats",
     "rms_norm_stats",
     "row_product",
+    "segment_attention",
     "split_master",
     "square_sum_lists",
     "sum_exp_and_target",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshfold.kernels import apply_rotary
-from meshfold.mesh.model_io import visible
+from meshfold.kernels import Segment, Segments, apply_rotary, segment_attention
+from meshfold.mesh.model_io import segments_of, visible
 from meshfold.models.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         x: Tensor,
         seq_len: int,
         rotary: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Segments | None = None,
     ) -> Tensor:
         heads, kv_heads, d = self.n_heads, self.n_kv_heads, self.head_dim
         qkv = self.qkv(x).view(-1, seq_len, heads + 2 * kv_heads, d)
@@ -80,6 +80,9 @@ class Attention(nn.Module):
         if self.attend is not None:
             attended: Tensor = self.out(self.attend(q, k, v).reshape(-1, heads * d))
             return attended
+        if isinstance(mask, Segments):
+            within: Tensor = self.out(segment_attention(q, k, v, mask).reshape(-1, heads * d))
+            return within
         causal = mask is None
         if self.kv_cache is not None:
             k, v = self.kv_cache.add(k, v)
@@ -103,7 +106,8 @@ class Attention(nn.Module):
 
 
 class CausalMask(nn.Module):
-    """Masks for attention over whole rows: ``s s``, or ``b 1 s s`` with positions; they are added to the scores.
+    """Masks for attention over whole rows, ``s s``, which are added to the scores; with positions the segments of each row, in
+    which attention makes no mask.
 
     Two attributes tell code that shards a model: ``attended_rows = True``, to give it the positions of exactly the rows that
     attention has; ``makes_masks``, that can be set to False where sequences are sharded, and documents and ``window`` are kept
@@ -120,8 +124,10 @@ class CausalMask(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, position_ids: Tensor | None, like: Tensor, length: int) -> Tensor | None:
+    def forward(self, position_ids: Tensor | None, like: Tensor, length: int) -> Tensor | Segments | None:
         """Return one mask for all layers, or None where a token sees all before it or is alone.
+
+        With positions a window, torch.compile and meta tensors get a mask ``b 1 s s``, all others segments.
 
         Args:
             position_ids: ``b s`` or ``1 s``, restart at each document, and go back where a branch continues its first tokens
@@ -132,6 +138,14 @@ class CausalMask(nn.Module):
         window = None if self.window is None or self.window >= length else self.window
         if not self.makes_masks or length == 1 or (window is None and position_ids is None):
             return None
+        if (
+            position_ids is not None
+            and window is None
+            and not position_ids.is_meta
+            and not torch.compiler.is_compiling()
+        ):
+            rows = segments_of(position_ids)
+            return Segments([[Segment(*one) for one in row] for row in rows], length, like.device)
         if position_ids is not None:
             seen = visible(position_ids, window).unsqueeze(1)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshfold.kernels import Segments
 from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
 from meshfold.models.attention import Attention, CausalMask
 from meshfold.models.config import GPTConfig
@@ -60,7 +61,7 @@ class Block(nn.Module):
         self.mlp = MLP(config.hidden, config.inner)
         self.dropout2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, seq_len: int, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, seq_len: int, mask: Tensor | Segments | None = None) -> Tensor:
         x = x + self.dropout1(self.attn(self.norm1(x), seq_len, mask=mask))
         y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
         return y

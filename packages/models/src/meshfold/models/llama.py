@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.experts import balance_loss
-from meshfold.kernels import swiglu
+from meshfold.kernels import Segments, swiglu
 from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
 from meshfold.models.attention import Attention, CausalMask, Rotary, fused
 from meshfold.models.config import LlamaConfig
@@ -41,7 +41,9 @@ class Block(nn.Module):
         self.mlp: Any = mixture(config) if isinstance(config, MoELlamaConfig) else GatedMLP(config.hidden, config.inner)
         self.dropout2 = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, seq_len: int, rotary: tuple[Tensor, Tensor], mask: Tensor | Segments | None = None
+    ) -> Tensor:
         x = x + self.dropout1(self.attn(self.norm1(x), seq_len, rotary, mask))
         y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
         return y

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from meshfold.engine.batches.batch import Batch, prepare_batch
+from meshfold.engine.batches.branches import no_branches
 from meshfold.engine.batches.loss import FallbackLoss
-from meshfold.engine.batches.packed import no_branches
 from meshfold.engine.batches.sharding import Shares, gather_list, randomness, row_range, shard_batch
 
 __all__ = [

@@ -2,22 +2,20 @@
 
 Their ``position_ids`` restart at each document, and attention stays within documents if no attention_mask is given
 (transformers, ``masking_utils.find_packed_sequence_indices``). Positions that go back to q > 0 begin a branch, which continues
-the first q tokens of its document; models of transformers get a mask for them. A batch of one row may also have
+the first q tokens of its document (:mod:`meshfold.engine.batches.branches`). A batch of one row may also have
 ``cu_seq_lens_q`` and the like, as from ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshfold.engine.batches.batch import Batch
 from meshfold.mesh import SpecError
-from meshfold.mesh.model_io import branch_starts, document_starts, ignore_document_starts, visible
+from meshfold.mesh.model_io import branch_starts, document_starts, ignore_document_starts
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LENGTHS = ("max_length_q", "max_length_k")
@@ -114,73 +112,6 @@ class OwnDocuments:
                 f"row {row} has a document of {tokens} tokens, but the model has only "
                 f"{self._longest} learned positions: cut it, or give the model max_positions={tokens}"
             )
-
-
-class BranchMask:
-    """Masks for models of transformers that are given branches, which continue the first tokens of their document.
-
-    With positions alone such a model takes a branch for a document of its own. Models of our own make their masks themselves
-    (:func:`meshfold.mesh.model_io.visible`).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Args:
-        model: says whether it needs masks.
-        """
-        theirs: Any = next((m for m in model.modules() if hasattr(type(m), "loss_function")), None)
-        self._config = getattr(theirs, "config", None)
-
-    def add(self, batch: Any, work: Batch, dtype: torch.dtype) -> Batch:
-        """Return a batch with an attention_mask ``b 1 s s`` if it has branches.
-
-        Args:
-            batch: as the user gave it, still on the host where it was.
-            work: as the model is called with it, on the device.
-            dtype: of a mask that is added to scores.
-
-        Raises:
-            SpecError: for branches in a model whose attention would not keep to the mask.
-        """
-        positions = work.kwargs.get("position_ids")
-        if self._config is None or not isinstance(positions, Tensor) or work.kwargs.get("attention_mask") is not None:
-            return work
-        given = batch.get("position_ids") if isinstance(batch, Mapping) else None
-        looked_at = given if isinstance(given, Tensor) else positions
-        if looked_at.dim() != 2 or looked_at.is_meta or not bool(branch_starts(looked_at).any()):
-            return work
-        if (why := no_branches(self._config, int(looked_at.max()) + 1)) is not None:
-            raise SpecError(
-                f"position_ids go back to a token of their document, where a branch continues it, but {why}: give each "
-                "completion a row of its own, as with shared_prompt=False"
-            )
-        seen = visible(positions)[:, None]
-        if self._config._attn_implementation == "eager":  # it adds the mask
-            seen = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
-        added = dict(attention_mask=seen)
-        form = {**work.given, **added} if isinstance(work.given, Mapping) else work.given
-        return replace(work, kwargs={**work.kwargs, **added}, given=form)  # stages of a pipeline read the second
-
-
-def no_branches(config: Any, length: int) -> str | None:
-    """Return why a model of transformers cannot compute branches of a document; None if it can.
-
-    Args:
-        config: the model's.
-        length: tokens of the longest document with one of its branches.
-    """
-    attention = getattr(config, "_attn_implementation", None)
-    if attention not in ("sdpa", "eager"):
-        return f"attn_implementation={attention!r} takes no mask of tokens (load the model with attn_implementation='sdpa')"
-    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
-    if kinds:
-        return f"its layers of {', '.join(kinds)} take no mask of tokens"
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    window = getattr(config, "sliding_window", None) if windowed else None
-    if window is not None and window < length and getattr(config, "use_sliding_window", True):
-        return f"its attention has a window of {window} tokens for documents of {length}, which the mask would replace"
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "rotary") == "alibi":
-        return "its attention counts distances by places in the row (alibi)"
-    return None
 
 
 def _by_positions(given: dict[str, Any], rows: int, length: int) -> Documents | None:

@@ -12,7 +12,9 @@ from meshfold.mesh.model_io.labels import (
     ensure_one_target,
     ignore_document_starts,
     is_encoder_decoder,
+    keep_on_host,
     labels_are_shifted,
+    segments_of,
     targets_key,
     visible,
 )
@@ -30,11 +32,13 @@ __all__ = [
     "eval_mode",
     "ignore_document_starts",
     "is_encoder_decoder",
+    "keep_on_host",
     "labels_are_shifted",
     "lazy_gather",
     "local_shard",
     "map_tensors",
     "saved_for_backward",
+    "segments_of",
     "targets_key",
     "visible",
 ]

@@ -8,6 +8,7 @@ other branches have there. So the positions 0 1 2 3 4 2 3 are a prompt of 2 toke
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ IGNORE_INDEX = -100
 """The target of what does not count"""
 
 
+_HOST = "_meshfold_on_host"
 LABEL_NAMES = ("labels", "shift_labels", "targets", "target")
 """Arguments of a model that are labels; ``shift_labels`` are those that the model does not shift itself."""
 
@@ -110,6 +112,31 @@ def visible(position_ids: Tensor, window: int | None = None) -> Tensor:
     if window is not None:
         seen &= position_ids[:, :, None] - position_ids[:, None, :] < window
     return seen
+
+
+def segments_of(position_ids: Tensor) -> list[list[tuple[int, int, int, int]]]:
+    """Return the segments of each row, by which tokens see what :func:`visible` says: ``b s`` -> (start, stop, first, kept).
+
+    Tokens start to stop see themselves causally, and the ``kept`` tokens of the row from ``first`` on, which a branch continues.
+    Waits for the device of the positions, unless :func:`keep_on_host` was called for them.
+    """
+    position_ids = position_ids.__dict__.get(_HOST, position_ids).detach().cpu()
+    starts = document_starts(position_ids)
+    starts[:, :1] = True
+    branches, documents = branch_starts(position_ids).tolist(), _last_document(position_ids).tolist()
+    found = []
+    for row, branch, document, positions in zip(starts, branches, documents, position_ids.tolist(), strict=True):
+        places = [*row.nonzero().flatten().tolist(), len(positions)]
+        found.append(
+            [(a, b, document[a] if branch[a] else a, positions[a] if branch[a] else 0) for a, b in pairwise(places)]
+        )
+    return found
+
+
+def keep_on_host(position_ids: Tensor, host: Tensor) -> None:
+    """Let :func:`segments_of` read positions on a device from the tensor on the host that they were copied from."""
+    if position_ids.shape == host.shape and position_ids.device != host.device == torch.device("cpu"):
+        position_ids.__dict__[_HOST] = host
 
 
 def branch_starts(position_ids: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ Followed = tuple[list[Tensor], Callable[[], Dims]]
 
 def followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dims_of: Layout) -> Followed | None:
     """Return the operands of such a call, and a function that returns the layout of its result; None for other calls."""
-    rule = _RULES.get(func)
+    rule = _within if getattr(func, "is_attention", False) else _RULES.get(func)
     found: Followed | None = None if rule is None else rule(dims_of, *args, **kwargs)
     if found is None or all(is_whole(dim) for x in found[0] for dim in dims_of(x)):
         return None
@@ -236,6 +236,11 @@ def _attention(
         return check_axes_once((*lead, q[-2], v[-1]))
 
     return [query, key, value, *([] if attn_mask is None else [attn_mask])], found
+
+
+def _within(dims_of: Layout, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
+    """Attention of another library's function, marked by ``is_attention = True``: ``b heads s d``, key heads may be fewer."""
+    return _attention(dims_of, query, key, value, enable_gqa=True)
 
 
 _RULES: dict[Any, Callable[..., Any]] = {

@@ -1,0 +1,85 @@
+"""Attention within segments is attention with their mask, with all gradients; keys that many see get the sum of theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from meshfold.kernels import Segment, Segments, segment_attention
+
+CPU = torch.device("cpu")
+ROWS = (
+    # A prompt of 3 with completions of 4, 2 and 1, and padding.
+    (Segment(0, 7, 0, 0), Segment(7, 9, 0, 3), Segment(9, 10, 0, 3), Segment(10, 12, 0, 0)),
+    # A document; another whose prompt of 1 has two completions more.
+    (Segment(0, 4, 0, 0), Segment(4, 6, 4, 0), Segment(6, 9, 4, 1), Segment(9, 12, 4, 1)),
+    (Segment(0, 12, 0, 0),),
+)
+
+
+def tensors(kv_heads: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = ((3, 12, 4, 8), (3, 12, kv_heads, 8), (3, 12, kv_heads, 8))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_segments_are_attention_with_a_mask(kv_heads: int) -> None:
+    segments, scale = Segments(ROWS, 12, CPU), 0.3
+    q, k, v = tensors(kv_heads)
+    found = segment_attention(q, k, v, segments, scale)
+    seen = torch.zeros(3, 12, 12, dtype=torch.bool)
+    for row, given in enumerate(ROWS):
+        for one in given:
+            for i in range(one.start, one.stop):
+                for j in (*range(one.first, one.first + one.kept), *range(one.start, i + 1)):
+                    seen[row, i, j] = True
+    assert torch.equal(segments.seen(), seen)
+    assert segments.pairs == int(seen.sum())
+    given = (x.repeat_interleave(4 // x.shape[2], 2).transpose(1, 2) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(*given, attn_mask=seen[:, None], scale=scale).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(found)
+    for mine, theirs in zip(
+        torch.autograd.grad((found * weights).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weights).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_no_token_comes_twice_in_one_addition() -> None:
+    packed = Segments(ROWS, 12, CPU).packed()
+    assert len(packed.shared) == 2  # a prompt with two completions behind the first document
+    for places, tokens in packed.shared:
+        assert len(set(tokens.tolist())) == len(tokens)
+        assert packed.keys[places].tolist() == tokens.tolist()
+    assert packed.keys[packed.own].tolist() == packed.queries.tolist() == list(range(36))
+    assert (packed.most_queries, packed.most_keys) == (12, 12)
+
+
+def test_narrow_dtypes_round_once() -> None:
+    segments = Segments(ROWS, 12, CPU)
+    q, k, v = (x.detach().bfloat16() for x in tensors(2))
+    found = segment_attention(q, k, v, segments)
+    exact = segment_attention(q.double(), k.double(), v.double(), segments)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=4e-3, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # rotary queries are wider than values there
+        again = segment_attention(q.float(), k.float(), v, segments)
+    assert torch.equal(again, found)
+
+
+def test_segments_of_another_batch_are_refused() -> None:
+    q, k, v = tensors(2)
+    with pytest.raises(ValueError, match="segments of 3 rows, for 2"):
+        segment_attention(q[:2], k[:2], v[:2], Segments(ROWS, 12, CPU))
+    with pytest.raises(ValueError, match=r"rows of 12 tokens, for queries \[3, 11, 4, 8\]"):
+        segment_attention(q[:, :11], k[:, :11], v[:, :11], Segments(ROWS, 12, CPU))
+
+
+def test_rows_that_are_all_alike() -> None:
+    q, k, v = tensors(2)
+    found = segment_attention(q, k, v, Segments(ROWS[:1], 12, CPU))
+    assert torch.equal(found, segment_attention(q, k, v, Segments(ROWS[:1] * 3, 12, CPU)))
