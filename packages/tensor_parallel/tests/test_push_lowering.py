@@ -160,6 +160,21 @@ def test_half_precision_parts_are_summed_in_float32_and_rounded_once() -> None:
     assert (y - exact.chunk(3, 0)[i]).abs().max() <= 0.0625
 
 
+@ranks(2)
+def test_between_two_ranks_the_own_product_adds_to_what_arrives_and_rounds_once() -> None:
+    mesh = Mesh(dict(t=2))
+    generator = torch.Generator().manual_seed(1)
+    i = mesh.index("t")
+    for rows in (6, 8):  # 3 and 4 of a rank: whole, and in halves
+        x = torch.randn(rows, 12, generator=generator).bfloat16()
+        w = torch.randn(5, 12, generator=generator).bfloat16()
+        mine = x.chunk(2, 1)[i].contiguous(), w.chunk(2, 1)[i].contiguous()
+        y = matmul(*mine, ROW, mesh, lowering="push")
+        own, other = ((x.chunk(2, 1)[j].chunk(2, 0)[i].double() @ w.chunk(2, 1)[j].double().t()) for j in (i, 1 - i))
+        exact = own + other.bfloat16().double()  # the other's part travels in bfloat16
+        assert ((y.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-6).all()
+
+
 @pytest.mark.parametrize(
     "layouts",
     [("m k:t", "k:t n", "m n"), ("m k:t", "k n:t", "m n:t"), ("m:a,b k", "k n:a,b", "m n:a,b")],

@@ -4,10 +4,15 @@ A gathered operand is multiplied rank by rank, in the order of arrival, this ran
 is scattered is made rank by rank, this rank's rows last: the others' are pushed meanwhile. Weight gradients read the gathered
 rows where they arrived, as one matrix.
 
+Between two ranks a sum takes no kernel of its own: what arrives is copied to where the result will be, beside a product, and the
+product of the own rows adds to it, in float32 like all of a product's sums. That rounds once, and the own part never on its own.
+
 In a compiled graph each is one operation, which the compiler does not look into.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +39,24 @@ def gather_product(open_channel: Channel, x: Tensor, b: Tensor) -> Tensor:
 
 def scatter_product(open_channel: Channel, x: Tensor, b: Tensor) -> Tensor:
     """Compute the rows of this rank of the sum of ``x b`` over ranks: ``[g·m, k], [k, n] -> [m, n]``."""
+    if open_channel.size == 2:
+        return _scatter_between_two(open_channel, x, b)
     exchange, own, parts = _sent_products(open_channel, x, b)
     y = _sum(open_channel, exchange, own)
     del parts
+    return y
+
+
+def _scatter_between_two(open_channel: Channel, x: Tensor, b: Tensor) -> Tensor:
+    """Compute :func:`scatter_product` in halves of the rows: while the second half is multiplied, the first arrives."""
+    blocks = x.view(2, -1, x.shape[1])
+    y = x.new_empty(blocks.shape[1], b.shape[1])
+    halves, coming, parts = _halves(y), [], []
+    for rows, to in zip(_halves(blocks[1 - open_channel.index]), halves, strict=True):
+        parts.append(torch.mm(rows, b))
+        coming.append(_exchanged(open_channel, parts[-1], to))
+    for one, rows, to in zip(coming, _halves(blocks[open_channel.index]), halves, strict=True):
+        _add_product(open_channel, one, rows, b, to)
     return y
 
 
@@ -48,13 +68,23 @@ def column_gradients(
     x is gathered under the product of dx, and dx is sent under that of dw.
     """
     dx = dw = None
+    if open_channel.size == 2 and not wants[1]:
+        return scatter_product(open_channel, dy, w), None
     coming = _sent_to_all(open_channel, x) if wants[1] else None
-    if wants[0]:
+    if wants[0] and open_channel.size == 2:
+        blocks = dy.view(2, -1, dy.shape[1])
+        part = torch.mm(blocks[1 - open_channel.index], w)
+        dx = torch.empty_like(x)
+        arriving = _exchanged(open_channel, part, dx)
+    elif wants[0]:
         exchange, own, parts = _sent_products(open_channel, dy, w)
     if coming is not None:
         dw = dy.t() @ _whole(open_channel, coming)
         _end(open_channel, coming)
-    if wants[0]:
+    if dx is not None:
+        _add_product(open_channel, arriving, blocks[open_channel.index], w, dx)
+        del part
+    elif wants[0]:
         dx = _sum(open_channel, exchange, own)
         del parts
     return dx, dw
@@ -107,6 +137,39 @@ def _sent_products(open_channel: Channel, x: Tensor, b: Tensor) -> tuple[Exchang
         parts.append(torch.mm(blocks[target], b))
         exchange.push(target, parts[-1])
     return exchange, torch.mm(blocks[open_channel.index], b), parts
+
+
+def _halves(rows: Tensor) -> tuple[Tensor, ...]:
+    return rows.chunk(2) if rows.shape[0] % 2 == 0 else (rows,)
+
+
+class _Arriving(NamedTuple):
+    """A call whose block is being copied out, and what waits for that; None on a CPU."""
+
+    exchange: Exchange
+    point: torch.cuda.Event | None
+
+
+def _exchanged(open_channel: Channel, part: Tensor, out: Tensor) -> _Arriving:
+    """Send a part to the other of two ranks, and copy its part to ``out`` when it arrives, in parallel with compute.
+
+    The slot is not released yet: that must be done in the order of the calls.
+    """
+    transport, other = open_channel.transport, 1 - open_channel.index
+    exchange = open_channel.begin(part.shape, part.dtype)
+    exchange.push(other, part)
+    transport.follow("receive")
+    with transport.on("receive"):
+        exchange.read(other, out)
+        return _Arriving(exchange, transport.mark())
+
+
+def _add_product(open_channel: Channel, arriving: _Arriving, x: Tensor, b: Tensor, out: Tensor) -> None:
+    """Add ``x b`` to what has arrived, and end the call."""
+    open_channel.transport.after(arriving.point)
+    arriving.exchange.release()
+    out.addmm_(x, b)
+    open_channel.transport.after(arriving.exchange.sent)
 
 
 def _sum(open_channel: Channel, exchange: Exchange, own: Tensor) -> Tensor:

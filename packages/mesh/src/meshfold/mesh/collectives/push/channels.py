@@ -22,7 +22,7 @@ PIECE_SLOT_BYTES = 64 * 2**20
 LARGEST_SLOT_BYTES = 2**30
 """The largest slot: blocks that need a larger one go in pieces, or by other means."""
 
-_channels: dict[tuple[str, str, int], Channel | str] = {}
+_channels: dict[tuple[str, str, int, bool], Channel | str] = {}
 _made_in: Any = None  # the world of the channels
 
 
@@ -58,7 +58,8 @@ def _find(group: Group, device: torch.device, block_bytes: int | None) -> Channe
         _channels.clear()
         _made_in = world
     size = PIECE_SLOT_BYTES if block_bytes is None else _rounded(block_bytes * group.size)
-    key = (group.name, device.type, size)
+    # Apart, as the flags of one stream only grow: collectives in pieces release slots on a stream of their own.
+    key = (group.name, device.type, size, block_bytes is None)
     found = _channels.get(key)
     if found is None:
         found = _channels[key] = _open(group, device, size)
