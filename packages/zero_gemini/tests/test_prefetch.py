@@ -18,6 +18,7 @@ from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
 from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE
+from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep
 from meshfold.zero_gemini.prefetch import light_ones, reach, ready_from
 
 sys.path.append(str(Path(__file__).parent))
@@ -118,6 +119,54 @@ def test_the_unit_behind_a_light_one_is_gathered_ahead(monkeypatch: pytest.Monke
     gemini.close()
     assert "head.weight" in gathered[: inside[0]]  # behind the last block, not behind the norm
     assert not gathered[inside[0] : inside[1]]
+
+
+@ranks(2)
+def test_first_units_are_gathered_while_the_others_are_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gemini = tower_in_chunks()
+    events: list[tuple[str, str]] = []
+    gather, step_chunk = Chunk.gather, ChunkStep.at_once
+
+    def gathered(chunk: Chunk, *read: Any) -> None:
+        if not chunk.is_gathered:
+            events.append(("gather", chunk.spec.names[0]))
+        gather(chunk, *read)
+
+    def stepped(one: ChunkStep) -> None:
+        events.append(("step", one.held.chunk.spec.names[0]))
+        step_chunk(one)
+
+    monkeypatch.setattr(Chunk, "gather", gathered)
+    monkeypatch.setattr(ChunkStep, "at_once", stepped)
+    gemini.begin(last=True)
+    model(torch.ones(2, WIDTH)).backward()
+    gemini.finish()
+    events.clear()
+    gemini.step()
+    first = [f"blocks.{block}.matrices.{number}" for block in (0, 1) for number in range(3)]
+    assert events[:12] == [(what, name) for name in first for what in ("step", "gather")]
+    assert [what for what, _ in events[12:]] == ["step"] * (len(gemini.chunks) - 6)
+    events.clear()
+    step(model, gemini)
+    assert events[0] == ("gather", "blocks.2.matrices.0")  # the next forward begins with what is there
+    monkeypatch.undo()
+    gemini.close()
+
+
+@ranks(2)
+def test_values_that_are_written_after_a_step_are_those_that_the_next_forward_reads() -> None:
+    model, gemini = tower_in_chunks()
+    for _ in range(2):
+        step(model, gemini)
+    weight = model.blocks[0].matrices[0]
+    gemini.write(weight, torch.zeros(WIDTH, 4 * WIDTH))
+    gemini.publish()
+    read: list[float] = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: read.append(float(weight.abs().max())))
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    gemini.close()
+    assert read == [0.0]
 
 
 @ranks(2)

@@ -24,7 +24,8 @@ Life of a chunk during a step:
 5. Else ``finish`` and ``clip`` wait for all gradients and set their factor, and ``step`` steps: on the device at once, on
    the host in parallel with what follows: the parameters before the next forward needs them, the moments during the
    backward after it (:mod:`~meshfold.zero_gemini.optimizer.cpu_executor`). Until then its step is
-   *pending*.
+   *pending*. With everything on the device the chunks that the next forward needs first are stepped first, and gathered
+   while the others are stepped.
 6. ``forget``: gradients are dropped. The next use of a chunk with a pending step is 2. again.
 
 :mod:`~meshfold.zero_gemini.sharded_model.chunked_model` builds all this from a model,
@@ -42,10 +43,12 @@ from torch import Tensor
 
 from meshfold.mesh import with_old_names
 from meshfold.zero_gemini.chunks.chunk import Chunk
+from meshfold.zero_gemini.chunks.fp8_gather import Operands
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement, Move
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
+from meshfold.zero_gemini.optimizer.adam import AdamStepper
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 
 
@@ -208,20 +211,55 @@ class Gemini(ChunkedModel):
             self.flush()
             if self._speculative is not None:
                 self._speculative.check()
-            self._stepper.step(self._flow.shards(), self._scale, self._flow.used())
+            ahead = self._step_all()
             if self._speculative is not None and any(chunk.step_is_pending for chunk in self.chunks):
                 self._speculative.learn(self._scale)
             for gradient in self._gradients.values():
                 gradient.hand_over()
         else:
+            ahead = {}
             self._faults.check()
             self._flow.complete()
             self._agree()
         self._promised = any(map(self._steps_in_background, self.chunks))
-        self._publish(promised=False)
+        self._publish(promised=False, but=ahead)
         if self._early is not None and not self.holds_gradients:
             self._early.end()
         self.forget()
+
+    def _step_all(self) -> Mapping[Chunk, Operands]:
+        """Let the stepper step on every chunk; return those that are being gathered for the next step already."""
+        shards, used = self._flow.shards(), self._flow.used()
+        ahead = self._gathers_early()
+        if not isinstance(self._stepper, AdamStepper) or not ahead:
+            assert self._stepper is not None  # asked by ``step``
+            self._stepper.step(shards, self._scale, used)
+            return {}
+
+        def stepped(chunk: Chunk) -> None:
+            if chunk in ahead:
+                self._publish_one(chunk)
+                self._runtime.gather_ahead(chunk, ahead[chunk])
+
+        for chunk in ahead:
+            if chunk not in shards:
+                stepped(chunk)
+        first = {chunk: shards[chunk] for chunk in ahead if chunk in shards}
+        self._stepper.step(first | shards, self._scale, used, stepped=stepped)
+        return ahead
+
+    def _gathers_early(self) -> dict[Chunk, Operands]:
+        """Return the chunks that the next forward needs first, to be gathered while others are stepped.
+
+        Not where memory is limited, or some chunks are stepped in the background: plans count nothing gathered beside a step.
+        """
+        if self.memory.compute.free_bytes is not None or any(map(self._steps_in_background, self.chunks)):
+            return {}
+        return {
+            chunk: operands
+            for chunk, operands in self._runtime.gathers_first().items()
+            if chunk.group.size > 1 and not chunk.resident
+        }
 
     def forget(self) -> None:
         """Drop all gradients."""
@@ -267,16 +305,19 @@ class Gemini(ChunkedModel):
         self._faults.agree()
         self._publish(promised=True)
 
-    def _publish(self, *, promised: bool) -> None:
-        """Publish the master weights of all chunks; those with a pending step only if ``promised``."""
-        shown = [chunk for chunk in self.chunks if promised or not chunk.step_is_pending]
+    def _publish(self, *, promised: bool, but: Collection[Chunk] = ()) -> None:
+        """Publish the master weights of all chunks but some; those with a pending step only if ``promised``."""
+        shown = [chunk for chunk in self.chunks if (promised or not chunk.step_is_pending) and chunk not in but]
         for chunk in shown:
-            if self._stepper is not None and chunk in self._gradients:
-                self._stepper.publish(chunk)
-            else:
-                chunk.publish()
+            self._publish_one(chunk)
         for chunk in shown:
             chunk.wait_if_resident()
+
+    def _publish_one(self, chunk: Chunk) -> None:
+        if self._stepper is not None and chunk in self._gradients:
+            self._stepper.publish(chunk)
+        else:
+            chunk.publish()
 
     def move(self, placements: Mapping[Chunk, ChunkPlacement]) -> None:
         """Move chunks to other placements, between steps; training goes on with the same bits. All ranks must call.

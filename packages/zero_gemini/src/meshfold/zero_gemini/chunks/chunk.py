@@ -379,6 +379,7 @@ class Chunk:
             name: of the parameter.
             block: of its shape, any dtype and device.
         """
+        self.release()  # gathered values are from before
         for part in self.slices:
             if part.name == name:
                 self.shard[part.shard_start : part.shard_start + part.length].copy_(self.cut(name, block))

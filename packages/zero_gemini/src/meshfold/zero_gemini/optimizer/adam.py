@@ -150,7 +150,18 @@ class AdamStepper(AdamValues):
         self._held[chunk].weights.show()
         chunk.publish()
 
-    def step(self, gradients: Mapping[Chunk, Tensor], scale: float | Tensor, used: set[str]) -> None:
+    def step(
+        self,
+        gradients: Mapping[Chunk, Tensor],
+        scale: float | Tensor,
+        used: set[str],
+        *,
+        stepped: Callable[[Chunk], None] = lambda chunk: None,
+    ) -> None:
+        """Step on every chunk, in the order of the gradients.
+
+        ``stepped``: called with each chunk that is stepped at once, before the next is.
+        """
         groups = self._groups_of()
         self.finish()
         late: dict[Chunk, Halves] = {}
@@ -169,6 +180,7 @@ class AdamStepper(AdamValues):
         for chunk, step in steps.items():
             if not self.steps_in_background(chunk):
                 step.at_once()
+                stepped(chunk)
                 continue
             # Deferred on every rank of the chunk's group, even if a rank's shard is empty: publishing is a collective.
             if chunk in made:

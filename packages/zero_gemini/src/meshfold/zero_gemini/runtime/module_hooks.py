@@ -109,6 +109,17 @@ class Runtime:
             for unit, all_ in self._calls.chunks_of.items()
         }
 
+    def gathers_first(self) -> dict[Chunk, Operands]:
+        """Return the chunks that a step with the order of this one gathers at its first unit, with what it reads of them."""
+        coming = [*islice(self._seen, 1, None)]
+        last = 1 + reach((unit in self._light for unit in coming), self._prefetch)
+        return self._read((unit, Operands.FORWARD) for unit in self._seen[:last])
+
+    def gather_ahead(self, chunk: Chunk, operands: Operands) -> None:
+        """Start gathering a chunk for the next step; it is released again if that begins with other units."""
+        chunk.gather(operands)
+        self._held[chunk] = None
+
     def begin_step(self) -> None:
         """Expect the units of the last step in the same order. Call it before each training step."""
         if self._seen:
