@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from meshfold.engine import Engine
+from meshfold.engine import Engine, averaged_state_dict
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 
@@ -175,3 +176,26 @@ def refusal(kind: str, spec: dict[str, Any], changes: dict[str, Any]) -> str:
 )
 def test_refused(kind: str, spec: dict[str, Any], changes: dict[str, Any], said: str) -> None:
     assert said in run_on_ranks(2, refusal, kind, spec, changes)[0]
+
+
+def averages(spec: dict[str, Any]) -> None:
+    from diffusers.training_utils import EMAModel
+
+    serial_model, model, batch = denoiser("dit"), denoiser("dit"), batch_of("dit")
+    given = {name: value for name, value in batch.items() if name != "target"}
+    adamw, ema = torch.optim.AdamW(serial_model.parameters(), lr=1e-2), EMAModel(serial_model.parameters(), decay=0.9)
+    optimizer = dict(name="adamw", lr=1e-2, average=0.9)
+    with InFloat64(), Engine(model, spec, optimizer=optimizer, precision="fp64", loss_fn=Squares()) as engine:
+        for _ in range(3):
+            Squares()(serial_model(**given), batch).backward()
+            adamw.step()
+            adamw.zero_grad()
+            ema.step(serial_model.parameters())
+            engine.train_step(engine.shard_batch(batch))
+        found = averaged_state_dict(engine)
+    for (name, _), wanted in zip(serial_model.named_parameters(), ema.shadow_params, strict=True):
+        assert torch.allclose(found[name], wanted, rtol=1e-9, atol=1e-9), name
+
+
+def test_averages_of_weights_are_those_of_diffusers() -> None:
+    run_on_ranks(2, averages, SPECS["zero 3"])

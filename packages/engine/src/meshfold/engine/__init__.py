@@ -10,6 +10,7 @@ from meshfold.engine.moved import integration
 
 if TYPE_CHECKING:
     from meshfold.checkpoint import CheckpointError
+    from meshfold.engine.averages import averaged_state_dict, averaged_weights
     from meshfold.engine.batches.loader import ShardedLoader
     from meshfold.engine.checkpoints.checkpoint import Checkpoint
     from meshfold.engine.checkpoints.saving import BackgroundSave
@@ -26,6 +27,8 @@ __all__ = [
     "ShardedLoader",
     "StepMetrics",
     "TrainingError",
+    "averaged_state_dict",
+    "averaged_weights",
     "initialize",
     "plan_memory",
     "precision_name",
@@ -41,6 +44,8 @@ _MODULES = {
     "ShardedLoader": "meshfold.engine.batches.loader",
     "StepMetrics": "meshfold.engine.train_step",
     "TrainingError": "meshfold.engine.errors",
+    "averaged_state_dict": "meshfold.engine.averages",
+    "averaged_weights": "meshfold.engine.averages",
     "precision_name": "meshfold.engine.precision_names",
 }
 

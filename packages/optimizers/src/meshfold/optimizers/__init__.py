@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshfold.optimizers.adafactor import Adafactor, AdafactorHF
+from meshfold.optimizers.averages import AVERAGE, averaged
 from meshfold.optimizers.base import MatrixOptimizer, NormOptimizer, Sight, SquareSums, TensorOptimizer, square_sums
 from meshfold.optimizers.blocks import Blocks, Product, SumOver, WholeTensors
 from meshfold.optimizers.came import Came
@@ -17,6 +18,7 @@ from meshfold.optimizers.roles import ROLES, role_groups, roles_of
 from meshfold.optimizers.settings import OptimizerSettingError
 
 __all__ = [
+    "AVERAGE",
     "ROLES",
     "Adafactor",
     "AdafactorHF",
@@ -37,6 +39,7 @@ __all__ = [
     "SumOver",
     "TensorOptimizer",
     "WholeTensors",
+    "averaged",
     "orthogonalize",
     "role_groups",
     "roles_of",

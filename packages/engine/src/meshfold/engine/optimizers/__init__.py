@@ -23,7 +23,18 @@ from meshfold.engine.optimizers.roles import groups_by_role
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.mesh.parameters import OptimizerProbeError, ShardedBlocks, ShardedSquareSums, probe_optimizer
 from meshfold.mesh.spec import argument_checks as settings
-from meshfold.optimizers import Adafactor, AdafactorHF, Came, GaLoreAdafactor, GaLoreAdamW, Lamb, Lars, Lion, Muon
+from meshfold.optimizers import (
+    Adafactor,
+    AdafactorHF,
+    Came,
+    GaLoreAdafactor,
+    GaLoreAdamW,
+    Lamb,
+    Lars,
+    Lion,
+    Muon,
+    averaged,
+)
 
 __all__ = ["OPTIMIZERS", "Factory", "StepGuard", "check_optimizer_class"]
 
@@ -46,6 +57,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 }
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 NO_DECAY = "norms_and_biases"
+_AVERAGE = ("average", "average_ramp")
 
 # These read whole matrices, and would compute something else on shards.
 _WHOLE = {"Adafactor", "Muon"}
@@ -195,6 +207,8 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
         name, rest = settings.named("optimizer", rest, OPTIMIZERS)
         cls = OPTIMIZERS[name]
     check_optimizer_class(cls, value, whole)
+    average = {name: rest.pop(name) for name in _AVERAGE if name in rest}
+    made_of: Any = _averaged(cls, value) if average else cls
     no_decay = rest.pop("no_decay", None)
     if no_decay not in (None, NO_DECAY):
         raise SpecError(
@@ -206,7 +220,7 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
             raise SpecError(
                 f"optimizer={value!r}: {key!r} is called {_ELSEWHERE[key]!r} here: write {_ELSEWHERE[key]}={rest[key]!r}"
             )
-    settings.known_keys("optimizer", value, rest, {**defaults, "no_decay": None})
+    settings.known_keys("optimizer", value, rest, {**defaults, "no_decay": None, **dict.fromkeys(_AVERAGE)})
     for key, setting in rest.items():
         _check_setting(value, key, setting, defaults[key])
 
@@ -221,12 +235,23 @@ def _from_dict(value: Mapping[str, Any], whole: bool) -> Factory:
                 {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
             ]
         # Keep empty groups: all stages of a pipeline must have the same ones.
-        made: torch.optim.Optimizer = cls(groups, **rest, **_fast(cls))
+        made: torch.optim.Optimizer = made_of(groups, **rest, **average, **_fast(cls))
         if by_role and no_decay:
             made.param_groups[-1]["weight_decay"] = 0.0
         return made
 
     return make
+
+
+def _averaged(cls: type[torch.optim.Optimizer], value: object) -> type[torch.optim.Optimizer]:
+    """Return the class of an optimizer that also averages the weights, whose shards it must be able to step."""
+    name = cls.__name__
+    if (cls.__module__.startswith("torch.optim") and name not in _WHOLE) or getattr(cls, "elementwise", False):
+        return averaged(cls)
+    raise SpecError(
+        f"optimizer={value!r}: averages of weights are kept by optimizers that step on each element by itself, and {name} "
+        "does not: use adamw, or leave average out"
+    )
 
 
 def _check_setting(value: object, key: str, setting: object, default: object) -> None:
