@@ -1,13 +1,13 @@
-"""Losses that keep experts busy alike, over the global batch, and DeepSeek-V3's bias that does without a loss.
+"""Losses that balance the load of experts over the global batch, and DeepSeek-V3's bias, which needs no loss.
 
 For one layer, with N tokens of all ranks, k experts a token, c_i tokens sent to expert i and P_i the sum of its probabilities::
 
     balance = e · Σ_i (c_i / N) · (P_i / N)        k when all experts are used alike
     z       = Σ_tokens logsumexp(logits)² / N
 
-c, P and N are summed over the ranks before the product, so the loss does not depend on how many ranks share a batch, as a
-mean of the ranks' own losses would. Sources: Fedus et al., "Switch Transformers", 2021; Zoph et al., "ST-MoE", 2022; Qiu et
-al., "Demons in the Detail", 2025 (the global batch); Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024 (the bias).
+c, P and N are summed over the ranks before the product. The loss therefore does not depend on the number of ranks that share a
+batch. A mean of the ranks' own losses would. Sources: Fedus et al., "Switch Transformers", 2021; Zoph et al., "ST-MoE", 2022; Qiu
+et al., "Demons in the Detail", 2025 (the global batch); Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024 (the bias).
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def routing_sums(routing: Routing, mask: Tensor | None = None) -> RoutingSums:
 
 
 def over_ranks(sums: Sequence[RoutingSums], group: Group | Reduce | None) -> list[RoutingSums]:
-    """Sum over the ranks of a group, all layers in one all-reduce; its backward sums the ranks' gradients.
+    """Sum over the ranks of a group, all layers in one all-reduce. Backward sums the ranks' gradients.
 
-    So the gradient is exact where each rank's loss counts with a share and the shares add up to one.
+    The gradient is exact if each rank's loss is weighted by a share and the shares sum to one.
 
     Args:
         sums: of each layer, over this rank's tokens.
@@ -106,13 +106,13 @@ def over_ranks(sums: Sequence[RoutingSums], group: Group | Reduce | None) -> lis
 def balance_loss_of(
     sums: Sequence[RoutingSums], group: Group | Reduce | None = None, *, over: Literal["layer", "model"] = "layer"
 ) -> Tensor:
-    """Return the balance loss: a scalar, k when all experts are used alike.
+    """Return the balance loss: a scalar, k if all experts get equally many tokens.
 
     Args:
         sums: of each layer, over this rank's tokens.
         group: the ranks that share the batch, or a function that sums over them; None: this one has all of it.
-        over: ``"layer"``: the mean over layers of each layer's loss. ``"model"``: tokens of all layers as if of one,
-            as transformers' ``load_balancing_loss_func`` has it; then one layer's busy expert makes up for another's idle one.
+        over: ``"layer"``: the mean over layers of each layer's loss. ``"model"``: tokens of all layers are counted as one layer's,
+            as in transformers' ``load_balancing_loss_func``. A busy expert of one layer then offsets an idle one of another.
 
     Raises:
         SpecError: without layers, for another word, or for layers of different numbers of experts with ``"model"``.
@@ -148,7 +148,7 @@ def z_loss_of(sums: Sequence[RoutingSums], group: Group | Reduce | None = None) 
 
 
 def moved_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """Return the bias a step on: up by ``rate`` for experts with fewer tokens than the mean, down for those with more.
+    """Return the next bias: raised by ``rate`` for experts with fewer tokens than the mean, lowered for experts with more.
 
     Args:
         bias: [e].

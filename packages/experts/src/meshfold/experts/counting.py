@@ -61,7 +61,7 @@ def expert_places(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def rank_places(index: Tensor, experts_each: int, ranks: int, sharing: int = 1) -> tuple[Tensor, Tensor]:
-    """Give one row to every rank that works on a token, however many of the token's experts it has.
+    """Give one row to every rank that has any of a token's experts.
 
     Args:
         index: [n, k] whole numbers; rank r has the experts from r // sharing · experts_each on; numbers outside have no rank.
@@ -83,7 +83,7 @@ def rank_places(index: Tensor, experts_each: int, ranks: int, sharing: int = 1) 
 
 
 def _before(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many rows are in front of each (bin, token), and the rows of each bin: ``b n -> b n, b``."""
+    """Return the number of rows before each (bin, token), and of each bin: ``b n -> b n, b``."""
     counts = chosen.sum(1)
     starts = counts.cumsum(0) - counts
     return _running(chosen) - chosen + starts.unsqueeze(1), counts
@@ -92,7 +92,7 @@ def _before(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def _running(chosen: Tensor) -> Tensor:
     """Return the sums up to each token, itself included: ``b n -> b n``, int32.
 
-    In two levels, runs of tokens first: a GPU scans few long rows no faster than a thread reads one.
+    Two levels, runs of tokens first: a GPU scans a few long rows no faster than one thread reads one row.
     """
     bins, tokens = chosen.shape
     if tokens <= 2 * _RUN:

@@ -1,19 +1,19 @@
-"""Tokens to the ranks that have their experts, and the sum of what these say back.
+"""Send tokens to the ranks that have their experts, and sum the outputs that come back.
 
-Experts lie in contiguous blocks on the ranks of a group. A token goes **once** to each other rank that has any of its experts.
-That rank runs them, weights their outputs and adds them up, and one row comes back. So a layer sends, forward, two rows of h
-elements for a token and a remote rank, whatever k is; backward sends the same. Beside each row go its k weights and expert
-numbers. There are two exchanges (:mod:`meshfold.experts.ways`):
+Experts lie in contiguous blocks on the ranks of a group. A token goes **once** to each other rank that has any of its experts. That
+rank runs them, sums their weighted outputs and sends one row back. In forward a layer thus sends two rows of h elements for each
+token and remote rank, for any k; backward sends the same. Each row is sent with its k weights and expert numbers. There are two
+exchanges (:mod:`meshfold.experts.ways`):
 
-- all-to-all: only rows that a rank works on are sent. Their numbers go ahead in one small all-to-all, and the host waits for them.
-- all-gather: all tokens go to all ranks, so sizes are known without an answer from the device. Rows of experts are counted on the
-  device alone; the host gives them room for the most there can be, :func:`chosen_exchange` says when that is little.
+- all-to-all: only rows that a rank works on are sent. Their counts are exchanged first, in one small all-to-all that the host waits
+  for.
+- all-gather: all tokens go to all ranks, so the host knows all sizes without waiting for the device. Rows of experts are counted on
+  the device only; the host allocates the largest number possible. :func:`chosen_exchange` says when that is cheap.
 
-Ranks may also share each expert, whose inner dim is then split over neighbours: a token goes to all of these, each gives a part
-of the output, and the parts add up where all that comes back does.
+Ranks may also share each expert: its inner dim is split over neighbouring ranks. A token goes to all of them, each returns a
+partial sum of the output, and the partial sums are added with everything else that comes back.
 
-Gradients are exact: those of an expert's parameters sum over the tokens of all ranks of the group, as the sum of the ranks'
-losses wants.
+Gradients are exact for the sum of the ranks' losses: an expert's parameters sum them over the tokens of all ranks of the group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from meshfold.mesh.processes import is_simulated, start_largest
 from meshfold.mesh.spec import EXCHANGES
 
 USED = 0.6
-"""Share of the rows of an all-gather that ranks must work on for it to be chosen."""
+"""Smallest share of an all-gather's rows that ranks work on for it to be chosen."""
 ROOM = 2
 """Most rows of experts, as a multiple of those expected, that are allocated unless asked for."""
 
@@ -63,15 +63,15 @@ def dispatch(
         index: [n, k] whole numbers: the experts of each token, 0 to experts - 1; others count as none.
         weights: [n, k], any floating dtype.
         run: applies this rank's experts, or its part of each.
-        experts: the number of all experts; rank i of the group has the (i // sharing)-th of as many blocks as there are such.
+        experts: the number of all experts; rank i of the group has the (i // sharing)-th block of them.
         group: None, or a group of one rank: all experts are here, and nothing is sent.
         sharing: how many neighbouring ranks have parts of the same experts, whose outputs add up to these experts'.
         weighs: ``run`` is given the weights of its rows too, and gives weighted outputs.
-        fp8: tokens travel in float8 with a scale each, and so do gradients of what comes back; sums in both directions do not.
+        fp8: tokens, and gradients of the sums that come back, are sent in float8 with a scale each. The sums themselves are not.
         capacity: at most ``ceil(capacity · tokens · k / experts)`` tokens an expert, counted over the group in the order of its
-            ranks; the outputs of further ones are left out. None: none are.
-        exchange: ``"all_to_all"``, ``"all_gather"``, or ``"auto"``, as :func:`chosen_exchange` has it; the same on all ranks.
-        meanwhile: called once during the exchange, such as a shared expert; its backward overlaps with the exchange's, too.
+            ranks; outputs of tokens beyond that are left out. None: no limit.
+        exchange: ``"all_to_all"``, ``"all_gather"``, or ``"auto"``: see :func:`chosen_exchange`. The same on all ranks.
+        meanwhile: called once during the exchange, such as a shared expert; its backward also overlaps with the exchange's.
 
     Raises:
         SpecError: if the ranks do not divide the experts, or for another exchange.
@@ -97,8 +97,8 @@ def dispatch(
 def chosen_exchange(exchange: str, *, blocks: int, top_k: int) -> str:
     """Return ``"all_to_all"`` or ``"all_gather"`` for an exchange that may be ``"auto"``.
 
-    ``"auto"`` is an all-gather where ranks work on most of its rows, 1 - (1 - 1/blocks)^k of them for experts at random, and where
-    the room for the most rows that experts may get is not much more than they get: ``blocks`` times as much.
+    ``"auto"`` is an all-gather if two conditions hold. Ranks work on most of its rows: 1 - (1 - 1/blocks)^k of them for random
+    experts. The largest number of rows that experts may get is not much more than the expected one: ``blocks`` times as many.
 
     Args:
         exchange: one of ``EXCHANGES``.
@@ -163,7 +163,7 @@ def _in_eager_code(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trip:
-    """Rows that are to go a way, and what the ranks that they go to must know.
+    """Rows to be sent, and what the ranks that receive them must know.
 
     Attributes:
         way: how they travel.
@@ -205,7 +205,7 @@ def _to_some(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, 
 
 
 def _to_all(tokens: Tensor, index: Tensor, weights: Tensor, experts_each: int, group: Group, sharing: int) -> _Trip:
-    """Send all tokens to all ranks; those of a rank with fewer are filled up with tokens of no expert. No device is waited for."""
+    """Send all tokens to all ranks; a rank with fewer pads them with tokens of no expert. The host does not wait for the device."""
     most = start_largest(tokens.shape[0], group)
     own, each = index.shape
     blocks = group.size // sharing
@@ -279,7 +279,7 @@ def _here(
     *,
     keeps: bool = True,
 ) -> Tensor:
-    """Run experts that are all on this rank. ``keeps``: the rows of tokens are kept for backward, not copied again there."""
+    """Run experts that are all on this rank. ``keeps``: keep the rows of tokens for backward instead of copying them again."""
     if index.is_meta and counts is None:
         counts = _evenly(rows, experts)
     found = by_expert(index, experts, rows)
@@ -302,10 +302,10 @@ def _here(
 def _sizes(
     index: Tensor, outgoing: Tensor, experts_each: int, group: Group, sharing: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Exchange sizes: rows to each rank, rows from each, pairs of each local expert. Only here does the host wait for the device.
+    """Exchange sizes: rows to each rank, rows from each, pairs of each local expert. Only this makes the host wait.
 
-    Tokens on the meta device go to experts as evenly as random choice would send them. In a simulated world others send what this
-    rank sends to them.
+    On the meta device tokens are spread over experts as evenly as a random choice would. In a simulated world the other ranks send
+    what this rank sends to them.
     """
     blocks = group.size // sharing
     experts = experts_each * blocks

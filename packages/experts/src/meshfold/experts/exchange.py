@@ -1,4 +1,4 @@
-"""Messages between tokens' ranks and experts' ranks, with gradients. The first is in two halves: work between them overlaps."""
+"""Messages between the ranks of tokens and of experts, with gradients. The first has two halves: work between them overlaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshfold.mesh.processes import is_simulated
 
 
 class Exchange:
-    """Rows on their way to the ranks of experts; gradients come the way back.
+    """Rows sent to the ranks of experts; their gradients are sent back.
 
     ``finish(start(x))`` is the exchange. Backward begins to send gradients at ``finish`` and waits for them at ``start``, so work
     that autograd has recorded between the two overlaps as well.
@@ -73,7 +73,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         exchange: Exchange = ctx.exchange
         exchange.backward = exchange.way.back(dy)
-        # The gradient of Start comes from the exchange; this one only has the shape that autograd checks.
+        # The exchange provides the gradient of Start; this one only has the shape that autograd checks.
         return dy.new_empty(ctx.shape[0], 1).expand(ctx.shape), None
 
 
@@ -117,7 +117,7 @@ class _Routing(torch.autograd.Function):
         message = torch.cat([weights.contiguous().view(torch.uint8), numbers.contiguous().view(torch.uint8)], 1)
         arrived = way.there(message).wait()
         theirs = _columns(arrived, size, message.shape[1], numbers.dtype)
-        if is_simulated():  # nothing has arrived: others send what this rank sends
+        if is_simulated():  # simulated world: others send what this rank sends
             theirs = numbers.repeat(-(-way.arriving // max(1, numbers.shape[0])), 1)[: way.arriving]
         ctx.mark_non_differentiable(theirs)
         return _columns(arrived, 0, size, weights.dtype), theirs

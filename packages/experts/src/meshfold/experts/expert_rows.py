@@ -1,4 +1,4 @@
-"""Rows of tokens as experts get them: sorted by expert, perhaps with room to spare behind them."""
+"""Rows of tokens as experts get them: sorted by expert, possibly followed by unused rows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class ExpertRows:
     """The rows that experts work on.
 
     Attributes:
-        values: [m, h], sorted by expert. Rows after ``ends[-1]`` may be anything, NaN too: outputs there are not read, and no
-            gradient comes from them.
+        values: [m, h], sorted by expert. Rows after ``ends[-1]`` are undefined and may be NaN: their outputs are not read, and they
+            give no gradient.
         ends: [e] int32, on the device: the row after the last of each expert.
         counts: the numbers of rows, where the host knows them; else None.
         weights: [m]: of the outputs, for experts that weigh them; else None. Undefined where ``values`` are.
-        source: of ``values``, if these are better copied again in backward than kept.
+        source: of ``values``, if backward should copy them again instead of keeping them.
     """
 
     values: Tensor
@@ -44,7 +44,7 @@ class ExpertRows:
 
     @property
     def filled(self) -> Tensor:
-        """[1] int32, on the device: the number of rows that are someone's."""
+        """[1] int32, on the device: the number of rows in use."""
         return self.ends[-1:]
 
 

@@ -26,8 +26,8 @@ class ExpertLayout:
         down: ``[e, h, ffn]``.
         gate_up_bias: ``[e, 2·ffn]``; None without.
         down_bias: ``[e, h]``; None without.
-        transposed: both matrices lie the other way round: ``[e, h, 2·ffn]`` and ``[e, ffn, h]``.
-        interleaved: gate and up take turns along the dim of both; else gate is its first half.
+        transposed: both matrices are transposed: ``[e, h, 2·ffn]`` and ``[e, ffn, h]``.
+        interleaved: gate and up alternate along their dim; otherwise gate is its first half.
         gate: the gated activation.
     """
 
@@ -46,7 +46,7 @@ class ExpertLayout:
 
     @property
     def weighs(self) -> bool:
-        """True if the activation can take the weights of rows: what follows it is linear, so the outputs are weighted then."""
+        """True if the activation can take the weights of rows: later operations are linear, so this weights outputs."""
         return self.gate is swiglu and self.down_bias is None
 
 
@@ -57,7 +57,7 @@ def feed_forward(layout: ExpertLayout, experts: nn.Module, rows: ExpertRows, *, 
         layout: of the parameters.
         experts: the module that has them; their dim 0 is e.
         rows: with weights only for a layout that :attr:`ExpertLayout.weighs`.
-        sharing: the experts have one of so many parts of their inner dim; each rank adds as small a part of the last bias.
+        sharing: the inner dim of the experts is split into so many parts; each rank adds 1/sharing of the last bias.
     """
 
     def linear(x: Tensor, weight: str, bias: str | None, parts: int = 1, source: RowSource | None = None) -> Tensor:

@@ -48,8 +48,8 @@ class ExpertBlock:
 def find_experts(model: nn.Module) -> list[ExpertBlock]:
     """Return every block of experts of a model, in the order of its modules.
 
-    Found are :class:`meshfold.experts.MixtureOfExperts` and all blocks whose experts have stacked parameters, such as those of
-    Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3 and gpt-oss in transformers 5. Parameters may be on the meta device. A
+    This finds :class:`meshfold.experts.MixtureOfExperts` and all blocks whose experts have stacked parameters. In transformers 5
+    these are the blocks of Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3 and gpt-oss. Parameters may be on the meta device. A
     block that :func:`meshfold.experts.shard_experts` has changed is left out.
     """
     found = []

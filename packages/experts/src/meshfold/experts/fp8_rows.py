@@ -1,4 +1,4 @@
-"""Rows as bytes: float8 numbers (e4m3), and after those of each row its scale."""
+"""Rows as bytes: the float8 numbers (e4m3) of each row, followed by its scale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pack(x: Tensor) -> Tensor:
 def unpack(message: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the rows of :func:`pack`: ``[m, h + 4] -> [m, h]``.
 
-    A number is off by 1/16 of itself at most; one less than 2⁻¹⁴ of the row's largest by 2⁻¹⁷ of that.
+    The relative error is at most 1/16. Numbers below 2⁻¹⁴ of the row's largest are off by at most 2⁻¹⁷ of the largest.
     """
     hidden = message.shape[1] - _SCALE
     # Copies: a single row counts as contiguous, however its bytes are aligned.

@@ -1,10 +1,10 @@
-"""Grouped matmul: each run of rows times the matrix of its expert, in one launch where torch has it.
+"""Grouped matmul: each run of rows times the matrix of its expert, in one launch if torch supports it.
 
-``torch.nn.functional.grouped_mm`` takes bfloat16, float16 and float32 whose rows lie at multiples of 16 bytes. All else,
-float64 above all, is a loop over experts, which reads the sizes of the runs on the host unless they are known there.
+``torch.nn.functional.grouped_mm`` takes bfloat16, float16 and float32 if rows start at multiples of 16 bytes. Everything else, such
+as float64, is a loop over experts. The loop synchronises to read the sizes of the runs, unless the host knows them.
 
-In compiled code the launch is an operation that the compiler does not look into: torch traces its own in bfloat16 alone, and
-Inductor of torch 2.11 fails on it.
+In compiled code the launch is opaque to the compiler: torch traces its own operation only in bfloat16, and Inductor of torch 2.11
+fails on it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def grouped_matmul(
     Args:
         x: rows sorted by expert.
         weight: a matrix for each expert; a transposed view costs nothing.
-        ends: [e] int32: the row after the last of each expert. Rows after ``ends[-1]`` are not read; what they give is undefined.
-        counts: rows of each expert, where the host knows them; spares the loop a synchronisation.
+        ends: [e] int32: the row after the last of each expert. Rows after ``ends[-1]`` are not read; their results are undefined.
+        counts: rows of each expert, if the host knows them; then the loop needs no synchronisation.
         source: of x; backward copies x from it again, and only the source is kept.
 
     Returns:
@@ -128,7 +128,7 @@ def _shape(left: Tensor, right: Tensor, ends: Tensor) -> tuple[int, ...]:
 
 
 def _fits(left: Tensor, right: Tensor) -> bool:
-    """Return True if torch's grouped_mm takes these. Meta tensors take the loop, whose matmuls a FLOP counter knows."""
+    """Return True if torch's grouped_mm takes these. Meta tensors use the loop: FLOP counters know its matmuls."""
     each = left.element_size()
     sizes: tuple[int, ...]
     if right.dim() == 3:

@@ -55,9 +55,9 @@ class RoutingKeeper:
 
 
 class RoutingSumsElsewhere(RoutingKeeper):
-    """A place for the sums of a router that is on another rank, such as one of an earlier stage of a pipeline.
+    """Holder for the sums of a router on another rank, such as in an earlier stage of a pipeline.
 
-    They are set by who has them, and read with those of the routers here, in the order of the modules.
+    The code that receives them sets them. They are read with the sums of local routers, in the order of the modules.
     """
 
     def __init__(self, stand_in: nn.Module) -> None:
@@ -74,10 +74,10 @@ class RoutingSumsElsewhere(RoutingKeeper):
 
 
 def keep_routing(model: nn.Module) -> list[RoutingKeeper]:
-    """Let the routers of a model keep what :func:`meshfold.experts.balance_loss` reads: those of transformers' models.
+    """Make the routers of a transformers model keep the sums that :func:`meshfold.experts.balance_loss` reads.
 
-    Own routers (:class:`meshfold.experts.Router`) do so by themselves. Every token counts, padding too. Leave transformers' own
-    loss off (``output_router_logits=False``): it is over one rank's tokens.
+    :class:`meshfold.experts.Router` does so by itself. Every token counts, including padding. Leave transformers' own loss off
+    (``output_router_logits=False``): it is over one rank's tokens.
 
     Args:
         model: before :func:`meshfold.experts.shard_experts`; each router returns logits, weights and expert numbers.
@@ -101,10 +101,10 @@ def keep_routing(model: nn.Module) -> list[RoutingKeeper]:
 
 
 def read_sums(model: nn.Module) -> tuple[Sequence[RoutingSums], Reduce | None]:
-    """Return the sums that the routers of a model kept in the last forward, in the order of its modules; how ranks sum them.
+    """Return the sums that routers kept in the last forward, in the order of the modules, and the function that sums over ranks.
 
     Raises:
-        SpecError: where a loss of them would be wrong.
+        SpecError: if a loss of them would be wrong.
     """
     keepers = routing_keepers(model)
     for keeper in keepers:
@@ -114,18 +114,18 @@ def read_sums(model: nn.Module) -> tuple[Sequence[RoutingSums], Reduce | None]:
 
 
 def routing_keepers(model: nn.Module) -> list[Router | RoutingKeeper]:
-    """Return who keeps the sums of each router in a model: own routers themselves, for others their hooks."""
+    """Return the object that keeps each router's sums: the router itself if it is ours, otherwise its hook."""
     return [keeper for module in model.modules() if (keeper := keeper_of(module)) is not None]
 
 
 def keeper_of(module: nn.Module) -> Router | RoutingKeeper | None:
-    """Return who keeps the sums of a module, if it is a router: itself or its hook. None for other modules."""
+    """Return the object that keeps a router's sums: the router itself or its hook. None for other modules."""
     found = module if isinstance(module, Router) else module.__dict__.get(ATTRIBUTE)
     return found if isinstance(found, Router | RoutingKeeper) else None
 
 
 def sum_over_ranks(model: nn.Module, reduce: Reduce | None) -> None:
-    """Let the balance losses of a model be over all ranks that share its batch.
+    """Make the balance losses of a model cover all ranks that share its batch.
 
     Args:
         model: its routers are own ones, or have been given hooks by :func:`keep_routing`.
@@ -136,7 +136,7 @@ def sum_over_ranks(model: nn.Module, reduce: Reduce | None) -> None:
 
 
 def outputs_of(output: Any, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [n, e], weights [n, k] and expert numbers [n, k] of what a router returned, wherever they stand.
+    """Return logits [n, e], weights [n, k] and expert numbers [n, k] from a router's outputs, in any order.
 
     Raises:
         SpecError: if they are not there.

@@ -16,8 +16,8 @@ def balance_loss(model: nn.Module, group: Group | None = None, *, over: Literal[
 
     Args:
         model: has routers that ran forward: in training mode with gradients.
-        group: the ranks that share the batch; the loss is of all their tokens, in one all-reduce. None: those that an engine has
-            split it over; without one, this rank has all of it.
+        group: the ranks that share the batch; the loss is of all their tokens, in one all-reduce. None: the ranks that an engine
+            has split it over; without an engine, this rank has all of it.
         over: see :func:`meshfold.experts.balance_loss_of`.
 
     Raises:

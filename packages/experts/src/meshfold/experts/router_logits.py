@@ -1,7 +1,8 @@
 """Logits of a router with the accuracy of float32 products, at the speed of bfloat16 ones.
 
-The product of two bfloat16 numbers is exact in float32, so a matmul of bfloat16 operands that adds up in float32 and is not rounded
-is one in float32. Backward, the gradient of the logits is split into two bfloat16 numbers each, which have 16 bits of it together.
+The product of two bfloat16 numbers is exact in float32. A matmul of bfloat16 operands that accumulates in float32 and returns
+float32 is therefore as accurate as one in float32. In backward each gradient of a logit is split into two bfloat16 numbers, which
+together have 16 bits of it.
 """
 
 from __future__ import annotations

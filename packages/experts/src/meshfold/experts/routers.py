@@ -23,7 +23,7 @@ class Router(nn.Module):
         top_k: experts a token.
         sums: of the last forward; None before it, and after one in training mode without gradients.
         over_ranks: sums a vector over the ranks that share a batch, with gradients; set when the batch is split. None: not split.
-        refusal: why a loss of the sums would be wrong, as where this rank has a part of the layers; "" if it would not.
+        refusal: why a loss of the sums would be wrong, such as when this rank has only a part of the layers; "" if it would not.
     """
 
     weight: nn.Parameter
@@ -44,7 +44,7 @@ class Router(nn.Module):
         return self._experts
 
     def forward(self, x: Tensor) -> Routing:
-        """Route n tokens ``[n, h]``. Products of fewer bits than float32 are taken in float32."""
+        """Route n tokens ``[n, h]``. Products of 16-bit operands are computed in float32."""
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             routing = self.choose(router_logits(x, self.weight))
         self.keep(routing)
@@ -76,7 +76,7 @@ class SoftmaxRouter(Router):
         experts: how many.
         top_k: experts a token.
         normalize: divide a token's weights by their sum.
-        after: softmax over the chosen logits alone.
+        after: softmax over only the chosen logits.
         """
         super().__init__(hidden, experts, top_k)
         self.normalize, self.after = normalize, after
@@ -147,7 +147,7 @@ def update_selection_bias(model: nn.Module, rate: float = 0.001, group: Group | 
     """Move the bias of every :class:`SigmoidRouter` of a model, once an optimizer step.
 
     Args:
-        model: all ranks of the group must call with the same routers, in one order; the bias is then the same on each.
+        model: all ranks of the group must call with the same routers in the same order; the bias is then the same on each.
         rate: of a move, for each expert up or down.
         group: the ranks that share the batch: their counts are summed, all layers in one all-reduce. None: those that an
             engine has split it over; without one, this rank has all of it.

@@ -37,7 +37,7 @@ def softmax_top_k(logits: Tensor, k: int, *, normalize: bool = True, after: bool
         logits: [n, e].
         k: experts a token.
         normalize: divide a token's weights by their sum (Mixtral; Qwen and OLMoE with ``norm_topk_prob``).
-        after: take the softmax of the k chosen logits alone (gpt-oss). The same weights as with ``normalize``, which it implies.
+        after: take the softmax of only the k chosen logits (gpt-oss). It implies ``normalize``, with the same weights.
 
     Raises:
         SpecError: unless k is 1 to e.
@@ -65,7 +65,7 @@ def sigmoid_top_k(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> Routing:
-    """Choose by sigmoid, within the best groups of experts, with a bias that counts for the choice alone (DeepSeek-V3).
+    """Choose by sigmoid, within the best groups of experts, with a bias that affects only the choice (DeepSeek-V3).
 
     A group's score is the sum of its two highest scores.
 

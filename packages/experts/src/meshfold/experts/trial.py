@@ -1,4 +1,4 @@
-"""Trial of a module on small random numbers: whether it is stacked experts, and how its parameters lie."""
+"""Trial of a module on small random numbers: is it stacked experts, and how are its parameters laid out?"""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HIDDEN, _FFN, _TOKENS, _TOP_K = 8, 12, 5, 2
 
 
 def layout_of(experts: nn.Module) -> ExpertLayout | None:
-    """Return how the parameters of stacked experts lie; None for a module that is something else.
+    """Return the layout of the parameters of stacked experts; None for any other module.
 
-    It must have, itself and not in children, two tensors ``[e, ., .]`` and at most two ``[e, .]``, be called with (tokens [n, h],
-    expert numbers [n, k], weights [n, k]) and return the weighted sum of gated feed-forwards: a trial decides.
+    The module itself, not its children, must have two tensors ``[e, ., .]`` and at most two ``[e, .]``. It must take (tokens [n,
+    h], expert numbers [n, k], weights [n, k]) and return the weighted sum of gated feed-forwards, which a trial checks.
     """
     parameters = dict(experts.named_parameters(recurse=False))
     if any(True for child in experts.children() for _ in child.parameters()) or any(True for _ in experts.buffers()):

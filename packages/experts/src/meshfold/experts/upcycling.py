@@ -1,7 +1,7 @@
 """Upcycling: a mixture of experts from a trained dense model, each expert a copy of its feed-forward.
 
-With a softmax router whose weights sum to one the new model computes what the dense one did, to the last bits, until training
-lets the experts drift apart. Source: Komatsuzaki et al., "Sparse Upcycling", 2022.
+If the weights of a softmax router sum to one, the new model computes what the dense one did, up to rounding, until training makes
+the experts differ. Source: Komatsuzaki et al., "Sparse Upcycling", 2022.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ways of tokens to the ranks that have their experts, and of sums back: the messages alone.
+"""Ways for tokens to reach the ranks of their experts and for sums to come back: only the messages.
 
-A way has two directions, each other's adjoint: ``there`` carries rows of tokens to the experts' ranks, ``back`` carries one row for
-each of them to the rank it came from, where ``returned`` puts them together. Backward goes the same ways: gradients of tokens come
-back, gradients of sums go there.
+A way has two directions, which are adjoint: ``there`` sends rows of tokens to the experts' ranks, and ``back`` returns one row for
+each of them. ``returned`` then sums these on the tokens' rank. Backward goes the same ways: gradients of tokens come back,
+gradients of sums go there.
 """
 
 from __future__ import annotations

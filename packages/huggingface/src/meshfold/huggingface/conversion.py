@@ -236,7 +236,7 @@ def _write_checkpoint(
     described: Mapping[str, Any] | None,
     state: dict[str, Any] | None,
 ) -> Converted:
-    """Write a checkpoint of the model alone, which an engine loads with ``weights_only=True``."""
+    """Write a checkpoint of only the model, which an engine loads with ``weights_only=True``."""
     final = resolve_folder(target)
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(f"{target} already exists: remove it, or choose another folder")

@@ -373,7 +373,7 @@ def ours_of(theirs: Mapping[str, Any]) -> DecoderConfig:
             raise CheckpointError(
                 f"rotary positions scaled by {scaled!r} are not in our Llama: keep Hugging Face's names"
             )
-        # Defaults are those of transformers: for Mistral, those of its 7B model.
+        # Defaults are transformers' own: for Mistral, the values of its 7B model.
         mistral = kind != "llama"
         common: dict[str, Any] = dict(
             vocab_size=theirs["vocab_size"],

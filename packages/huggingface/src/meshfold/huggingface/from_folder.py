@@ -2,9 +2,9 @@
 
     engine = Engine(pretrained("models/llama"), parallel=dict(data=2, tensor=4), ...)
 
-The model is built on the meta device, split, cut into stages and put into chunks like one that is built by a function; then
-each rank reads its own blocks, tensor by tensor, from the memory-mapped files. No rank ever holds more than its own part and
-one more tensor.
+The model is built on the meta device, split, cut into stages and put into chunks, like a model that a function builds. Then each
+rank reads its own blocks, tensor by tensor, from the memory-mapped files. No rank ever holds more than its own part and one more
+tensor.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class FolderValues(SourceValues):
         )
 
     def keep_packed_weights(self) -> None:
-        """Leave the folder's packed weights packed, of linear layers that read them as they are; others are unpacked."""
+        """Keep the folder's packed weights packed for linear layers that can read them; unpack the others."""
         for name, recipe in self._found.recipes.items():
             source, layer = recipe.sources[0][0], self._model.get_submodule(name.rpartition(".")[0])
             if recipe.converter is None and self._packed_files.is_packed(source) and isinstance(layer, nn.Linear):
@@ -264,7 +264,7 @@ def pretrained(
         adapter: train only low-rank adapters: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
         quantize: ``"nf4"``: keep linear layers except the head in four bits, packed while reading (QLoRA); with ``adapter``.
         dequantize: unpack the weights of a folder that AWQ, GPTQ, compressed-tensors or fp8 have packed, to train them, say. By
-            default linear layers keep them as they are stored, for generation: sharded along their groups, without gradients.
+            default linear layers keep the stored codes, for generation: sharded along their groups, without gradients.
         verify: compare tensors with their checksums first, if the files have any (those written by Meshfold and torch); the
             ranks divide this work.
         changes: to the configuration: ``num_labels=3``; ``attn_implementation`` and ``experts_implementation`` as in

@@ -229,7 +229,7 @@ def _read_gptq(parts: Mapping[str, Tensor], packing: Packing) -> PackedWeight:
 
 
 def _read_rows(parts: Mapping[str, Tensor], packing: Packing) -> PackedWeight:
-    """Read compressed-tensors and fp8, whose codes lie row by row."""
+    """Read compressed-tensors and fp8, which store codes row by row."""
     given = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
     zero = parts.get("weight_zero_point")
     if "weight_packed" not in parts:
@@ -289,7 +289,7 @@ def shard_packed(name: str, packed: PackedWeight, weight: Tensor) -> PackedWeigh
         weight: the parameter in whose place it comes, with its placement.
 
     Raises:
-        SpecError: on all ranks, if a group of columns would lie on two.
+        SpecError: on all ranks, if two ranks would share a group of columns.
     """
     meta = metadata(weight)
     if meta is None:

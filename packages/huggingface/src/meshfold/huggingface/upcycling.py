@@ -1,7 +1,7 @@
 """Upcycling of a folder: the feed-forwards of a dense model become the experts of a mixture that transformers has, file to file.
 
-Each expert is a copy of its layer's feed-forward, and the weights of a token's experts sum to one, so the mixture computes what the
-dense model did until training lets the experts drift apart. Source: Komatsuzaki et al., "Sparse Upcycling", 2022.
+Each expert is a copy of its layer's feed-forward, and the weights of a token's experts sum to one. The mixture therefore computes
+what the dense model did, until training makes the experts differ. Source: Komatsuzaki et al., "Sparse Upcycling", 2022.
 """
 
 from __future__ import annotations

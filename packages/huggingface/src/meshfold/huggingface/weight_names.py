@@ -1,8 +1,8 @@
 """Names of tensors in a folder and in a model, matched by transformers' own rules.
 
 Old names (``LayerNorm.gamma``), a missing or additional base model's prefix, tensors that are split or fused in the files (the
-experts of a mixture), tied tensors under any of their names: transformers' conversions are applied here to one tensor at a time
-when it is needed, so that no rank holds all of them.
+experts of a mixture), tied tensors under any of their names: this module applies transformers' conversions to one tensor at a time,
+when it is needed. No rank holds all of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def match(model: Any, files: Mapping[str, Tensor], wanted: Mapping[str, Tensor] 
     Args:
         model: one of transformers', whole, on the meta device or not.
         files: tensors by their names in the files.
-        wanted: the model's tensors by their names, where they are not those of its state dict: of one with adapters.
+        wanted: the model's tensors by name, if these differ from its state dict: for a model with adapters.
 
     Raises:
         SpecError: if transformers is too old to have the naming rules.

@@ -1,8 +1,8 @@
 """Checkpoints of a LightningModule: a folder written by all ranks, or Lightning's own file.
 
-The folder is that of :mod:`meshfold.engine.checkpoints.checkpoint`, with the optimizers' tensors in ``optimizer.safetensors``,
-``optimizer-1.safetensors``, ... and what else Lightning keeps (loops, callbacks, schedulers, hyper-parameters) in
-``lightning.pt``. The file is what a trainer on one device writes: whole tensors, optimizer states by number. Either can be
+The folder has the format of :mod:`meshfold.engine.checkpoints.checkpoint`. The optimizers' tensors are in
+``optimizer.safetensors``, ``optimizer-1.safetensors``, ... Lightning's other state (loops, callbacks, schedulers, hyper-parameters)
+is in ``lightning.pt``. The file is what a trainer on one device writes: whole tensors, optimizer states by number. Either can be
 loaded under any spec and on any number of ranks, and a file from any other strategy that writes whole tensors too.
 """
 
@@ -86,7 +86,7 @@ def write_folder(path: str | os.PathLike[str], session: Session, checkpoint: Map
 
 
 def whole_optimizer_state(session: Session, unit: OptimizerUnit) -> dict[str, Any]:
-    """Return an optimizer's state as torch has it on one device, on rank 0; elsewhere without tensors. All ranks must call."""
+    """Return an optimizer's state in torch's form for one device, on rank 0; elsewhere without tensors. All ranks must call."""
     assert unit.optimizer is not None  # only units with an optimizer get here
     keep = session.world.mesh.rank == 0
     whole = read_whole(unit.states.optimizer_sources(), session.world, "cannot read the optimizer's state", keep=keep)

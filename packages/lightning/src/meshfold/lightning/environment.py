@@ -105,5 +105,5 @@ def is_set_by_launcher() -> bool:
     """
     try:
         return Environment.detect().source == "torchrun"
-    except LaunchError:  # only some are set: those of Lightning's launcher
+    except LaunchError:  # only some are set: Lightning's launcher did it
         return False

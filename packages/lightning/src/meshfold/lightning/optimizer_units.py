@@ -1,7 +1,7 @@
 """Optimizer units: each optimizer of a module, with the weights and gradients it trains and its state.
 
-Gradients of several optimizers (such as those of a GAN) arrive, are summed, clipped, used and freed independently. So each
-optimizer has its own :class:`meshfold.engine.states.States`.
+Gradients of several optimizers (a GAN's, say) arrive, are summed, clipped, used and freed independently. So each optimizer has its
+own :class:`meshfold.engine.states.States`.
 """
 
 from __future__ import annotations

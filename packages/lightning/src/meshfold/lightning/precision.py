@@ -11,9 +11,9 @@ bf16-true     bfloat16                         the parameters    no
 16-true       float16                          the parameters    no
 ============= ================================ ================= ==========
 
-Mixed precision has no autocast: parameters are in 16 bits, beside float32 masters that the optimizer works on. Every
-module with parameters gets its inputs in their dtype, and outputs of the parts of the LightningModule are cast to
-float32, so that losses are computed in it (``outputs_fp32``).
+Mixed precision has no autocast: parameters have 16 bits, and the optimizer works on float32 master weights. The inputs of every
+module with parameters are cast to their dtype. Outputs of the parts of the LightningModule are cast to float32, so losses are
+computed in float32 (``outputs_fp32``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAMES = {
 
 
 class WholePrecision(Precision):
-    """A precision without masters: the optimizer works on what the model computes with."""
+    """A precision without master weights: the optimizer steps the parameters that the model computes with."""
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -78,7 +78,7 @@ class MeshfoldPrecision(LightningPrecision):
 
     @classmethod
     def of(cls, plugin: LightningPrecision, scale: ScaleSettings | None) -> MeshfoldPrecision:
-        """Return the stand-in for a plugin that the trainer made of its argument ``precision``.
+        """Return the replacement for the plugin that the trainer made from its argument ``precision``.
 
         Raises:
             SpecError: for a plugin that does something else.
@@ -153,7 +153,7 @@ class MeshfoldPrecision(LightningPrecision):
         if self.units is None or self.units.of(optimizer) is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
-        unit = self.units.of(optimizer)  # asked here: the training step may have replaced it
+        unit = self.units.of(optimizer)  # read here: the training step may have replaced it
         assert unit is not None  # there was one before
         if result is None and model.automatic_optimization:
             unit.forget()  # training_step returned None: skip this batch

@@ -32,7 +32,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 class Session:
-    """The strategy's state for a module, kept as long as the module lives.
+    """The strategy's state for a module; it lives as long as the module.
 
     Attributes:
         world: where it lies.

@@ -175,7 +175,7 @@ class MeshfoldStrategy(CheckpointStrategy):
             session.require_same(self._world, plugin.engine)
 
     def _take_over_calls(self) -> None:
-        """Redirect ``zero_grad`` and ``toggle_optimizer``, whose tensors are elsewhere than Lightning expects."""
+        """Redirect ``zero_grad`` and ``toggle_optimizer``: their tensors are not where Lightning expects them."""
         module, session = self.lightning_module, self._on_mesh
         assert module is not None  # the trainer has connected it
         for wrapped in self._lightning_optimizers:

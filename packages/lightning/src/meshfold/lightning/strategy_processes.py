@@ -1,7 +1,7 @@
 """The processes of a strategy: connecting them, the mesh over them, and their communication.
 
 Objects are exchanged between all ranks, numbers only over the data axes. Ranks along tensor axes have the same rows, and sequence
-ranks parts of them: a mean, a sum or a list over all ranks would count those rows several times.
+ranks have parts of them. A mean, a sum or a list over all ranks would count those rows several times.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ class ZeroUnits:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Context manager: inside, every parameter of the module is a CPU stand-in of its shape without memory.
+        """Context manager: replace every parameter of the module by a CPU stand-in of its shape that takes no memory.
 
-        So optimizers can be made of parameters that are on the meta device, or released.
+        Optimizers can then be created for parameters that are on the meta device or released.
         """
         for name, known in self._module.named_parameters():
             known.requires_grad = known.requires_grad or name in self._held_back

@@ -1,9 +1,9 @@
 """Two families of decoders, GPT and Llama-like, as plain PyTorch modules that know nothing of parallelism.
 
-To code that shards them, ``flat_tokens = True`` says that the residual stream is ``m h``, with m
-the tokens of all sequences one behind the other, so that any split of m is a split of rows. To code that generates
-text, ``caches_keys = True`` says that only their :class:`~meshfold.models.attention.Attention` mixes tokens, one in
-each of ``blocks``, and that ``position_ids`` tells them where tokens stand whose past it has kept.
+For code that shards them, ``flat_tokens = True`` says that the residual stream is ``m h``. m are the tokens of all sequences, one
+sequence after the other, so any split of m is a split of rows. For code that generates text, ``caches_keys = True`` says two
+things. Only :class:`~meshfold.models.attention.Attention` mixes tokens, one in each of ``blocks``. ``position_ids`` gives the
+positions of tokens whose past it has kept.
 """
 
 from __future__ import annotations

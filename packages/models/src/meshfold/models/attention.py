@@ -51,9 +51,9 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """``m h -> m h``: each sequence attends to its own past, less what a mask hides.
 
-    ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; code that shards it sets them to the
-    local numbers. While text is generated ``kv_cache`` has the keys and values of earlier tokens, or ``attend`` is called in place
-    of attention: q ``b s heads d``, k and v ``b s kv_heads d`` -> ``b s heads d``.
+    ``n_heads`` and ``n_kv_heads`` are the heads of this module's own projection; code that shards it sets them to the local
+    numbers. During generation ``kv_cache`` has the keys and values of earlier tokens, or ``attend`` is called instead of attention:
+    q ``b s heads d``, k and v ``b s kv_heads d`` -> ``b s heads d``.
     """
 
     def __init__(self, config: DecoderConfig, *, bias: bool) -> None:
@@ -109,9 +109,9 @@ class CausalMask(nn.Module):
     """Masks for attention over whole rows, ``s s``, which are added to the scores; with positions the segments of each row, in
     which attention makes no mask.
 
-    Two attributes tell code that shards a model: ``attended_rows = True``, to give it the positions of exactly the rows that
-    attention has; ``makes_masks``, that can be set to False where sequences are sharded, and documents and ``window`` are kept
-    in another way.
+    Two attributes are for code that shards a model. ``attended_rows = True``: it takes the positions of exactly the rows that
+    attention has. ``makes_masks`` can be set to False if sequences are sharded and something else enforces documents and
+    ``window``.
     """
 
     attended_rows = True
@@ -125,7 +125,7 @@ class CausalMask(nn.Module):
         self.window = window
 
     def forward(self, position_ids: Tensor | None, like: Tensor, length: int) -> Tensor | Segments | None:
-        """Return one mask for all layers, or None where a token sees all before it or is alone.
+        """Return one mask for all layers, or None if each token sees all tokens before it or there is only one token.
 
         With positions a window, torch.compile and meta tensors get a mask ``b 1 s s``, all others segments.
 

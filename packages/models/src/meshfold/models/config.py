@@ -120,9 +120,9 @@ class DecoderConfig:
     def flops_per_token(self, sequence_length: int) -> int:
         """Floating point operations of forward and backward for one token of a sequence that long, in tokens.
 
-        6 for each parameter of a matmul and 12 · layers · heads · head_dim · length for attention, causality not
-        taken off: the count behind "model FLOPs utilisation" (Chowdhery et al., arXiv 2204.02311, appendix B). A window
-        shorter than the sequence stands in place of its length.
+        6 for each parameter of a matmul and 12 · layers · heads · head_dim · length for attention, without subtracting what a
+        causal mask skips. "Model FLOPs utilisation" uses this count (Chowdhery et al., arXiv 2204.02311, appendix B). A window
+        shorter than the sequence replaces its length.
         """
         seen = sequence_length if self.window is None else min(self.window, sequence_length)
         return 6 * self.matmul_parameters() + 12 * self.layers * self.heads * self.d * seen

@@ -40,11 +40,11 @@ def generate(
     All ranks must hand in the same ids and generators in the same state. Probabilities are formed in float64 on the
     CPU, where the draws are made, so that a device has no say in them.
 
-    Our own GPT and Llama keep keys and values, so that a further token costs a forward of that token alone, and attention
-    to those before it: in every tensor mode, in the stages of a pipeline and under ZeRO. They take 2 · layers · rows ·
-    kv_heads · length · head_dim elements, room to grow aside, of which each rank has those of its layers, rows and heads;
-    of a window no more than that, as length. They are let go at the end. Where a mode splits the stream by tokens, the
-    batch is filled up to as many rows as there are parts, since a row has one token at a time. All tokens are recomputed:
+    Our own GPT and Llama keep keys and values: each further token costs a forward of one token, and attention to the tokens before
+    it. This works in every tensor mode, in the stages of a pipeline and under ZeRO. They take 2 · layers · rows · kv_heads · length
+    · head_dim elements, besides room to grow. Each rank has the part of its layers, rows and heads. With a window, the length is at
+    most the window. They are let go at the end. If a mode splits the stream by tokens, the batch is padded to a row for each part,
+    since a row has one token at a time. All tokens are recomputed:
 
     - where ranks share sequences (``sequence`` in ring, ulysses or a custom mode), where a single token is one rank's;
     - once the row is longer than ``max_positions``: its last tokens are looked at then, each in another place every time;
@@ -60,7 +60,7 @@ def generate(
         top_k: draw from the k likeliest alone.
         generator: a CPU generator or a seed; seed 0 by default.
         eos_token_id: a row that has drawn it goes on with nothing else; ends early when all rows have.
-        use_cache: False lets no keys and values be kept, where their memory is wanted.
+        use_cache: False: keep no keys and values, to save their memory.
 
     Returns:
         ``b (s + max_new_tokens)`` int64 on the device of ``ids``; fewer columns if all rows have drawn ``eos_token_id``.
@@ -143,7 +143,7 @@ class KeyValueCache:
         self._turn = 0
 
     def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep those of new tokens, ``b s kv_heads d`` each: a whole prompt first, then one token at a time.
+        """Keep the keys and values of new tokens, ``b s kv_heads d`` each: a whole prompt first, then one token at a time.
 
         Returns:
             Keys and values of all tokens that the last one may see, ``b s kv_heads d`` each, in any order; a prompt's own.
@@ -213,8 +213,8 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
         tokens: of the longest row to come.
 
     Yields:
-        A callable that takes ids ``b s``, one token longer each time, and returns the output of the new tokens; the model itself,
-        which computes all tokens again, if it cannot keep keys: see :func:`can_keep`.
+        A callable that takes ids ``b s``, one token longer each time, and returns the output of the new tokens. If the model cannot
+        keep keys (:func:`can_keep`), the model itself, which computes all tokens again.
     """
     whole = model if isinstance(model, nn.Module) else model.module
     if not _agreed(model, can_keep(whole)):
@@ -246,10 +246,10 @@ def keeping_keys(model: Any, tokens: int) -> Iterator[Callable[[Tensor], Any]]:
 
 
 def can_keep(model: nn.Module) -> bool:
-    """Return True if keys and values can be kept for a model, or for those of its blocks that this rank has.
+    """Return True if keys and values can be kept for a model, or for this rank's blocks of it.
 
-    The model says so (``caches_keys = True``: only attention mixes tokens, and it is :class:`Attention`), takes positions, has that
-    attention in each block, and gets whole sequences, not token shards.
+    The model must say so (``caches_keys = True``: only :class:`Attention` mixes tokens), take positions, have that attention in
+    each block, and get whole sequences, not token shards.
     """
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
     if not getattr(model, "caches_keys", False):
@@ -262,7 +262,7 @@ def can_keep(model: nn.Module) -> bool:
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
-    """Return the attention layers of one of our models that this rank has, if they alone mix tokens; none of another model.
+    """Return this rank's attention layers of one of our models, if only they mix tokens; an empty list for other models.
 
     Code that attends in a way of its own, over keys that it keeps, sets their ``attend``. See :func:`can_keep`.
     """

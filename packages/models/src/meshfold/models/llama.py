@@ -30,7 +30,7 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """``m h -> m h``: attention and an MLP, each behind a norm and added to the stream."""
+    """``m h -> m h``: attention and an MLP, each after a norm and added to the stream."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ class Llama(nn.Module):
     ) -> CausalLMOutput:
         """``b s`` int64 -> the loss if labels ``b s`` are given (not shifted; -100 does not count), logits.
 
-        Documents packed into a row are told by ``position_ids`` (``b s`` or ``1 s``) that restart at 0 with each: tokens see
-        their own, and none predicts another's first. Positions that go back to q > 0 begin a branch: it continues the first q
-        tokens of its document, and sees no other branch.
+        ``position_ids`` (``b s`` or ``1 s``) that restart at 0 separate documents packed into a row. Tokens see only their own
+        document, and none predicts the first token of the next one. Positions that go back to q > 0 begin a branch: it continues
+        the first q tokens of its document, and sees no other branch.
 
         Raises:
             SpecError: for position_ids of another shape.

@@ -20,8 +20,8 @@ class CausalLMOutput:
 
     Attributes:
         loss: mean over the labels that count, a scalar; None when no labels were given.
-        logits: ``b s v`` when no labels were given; with labels the head's output as it stands, ``m v``. A sharded model
-            puts them together when they are read (:mod:`meshfold.mesh.model_io.lazy_tensor`).
+        logits: ``b s v`` when no labels were given; with labels the head's own output, ``m v``. A sharded model puts them together
+            when they are read (:mod:`meshfold.mesh.model_io.lazy_tensor`).
     """
 
     loss: Tensor | None

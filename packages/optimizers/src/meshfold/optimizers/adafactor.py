@@ -60,7 +60,7 @@ class Adafactor(ListSteps, torch.optim.Adafactor):
         return loss
 
     def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
-        """Step whole matrices in passes over all of them, if there are kernels; return the parameters that are left."""
+        """Step whole matrices in passes over all of them, if kernels are available; return the remaining parameters."""
         factored, rate = [p for p in chosen if p.dim() >= 2 and p.numel()], rate_of(group)
         if not factored or rate is None or group["maximize"] or not self.blocks.whole(factored):
             return chosen
@@ -183,9 +183,9 @@ def check_factors(
 class AdafactorHF(MatrixOptimizer):
     """Adafactor as in ``transformers.optimization.Adafactor``, which follows fairseq's.
 
-    It differs from torch's: the rate may be relative to the step and to the parameter, a first moment is optional, and
-    squares are raised by ``eps[0]`` before they are averaged. With ``relative_step`` a group's ``lr`` is no setting: it shows the
-    rate of its last step, before that of the parameter.
+    It differs from torch's: the rate may be relative to the step and to the parameter, and a first moment is optional. ``eps[0]``
+    is added to squares before they are averaged. With ``relative_step`` a group's ``lr`` is not a setting: it shows the rate of its
+    last step, before the factor of the parameter.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class AdafactorHF(MatrixOptimizer):
                 self._step_on(group, bucket)
 
     def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
-        """Step whole matrices in passes over all of them, if there are kernels; return the parameters that are left."""
+        """Step whole matrices in passes over all of them, if kernels are available; return the remaining parameters."""
         factored, rate = [p for p in chosen if p.dim() >= 2 and p.numel()], rate_of(group)
         if not factored or rate is None or not self.blocks.whole(factored):
             return chosen

@@ -27,14 +27,13 @@ __all__ = [
 ]
 
 Sight = Literal["elements", "norms", "matrices"]
-"""An optimizer must see: each element alone; two norms of each tensor besides; or whole tensors."""
+"""An optimizer needs single elements, single elements and two norms of each tensor, or whole tensors."""
 
 SquareSums: TypeAlias = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]]], Tensor]
 """Function of ``(parameters, rows)`` that returns the sums of squares, float64 of shape ``(len(rows), len(parameters))``.
 
-Each row has one tensor for each parameter, of its shape. The sums are over the whole tensors, wherever the rest of them
-is; who holds shards puts in a function that adds up over ranks, all tensors in one all-reduce. All ranks call it in
-every step, also those without parameters.
+Each row has one tensor for each parameter, of its shape. The sums are over whole tensors. Code that has shards sets a function that
+sums over ranks, all tensors in one all-reduce. All ranks call it in every step, also those without parameters.
 """
 
 
@@ -62,9 +61,9 @@ class ListSteps:
 
     Attributes:
         kernels: functions that step, ``meshfold.kernels.STEP_KERNELS``; empty: torch's operations.
-        copies: of parameters in lower precision, by parameter. A step may write them besides, and adds these parameters to
-            ``copied``; those that are not there are to be copied after it.
-        copied: parameters whose copies are written; who reads it empties it.
+        copies: of parameters in lower precision, by parameter. A step may also write them, and adds these parameters to ``copied``.
+            The others must be copied after it.
+        copied: parameters whose copies are written; the reader empties it.
     """
 
     kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})
@@ -187,10 +186,10 @@ def rate_of(group: Mapping[str, Any]) -> float | None:
 
 
 class NormOptimizer(TensorOptimizer):
-    """An optimizer that must see norms of whole tensors, and else each element alone.
+    """An optimizer that needs the norms of whole tensors, and otherwise only single elements.
 
     Attributes:
-        square_sums: sums the squares of whole tensors; who gives the optimizer shards replaces it on the instance.
+        square_sums: sums the squares of whole tensors; code that gives the optimizer shards replaces it on the instance.
     """
 
     sight: ClassVar[Sight] = "norms"
@@ -224,7 +223,7 @@ class MatrixOptimizer(TensorOptimizer):
     """An optimizer that must see sums over whole tensors, or whole matrices, and asks for them.
 
     Attributes:
-        blocks: answers; who gives the optimizer blocks of tensors replaces it on the instance.
+        blocks: answers; code that gives the optimizer blocks of tensors replaces it on the instance.
     """
 
     blocks: Blocks = WholeTensors()

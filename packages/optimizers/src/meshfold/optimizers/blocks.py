@@ -1,7 +1,7 @@
 """Blocks of whole tensors: how an optimizer of matrices asks for sums and products that other ranks have parts of.
 
-An optimizer whose parameters are whole has :class:`WholeTensors`. Who gives it blocks puts another object of this
-interface on the instance, as the engine does with :class:`meshfold.mesh.parameters.ShardedBlocks`.
+An optimizer whose parameters are whole has :class:`WholeTensors`. Code that gives it blocks sets another object of this interface
+on the instance: the engine sets :class:`meshfold.mesh.parameters.ShardedBlocks`.
 """
 
 from __future__ import annotations

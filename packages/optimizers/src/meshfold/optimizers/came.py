@@ -27,9 +27,9 @@ __all__ = ["Came"]
 class Came(MatrixOptimizer):
     """CAME as in Algorithm 2 of the paper; the same as ``came_pytorch.CAME`` 0.1.3.
 
-    The last two dims of a tensor are a matrix, of which it keeps means of rows and columns: of squared gradients, and of the
-    squared distance between an update and its running mean. One more tensor has the parameter's shape. Vectors and
-    numbers keep whole means, and no distance. Of blocks, two rounds of sums a bucket give what is needed of the whole.
+    The last two dims of a tensor are a matrix. CAME keeps means of its rows and columns: of squared gradients, and of the squared
+    distance between an update and its running mean. One more tensor has the parameter's shape. Vectors and numbers keep whole
+    means, and no distance. If a rank has blocks, two rounds of sums per bucket give the sums of whole tensors.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Came(MatrixOptimizer):
                 self._step_on(group, bucket)
 
     def _step_by_lists(self, group: dict[str, Any], chosen: list[Tensor]) -> list[Tensor]:
-        """Step whole matrices in three passes over all of them, if there are kernels; return the parameters that are left."""
+        """Step whole matrices in three passes over all of them, if kernels are available; return the remaining parameters."""
         factored, rate = [p for p in chosen if p.dim() >= 2 and p.numel()], rate_of(group)
         if not factored or rate is None or not self.blocks.whole(factored):
             return chosen
@@ -114,9 +114,9 @@ class Came(MatrixOptimizer):
     def _step_on(self, group: dict[str, Any], bucket: list[Tensor]) -> None:
         """Step some parameters, with two rounds of sums: of squares, then of updates and distances.
 
-        The distance is b₁ · (l · u − m) of an update u, its limit l, and the mean m before. Since l is known only after the
-        second round, that has the sums for d = u − m of d², d · m and m², of which (l · u − m)² = l² · d² − 2 · l · (1 − l) · d ·
-        m + (1 − l)² · m² is made: exactly d² where nothing is limited.
+        The distance is b₁ · (l · u − m) of an update u, its limit l, and the mean m before. l is known only after the second round.
+        With d = u − m, that round sums d², d · m and m², which give (l · u − m)² = l² · d² − 2 · l · (1 − l) · d · m + (1 − l)² ·
+        m²: exactly d² if nothing is limited.
         """
         blocks, (beta1, beta2, beta3) = self.blocks, group["betas"]
         factored = [p for p in bucket if p.dim() >= 2]

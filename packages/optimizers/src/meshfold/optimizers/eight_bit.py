@@ -1,8 +1,8 @@
 """Moments in 8 bits: block-wise dynamic quantisation (Dettmers et al. 2022, arXiv 2110.02861).
 
-Blocks of 256 numbers share a scale, their largest magnitude. A code is the nearest of 256 numbers from −1 or 0 to 1, whose
-distances grow with them: seven powers of ten, each divided evenly, twice as fine as the one below. A positive number never
-becomes 0 without a sign, since it divides.
+Blocks of 256 numbers share a scale, their largest magnitude. A code is the nearest of 256 numbers from −1 or 0 to 1. Their
+distances grow with their size: seven powers of ten, each divided evenly, with twice as many steps as the one below. A positive
+number never becomes 0 without a sign, since it divides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Second moments as a row and a column of means, shared by Adafactor and CAME (Shazeer and Stern 2018, arXiv 1804.04235).
 
-Means are of whole tensors; a rank that has a block of one keeps all of them, and uses those of its rows and columns.
+Means are of whole tensors. A rank that has a block of a tensor keeps all means, and uses those of its rows and columns.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def singular_vectors(matrix: Tensor, rank: int) -> Tensor:
 def randomized_vectors(matrix: Tensor, rank: int) -> Tensor:
     """Return :func:`singular_vectors` approximately, by products with a random matrix (Halko et al. 2011, arXiv 0909.4061).
 
-    Two iterations from ``rank + 8`` columns that depend on the size alone. Some hundred times as fast for large matrices.
+    Two iterations from ``rank + 8`` columns that depend only on the size. Some hundred times as fast for large matrices.
     """
     wide = _wide(matrix)
     tall = wide if _dim(tuple(matrix.shape)) == 1 else wide.mT
@@ -245,7 +245,7 @@ class GaLoreAdamW(GaLoreOptimizer):
 
 
 class GaLoreAdafactor(GaLoreOptimizer):
-    """GaLore on Adafactor, as ``galore_torch.GaLoreAdafactor``: that of transformers with a given rate, on projected gradients."""
+    """GaLore on transformers' Adafactor with a given rate, as ``galore_torch.GaLoreAdafactor``."""
 
     def __init__(
         self,

@@ -17,11 +17,10 @@ __all__ = ["Lamb"]
 class Lamb(NormOptimizer):
     """LAMB as in Algorithm 2 of the paper, with Adam's bias correction.
 
-    For a tensor x: u = m̂ / (√v̂ + eps) + weight_decay · x, then x ← x − lr · (‖x‖ / ‖u‖) · u. Where a norm is 0 the
-    ratio counts as 1. This is ``timm.optim.Lamb(max_grad_norm=None, always_adapt=True)``. Others differ by up to 7e-2
-    after five steps: Colossal-AI's and torch_optimizer's use the norm of x clamped to [0, 10] and put the bias
-    correction into the learning rate, NVIDIA's clips by the norm of the whole gradient first.
-    Before it, clip the gradient with the engine's ``clip_grad_norm``.
+    For a tensor x: u = m̂ / (√v̂ + eps) + weight_decay · x, then x ← x − lr · (‖x‖ / ‖u‖) · u. Where a norm is 0 the ratio counts
+    as 1. This is ``timm.optim.Lamb(max_grad_norm=None, always_adapt=True)``. Others differ by up to 7e-2 after five steps.
+    Colossal-AI's and torch_optimizer's clamp the norm of x to [0, 10] and put the bias correction into the learning rate. NVIDIA's
+    first clips by the norm of the whole gradient. Before it, clip the gradient with the engine's ``clip_grad_norm``.
     """
 
     def __init__(

@@ -16,11 +16,10 @@ __all__ = ["Lars"]
 class Lars(NormOptimizer):
     """LARS as in the paper, in timm's form.
 
-    For a tensor x with gradient g: ratio = trust_coeff · ‖x‖ / (‖g‖ + weight_decay · ‖x‖ + eps), d = ratio · (g +
-    weight_decay · x), v ← momentum · v + d, x ← x − lr · v. Where a norm is 0 the ratio counts as 1. The paper puts the
-    learning rate into v, which is the same as long as it does not change. ``timm.optim.Lars`` with
-    ``always_adapt=True`` is this one; Colossal-AI's clamps norms (1e-4 away after five steps), ``torch_optimizer``'s is
-    1.5e-2 away.
+    For a tensor x with gradient g: ratio = trust_coeff · ‖x‖ / (‖g‖ + weight_decay · ‖x‖ + eps), d = ratio · (g + weight_decay ·
+    x), v ← momentum · v + d, x ← x − lr · v. Where a norm is 0 the ratio counts as 1. The paper puts the learning rate into v,
+    which is the same while the rate does not change. ``timm.optim.Lars`` with ``always_adapt=True`` is this one; Colossal-AI's
+    clamps norms (1e-4 away after five steps), ``torch_optimizer``'s is 1.5e-2 away.
     """
 
     def __init__(

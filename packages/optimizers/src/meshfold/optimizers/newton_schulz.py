@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration: a matrix to its nearest semi-orthogonal one, by products alone (Jordan et al. 2024, Muon)."""
+"""Newton-Schulz iteration: turn a matrix into the nearest semi-orthogonal one, only by products (Jordan et al. 2024, Muon)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def orthogonalize(
 ) -> Tensor:
     """Return U Vᵀ of each matrix U Σ Vᵀ, nearly: in five steps singular values are within [0.7, 1.2].
 
-    A step multiplies the matrix by a polynomial of its Gram matrix. Where one side is three times as long as the other, the
-    polynomials of steps are multiplied with each other first, since the Gram matrix is smaller; its next one is Q G Q.
+    A step multiplies the matrix by a polynomial of its Gram matrix. If one side is at least three times as long as the other, the
+    polynomials of the steps are multiplied first, since the Gram matrix is smaller. The next Gram matrix is Q G Q.
 
     Args:
         matrices: of shape ``(m, n)`` or ``(batch, m, n)``.

@@ -21,9 +21,9 @@ def roles_of(
     """Return the role of each trained parameter, by name.
 
     Embeddings are the weights of modules whose class has ``Embedding`` in its name. The head is the weight of
-    ``model.get_output_embeddings()``, or else of the last linear layer, if its rows are as many as those of an embedding.
-    A head that is tied to an embedding counts as that. Of the rest, parameters of two dims are matrices, and so are those of three
-    dims of modules whose class has ``Expert`` or ``Moe`` in its name: a matrix for each expert.
+    ``model.get_output_embeddings()``, or else of the last linear layer if it has as many rows as an embedding. A head that is tied
+    to an embedding counts as that. Other parameters with two dims are matrices. So are parameters with three dims if the module's
+    class has ``Expert`` or ``Moe`` in its name: a matrix for each expert.
 
     Args:
         model: the whole of it.

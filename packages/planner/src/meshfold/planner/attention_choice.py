@@ -1,8 +1,8 @@
 """Attention by heads or by tokens, for mode 1d with ``overlap="auto"``: whichever step takes less time at best.
 
-By heads, the products of attention's linear layers wait for gathers and scatters of the stream. By tokens, they wait for an
-exchange of fewer bytes, and the gradients of whole weights are summed beside the backward. Critical bytes add to the time of a
-step; hideable ones do only where they take longer than everything else (:attr:`meshfold.planner.Times.overlapped`).
+By heads, the products of attention's linear layers wait for gathers and scatters of the stream. By tokens, layers wait for fewer
+bytes, and the gradients of whole weights are summed during backward. Critical bytes add to the time of a step; hideable ones do
+only where they take longer than everything else (:attr:`meshfold.planner.Times.overlapped`).
 """
 
 from __future__ import annotations

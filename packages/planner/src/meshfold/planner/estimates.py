@@ -33,8 +33,8 @@ MOMENTS = {
 }
 """Numbers that an optimizer keeps for an element, each as wide as the master weight.
 
-With default settings: SGD without momentum, LARS with it. Means of rows and columns (Adafactor, CAME) are not counted: of a
-matrix of n columns they are about 1/n of its elements; nor are GaLore's projections and moments of projected gradients.
+With default settings: SGD without momentum, LARS with it. Means of rows and columns (Adafactor, CAME) are not counted: for a matrix
+of n columns they are about 1/n of its elements. GaLore's projections and moments of projected gradients are not counted either.
 Muon and GaLore on AdamW keep two of embeddings, head, norms and biases.
 """
 

@@ -187,7 +187,7 @@ def plan_memory(
         parallel: the spec.
         batch_size: sequences of a global batch.
         seq_len: tokens of a sequence.
-        world_size: ranks; by default as many as the spec names.
+        world_size: ranks; by default the product of the spec.
         settings: ``precision``, ``optimizer``, ``accumulate`` and what else
             :func:`estimate` takes.
 

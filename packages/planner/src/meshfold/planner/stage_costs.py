@@ -30,7 +30,7 @@ class StageCosts:
         blocks: how many of the repeated blocks it has.
         flops: of F, B and W: matmuls and attention.
         entries: collectives of F, B and W.
-        activation_bytes: kept from F to B; logits are among those of the last stage.
+        activation_bytes: kept from F to B; the last stage's include logits.
         waiting_bytes: kept from B to W if W is separate: inputs of linear layers, and gradients of their outputs.
         sent: bytes of every tensor that is sent to the next stage, and comes back as a gradient.
         received: the same from the stage before.

@@ -158,7 +158,7 @@ def machine_line(machine: Machine, nodes: int) -> str:
 
 
 def total_row(least: float, most: float, tokens: int) -> str:
-    """Return the row of a whole step: seconds from least to most, and tokens a second; one number where both read alike."""
+    """Return the row of a whole step: smallest and largest seconds, and tokens per second; one number if both print the same."""
     slow, fast = f"{tokens / most:,.0f}", f"{tokens / least:,.0f}"
     row = f"{'together':<17}{format_seconds(least):>12}  "
     if slow == fast:
