@@ -5,6 +5,7 @@
 same weights in memory, and no float32 masters: eight models of eight blocks take what one does.
 
 *Triton casts* is a recipe of ours whose compiled code casts dy and transposed operands by our kernels, the others by Inductor's.
+With ``--backend none`` *casts apart* takes its place: each product casts its own operands, and no norm or activation writes one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TINY = dict(
 )
 BF16, OURS, TORCHAO = "ours, bf16", "ours, fp8", "torchao"
 RECIPES = ("rowwise_hp_dw", "rowwise", "tensorwise")
-TRITON = "rowwise, Triton casts"
+TRITON, APART = "rowwise, Triton casts", "rowwise, casts apart"
 THEIR_RECIPES = dict(zip(RECIPES, ("rowwise_with_gw_hp", "rowwise", "tensorwise"), strict=True))
 BARS = read_bars("fp8", ("bf16", "torchao", "final", "means"))  # the last two are of fp8_curve.py
 JUDGED = dict(hidden=4096, heads=32, kv_heads=8, ffn=14336, blocks=8)
@@ -99,15 +100,14 @@ def contestants(options: argparse.Namespace, opened: ExitStack) -> Iterator[Cont
     ids = torch.randint(WORDS, (options.rows, options.length), generator=generator)
     weights: dict[str, Tensor] = {}
     yield Contestant(BF16, step_of(engine_model(options, opened, "bf16", weights), ids))
-    names = [
-        f"{who} {recipe}" for who, recipes in ((OURS, (*RECIPES, TRITON)), (TORCHAO, RECIPES)) for recipe in recipes
-    ]
+    ours = (*RECIPES, APART if options.backend == "none" else TRITON)
+    names = [f"{who} {recipe}" for who, recipes in ((OURS, ours), (TORCHAO, RECIPES)) for recipe in recipes]
     for name in chosen(names, options.only):
         recipe = name.removeprefix(OURS).removeprefix(TORCHAO).strip()
         if name.startswith(OURS):
             precision = dict(name="bf16", matmul="fp8", recipe=recipe.partition(",")[0])
             step = step_of(engine_model(options, opened, precision, weights), ids)
-            yield Contestant(name, partial(in_triton, step) if recipe == TRITON else step)
+            yield Contestant(name, partial(WAYS[recipe], step) if recipe in WAYS else step)
             continue
         try:
             yield Contestant(name, step_of(torchao_model(options, opened, recipe, weights), ids))
@@ -129,6 +129,18 @@ def in_triton(step: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         return step()
     with kernels.use("triton"):
         return step()
+
+
+def with_casts_apart(step: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Take a step in which each product casts its own operands."""
+    from meshfold.kernels import casts_apart
+
+    with casts_apart():
+        return step()
+
+
+WAYS = {TRITON: in_triton, APART: with_casts_apart}
+"""Steps of contestants that are no recipes of their own."""
 
 
 def engine_model(

@@ -192,10 +192,12 @@ def test_fp8_is_measured_without_a_gpu(backend: str, tmp_path: Path) -> None:
     assert found["error"]["ours, bf16"] < 1e-6
     assert all(1e-6 < found["error"][name] < 0.03 for name in ours), found["error"]
     assert "| ours, fp8 rowwise_hp_dw |" in out.with_suffix(".md").read_text()
-    words = ["--blocks", "1", "--backend", "none", "--only", "ours, fp8 rowwise", "ours, fp8 t"]
+    words = ["--blocks", "1", "--backend", "none", "--only", "ours, fp8 rowwise", "ours, fp8 rowwise, c", "ours, fp8 t"]
     assert main(["bench", "fp8", "--tiny", *words, "--out", str(out)]) == 0
-    found = json.loads(out.read_text())["milliseconds"]
-    assert [*found] == ["ours, bf16", "ours, fp8 rowwise", "ours, fp8 tensorwise"]
+    found = json.loads(out.read_text())
+    ours = ["ours, fp8 rowwise", "ours, fp8 tensorwise", "ours, fp8 rowwise, casts apart"]
+    assert [*found["milliseconds"]] == ["ours, bf16", *ours]
+    assert found["error"][ours[0]] == found["error"][ours[2]] != found["error"][ours[1]]
 
 
 def test_a_loss_curve_in_fp8_is_measured_without_a_gpu(tmp_path: Path) -> None:

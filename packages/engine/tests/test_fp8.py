@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.kernels import Fp8Tensor, fp8
+from meshfold.kernels import Fp8Tensor, activations, casts_apart, fp8, norms
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig, build
@@ -230,6 +230,24 @@ def test_operands_of_stages_are_those_of_the_micro_batches_in_one_process() -> N
 def test_several_ranks_train_a_hugging_face_model_as_one(spec: str) -> None:
     size, parallel = SPECS[spec]
     run_on_ranks(size, compare, hugging_face, "rowwise", parallel, alone(hugging_face, "rowwise"))
+
+
+@pytest.mark.parametrize("model", [llama, hugging_face])
+@pytest.mark.parametrize("given", [{}, dict(recompute="blocks"), dict(gradient_accumulation=2)], ids=str)
+def test_kernels_that_write_operands_change_no_bit(
+    model: Callable[[], nn.Module], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = dict(norm=True, gated=True, residual=True)
+    with casts_apart():
+        wanted, _ = losses(model, in_fp8("rowwise"), steps=3, kernels=kernels, **given)
+    written: list[torch.Size] = []
+    for module in (norms, activations):  # casts that are written with a result
+        own = module.cast_rows
+        monkeypatch.setattr(module, "cast_rows", lambda y, own=own: written.append(y.shape) or own(y))
+    found, _ = losses(model, in_fp8("rowwise"), steps=3, kernels=kernels, **given)
+    assert found == wanted
+    widths = [shape[-1] for shape in written]
+    assert widths.count(64) >= 8 and widths.count(128) >= 4, widths  # two layers in the two last steps
 
 
 def first_operands(recipe: str, parallel: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:

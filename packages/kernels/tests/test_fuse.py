@@ -276,7 +276,9 @@ def test_a_sum_is_made_by_the_norm_behind_it(case: str, monkeypatch: pytest.Monk
     sums: list[Tensor] = []
     for kernel in ("add_rms_norm", "add_layer_norm"):
         own = getattr(norms_module, kernel)
-        monkeypatch.setattr(norms_module, kernel, lambda x, *rest, own=own: sums.append(x) or own(x, *rest))
+        monkeypatch.setattr(
+            norms_module, kernel, lambda x, *rest, own=own, **given: sums.append(x) or own(x, *rest, **given)
+        )
     for got, expected in zip(gradients(model, x), want, strict=True):
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
     assert len(sums) == len(names) and list(model.state_dict()) == state

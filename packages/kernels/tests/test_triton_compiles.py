@@ -15,7 +15,9 @@ from torch import Tensor
 
 from meshfold import kernels as K
 from meshfold.kernels import dispatch
+from meshfold.kernels.activations import gated_and_cast
 from meshfold.kernels.fp8_casts import cast_both, cast_scaled, turn
+from meshfold.kernels.norms import whole_and_cast
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -124,6 +126,10 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         for turned in (x.detach(), x.detach().t()):
             K.to_fp8(turned, rows=True)
         dispatch.twin(cast_both, x)(x.detach())
+        for centred in (False, True):
+            dispatch.twin(whole_and_cast, x)(x.detach(), None, w.detach(), None, 1e-5, centred)
+        wide = torch.zeros(8, 28672, dtype=torch.bfloat16)
+        dispatch.twin(gated_and_cast, x)(*wide.chunk(2, 1))
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
     for along, count in (("rows", x.shape[0]), ("columns", x.shape[1]), ("none", 1)):
         dispatch.twin(cast_scaled, x)(x.detach(), torch.ones(count), values, along)
@@ -206,6 +212,7 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "norms._gradient_sums",
         "norms._gradients",
         "activations._gated",
+        "activations._gated_cast",
         "activations._gated_gradients",
         "activations._weighted",
         "activations._weighted_gradients",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from meshfold import kernels as K
 from meshfold.kernels import dispatch
-from meshfold.kernels.fp8_casts import cast_both, cast_scaled, turn
+from meshfold.kernels.activations import gated, gated_and_cast
+from meshfold.kernels.fp8_casts import cast_both, cast_rows, cast_scaled, turn
+from meshfold.kernels.norms import whole, whole_and_cast
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not torch.cuda.is_available() and not INTERPRETED:
@@ -81,7 +84,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.mark.parametrize("shape", [(5, 32), (1, 1), (260, 9), (1, 4200)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 32), (1, 1), (260, 9), (1, 4200), (24, 300)], ids=str)
 @dtypes
 def test_fp8_casts_have_the_bits_of_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = seeded(*shape, dtype=dtype)
@@ -117,6 +120,37 @@ def test_casts_with_given_scales_have_the_bits_of_the_reference(shape: tuple[int
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), along
     turned = dispatch.twin(turn, rows)(got, rows)
     assert turned.is_contiguous() and torch.equal(turned.view(torch.uint8), got.view(torch.uint8).t())
+
+
+def test_scales_are_those_of_the_reference_next_to_every_power_of_two() -> None:
+    powers = torch.arange(-126, 128, device=DEVICE).float().exp2()
+    near = torch.tensor([0x3FDFFFFF, 0x3FE00000, 0x3FE00001, 0x3F800000, 0x3FFFFFFF], dtype=torch.int32, device=DEVICE)
+    x = (powers[:, None] * near.view(torch.float32)).flatten()[:, None]  # 1.75 is where the exponent changes
+    got = K.to_fp8(x, rows=True)
+    with K.use("reference"):
+        want = K.to_fp8(x, rows=True)
+    assert torch.equal(got.inverse, want.inverse) and torch.equal(got.values.float(), want.values.float())
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (70, 9), (2, 4200)], ids=str)
+def test_operands_written_with_a_result_have_the_bits_of_its_cast(shape: tuple[int, int]) -> None:
+    x, other = seeded(*shape, dtype=torch.bfloat16), seeded(*shape, dtype=torch.bfloat16, seed=1)
+    x[0, 0], x[-1, -1] = 3e4, 0.0
+    w, b = (seeded(shape[1], dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+    for residual, bias, centred in product((None, other), (None, b), (False, True)):
+        if bias is None or centred:
+            made = dispatch.twin(whole_and_cast, x)(x, residual, w, bias, 1e-5, centred)
+            plain = dispatch.twin(whole, x)(x, residual, w, bias, 1e-5, centred)
+            same_cast(made[0], plain[0], made[4:])
+    for kind in ("silu", "gelu tanh"):
+        result = dispatch.twin(gated_and_cast, x)(x, other, kind)
+        same_cast(result[0], dispatch.twin(gated, x)(x, other, kind), result[1:])
+
+
+def same_cast(y: Tensor, want: Tensor, cast: tuple[Tensor, ...]) -> None:
+    assert torch.equal(y, want)
+    values, inverse = cast_rows(y)
+    assert torch.equal(cast[0].view(torch.uint8), values.view(torch.uint8)) and torch.equal(cast[1], inverse)
 
 
 @shapes

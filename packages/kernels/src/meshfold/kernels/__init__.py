@@ -45,7 +45,6 @@ from meshfold.kernels.fp8 import (
     Fp8Maximum,
     Fp8Recipe,
     Fp8Tensor,
-    bind_fp8_matmul,
     fp8_cast_weight,
     fp8_gradient_casts,
     fp8_input_gradient,
@@ -54,6 +53,8 @@ from meshfold.kernels.fp8 import (
     fp8_weight_gradient,
     to_fp8,
 )
+from meshfold.kernels.fp8_inputs import FP8_SOURCE, Fp8Source, casts_apart, shared_columns
+from meshfold.kernels.fp8_products import bind_fp8_matmul, fp8_backward, fp8_forward
 from meshfold.kernels.fp8_roofline import Fp8Speeds, fp8_gain
 from meshfold.kernels.fp8_shard import Fp8Shard, weight_scales
 from meshfold.kernels.fp8_weight import Fp8Operands, Fp8Weight, Fp8WeightError, fp8_operand
@@ -125,6 +126,7 @@ __all__ = [
     "CACHE_FORMS",
     "FP8_MULTIPLE",
     "FP8_RECIPES",
+    "FP8_SOURCE",
     "LAYERWISE",
     "NF4_BLOCK",
     "PACKED_FORMATS",
@@ -137,6 +139,7 @@ __all__ = [
     "Fp8Operands",
     "Fp8Recipe",
     "Fp8Shard",
+    "Fp8Source",
     "Fp8Speeds",
     "Fp8Tensor",
     "Fp8Weight",
@@ -169,12 +172,15 @@ __all__ = [
     "bias_gelu",
     "bind_fp8_matmul",
     "came_distance_lists",
+    "casts_apart",
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",
     "factored_apply_lists",
     "factored_limit_lists",
+    "fp8_backward",
     "fp8_cast_weight",
+    "fp8_forward",
     "fp8_gain",
     "fp8_gradient_casts",
     "fp8_input_gradient",
@@ -217,6 +223,7 @@ __all__ = [
     "rms_norm_stats",
     "row_product",
     "segment_attention",
+    "shared_columns",
     "split_master",
     "square_sum_lists",
     "sum_exp_and_target",

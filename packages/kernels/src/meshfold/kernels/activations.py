@@ -19,15 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.fp8 import Fp8Tensor
+from meshfold.kernels.fp8_casts import cast_rows
+from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
 from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype, contiguous_like
 
 Activation = Literal["silu", "gelu", "gelu tanh"]
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, source: Fp8Source | None = None) -> Tensor:
     """silu(gate) * up of a fused projection: ``... (2 f) -> ... f``, gate in the first half, up in the second.
 
     The backward writes the gradient of both halves into one tensor.
+
+    Args:
+        gate_up: both, side by side.
+        source: of results that fp8 products may read: once they do, the same kernel writes their operand.
 
     Raises:
         ValueError: if the last dim is odd.
@@ -39,7 +46,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         gate, up = gate_up.chunk(2, -1)
         return gated(gate, up)
-    y: Tensor = _Fused.apply(gate_up)
+    y: Tensor = _Fused.apply(gate_up, source)
     return y
 
 
@@ -68,8 +75,8 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, filled: Tensor | None = No
     return y
 
 
-def swiglu2(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of two tensors: ``... f, ... f -> ... f``, in the dtype of ``gate``.
+def swiglu2(gate: Tensor, up: Tensor, *, source: Fp8Source | None = None) -> Tensor:
+    """silu(gate) * up of two tensors: ``... f, ... f -> ... f``, in the dtype of ``gate``; ``source`` as of :func:`swiglu`.
 
     Raises:
         ValueError: if the shapes differ.
@@ -77,16 +84,17 @@ def swiglu2(gate: Tensor, up: Tensor) -> Tensor:
     check_alike("gate and up", gate, up)
     if torch.compiler.is_compiling():
         return gated(gate, up)
-    y: Tensor = _Separate.apply(gate, up, "silu")
+    y: Tensor = _Separate.apply(gate, up, "silu", source)
     return y
 
 
-def geglu2(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+def geglu2(gate: Tensor, up: Tensor, approximate: str = "none", *, source: Fp8Source | None = None) -> Tensor:
     """gelu(gate) * up of two tensors: ``... f, ... f -> ... f``, in the dtype of ``gate``.
 
     Args:
         gate, up: of one shape.
         approximate: ``"none"`` for the exact GELU (erf), ``"tanh"`` for its approximation, as in Gemma; torch's names.
+        source: as of :func:`swiglu`.
 
     Raises:
         ValueError: for another word, or if the shapes differ.
@@ -95,17 +103,17 @@ def geglu2(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     kind: Activation = "gelu tanh" if _is_tanh(approximate) else "gelu"
     if torch.compiler.is_compiling():
         return gated(gate, up, kind)
-    y: Tensor = _Separate.apply(gate, up, kind)
+    y: Tensor = _Separate.apply(gate, up, kind, source)
     return y
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, source: Fp8Source | None) -> Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = as_rows(gate_up).chunk(2, 1)
         ctx.gradients = dispatch.twin(gated_gradients, gate_up)
-        y = dispatch.twin(gated, gate_up)(gate, up)
+        y = _forward(gate, up, "silu", source)
         return y.reshape(*gate_up.shape[:-1], gate.shape[1])
 
     @staticmethod
@@ -115,7 +123,7 @@ class _Fused(torch.autograd.Function):
         rows = as_rows(gate_up)
         gradient = contiguous_like(rows)
         ctx.gradients(as_rows(dy), *rows.chunk(2, 1), *gradient.chunk(2, 1))
-        return gradient.view(gate_up.shape)
+        return gradient.view(gate_up.shape), None
 
 
 class _Weighted(torch.autograd.Function):
@@ -138,10 +146,10 @@ class _Weighted(torch.autograd.Function):
 
 class _Separate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Activation, source: Fp8Source | None) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.gradients, ctx.kind = dispatch.twin(gated_gradients, gate), kind
-        y = dispatch.twin(gated, gate)(as_rows(gate), as_rows(up), kind)
+        y = _forward(as_rows(gate), as_rows(up), kind, source)
         return y.reshape(gate.shape)
 
     @staticmethod
@@ -151,7 +159,20 @@ class _Separate(torch.autograd.Function):
         rows, others = as_rows(gate), as_rows(up)
         dgate, dup = contiguous_like(rows), contiguous_like(others)
         ctx.gradients(as_rows(dy), rows, others, dgate, dup, ctx.kind)
-        return dgate.view(gate.shape), dup.view(up.shape), None
+        return dgate.view(gate.shape), dup.view(up.shape), None, None
+
+
+def _forward(gate: Tensor, up: Tensor, kind: Activation, source: Fp8Source | None) -> Tensor:
+    """Return the product of rows, and offer it to fp8 products, with its cast if they have asked for it."""
+    if source is None or gate.dtype is not torch.bfloat16:
+        return dispatch.twin(gated, gate)(gate, up, kind)
+    if not source.writes:
+        y = dispatch.twin(gated, gate)(gate, up, kind)
+        offer_input(y, source)
+        return y
+    y, values, inverse = dispatch.twin(gated_and_cast, gate)(gate, up, kind)
+    offer_input(y, source, Fp8Tensor(values=values, inverse=inverse))
+    return y
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
@@ -203,6 +224,12 @@ def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
     """``m f, m f -> m f``: activation(gate) * up in the dtype of gate; differentiable."""
     dtype = compute_dtype(gate)
     return (_activated(gate.to(dtype), kind) * up.to(dtype)).to(gate.dtype)
+
+
+def gated_and_cast(gate: Tensor, up: Tensor, kind: Activation = "silu") -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`gated`, and it in e4m3 with the inverse of a scale for each row, as :func:`.fp8_casts.cast_rows` makes them."""
+    y = gated(gate, up, kind)
+    return y, *cast_rows(y)
 
 
 def gated_gradients(

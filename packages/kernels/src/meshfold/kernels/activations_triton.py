@@ -10,9 +10,11 @@ from torch import Tensor
 from meshfold.kernels import activations as plain
 from meshfold.kernels._triton import launch, programs, tile
 from meshfold.kernels.activations import Activation
+from meshfold.kernels.fp8_casts_triton import cast_rows, converts, magnitude, rounded, row_scale, scale_inverse
 from meshfold.kernels.inputs import contiguous_like
 
 _WIDEST_BLOCK = 1024
+_WIDEST_ROW = 16384  # elements that the registers of a program hold
 _KINDS = {"silu": 0, "gelu": 1, "gelu tanh": 2}
 
 
@@ -42,6 +44,34 @@ def _gated(
     u = tl.load(up + row * up_stride + column, mask=mask).to(tl.float32)
     value = _activation(g, KIND) * u
     tl.store(y + row * columns + column, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_cast(
+    gate,
+    up,
+    y,
+    values,
+    inverse,
+    columns,
+    gate_stride,
+    up_stride,
+    KIND: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute a row, which stays in registers, and write it twice: as it is, and in e4m3 with the inverse of its scale."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    mask = column < columns
+    g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value = (_activation(g, KIND) * u).to(y.dtype.element_ty)
+    tl.store(y + row * columns + column, value, mask=mask)
+    value = value.to(tl.float32)
+    scale = row_scale(tl.max(magnitude(value), axis=0))
+    tl.store(inverse + row, scale_inverse(scale))
+    tl.store(values + row * columns + column, rounded(value * scale, CONVERTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -250,6 +280,21 @@ def gated(gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
         num_warps=warps,
     )
     return y
+
+
+def gated_and_cast(gate: Tensor, up: Tensor, kind: Activation = "silu") -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = gate.shape
+    if columns > _WIDEST_ROW:
+        y = gated(gate, up, kind)
+        return y, *cast_rows(y)
+    y = contiguous_like(gate)
+    values = torch.empty(gate.shape, dtype=torch.uint8, device=gate.device)
+    inverse = torch.empty(rows, 1, dtype=torch.float32, device=gate.device)
+    wide = triton.next_power_of_2(columns)
+    settings = dict(KIND=_KINDS[kind], CONVERTS=converts(gate), COLUMNS=wide, num_warps=16 if wide > 4096 else 4)
+    strides = gate.stride(0), up.stride(0)
+    launch(_gated_cast, (rows,), gate, gate, up, y, values, inverse, columns, *strides, **settings)
+    return y, values.view(torch.float8_e4m3fn), inverse
 
 
 def gated_gradients(

@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -297,32 +297,9 @@ def fp8_gradient_casts(
     return casts.make_both() if all(wants) and recipe.weight_gradient else casts
 
 
-def bind_fp8_matmul(recipe: Fp8Recipe, maximum: Fp8Maximum | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the differentiable product ``.. k, n k -> .. n`` of one recipe; torch.compile can trace it.
-
-    ``maximum``: takes an amax over the ranks that hold the rest of the operands; None if there are none.
-    """
-
-    class Fp8Matmul(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w)
-            return fp8_output(x, w, recipe, maximum)
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> Any:
-            x, w = ctx.saved_tensors
-            wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-            casts = fp8_gradient_casts(dy, recipe, maximum, wants=wants)
-            dx = fp8_input_gradient(casts, w, recipe, maximum) if wants[0] else None
-            dw = fp8_weight_gradient(casts, x, recipe, maximum) if wants[1] else None
-            return dx, dw
-
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = Fp8Matmul.apply(x.reshape(-1, x.shape[-1]), w)
-        return y.view(*x.shape[:-1], w.shape[0])
-
-    return product
+def scaled_alone(recipe: Fp8Recipe, maximum: Fp8Maximum | None) -> bool:
+    """Return True if an input's cast for y has a scale for each row, a power of 2, that this rank finds by itself."""
+    return recipe.rows and not recipe.block and _over(maximum, recipe, "m", "k") is None
 
 
 def _cast(

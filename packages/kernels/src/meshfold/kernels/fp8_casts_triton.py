@@ -23,24 +23,33 @@ from meshfold.kernels.fp8_casts import Cast
 _COLUMNS = 4096  # at a time of a row
 _TILE = 64
 _TALL = 128  # rows of a tile that is turned: so many bytes of a column are written together
-_AMAX_TILE = (32, 128)  # rows and columns
+_AMAX_TILE = (16, 256)  # rows and columns
 _MOST_PARTS = 64  # of the rows, each of which gives a partial amax of a column
 _PART_ROWS = 128  # at least
 _CONVERTS = (8, 9)  # compute capability from which on a GPU rounds to e4m3 itself
 
 
 @triton.jit
-def _size(value):
+def magnitude(value):
     """Magnitude, infinity for nan."""
     size = tl.abs(value)
     return tl.where(size < float("inf"), size, float("inf"))
 
 
 @triton.jit
-def _scale(amax):
-    least = tl.maximum(amax.to(tl.float64), 1e-30)
-    scale = (448.0 / least).to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+def row_scale(amax):
+    """Power of 2 below 448 / amax, from the bits of both: 448 is 1.75 * 2**8. nan for infinity."""
+    bits = tl.maximum(amax, 1e-30).to(tl.int32, bitcast=True)
+    above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scale = ((262 - above) << 23) - (bits & 0x7F800000)
     return tl.where(amax < float("inf"), scale.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
+def scale_inverse(scale):
+    """Reciprocal of a power of 2, from its bits; nan for nan."""
+    inverse = (254 << 23) - scale.to(tl.int32, bitcast=True)
+    return tl.where(scale == scale, inverse.to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
@@ -58,7 +67,7 @@ def _e4m3(value):
 
 
 @triton.jit
-def _rounded(value, CONVERTS: tl.constexpr):
+def rounded(value, CONVERTS: tl.constexpr):
     """:func:`_e4m3`, by the GPU's own instruction where it has one."""
     if CONVERTS:
         return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -73,13 +82,13 @@ def _rows(x, values, inverse, columns, stride, COLUMNS: tl.constexpr, CONVERTS: 
     amax = tl.zeros((COLUMNS,), dtype=tl.float32)
     for start in range(0, columns, COLUMNS):
         given = tl.load(x + row * stride + start + column, mask=start + column < columns, other=0.0)
-        amax = tl.maximum(amax, _size(given.to(tl.float32)))
-    scale = _scale(tl.max(amax, axis=0))
-    tl.store(inverse + row, 1.0 / scale)
+        amax = tl.maximum(amax, magnitude(given.to(tl.float32)))
+    scale = row_scale(tl.max(amax, axis=0))
+    tl.store(inverse + row, scale_inverse(scale))
     for start in range(0, columns, COLUMNS):
         mask = start + column < columns
         given = tl.load(x + row * stride + start + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(values + row * columns + start + column, _rounded(given * scale, CONVERTS), mask=mask)
+        tl.store(values + row * columns + start + column, rounded(given * scale, CONVERTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,16 +97,44 @@ def _amax(x, amax, rows, columns, stride, each, BOTH: tl.constexpr, HIGH: tl.con
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     first = tl.program_id(1) * each
     last = tl.minimum(first + each, rows)
-    found = tl.zeros((WIDE,), dtype=tl.float32)
+    found = tl.zeros((HIGH, WIDE), dtype=tl.float32)  # its rows are brought together once, at the end
     for start in range(first, last, HIGH):
         row = start + tl.arange(0, HIGH)
         mask = (row < last)[:, None] & (column < columns)[None, :]
         given = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
-        size = _size(given.to(tl.float32))
-        found = tl.maximum(found, tl.max(size, axis=0))
+        size = magnitude(given.to(tl.float32))
+        found = tl.maximum(found, size)
         if BOTH:
             tl.atomic_max(amax + columns + row, tl.max(size, axis=1).to(tl.int32, bitcast=True), mask=row < last)
-    tl.atomic_max(amax + column, found.to(tl.int32, bitcast=True), mask=column < columns)
+    tl.atomic_max(amax + column, tl.max(found, axis=0).to(tl.int32, bitcast=True), mask=column < columns)
+
+
+@triton.jit
+def _cast_tile(
+    x,
+    amax,
+    values,
+    inverse,
+    row,
+    column,
+    scale,
+    rows,
+    columns,
+    stride,
+    BOTH: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):
+    """Return some rows of a tile in e4m3 by the scales of columns, as int32; BOTH: write them by the scales of rows."""
+    in_rows, in_columns = row < rows, column < columns
+    mask = in_rows[:, None] & in_columns[None, :]
+    given = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if BOTH:
+        by = row_scale(tl.load(amax + columns + row, mask=in_rows, other=0).to(tl.float32, bitcast=True))
+        if tl.program_id(1) == 0:
+            tl.store(inverse + row, scale_inverse(by), mask=in_rows)
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(values + place, rounded(given * by[:, None], CONVERTS), mask=mask)
+    return rounded(given * scale[None, :], CONVERTS).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -112,27 +149,47 @@ def _columns(
     columns,
     stride,
     BOTH: tl.constexpr,
+    FOURS: tl.constexpr,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):
-    row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
+    """Cast a tile and turn it. FOURS: rows come in fours; those of a column are turned as one number of 32 bits, ``turned``'s."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    in_rows, in_columns = row < rows, column < columns
-    mask = in_rows[:, None] & in_columns[None, :]
-    given = tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    scale = _scale(tl.load(amax + column, mask=in_columns, other=0).to(tl.float32, bitcast=True))
+    in_columns = column < columns
+    scale = row_scale(tl.load(amax + column, mask=in_columns, other=0).to(tl.float32, bitcast=True))
     if tl.program_id(0) == 0:
-        tl.store(turned_inverse + column, 1.0 / scale, mask=in_columns)
-    cast = tl.trans(_rounded(given * scale[None, :], CONVERTS))
-    place = column.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(turned + place, cast, mask=in_columns[:, None] & in_rows[None, :])
-    if BOTH:
-        scale = _scale(tl.load(amax + columns + row, mask=in_rows, other=0).to(tl.float32, bitcast=True))
-        if tl.program_id(1) == 0:
-            tl.store(inverse + row, 1.0 / scale, mask=in_rows)
-        place = row.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(values + place, _rounded(given * scale[:, None], CONVERTS), mask=mask)
+        tl.store(turned_inverse + column, scale_inverse(scale), mask=in_columns)
+    if FOURS:
+        four = tl.program_id(0) * (HIGH // 4) + tl.arange(0, HIGH // 4)
+        word = _cast_tile(
+            x, amax, values, inverse, four * 4, column, scale, rows, columns, stride, BOTH=BOTH, CONVERTS=CONVERTS
+        )
+        for part in tl.static_range(1, 4):
+            byte = _cast_tile(
+                x,
+                amax,
+                values,
+                inverse,
+                four * 4 + part,
+                column,
+                scale,
+                rows,
+                columns,
+                stride,
+                BOTH=BOTH,
+                CONVERTS=CONVERTS,
+            )
+            word = word | (byte << (8 * part))
+        place = column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]
+        tl.store(turned + place, tl.trans(word), mask=in_columns[:, None] & (four * 4 < rows)[None, :])
+    else:
+        row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
+        byte = _cast_tile(
+            x, amax, values, inverse, row, column, scale, rows, columns, stride, BOTH=BOTH, CONVERTS=CONVERTS
+        )
+        place = column.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(turned + place, tl.trans(byte.to(tl.uint8)), mask=in_columns[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
@@ -147,7 +204,7 @@ def _scaled(x, scale, values, columns, ALONG: tl.constexpr, COLUMNS: tl.constexp
         by = tl.load(scale + column, mask=mask, other=1.0)
     else:
         by = tl.load(scale)
-    tl.store(values + row * columns + column, _rounded(given * by, CONVERTS), mask=mask)
+    tl.store(values + row * columns + column, rounded(given * by, CONVERTS), mask=mask)
 
 
 @triton.jit
@@ -210,8 +267,10 @@ def _cast_turned(x: Tensor, *, both: bool) -> tuple[Cast, Cast]:
     sizes = (rows, columns, x.stride(0))
     launch(_amax, grid, x, x, amax, *sizes, triton.cdiv(rows, parts), BOTH=both, HIGH=high, WIDE=wide, num_warps=4)
     grid = (triton.cdiv(rows, _TALL), triton.cdiv(columns, _TILE))
-    settings = dict(BOTH=both, HIGH=_TALL, WIDE=_TILE, CONVERTS=converts(x), num_warps=8)
-    launch(_columns, grid, x, x, amax, values, inverse, turned, turned_inverse, *sizes, **settings)
+    fours = rows % 4 == 0
+    settings = dict(BOTH=both, FOURS=fours, HIGH=_TALL, WIDE=_TILE, CONVERTS=converts(x), num_warps=8)
+    to = turned.view(torch.int32) if fours else turned
+    launch(_columns, grid, x, x, amax, values, inverse, to, turned_inverse, *sizes, **settings)
     return (values.view(torch.float8_e4m3fn), inverse), (turned.view(torch.float8_e4m3fn), turned_inverse)
 
 

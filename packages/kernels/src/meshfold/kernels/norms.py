@@ -32,16 +32,20 @@ import torch
 from torch import Tensor
 
 from meshfold.kernels import dispatch
+from meshfold.kernels.fp8 import Fp8Tensor
+from meshfold.kernels.fp8_casts import cast_rows
+from meshfold.kernels.fp8_inputs import Fp8Source, offer_input
 from meshfold.kernels.inputs import as_rows, check_alike, check_vector, compute_dtype
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, source: Fp8Source | None = None) -> Tensor:
     """RMSNorm of every row: ``... h, h -> ... h``.
 
     Args:
         x: rows of h elements.
         weight: [h], in any floating dtype, or None.
         eps: added to the mean square.
+        source: of results that fp8 products may read: once they do, the same kernel writes their operand.
 
     Returns:
         The shape and dtype of ``x``.
@@ -52,11 +56,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6) -> Tensor:
     check_vector("weight", weight, x.shape[-1])
     if torch.compiler.is_compiling():
         return _plain_rms_norm(x, weight, eps)
-    y: Tensor = _Norm.apply(x, weight, None, eps, False)
+    y: Tensor = _Norm.apply(x, weight, None, eps, False, source)
     return y
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, *, source: Fp8Source | None = None
+) -> Tensor:
     """LayerNorm of every row: ``... h, h, h -> ... h``.
 
     Args:
@@ -64,6 +70,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
         weight: [h] or None.
         bias: [h] or None.
         eps: added to the variance.
+        source: as of :func:`rms_norm`.
 
     Returns:
         The shape and dtype of ``x``.
@@ -75,11 +82,13 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     check_vector("bias", bias, x.shape[-1])
     if torch.compiler.is_compiling():
         return _plain_layer_norm(x, weight, bias, eps)
-    y: Tensor = _Norm.apply(x, weight, bias, eps, True)
+    y: Tensor = _Norm.apply(x, weight, bias, eps, True, source)
     return y
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, source: Fp8Source | None = None
+) -> tuple[Tensor, Tensor]:
     """Residual add and RMSNorm in one pass: ``... h, ... h, h -> (... h, ... h)``.
 
     Args:
@@ -87,6 +96,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float 
         residual: the residual stream, of the same shape; may be wider than ``x`` (float32 beside bfloat16).
         weight: [h] or None.
         eps: added to the mean square.
+        source: as of :func:`rms_norm`.
 
     Returns:
         (y, new_residual): new_residual is x + residual, rounded to the residual's dtype; y is the RMSNorm of
@@ -100,12 +110,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float 
     if torch.compiler.is_compiling():
         summed = _add(x, residual)
         return _plain_rms_norm(summed, weight, eps, x.dtype), summed
-    y, summed = _AddNorm.apply(x, residual, weight, None, eps, False)
+    y, summed = _AddNorm.apply(x, residual, weight, None, eps, False, source)
     return y, summed
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    source: Fp8Source | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Residual add and LayerNorm in one pass; like :func:`add_rms_norm` otherwise."""
     check_alike("x and residual", x, residual)
@@ -114,16 +130,23 @@ def add_layer_norm(
     if torch.compiler.is_compiling():
         summed = _add(x, residual)
         return _plain_layer_norm(summed, weight, bias, eps, x.dtype), summed
-    y, summed = _AddNorm.apply(x, residual, weight, bias, eps, True)
+    y, summed = _AddNorm.apply(x, residual, weight, bias, eps, True, source)
     return y, summed
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+        source: Fp8Source | None,
+    ) -> Tensor:
         ctx.gradients = dispatch.twin(gradients, x)
-        rows = as_rows(x)
-        y, _, mean, rstd = dispatch.twin(whole, x)(rows, None, weight, bias, eps, centred)
+        y, _, mean, rstd = _forward(x, None, weight, bias, eps, centred, source)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.reshape(x.shape)
@@ -132,7 +155,7 @@ class _Norm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx, dweight, dbias = _backward(ctx, dy, None)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -145,9 +168,10 @@ class _AddNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
+        source: Fp8Source | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.gradients = dispatch.twin(gradients, x)
-        y, summed, mean, rstd = dispatch.twin(whole, x)(as_rows(x), as_rows(residual), weight, bias, eps, centred)
+        y, summed, mean, rstd = _forward(x, residual, weight, bias, eps, centred, source)
         y, summed = y.reshape(x.shape), summed.reshape(x.shape)
         ctx.save_for_backward(summed, weight, mean, rstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -163,7 +187,29 @@ class _AddNorm(torch.autograd.Function):
             dweight = dbias = None
         else:
             dx, dweight, dbias = _backward(ctx, dy, dsummed)
-        return None if dx is None else dx.to(ctx.x_dtype), dx, dweight, dbias, None, None
+        return None if dx is None else dx.to(ctx.x_dtype), dx, dweight, dbias, None, None, None
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    source: Fp8Source | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Return :func:`whole` of rows, and offer y to fp8 products, with its cast if they have asked for it."""
+    rows, others = as_rows(x), None if residual is None else as_rows(residual)
+    if source is None or x.dtype is not torch.bfloat16:
+        return dispatch.twin(whole, x)(rows, others, weight, bias, eps, centred)
+    if not source.writes:
+        found = dispatch.twin(whole, x)(rows, others, weight, bias, eps, centred)
+        offer_input(found[0], source)
+        return found
+    y, summed, mean, rstd, values, inverse = dispatch.twin(whole_and_cast, x)(rows, others, weight, bias, eps, centred)
+    offer_input(y, source, Fp8Tensor(values=values, inverse=inverse))
+    return y, summed, mean, rstd
 
 
 def _backward(ctx: Any, dy: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -408,6 +454,14 @@ def whole(
     rstd = torch.rsqrt(row_sums(summed, mean, True) / hidden + eps)
     y = _affine(_centred(summed, mean) * rstd.unsqueeze(-1), weight, bias)
     return y.to(x.dtype), summed, mean, rstd
+
+
+def whole_and_cast(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Return :func:`whole`, and y in e4m3 with the inverse of a scale for each row, as :func:`.fp8_casts.cast_rows` makes them."""
+    y, summed, mean, rstd = whole(x, residual, weight, bias, eps, centred)
+    return y, summed, mean, rstd, *cast_rows(y)
 
 
 def _native(x: Tensor, *others: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshfold.kernels import norms as plain
 from meshfold.kernels._triton import launch, programs, tile
+from meshfold.kernels.fp8_casts_triton import converts, magnitude, rounded, row_scale, scale_inverse
 from meshfold.kernels.inputs import contiguous_like
 
 # Wider rows do not fit a block and go to the reference; no model has them.
@@ -39,6 +40,8 @@ def _normalise(
     summed,
     mean,
     rstd,
+    values,
+    inverse,
     rows,
     hidden,
     eps,
@@ -50,10 +53,15 @@ def _normalise(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CAST: tl.constexpr,
+    CONVERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """y = (v - mean) * rstd * weight + bias with v = x + residual; computes mean and rstd unless they are given."""
+    """y = (v - mean) * rstd * weight + bias with v = x + residual; computes mean and rstd unless they are given.
+
+    CAST: also write y in e4m3 with the inverse of a scale for each row.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < rows
@@ -84,6 +92,12 @@ def _normalise(
     if HAS_BIAS:
         value += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     _store_rows(y, row, hidden, column, mask, value)
+    if CAST:
+        value = value.to(y.dtype.element_ty).to(tl.float32)  # what a cast of y reads
+        by = row_scale(tl.max(tl.where(mask, magnitude(value), 0.0), axis=1))
+        tl.store(inverse + row, scale_inverse(by), mask=in_rows)
+        place = row.to(tl.int64)[:, None] * hidden + column[None, :]
+        tl.store(values + place, rounded(value * by[:, None], CONVERTS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -268,6 +282,21 @@ def whole(
     return y, summed, mean, rstd
 
 
+def whole_and_cast(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    if x.shape[1] > _WIDEST or (residual is not None and residual.dtype is torch.float64):
+        return plain.whole_and_cast(x, residual, weight, bias, eps, centred)
+    y = contiguous_like(x)
+    summed = x if residual is None else contiguous_like(residual)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if centred else None
+    values = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    inverse = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    _run_normalise(x, residual, weight, bias, y, summed, mean, rstd, eps, given=False, cast=(values, inverse))
+    return y, summed, mean, rstd, values.view(torch.float8_e4m3fn), inverse
+
+
 def _run_normalise(
     x: Tensor,
     residual: Tensor | None,
@@ -279,6 +308,7 @@ def _run_normalise(
     rstd: Tensor,
     eps: float,
     given: bool,
+    cast: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     rows, hidden = x.shape
     other = x if residual is None else residual
@@ -296,6 +326,7 @@ def _run_normalise(
         summed,
         rstd if mean is None else mean,
         rstd,
+        *((rstd, rstd) if cast is None else cast),
         rows,
         hidden,
         eps,
@@ -307,6 +338,8 @@ def _run_normalise(
         HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
+        CAST=cast is not None,
+        CONVERTS=converts(x),
         ROWS=high,
         COLUMNS=wide,
         num_warps=warps,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshfold.experts import balance_loss
-from meshfold.kernels import Segments, swiglu
+from meshfold.kernels import FP8_SOURCE, Segments, swiglu
 from meshfold.mesh.model_io import check_position_ids, ignore_document_starts
 from meshfold.models.attention import Attention, CausalMask, Rotary, fused
 from meshfold.models.config import LlamaConfig
@@ -25,7 +25,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(swiglu(self.gate_up(x)))
+        y: Tensor = self.down(swiglu(self.gate_up(x), source=self.__dict__.get(FP8_SOURCE)))
         return y
 
 

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshfold.kernels import Fp8Operands, Fp8Recipe, Fp8Tensor, fp8_operand
+from meshfold.kernels import Fp8Operands, Fp8Recipe, Fp8Source, Fp8Tensor, fp8_operand
 from meshfold.mesh.collectives import non_view_result
 from meshfold.mesh.parameters import defer_weight_grad
 from meshfold.tensor_parallel.matmul import lead_shape
 
-Forward = Callable[[Tensor, Fp8Tensor], Tensor]
-"""From x ``m k`` and the operand ``n k`` to y ``m n``, local."""
-Backward = Callable[[Tensor, Fp8Tensor, Tensor, tuple[bool, bool]], tuple[Tensor | None, Tensor | None]]
-"""From x, the operand ``k n``, dy and which are wanted to dx and dw."""
+Forward = Callable[[Tensor, Fp8Tensor, Tensor], tuple[Tensor, Fp8Source | None]]
+"""From x ``m k``, the operand ``n k`` and the weight or its values to y ``m n``, local, and what made x."""
+Backward = Callable[
+    [Tensor, Fp8Tensor, Tensor, tuple[bool, bool], Fp8Source | None], tuple[Tensor | None, Tensor | None]
+]
+"""From x, the operand ``k n``, dy, which are wanted, and what made x to dx and dw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,14 @@ def bind_fp8_cast_products(recipe: Fp8Recipe, forward: Forward, backward: Backwa
             ctx: Any, x: Tensor, w: Tensor, values: Tensor, inverse: Tensor, turned: Tensor, turned_inverse: Tensor
         ) -> Tensor:
             ctx.save_for_backward(x, turned, turned_inverse)
-            return non_view_result(forward(x, fp8_operand(values, inverse, recipe)), x)
+            y, ctx.source = forward(x, fp8_operand(values, inverse, recipe), w)
+            return non_view_result(y, x)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, turned, turned_inverse = ctx.saved_tensors
             wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-            dx, dw = backward(x, fp8_operand(turned, turned_inverse, recipe), dy, wants)
+            dx, dw = backward(x, fp8_operand(turned, turned_inverse, recipe), dy, wants, ctx.source)
             return dx, dw, None, None, None, None
 
     class DeferredCastMatmul(torch.autograd.Function):
@@ -61,14 +64,15 @@ def bind_fp8_cast_products(recipe: Fp8Recipe, forward: Forward, backward: Backwa
             ctx: Any, x: Tensor, values: Tensor, inverse: Tensor, turned: Tensor, turned_inverse: Tensor, ticket: Tensor
         ) -> Tensor:
             ctx.save_for_backward(x, turned, turned_inverse, ticket)
-            return non_view_result(forward(x, fp8_operand(values, inverse, recipe)), x)
+            y, _ = forward(x, fp8_operand(values, inverse, recipe), values)
+            return non_view_result(y, x)
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, turned, turned_inverse, ticket = ctx.saved_tensors
             dx = None
             if ctx.needs_input_grad[0]:
-                dx, _ = backward(x, fp8_operand(turned, turned_inverse, recipe), dy, (True, False))
+                dx, _ = backward(x, fp8_operand(turned, turned_inverse, recipe), dy, (True, False), None)
             return dx, None, None, None, None, defer_weight_grad(ticket, x, dy)
 
     def product(x: Tensor, w: Tensor, operands: Fp8Operands) -> Tensor:

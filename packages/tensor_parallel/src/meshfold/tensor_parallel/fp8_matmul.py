@@ -15,12 +15,14 @@ from meshfold.kernels import (
     Fp8Dim,
     Fp8Maximum,
     Fp8Recipe,
+    Fp8Source,
     Fp8Tensor,
     Fp8Weight,
+    fp8_forward,
     fp8_gradient_casts,
     fp8_input_gradient,
-    fp8_output,
     fp8_weight_gradient,
+    shared_columns,
 )
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.tensor_parallel.cost import Cost
@@ -100,7 +102,7 @@ class Fp8Gather:
         self, plan: MatmulPlan, mesh: Mesh, x: Tensor, w: Tensor, keep: frozenset[str]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         coming_x, coming_w = start_gather(plan, mesh, "x", x), start_gather(plan, mesh, "w", w)
-        return self._forward(plan, mesh, coming_x, coming_w.wait()), None, None
+        return self._forward(plan, mesh, coming_x, coming_w.wait(), w)[0], None, None
 
     def backward(
         self,
@@ -117,9 +119,11 @@ class Fp8Gather:
         coming_w = start_gather(plan, mesh, "w", w) if wants[0] else None
         return self._backward(plan, mesh, x, None if coming_w is None else coming_w.wait, coming_dy, wants)
 
-    def _forward(self, plan: MatmulPlan, mesh: Mesh, coming_x: Pending, w: Tensor | Fp8Tensor) -> Tensor:
-        partial = fp8_output(coming_x.wait(), w, self._recipe, self._maximum)
-        return start_leave(plan, mesh, "y", partial).wait()
+    def _forward(
+        self, plan: MatmulPlan, mesh: Mesh, coming_x: Pending, w: Tensor | Fp8Tensor, weight: Tensor
+    ) -> tuple[Tensor, Fp8Source | None]:
+        partial, source = fp8_forward(coming_x.wait(), w, self._recipe, self._maximum, weight=weight)
+        return start_leave(plan, mesh, "y", partial).wait(), source
 
     def _backward(
         self,
@@ -129,6 +133,7 @@ class Fp8Gather:
         w: Callable[[], Tensor | Fp8Tensor] | None,
         coming_dy: Pending,
         wants: tuple[bool, bool],
+        source: Fp8Source | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         recipe, maximum = self._recipe, self._maximum
         coming_x = start_gather(plan, mesh, "x", x) if wants[1] else None
@@ -137,7 +142,8 @@ class Fp8Gather:
         if w is not None:
             leaving_dx = start_leave(plan, mesh, "x", fp8_input_gradient(casts, w(), recipe, maximum))
         if coming_x is not None:
-            leaving_dw = start_leave(plan, mesh, "w", fp8_weight_gradient(casts, coming_x.wait(), recipe, maximum))
+            shared = shared_columns(coming_x.wait(), recipe, maximum, source)
+            leaving_dw = start_leave(plan, mesh, "w", fp8_weight_gradient(casts, shared, recipe, maximum))
         dx = None if leaving_dx is None else leaving_dx.wait()
         return dx, None if leaving_dw is None else leaving_dw.wait()
 
@@ -150,14 +156,14 @@ class Fp8Gather:
         """Return the products with a weight that :meth:`weight` has cast."""
         plan.prepare(mesh)
 
-        def forward(x: Tensor, w: Fp8Tensor) -> Tensor:
-            return self._forward(plan, mesh, start_gather(plan, mesh, "x", x), w)
+        def forward(x: Tensor, w: Fp8Tensor, weight: Tensor) -> tuple[Tensor, Fp8Source | None]:
+            return self._forward(plan, mesh, start_gather(plan, mesh, "x", x), w, weight)
 
         def backward(
-            x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool]
+            x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool], source: Fp8Source | None
         ) -> tuple[Tensor | None, Tensor | None]:
             coming_dy = start_gather(plan, mesh, "y", dy)
-            return self._backward(plan, mesh, x, (lambda: w) if wants[0] else None, coming_dy, wants)
+            return self._backward(plan, mesh, x, (lambda: w) if wants[0] else None, coming_dy, wants, source)
 
         return mesh.once(
             ("fp8 cast products", plan, self), lambda: bind_fp8_cast_products(self._recipe, forward, backward)

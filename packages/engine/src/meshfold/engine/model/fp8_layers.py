@@ -16,7 +16,7 @@ from meshfold.engine.model.fp8_linear import Fp8Products, is_plain_linear, use_f
 from meshfold.engine.model.fp8_weights import Fp8Weights, casts_once, fp8_gathered
 from meshfold.engine.precision.fp8 import KEEP, Fp8Settings
 from meshfold.engine.world import World
-from meshfold.kernels import fp8_gain
+from meshfold.kernels import FP8_SOURCE, Fp8Source, fp8_gain
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.tensor_parallel import Linear, bind_fp8_maximum
 
@@ -147,9 +147,24 @@ def use_fp8(model: nn.Module, settings: Fp8Settings, world: World, *, accumulati
         else:
             layers[name] = module
     found.layers = tuple(layers)
+    if layers:
+        found._undo.append(_notice_readers(model))
     found.gathered = len(fp8_gathered(model, settings, world.spec.zero)) if world.data_size > 1 else 0
     found.weights = Fp8Weights(layers) if once and layers else None
     return found
+
+
+def _notice_readers(model: nn.Module) -> Callable[[], None]:
+    """Let norms and activations notice which of their results fp8 layers read. Return what undoes it."""
+    makers = [module for module in model.modules() if not isinstance(module, Linear | nn.Linear)]
+    for module in makers:
+        module.__dict__[FP8_SOURCE] = Fp8Source()
+
+    def forget() -> None:
+        for module in makers:
+            module.__dict__.pop(FP8_SOURCE, None)
+
+    return forget
 
 
 def _kept_by_name(name: str, module: nn.Module, settings: Fp8Settings, heads: set[int]) -> str:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from meshfold.kernels import (
     Fp8Maximum,
     Fp8Recipe,
+    Fp8Source,
     Fp8Tensor,
     Fp8Weight,
     bind_fp8_matmul,
-    fp8_gradient_casts,
+    fp8_backward,
+    fp8_forward,
     fp8_input_gradient,
-    fp8_output,
     fp8_weight_gradient,
 )
 from meshfold.mesh.parameters import MatmulOperands, WeightGradSite, accumulate_grad, defer_weight_grad
@@ -53,7 +54,7 @@ class Fp8Products:
             @staticmethod
             def forward(ctx: Any, x: Tensor, w: Tensor, ticket: Tensor) -> Tensor:
                 ctx.save_for_backward(x, w, ticket)
-                return fp8_output(x, w, recipe, maximum)
+                return fp8_forward(x, w, recipe, maximum)[0]
 
             @staticmethod
             def backward(ctx: Any, dy: Tensor) -> Any:
@@ -65,18 +66,19 @@ class Fp8Products:
             y: Tensor = Deferred.apply(x.reshape(-1, x.shape[-1]), w, ticket)
             return y.view(*x.shape[:-1], w.shape[0])
 
+        def forward(x: Tensor, w: Fp8Tensor, weight: Tensor) -> tuple[Tensor, Fp8Source | None]:
+            return fp8_forward(x, w, recipe, maximum, weight=weight)
+
         def backward(
-            x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool]
+            x: Tensor, w: Fp8Tensor, dy: Tensor, wants: tuple[bool, bool], source: Fp8Source | None
         ) -> tuple[Tensor | None, Tensor | None]:
-            casts = fp8_gradient_casts(dy, recipe, maximum, wants=wants)
-            dx = fp8_input_gradient(casts, w, recipe, maximum) if wants[0] else None
-            return dx, fp8_weight_gradient(casts, x, recipe, maximum) if wants[1] else None
+            return fp8_backward(dy, x, w, recipe, maximum, wants=wants, source=source)
 
         return cls(
             product=bind_fp8_matmul(recipe, maximum),
             deferred=deferred,
             weight_gradient=lambda dy, x: fp8_weight_gradient(dy, x, recipe, maximum),
-            cast=bind_fp8_cast_products(recipe, lambda x, w: fp8_output(x, w, recipe, maximum), backward),
+            cast=bind_fp8_cast_products(recipe, forward, backward),
             weight=lambda: Fp8Weight(recipe, maximum),
         )
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from meshfold.kernels.activations import geglu2, swiglu2
+from meshfold.kernels.fp8_inputs import FP8_SOURCE
 from meshfold.kernels.fuse.replaced import (
     ReplacedForward,
     candidates,
@@ -29,7 +30,7 @@ from meshfold.kernels.fuse.replaced import (
 )
 
 Activation = Callable[[Tensor], Tensor]
-Product = Callable[[Tensor, Tensor], Tensor]  # gate, up -> product
+Product = Callable[..., Tensor]  # gate, up, and maybe a source -> product
 
 _FUNCTIONS: tuple[tuple[Activation, Product], ...] = ((F.silu, swiglu2), (F.gelu, geglu2))
 """Each activation that a forward may call, with the kernel of its product."""
@@ -57,7 +58,7 @@ def fuse_gated(model: nn.Module, *, always: bool) -> list[ReplacedForward]:
                 tried[key] = _only_multiplies(module, type(module).forward, leaf)
             if tried[key] and id(child) not in found:
                 path = f"{name}.{leaf}" if name else leaf
-                found[id(child)] = ReplacedForward(path, child, partial(_activate, own, product, always))
+                found[id(child)] = ReplacedForward(path, child, partial(_activate, child, own, product, always))
         elif not kinds:
             if type(module) not in copies:
                 copies[type(module)] = _with_lazy_function(module, always)
@@ -89,8 +90,11 @@ def activation_of(module: nn.Module) -> tuple[Activation, Product] | None:
     return next((each for each in _FUSED if torch.allclose(y, each[0](x), rtol=1e-6, atol=1e-7)), None)
 
 
-def _activate(own: Activation, product: Product, always: bool, x: Tensor) -> Any:
-    return LazyActivation(own, product, x) if runs_fused(x, always) else own(x)
+def _activate(module: nn.Module | None, own: Activation, product: Product, always: bool, x: Tensor) -> Any:
+    if not runs_fused(x, always):
+        return own(x)
+    source = None if module is None else module.__dict__.get(FP8_SOURCE)
+    return LazyActivation(own, product if source is None else partial(product, source=source), x)
 
 
 class LazyActivation:
@@ -209,7 +213,7 @@ def _with_lazy_function(module: nn.Module, always: bool) -> Callable[..., Any] |
             continue
         notes = _Notes()
         if _only_multiplies(module, with_names(forward, bind(notes)), "", notes):
-            return with_names(forward, bind(partial(_activate, own, product, always)))
+            return with_names(forward, bind(partial(_activate, None, own, product, always)))
     return None
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from meshfold.kernels.fp8_inputs import FP8_SOURCE, Fp8Source
 from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, own_forward, runs_fused
 from meshfold.kernels.inputs import is_autocast
 from meshfold.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -43,17 +44,21 @@ class Norm:
     bias: str
     enter: Callable[[Tensor], Tensor] | None = None
 
-    def of(self, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Return the norm of every row, with a module's parameters by name."""
+    def of(self, x: Tensor, parameters: Mapping[str, Tensor], source: Fp8Source | None = None) -> Tensor:
+        """Return the norm of every row, with a module's parameters by name; ``source``: the module's."""
         weight, bias = self._parameters(parameters)
-        return layer_norm(x, weight, bias, self.eps) if self.centred else rms_norm(x, weight, self.eps)
+        if self.centred:
+            return layer_norm(x, weight, bias, self.eps, source=source)
+        return rms_norm(x, weight, self.eps, source=source)
 
-    def of_sum(self, x: Tensor, residual: Tensor, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def of_sum(
+        self, x: Tensor, residual: Tensor, parameters: Mapping[str, Tensor], source: Fp8Source | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the norm of ``x + residual``, and that sum."""
         weight, bias = self._parameters(parameters)
         if self.centred:
-            return add_layer_norm(x, residual, weight, bias, self.eps)
-        return add_rms_norm(x, residual, weight, self.eps)
+            return add_layer_norm(x, residual, weight, bias, self.eps, source=source)
+        return add_rms_norm(x, residual, weight, self.eps, source=source)
 
     def takes(self, x: Tensor, parameters: Mapping[str, Tensor | None]) -> bool:
         """Return True for a tensor in the dtype of the parameters: in another the module's own code says what the result's is."""
@@ -115,7 +120,7 @@ def _forward(module: nn.Module, norm: Norm, always: bool, x: Tensor) -> Tensor:
     if not runs_fused(x, always) or not norm.takes(x, parameters):
         result: Tensor = type(module).forward(module, x)
         return result
-    return norm.of(x, parameters)
+    return norm.of(x, parameters, module.__dict__.get(FP8_SOURCE))
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

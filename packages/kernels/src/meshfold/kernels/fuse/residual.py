@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from meshfold.kernels.fp8_inputs import FP8_SOURCE
 from meshfold.kernels.fuse.norms import Norm
 from meshfold.kernels.fuse.replaced import ReplacedForward, candidates, is_compiled, runs_fused
 from meshfold.kernels.fuse.sums import Branch, Sum, results, tensors
@@ -98,7 +99,8 @@ class _Child:
         result: Any
         norm = call.norms.get(leaf)
         if norm is not None and len(args) == 1 and not kwargs and _makes_sum(child, norm, args[0]) and call.waits():
-            result, value = norm.of_sum(args[0].branch, args[0].residual, child._parameters)
+            source = child.__dict__.get(FP8_SOURCE)
+            result, value = norm.of_sum(args[0].branch, args[0].residual, child._parameters, source)
             args[0].made(value)
             call.made.append((args[0].leaf, leaf))
         else:
