@@ -21,6 +21,7 @@ from meshfold.folding.msa import (
 )
 from meshfold.folding.primitives import Linear, Transition
 from meshfold.folding.shapes import flat_mask
+from meshfold.folding.state_names import accept_names
 from meshfold.folding.triangle import (
     TriangleAttention,
     TriangleMultiplicationIncoming,
@@ -28,6 +29,12 @@ from meshfold.folding.triangle import (
     own_pair_mask,
 )
 from meshfold.tensor_parallel import CostEntry
+
+OPENFOLD_1 = {
+    "core.msa_transition.": "msa_transition.",
+    "core.outer_product_mean.": "outer_product_mean.",
+    "core.": "pair_stack.",
+}
 
 
 class PairStack(nn.Module):
@@ -44,6 +51,7 @@ class PairStack(nn.Module):
         *,
         transition: type[nn.Module] = Transition,
         biased: bool = True,
+        transposed_bias: bool = False,
     ) -> None:
         """Args:
         c_z: channels of pairs.
@@ -54,12 +62,15 @@ class PairStack(nn.Module):
         pair_dropout: dropout of the updates but the transition's.
         transition: class of the transition, called with (c_z, transition_n).
         biased: give linear layers a bias (AlphaFold 2; AlphaFold 3 has none).
+        transposed_bias: see :class:`.TriangleAttention`.
         """
         super().__init__()
         self.tri_mul_out = TriangleMultiplicationOutgoing(c_z, c_hidden_mul, biased=biased)
         self.tri_mul_in = TriangleMultiplicationIncoming(c_z, c_hidden_mul, biased=biased)
         self.tri_att_start = TriangleAttention(c_z, c_hidden_pair_att, no_heads_pair, biased=biased)
-        self.tri_att_end = TriangleAttention(c_z, c_hidden_pair_att, no_heads_pair, starting=False, biased=biased)
+        self.tri_att_end = TriangleAttention(
+            c_z, c_hidden_pair_att, no_heads_pair, starting=False, biased=biased, transposed_bias=transposed_bias
+        )
         self.pair_transition = transition(c_z, transition_n)
         self.ps_dropout_row_layer = SharedDropout(pair_dropout, "rows")
         self.ps_dropout_column_layer = SharedDropout(pair_dropout, "columns")
@@ -122,7 +133,7 @@ class MSABlock(nn.Module):
         self.outer_product_mean = OuterProductMean(c_m, c_z, c_hidden_opm)
         self.pair_stack = PairStack(c_z, c_hidden_mul, c_hidden_pair_att, no_heads_pair, transition_n, pair_dropout)
         self.axes: Axes = WHOLE
-        self._register_load_state_dict_pre_hook(_rename_version_1)
+        accept_names(self, OPENFOLD_1)
 
     column_attention: type[nn.Module]
 
@@ -249,12 +260,3 @@ class ExtraMSAStack(_Stack):
     ) -> Tensor:
         """Return ``z``, whole; arguments as for a block, whole."""
         return self.run(m, z, msa_mask, pair_mask, mask_transitions)[1]
-
-
-def _rename_version_1(state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give keys of OpenFold 1, which has a module ``core``, the names of OpenFold 2."""
-    old = f"{prefix}core."
-    for name in [name for name in state if name.startswith(old)]:
-        rest = name.removeprefix(old)
-        inner = "" if rest.startswith(("msa_transition.", "outer_product_mean.")) else "pair_stack."
-        state[f"{prefix}{inner}{rest}"] = state.pop(name)

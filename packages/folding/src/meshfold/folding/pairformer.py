@@ -102,6 +102,7 @@ class PairFormerBlock(nn.Module):
             pair_dropout,
             transition=SwiGLUTransition,
             biased=False,
+            transposed_bias=True,
         )
         self.attn_pair_bias = AttentionPairBias(c_s, c_z, c_hidden_pair_bias, no_heads_pair_bias)
         self.single_transition = SwiGLUTransition(c_s, transition_n)

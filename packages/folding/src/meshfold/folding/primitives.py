@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshfold.folding import functions
+from meshfold.folding.state_names import accept_names
 
 _TRUNCATED_STD = 0.87962566103423978  # of a standard normal number between -2 and 2
 
@@ -126,6 +127,8 @@ class Transition(nn.Module):
         self.layer_norm = LayerNorm(c)
         self.linear_1 = Linear(c, n * c, init="relu")
         self.linear_2 = Linear(n * c, c, init="final")
+        openfold_3 = {"transition_mlp.layers.0.0.": "linear_1.", "transition_mlp.linear_out.": "linear_2."}
+        accept_names(self, openfold_3)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """``.. c -> .. c``; ``mask``, ``..``, multiplies the result."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshfold.folding import functions
-from meshfold.folding.axial.attention import attend_rows
+from meshfold.folding.axial.attention import TRANSPOSED, UPRIGHT, attend_rows
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.product import EdgeProduct, edge_product
 from meshfold.folding.axial.sizes import Sizes, rows_cost
 from meshfold.folding.primitives import Attention, LayerNorm, Linear
 from meshfold.folding.shapes import flat, flat_mask
+from meshfold.folding.state_names import accept_names
 from meshfold.tensor_parallel import CostEntry
 
 
@@ -94,26 +95,42 @@ class TriangleAttention(nn.Module):
         axes: over which pair tensors are split.
     """
 
-    def __init__(self, c_in: int, c_hidden: int, no_heads: int, *, starting: bool = True, biased: bool = True) -> None:
+    def __init__(
+        self,
+        c_in: int,
+        c_hidden: int,
+        no_heads: int,
+        *,
+        starting: bool = True,
+        biased: bool = True,
+        transposed_bias: bool = False,
+    ) -> None:
         """Args:
         c_in: channels of pairs.
         c_hidden: channels of a head.
         no_heads: heads.
         starting: around the starting node (Algorithm 13), else the ending node (14).
         biased: give gate and output a bias (AlphaFold 2; AlphaFold 3 has none).
+        transposed_bias: around the ending node, query i and key k have the bias of the pair (i, k), as in OpenFold 3 and the code
+            of AlphaFold 3; else that of (k, i), as in both papers.
         """
         super().__init__()
-        self.starting = starting
+        self.starting, self.transposed_bias = starting, transposed_bias
         self.layer_norm = LayerNorm(c_in)
         self.linear = Linear(c_in, no_heads, bias=False, init="normal")
         self.mha = Attention(c_in, c_hidden, no_heads, biased=biased)
+        accept_names(self, {"linear_z.": "linear."})  # OpenFold 3
         self.axes: Axes = WHOLE
 
     def traffic(self, sizes: Sizes) -> list[CostEntry]:
         """Return every collective of forward and backward."""
         axes = self.axes if self.starting else self.axes.turned
         line, keys = (sizes.pair(axes, layer.in_features) for layer in (self.linear, self.mha.linear_o))
-        return rows_cost(axes, line, keys, sizes.pair(axes, self.mha.no_heads), sizes.wide)
+        return rows_cost(axes, line, keys, sizes.pair(axes, self.mha.no_heads), sizes.wide, self._bias_layout)
+
+    @property
+    def _bias_layout(self) -> str:
+        return TRANSPOSED if self.transposed_bias and not self.starting else UPRIGHT
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* i j c``, this rank's block; ``mask``: ``* i j``, whole on every rank."""
@@ -123,6 +140,8 @@ class TriangleAttention(nn.Module):
             x, mask, axes = x.transpose(1, 2), None if mask is None else mask.transpose(1, 2), axes.turned
         # The bias is made where the pairs lie: a head is much less to send than a channel.
         bias = self.linear(self.layer_norm(x))
-        y = attend_rows(axes, self.mha, self.layer_norm, x, mask, bias)
+        if self._bias_layout == TRANSPOSED:
+            bias = bias.transpose(1, 2)
+        y = attend_rows(axes, self.mha, self.layer_norm, x, mask, bias, self._bias_layout)
         y = y if self.starting else y.transpose(1, 2)
         return y.reshape(*lead, *y.shape[1:])

@@ -24,10 +24,20 @@ from meshfold.folding.primitives import Attention
 
 LINE = {"a": 1, "n": 2}
 BIAS = {"q": 1, "k": 2}
+UPRIGHT = "q:rows k:columns"
+"""The layout of a pair bias that was made of tensors that lie as what attends."""
+TRANSPOSED = "q:columns k:rows"
+"""The layout of one that was made of transposed tensors."""
 
 
 def attend_rows(
-    axes: Axes, mha: Attention, norm: nn.Module, x: Tensor, mask: Tensor | None, bias: Tensor | None
+    axes: Axes,
+    mha: Attention,
+    norm: nn.Module,
+    x: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    bias_layout: str = UPRIGHT,
 ) -> Tensor:
     """Attend within each row: ``b a n c -> b a n c``, a over ``axes.rows`` and n over ``axes.columns``.
 
@@ -37,12 +47,13 @@ def attend_rows(
         norm: applied to ``x`` first.
         x: this rank's block.
         mask: ``b a n``, whole on every rank, without padding; None: all count.
-        bias: this rank's block of the pair bias, ``b q k h``, q over ``axes.rows`` and k over ``axes.columns``.
+        bias: this rank's block of the pair bias, ``b q k h``.
+        bias_layout: how it lies: :data:`UPRIGHT` or :data:`TRANSPOSED`.
     """
     exchanges = axes.keys == "exchange"
     coming = None
     if bias is not None:
-        coming = begin(axes.move("q:rows k:columns", "q k" if exchanges else "q:columns k", BIAS), bias)
+        coming = begin(axes.move(bias_layout, "q k" if exchanges else "q:columns k", BIAS), bias)
     if exchanges:
         x = redistribute(axes.move("a:rows n:columns", "a:rows,columns n", LINE), x)
     x = norm(x)

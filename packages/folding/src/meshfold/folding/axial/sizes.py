@@ -62,7 +62,9 @@ def join_cost(axes: Axes, operand: str, block_bytes: int, *dims: Split) -> list[
     return _gathers(axes, "forward", operand, block_bytes, *dims)
 
 
-def rows_cost(axes: Axes, line_bytes: int, key_bytes: int, bias_bytes: int, wide: int) -> list[CostEntry]:
+def rows_cost(
+    axes: Axes, line_bytes: int, key_bytes: int, bias_bytes: int, wide: int, bias_layout: str = "q:rows k:columns"
+) -> list[CostEntry]:
     """Return the collectives of :func:`.attend_rows`.
 
     Args:
@@ -71,13 +73,14 @@ def rows_cost(axes: Axes, line_bytes: int, key_bytes: int, bias_bytes: int, wide
         key_bytes: of its keys.
         bias_bytes: of its block of the pair bias, all heads; 0: there is none.
         wide: how many times wider than an element the sums of gradients are.
+        bias_layout: how the pair bias lies.
     """
     from meshfold.folding.axial.attention import BIAS, LINE
 
     entries: list[CostEntry] = []
     exchanges = axes.keys == "exchange"
     if bias_bytes:
-        move = axes.move("q:rows k:columns", "q k" if exchanges else "q:columns k", BIAS)
+        move = axes.move(bias_layout, "q k" if exchanges else "q:columns k", BIAS)
         entries += move.cost("bias", bias_bytes)
     if exchanges:
         entries += axes.move("a:rows n:columns", "a:rows,columns n", LINE).cost("x", line_bytes)
