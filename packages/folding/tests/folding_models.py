@@ -96,7 +96,8 @@ def results_of(model: nn.Module, tensors: list[Tensor], masks: list[Tensor | Non
         out = model(*leaves, *masks)
     outputs = list(out) if isinstance(out, tuple) else [out]
     loss = sum(
-        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape).sin()).square().sum() for y in outputs
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape).sin()).square().sum()
+        for y in outputs
     )
     assert isinstance(loss, Tensor)
     loss.backward()
@@ -117,16 +118,18 @@ def check_equal(
     masked: bool = True,
     attention: str = "",
     product_steps: int = 1,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Raise unless outputs and every gradient equal those of one rank to 1e-9, on this rank."""
-    tensors, masks = inputs_of(kind, sequences, residues)
+    tensors, masks = ([x.to(device) for x in some] for some in inputs_of(kind, sequences, residues))
     given: list[Tensor | None] = list(masks) if masked else [None] * len(masks)
     row = find_axial_mode(mode)
     row = replace(row, attention=attention) if attention else row
     names = [n for n, _ in model_of(kind, blocks, dropout).named_parameters()]
-    whole = model_of(kind, blocks, dropout)
+    whole = model_of(kind, blocks, dropout).to(device)
     parallelize_folding(whole, Mesh(dict.fromkeys(row.axes, 1), rank=0), row)
-    split = parallelize_folding(model_of(kind, blocks, dropout), Mesh(axes), row, product_steps=product_steps)
+    split = model_of(kind, blocks, dropout).to(device)
+    parallelize_folding(split, Mesh(axes), row, product_steps=product_steps)
     wanted, got = results_of(whole, tensors, given), results_of(split, tensors, given)
     labels = [f"output or input gradient {i}" for i in range(len(got) - len(names))] + names
     wrong = [

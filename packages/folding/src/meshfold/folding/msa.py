@@ -214,11 +214,6 @@ class OuterProductMean(nn.Module):
             rows, columns = axes.take(mask, 2, axes.rows), axes.take(mask, 2, axes.columns)
             norm = torch.einsum("bsi,bsj->bij", rows.to(m.dtype), columns.to(m.dtype)).unsqueeze(-1) + self.eps
         a = begin(axes.move("s:rows r:columns", "s r:rows", MSA), a).wait()
-        z = outer_products(a, coming.wait(), self.linear_out) / norm
+        linear = self.linear_out
+        z = functions.outer_products(a, coming.wait(), linear.weight, linear.bias) / norm
         return z.view(*lead, *z.shape[1:])
-
-
-def outer_products(a: Tensor, b: Tensor, linear: nn.Module) -> Tensor:
-    """Return ``linear(Σ_s a_si ⊗ b_sj)``: ``b s i u, b s j v -> b i j c``."""
-    products: Tensor = linear(torch.einsum("bsiu,bsjv->bijuv", a, b).flatten(-2))
-    return products
