@@ -6,9 +6,9 @@
     found = generator.generate(prompts, n=4, sampling=Sampling(temperature=0.7, max_new_tokens=64))
 
 The flow of a token: :class:`Generator` puts requests into the queue of a scheduler (``schedule.py``), which plans steps over the
-pages that are there (``pages.py``); a forward (``forward.py``) computes a step's tokens, a row each, with the attention of
-the model routed (``routing.py``) to a pool of keys and values (``cache.py``); ``sampling.py`` draws the next tokens of all rows at
-once, and the scheduler records them. Queue, pages and draws are deterministic, so all ranks that share a model do the same.
+existing pages (``pages.py``). A forward (``forward.py``) computes a step's tokens, one per row. The model's attention is routed
+(``routing.py``) to a pool of keys and values (``cache.py``). ``sampling.py`` draws the next tokens of all rows at once, and the
+scheduler records them. Queue, pages and draws are deterministic, so all ranks that share a model do the same.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Pool of keys and values of a rank, and attention that reads them page by page.
 
 The pool has a tensor ``2 (pages + 1) kv_heads size d`` for each attention layer of this rank, with its heads; the last page takes
-the rows that fill up a batch. In bytes that is ``2 · (pages + 1) · size · Σ layers (kv_heads · d) · itemsize``. In eight bits
-the keys of a token and a head share a scale in float32, and so do its values: d + 4 bytes in the place of ``d · itemsize``.
-Attention sees what the codes stand for, of the newest token too, so a text does not depend on when its tokens were computed.
+the rows that pad a batch. In bytes that is ``2 · (pages + 1) · size · Σ layers (kv_heads · d) · itemsize``. In eight bits the keys
+of a token and a head share a scale in float32, and so do its values: d + 4 bytes instead of ``d · itemsize``. Attention reads the
+decoded values, also of the newest token, so a text does not depend on when its tokens were computed.
 
 In a forward every token is a row of its own, ``t 1``: rows of sequences that go on come first, then chunks of prompts. Attention
-first writes the keys and values of all rows, then each row reads those of its sequence, up to its own position. Rows of
-sequences that go on attend by :mod:`meshfold.kernels.paged_attention`.
+first writes the keys and values of all rows. Then each row reads its sequence's, up to its own position. Rows of sequences that go
+on attend by :mod:`meshfold.kernels.paged_attention`.
 """
 
 from __future__ import annotations

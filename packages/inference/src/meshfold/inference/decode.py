@@ -1,9 +1,9 @@
 """The step of sequences that go on, a token each, for a batch of a fixed number of rows: nothing of it leaves the device.
 
-Ids, positions, page tables, settings and results lie in buffers that stay where they are. A token's id is fed back, its place
-counted up and its page looked up on the device, so several tokens are computed behind one another before the host reads any.
-On a GPU the whole of it, from the embedding to the drawn token, is one CUDA graph for each number of rows and each set of the
-parts of sampling that are wanted; elsewhere the same code runs as it is.
+Ids, positions, page tables, settings and results are in buffers with fixed addresses. The device feeds a token's id back,
+increments its position and looks up its page, so several tokens are computed in a row before the host reads any. On a GPU all of
+this, from the embedding to the drawn token, is one CUDA graph for each number of rows and each combination of sampling steps. On
+other devices the same code runs without a graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DecodeBatch:
         width: pages of the longest sequence.
         most: tokens that are computed behind one another.
         size: tokens of a page.
-        spare: the page that takes what no sequence wants.
+        spare: the page for keys and values that no sequence needs.
         device: of the buffers.
         whole: attention gets tables of one width always, for compiled code; a graph does anyway.
         """
@@ -70,7 +70,8 @@ class DecodeBatch:
             steps: tokens that will be computed.
             seen: ``b v`` bool, words that the sequences have, if some have a penalty on them.
         """
-        # A row that goes on behind its last page, since the host has not seen yet that it has ended, writes to the spare one.
+        # A row that continues beyond its last page, because the host has not yet seen that it has ended, writes to the
+        # spare page.
         used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
         listed = [[*span.request.pages[:used], *[self._spare] * (used - len(span.request.pages))] for span in spans]
         if listed != self._listed:

@@ -63,7 +63,7 @@ class PagedForward:
 
     Attributes:
         pool: keys and values of this rank.
-        row_kernels: of a sequence that goes on alone, on a GPU; None where they are not used.
+        row_kernels: for a single running sequence on a GPU; None if they are not used.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PagedForward:
         pages, size: of the pool.
         device: of the model.
         longest: tokens of the longest sequence.
-        most: tokens that are computed behind one another before the host reads them.
+        most: tokens that are computed in a row before the host reads them.
         compile: backend of torch.compile for the blocks, when sequences go on with a token each; None for none.
         cache: form of the keys and values, as for :class:`meshfold.inference.cache.Pool`.
 
@@ -110,7 +110,7 @@ class PagedForward:
 
     @contextmanager
     def entered(self, *, compiled: bool = False, single: bool = False) -> Iterator[None]:
-        """Context manager: the model is ready, and its attention routed to the pool; its blocks compiled, if that is wanted."""
+        """Context manager: the model is ready, its attention is routed to the pool, and its blocks are compiled if requested."""
         with ExitStack() as stack:
             if compiled and self._blocks is not None:
                 stack.enter_context(self._blocks.entered())
@@ -133,7 +133,7 @@ class PagedForward:
         Args:
             ids: ``t``, of the rows.
             rows: what attention needs.
-            chosen: int64, the rows whose logits are wanted; None for all.
+            chosen: int64, the rows whose logits are needed; None for all.
         """
         count = ids.shape[0]
         self._rows, self._chosen = rows, chosen
@@ -146,7 +146,7 @@ class PagedForward:
         return logits if chosen is None or logits.shape[0] != count else logits[chosen]
 
     def batch(self, step: Step) -> tuple[Tensor, Rows, Tensor]:
-        """Return the ids of a step's rows, what attention needs of them, and the rows that sample; tensors on the device."""
+        """Return the ids of a step's rows, attention's metadata, and the rows that sample, as tensors on the device."""
         size, spans = self.pool.size, step.spans
         count = sum(span.count for span in spans)
         filled = -(-count // self._multiple) * self._multiple
@@ -224,7 +224,7 @@ class PagedForward:
         return self.pool.attend(self._number[layer], q, k, v, self._rows, scale=scale, window=window)
 
     def _choose(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Let the head compute logits of the chosen rows alone."""
+        """Make the head compute logits of only the chosen rows."""
         if self._chosen is None or not args:
             return None
         return args[0].index_select(0, self._chosen), *args[1:]
@@ -296,7 +296,7 @@ class PagedForward:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Return the norm of a difference by that of b."""
+    """Return the norm of a difference divided by the norm of b."""
     return float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
 
 

@@ -24,7 +24,7 @@ MOST_TOKENS = 4096
 
 
 class Rollouts(NamedTuple):
-    """Generated tokens of many requests: ``n`` for each prompt, one prompt behind the other.
+    """Generated tokens of many requests: ``n`` for each prompt, one prompt after the other.
 
     Attributes:
         tokens: of each request, without the prompt.
@@ -87,14 +87,14 @@ class Generator:
         chunk: tokens of prompts and sequences that one forward computes at most.
         ahead: tokens of running sequences that are computed before the host reads any; what a sequence gets behind its end is
             dropped. By default 8 on a GPU, else 1.
-        compile: compile blocks for running sequences, by Inductor or another backend: the first token of each number of rows
-            takes long, those that follow are faster on a GPU.
+        compile: compile blocks for running sequences, by Inductor or another backend: the first token of each number of rows takes
+            long, later ones are faster on a GPU.
         cache: "fp8" or "int8": keys and values in eight bits, with a scale for each token and head; None: in the model's dtype.
-        host_tokens: room on the host, in pinned memory, for keys and values of so many tokens of sequences that had to give their
-            pages back; what has no place there is computed anew.
+        host_tokens: room on the host, in pinned memory, for keys and values of so many tokens of evicted sequences. Tokens without
+            room there are computed again.
         share_prefixes: requests in flight that begin with the same tokens share their pages.
-        device: of the keys and values; by default that of the model's first parameter. Give ``engine.device`` where parameters wait
-            on the host.
+        device: of the keys and values; by default the device of the model's first parameter. Give ``engine.device`` where
+            parameters wait on the host.
         decode: makes text of token ids, as a tokenizer's method does; needed for stop strings and text.
 
         Raises:

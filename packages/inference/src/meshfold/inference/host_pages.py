@@ -1,7 +1,7 @@
 """Pages on the host: keys and values of sequences that had to give theirs back, until there is room again.
 
-A page is one run of bytes there, of all layers of this rank. Copies are queued on the device's own stream behind what has written a
-page and before what will use it again, so nobody waits for them.
+A page is one run of bytes there, of all layers of this rank. Copies are queued on the device's own stream after the work that wrote
+a page and before the work that uses it again, so nothing waits for them.
 """
 
 from __future__ import annotations

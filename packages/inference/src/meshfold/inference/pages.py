@@ -1,8 +1,8 @@
-"""Accounting of pages: which are free, who uses them, which hold tokens that another sequence may share.
+"""Accounting of pages: free pages, the users of each page, and pages with tokens that another sequence may share.
 
-A page has room for the keys and values of ``size`` tokens in every attention layer of a rank. Only whole pages are shared: the
-keys of a token depend on the tokens before it alone, so a page is known by the page before it and its own tokens, and two
-sequences that begin with the same tokens use the same pages. No page is ever written by two sequences, so nothing is copied.
+A page has room for the keys and values of ``size`` tokens in every attention layer of a rank. Only whole pages are shared. The keys
+of a token depend only on the tokens before it, so the previous page and its own tokens identify a page. Two sequences that begin
+with the same tokens use the same pages. No page is ever written by two sequences, so nothing is copied.
 
 Everything here is plain Python and deterministic: ranks that make the same calls get the same pages.
 """
@@ -17,14 +17,14 @@ from meshfold.mesh.spec import argument_checks as settings
 
 
 class OutOfPages(MeshfoldError):
-    """More pages were asked for than are free."""
+    """More pages were requested than are free."""
 
 
 class Pages:
     """Allocator of pages with reference counts.
 
-    A page is *used* (by one or more sequences), *idle* (by none, but its tokens are known and may be asked for again) or *free*.
-    When no page is free, the idle page that has been so for longest is taken.
+    A page is *used* (by one or more sequences), *idle* (no user, but its tokens are known and may be needed again) or *free*. When
+    no page is free, the idle page that has been so for longest is taken.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -78,12 +78,12 @@ class Pages:
         return taken
 
     def share(self, tokens: Sequence[int]) -> tuple[list[int], int]:
-        """Use the pages that hold the first tokens of a sequence, as far as they are known.
+        """Use the known pages that hold the first tokens of a sequence.
 
         At least one token is left over, since the last one has to be computed for its logits.
 
         Returns:
-            The pages, each with one user more, and the number that :meth:`remember` wants as ``parent`` of the next page.
+            The pages, each with one more user, and the number that :meth:`remember` takes as ``parent`` of the next page.
         """
         found, parent = [], 0
         for start in range(0, len(tokens) - self.size, self.size):

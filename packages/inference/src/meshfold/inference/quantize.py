@@ -1,11 +1,11 @@
 """Linear layers whose weights are kept in eight or four bits, for generation.
 
-The formats are those of :mod:`meshfold.kernels.packed_weight`. A weight is made at each use; but a single row on a GPU is
-multiplied with the codes by a Triton kernel, and compiled blocks (``Generator(..., compile=True)``) make the weight inside of
+The formats are those of :mod:`meshfold.kernels.packed_weight`. A weight is unpacked at each use, with two exceptions. A Triton
+kernel multiplies a single row on a GPU with the codes. Compiled blocks (``Generator(..., compile=True)``) unpack the weight inside
 the product.
 
 Under tensor parallelism each rank packs its block: a row that is split over ranks gets the scale of the whole row, and groups of
-int4 must lie within a block. So the codes of a rank are those of the whole weight, cut.
+int4 must lie within a block. A rank's codes are thus a slice of the whole weight's codes.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Quantized:
 def quantize(model: nn.Module, form: str, *, group: int = 128) -> Quantized:
     """Pack the weights of a model's linear layers in place, split over ranks or not. All ranks must call.
 
-    The model can generate afterwards, but not train. Packed are ``torch.nn.Linear`` and the layers that tensor parallelism makes of
-    it, but for those that share their weight with another module (a tied head).
+    The model can generate afterwards, but not train. This packs ``torch.nn.Linear`` and the layers that tensor parallelism makes of
+    it, except layers that share their weight with another module (a tied head).
 
     Args:
         model: with real weights; not one whose parameters ZeRO has put into chunks.

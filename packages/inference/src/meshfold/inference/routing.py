@@ -35,7 +35,7 @@ class Attend(Protocol):
 
 
 class _Own:
-    """Attention of a layer of ours. Objects of one class are alike to torch.compile, so all blocks share compiled code."""
+    """Attention of a layer of ours. Objects of one class are the same to torch.compile, so all blocks share compiled code."""
 
     def __init__(self, layer: nn.Module, attend: Attend, window: int | None, paged: PagedLayer | None) -> None:
         self.layer, self.attend, self.window, self.paged = layer, attend, window, paged

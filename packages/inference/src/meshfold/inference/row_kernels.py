@@ -1,9 +1,9 @@
-"""One sequence that goes on alone: norms, products and activations of its single row in few kernels.
+"""A single running sequence: norms, products and activations of its one row in few kernels.
 
-Found by rules, not by a class for each model: linear layers, an RMSNorm in front of layers that alone read it, and gated MLPs,
-under the names that our models and those of transformers have. While :class:`RowKernels` is entered, the forward of such a norm
-returns its input, and the layers behind it take the norm into their product. What has more than one row runs as it did. Names
-prove nothing: whoever makes the kernels compares a row by them with the same row without (``PagedForward``).
+Rules, not a class for each model, find these modules: linear layers, an RMSNorm before the only layers that read it, and gated
+MLPs, under the names in our models and in transformers'. While :class:`RowKernels` is entered, the forward of such a norm returns
+its input, and the layers after it include the norm in their product. Inputs with more than one row run as before. Names prove
+nothing: whoever makes the kernels compares a row by them with the same row without (``PagedForward``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RowKernels:
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         """Args:
-        model: whose linear layers may be split over ranks; norms in front of those stay as they are.
+        model: its linear layers may be split over ranks; norms before split layers stay unchanged.
         head: makes logits; None if it is not known.
         """
         self._forwards: dict[nn.Module, Callable[..., Tensor]] = {}

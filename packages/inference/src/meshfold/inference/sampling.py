@@ -2,10 +2,10 @@
 
 The random numbers of a token are a function of (seed of the request, position, word of the vocabulary), see
 :mod:`meshfold.kernels.random_bits`. A word is drawn as the one with the largest ``logit / temperature - log(e)``, ``e`` being
-exponentially distributed (the Gumbel trick: Maddison, Tarlow, Minka, "A* sampling", 2014). So neither the other rows of the
-batch nor the ranks have any say in it: rounding aside, a request gets the same tokens alone, in a crowd, and under every spec.
+exponentially distributed (the Gumbel trick: Maddison, Tarlow, Minka, "A* sampling", 2014). So a draw depends neither on other rows
+of the batch nor on ranks. Up to rounding, a request gets the same tokens by itself, in a full batch, and under every spec.
 
-Order of operations, that of transformers: repetition penalty (Keskar et al., arXiv 1909.05858), temperature, top-k, top-p
+Order of operations, the same as in transformers: repetition penalty (Keskar et al., arXiv 1909.05858), temperature, top-k, top-p
 (Holtzman et al., arXiv 1904.09751), min-p (arXiv 2407.01082).
 """
 

@@ -1,9 +1,9 @@
 """Continuous batching: which tokens of which sequences the next forward computes.
 
-Sequences that run get a token each in every step; prompts are computed in chunks in the room that is left, so a long prompt
-stops nobody. A waiting sequence is admitted when the pages for its tokens are there. When pages run out, the sequence that
-came last gives its own back and waits again, in front. Its keys and values wait on the host, if there is room, or its tokens are
-computed anew later (Kwon et al., arXiv 2309.06180, section 4.5); neither changes any of them.
+Sequences that run get a token each in every step; prompts are computed in chunks in the room that is left, so a long prompt stops
+nobody. A waiting sequence is admitted when the pages for its tokens are there. When pages run out, the sequence that came last
+gives its own back and waits again, in front. Its keys and values wait on the host if there is room; otherwise its tokens are
+computed again later (Kwon et al., arXiv 2309.06180, section 4.5). Neither changes any token.
 
 Plain Python and deterministic: ranks that make the same calls make the same plans.
 """
@@ -32,7 +32,7 @@ class Request:
         tokens: the new ones.
         logprobs: of the new tokens.
         finish: why it ended: "length", "stop" or "cancelled"; empty while it runs.
-        text: of the new tokens, up to a stop string; only where text was asked for.
+        text: of the new tokens, up to a stop string; only if text was requested.
         evictions: how often its pages were taken away.
         restored: how often they came back from the host.
         shared: tokens at its start whose pages were there already when it was admitted last.
@@ -78,12 +78,12 @@ class Span:
 
     @property
     def stop(self) -> int:
-        """The position behind the last token; the number of tokens that it sees."""
+        """The position after the last token; the number of tokens that it sees."""
         return self.start + self.count
 
     @property
     def samples(self) -> bool:
-        """True if the next token is new: its logits are wanted."""
+        """True if the next token is new: its logits are needed."""
         return self.stop == self.request.length
 
 
@@ -123,7 +123,7 @@ class Scheduler:
         pages: of the pool.
         most_rows: sequences that run at once.
         chunk: tokens that one step computes at most.
-        share: sequences that begin alike use the same pages.
+        share: sequences that begin with the same tokens use the same pages.
         store: takes the pages of evicted sequences; None: their tokens are computed anew.
         """
         self.pages, self.share, self.store = pages, share, store
@@ -144,7 +144,7 @@ class Scheduler:
         """Put a request at the end of the queue.
 
         Raises:
-            SpecError: if it would not fit into the pool even alone.
+            SpecError: if it would not fit into an empty pool.
         """
         most = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never looked at
         if self.pages.needed(most) > self.pages.count:

@@ -10,7 +10,7 @@ class Group:
     """The ranks that share all coordinates except those along ``axes``: the group of a collective.
 
     Attributes:
-        axes: the mesh axes spanned, in mesh order, those of size 1 left out.
+        axes: the mesh axes spanned, in mesh order, without axes of size 1.
         ranks: global ranks, ascending, which is row-major order over ``axes``.
         index: this process's position in ``ranks``.
         name: what torch.distributed calls the group; empty for a group of one rank, which never communicates.

@@ -4,9 +4,8 @@ Text form, parsed once and cached::
 
     "m:data,row k:col"      # m is split over data (major) and row (minor), k over col, nothing else is split
 
-Axes are written major first, and the order matters: block ``i`` of ``k:b,a`` belongs to the rank whose
-row-major index over ``(b, a)`` is ``i``, whatever the order of the axes in the mesh. Axes that no dim names
-replicate the tensor.
+Axes are written major first, and the order matters: block ``i`` of ``k:b,a`` belongs to the rank whose row-major index over ``(b,
+a)`` is ``i``, for any order of the axes in the mesh. Axes that no dim names replicate the tensor.
 """
 
 from __future__ import annotations

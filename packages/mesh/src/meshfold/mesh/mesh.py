@@ -1,7 +1,7 @@
 """The mesh: named axes with sizes, and the groups of ranks along them.
 
-A mesh is a pure object. It needs no process group to answer questions about ranks, so plans and tests
-for hundreds of ranks run in one process; only :meth:`Mesh.group` needs the processes to exist.
+A mesh is a pure object. Questions about ranks need no process group, so plans and tests for hundreds of ranks run in one process.
+Only :meth:`Mesh.group` needs the processes.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Mesh:
         return sorted(found.values(), key=min)
 
     def spanned(self, *axes: str) -> tuple[str, ...]:
-        """Return the axes in mesh order without those of size 1: the name of a group in records and plans."""
+        """Return the axes in mesh order, without axes of size 1: the name of a group in records and plans."""
         return tuple(
             sorted((a for a in axes if self.size(a) > 1), key=lambda a: (self._position(a), -self._factor(a)[2]))
         )

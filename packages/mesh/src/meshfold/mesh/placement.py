@@ -1,8 +1,8 @@
 """The placement of one global tensor on a mesh, shard by shard.
 
-A rank's block is an outer product: along each dim it holds a list of segments (start, length) of the global
-tensor. One segment, usually; several when the dim is made of fused parts (Q, K and V in one weight; gate and up),
-each split separately, so that every rank gets its heads of all three.
+A rank's block is an outer product: along each dim it holds a list of segments (start, length) of the global tensor. Usually one
+segment. A dim of fused parts has several (Q, K and V in one weight; gate and up): each is split separately, so every rank gets its
+heads of all three.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _train(arguments, say=True)
     from meshfold.train.alignment import open_run
 
-    open_run(arguments, read_changes(arguments.changes))  # errors of data and settings are told once
+    open_run(arguments, read_changes(arguments.changes))  # report errors in data and settings once
     return launch(["-m", "meshfold.cli", "align", *arguments.argv], spec.world_size)
 
 
@@ -311,7 +311,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _with_options_of_the_run(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments of ``--resume``: those of the run, and after them those typed now."""
+    """Return the arguments of ``--resume``: the run's, followed by the new ones."""
     file = Path(arguments.out) / _SETTINGS
     if not arguments.resume or not file.is_file():
         return arguments

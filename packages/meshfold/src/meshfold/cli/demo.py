@@ -1,8 +1,8 @@
 """Train a small GPT on the source of Python's standard library, and see what happens.
 
-It runs under parallel=dict(data=2, tensor=dict(mode="2d", size=4)) on 8 local processes: on GPUs where there are 8 (on
-4, the tensor part alone), else on the CPU, where it takes a few minutes. It prints the plan and the progress, and ends
-with a checkpoint, a plot of the loss, a sample of text, and the parallel loss beside the serial one.
+It runs under parallel=dict(data=2, tensor=dict(mode="2d", size=4)) on 8 local processes: on GPUs if there are 8 (with 4, only the
+tensor part), otherwise on the CPU, which takes a few minutes. It prints the plan and the progress, and ends with a checkpoint, a
+plot of the loss, a sample of text, and the parallel loss beside the serial one.
 """
 
 from __future__ import annotations

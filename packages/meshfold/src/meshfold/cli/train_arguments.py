@@ -164,7 +164,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> TrainSettings:
-    """Return the arguments as settings; defaults are those of a resumed run, else of TrainSettings.
+    """Return the arguments as settings; defaults come from a resumed run, otherwise from TrainSettings.
 
     Raises:
         Failure: for an argument that cannot be parsed, and if there is no data to train on.

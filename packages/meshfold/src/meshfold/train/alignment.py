@@ -93,7 +93,7 @@ def open_run(arguments: argparse.Namespace, changes: Mapping[str, Any]) -> Align
 
 
 def _memory(arguments: argparse.Namespace) -> dict[str, str] | None:
-    """Return the limits of a plan of phases; None if there is none."""
+    """Return the limits of a plan of phases; None without a plan."""
     if arguments.gpu_memory is None:
         return None
     return {"gpu": arguments.gpu_memory, **({"host": arguments.host_memory} if arguments.host_memory else {})}

@@ -1,10 +1,10 @@
 """The demo: a small GPT learns to write Python, split over a 2D mesh, and is compared with one process.
 
-The text is the source of Python's standard library, which every machine has, as bytes. With 8 GPUs each rank has one;
-with 4 to 7 the tensor part runs alone on 4 of them; with fewer 8 processes share the CPU.
+The text is the source of Python's standard library, which every machine has, as bytes. With 8 GPUs each rank has one. With 4 to 7
+only the tensor part runs, on 4 of them. With fewer, 8 processes share the CPU.
 
-When a demo ends it lists its files with sizes and times. The next demo in that folder removes only these files: a file that is
-not listed, or has changed since, is foreign, for example of a run that resumed from the checkpoint.
+When a demo ends it lists its files with sizes and times. The next demo in that folder removes only these files. A file that is not
+listed, or has changed since, belongs to something else, such as a run that resumed from the checkpoint.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def _tokenizer(settings: TrainSettings, is_text: bool) -> tuple[Tokenizer | None
 def train(settings: TrainSettings, inputs: Inputs, progress: Progress) -> list[dict[str, Any]]:
     """Train; every rank calls, and gets the metrics of all steps.
 
-    However it ends, nothing is left open: a checkpoint that is being written in the background is completed, or, if other
-    ranks may not respond, discarded; the one before stays.
+    Nothing is left open at any end. A checkpoint that is being written in the background is completed, or discarded if other ranks
+    may not respond; the previous one stays.
 
     Raises:
         SpecError: for settings that the engine refuses.

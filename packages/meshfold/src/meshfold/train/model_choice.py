@@ -38,7 +38,7 @@ def choose_model(
 ) -> ModelChoice:
     """Find a model that can take sequences of ``seq_len`` tokens with ids below ``vocab_size``.
 
-    One of our own gets the requested vocabulary, and as many positions as needed; a Hugging Face one must have them.
+    Our own models get the requested vocabulary and the positions that are needed; Hugging Face models must have them.
 
     Args:
         name: of a preset, ``"gpt-tiny"``.

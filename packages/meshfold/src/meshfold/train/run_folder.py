@@ -179,7 +179,7 @@ class KeptCheckpoints:
 
 SETTINGS_FILE = "settings.json"
 OPTIONS = {"changes": "--set", "rules": "--rule", "track": "--metrics"}
-"""Options of ``meshfold train`` whose names are not those of the settings"""
+"""Options of ``meshfold train`` whose names differ from the settings'"""
 
 # Settings of one start: where it writes, how far it goes, on which kind of device.
 _NOT_KEPT = ("out", "resume", "stop_after", "device")

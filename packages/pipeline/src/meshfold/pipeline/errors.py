@@ -17,7 +17,7 @@ class ExampleError(LayoutError):
     """An example batch that the model does not accept.
 
     Attributes:
-        what: what happened, without what to change.
+        what: the problem, without the change to make.
     """
 
     def __init__(self, what: str) -> None:

@@ -71,16 +71,16 @@ class Pipeline:
                 own stages. It is cut in place.
             mesh: has the axis of the pipeline.
             schedule: a name, a schedule, or a custom function; see :func:`meshfold.pipeline.schedule`.
-            microbatches: in a step. By default the smallest multiple of the ranks that divides the batch, or as many as
-                there are ranks where none does. A batch of fewer rows has as many as it has rows.
+            microbatches: in a step. By default the smallest multiple of the ranks that divides the batch, or the number of ranks if
+                no multiple does. A batch of fewer rows has one per row.
             chunks, waves, costs, memory: for a schedule by name or function, as :func:`meshfold.pipeline.schedule` takes them.
-            loss_fn: makes a scalar of (output, micro-batch as it was given), a mean over the targets of the micro-batch;
+            loss_fn: returns a scalar for (output, micro-batch as it was given): a mean over the targets of the micro-batch;
                 None: the model's own, its output's ``.loss``.
-            weigh: weight of a micro-batch, where neither labels nor rows determine it.
+            weigh: weight of a micro-batch, if neither labels nor rows determine it.
             partition: how the model is cut, where its stages run, and their first values.
             batched_weights: compute the weight gradients of several micro-batches that are due at once in one product.
-            reduce: called with parameters as soon as a step has completed their gradients, in the same order on all
-                ranks with the same stages; gradients over data axes may be summed there.
+            reduce: called with parameters as soon as a step has completed their gradients, in the same order on all ranks with the
+                same stages. It may sum gradients over data axes.
             replicas: agreements with other pipelines that share this one's parameters.
             options: fields of :class:`PartitionConfig`, such as ``layers=[2, 6]``: they replace those of ``partition``.
 

@@ -41,8 +41,8 @@ def attention(
 ) -> Tensor:
     """Attend from this rank's tokens to the whole sequence: ``b s heads d, b s kv_heads d, b s kv_heads d -> b s heads d``.
 
-    Note the layout: the heads come after the tokens (``scaled_dot_product_attention`` has them before). Gradients are
-    those of attention on one rank: each rank's dQ, dK and dV are of its own tokens, in full.
+    Note the layout: the heads come after the tokens (``scaled_dot_product_attention`` has them before). Gradients equal those of
+    attention on one rank: each rank has the complete dQ, dK and dV of its own tokens.
 
     Args:
         q, k, v: this rank's tokens, as :func:`meshfold.sequence.shard_sequence` shards them; kv_heads divides heads.
@@ -52,16 +52,16 @@ def attention(
             that takes q, k, v, mesh, causal, window, documents, scale, length and dropout by name and handles all of it.
         causal: tokens see no later ones.
         window: tokens see those less than this many tokens away (of themselves and earlier ones: ``window`` in all).
-        documents: cumulative lengths of documents packed into the sequence, of every row of the batch alike:
-            ``(0, 3, 8)`` for two of 3 and 5 tokens. Tokens see their own document.
+        documents: cumulative lengths of documents packed into the sequence, the same for every row of the batch: ``(0, 3, 8)`` for
+            two of 3 and 5 tokens. Tokens see their own document.
         scale: of the scores; None: 1 / sqrt(d).
-        length: tokens of the whole sequence if it does not divide evenly; tokens beyond are padding, which neither sees
-            nor is seen: its output and gradients are zero. None: no padding.
+        length: tokens of the whole sequence if it does not divide evenly. Later tokens are padding: they attend to nothing, no
+            token attends to them, and their outputs and gradients are zero. None: no padding.
         order: "zigzag" or "contiguous", as the sequence was sharded; None: the mode's own.
         kernel: "auto", "flash", "cudnn", "efficient" or "reference", see :mod:`meshfold.sequence.kernels`.
-        dropout: which weights are dropped, as a :class:`meshfold.sequence.WeightDropout`: the same as in one process. A number
-            alone is refused, since kernels draw by position in a tile. Computed by the reference kernel, at a rank's share of
-            the memory of all scores.
+        dropout: which weights are dropped, as a :class:`meshfold.sequence.WeightDropout`: the same as in one process. A plain
+            number is refused, since kernels draw by position in a tile. Computed by the reference kernel, at a rank's share of the
+            memory of all scores.
 
     Returns:
         This rank's tokens, in the dtype of ``q``.
@@ -102,7 +102,7 @@ def attention(
         return ring_self_attention(q, k, v, whole)
     width, missing = q.shape[-1], -q.shape[-1] % 8
     pads = missing > 0 and q.is_cuda and q.dtype.itemsize < 8 and v.shape[-1] == width
-    if pads:  # GPU kernels want multiples of 8 features; zeros change nothing
+    if pads:  # GPU kernels need multiples of 8 features; zeros change nothing
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
     if q.is_meta and causal and window is None and documents is None:
         # Plans count all pairs of tokens, as for unsplit sequences; the number of steps is the same.

@@ -22,7 +22,7 @@ from meshfold.sequence.dropout import DrawDropout, WeightDropout
 from meshfold.sequence.layout_tracking import track_attention
 
 Documents = Sequence[int] | Sequence[Sequence[int]]
-"""cumulative lengths of packed documents, of all rows alike or of each row"""
+"""cumulative lengths of packed documents, the same for all rows or for each row"""
 
 
 def documents_by_row(documents: Documents | None) -> list[tuple[int, ...]]:
@@ -128,8 +128,8 @@ _INTEGERS = (None, torch.int64, torch.int32)
 class AttentionMode(TorchFunctionMode):
     """Function mode in which ``scaled_dot_product_attention`` runs over the ranks.
 
-    Where a model counts positions itself, ``torch.arange(n)`` for the n tokens of this rank gives their positions in
-    the whole sequence; ``positions`` says of which n, and what.
+    If a model counts positions itself, ``torch.arange(n)`` for the n tokens of this rank gives their positions in the whole
+    sequence. ``positions`` maps each such n to its positions.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class AttentionMode(TorchFunctionMode):
 
 
 class ModeAroundModules:
-    """Puts a mode around the forward of modules, so that a forward that is recomputed has it too."""
+    """Wraps the forward of modules in a mode, so a recomputed forward runs in it too."""
 
     def __init__(self, model: nn.Module, make: Callable[[], TorchFunctionMode]) -> None:
         self._make = make

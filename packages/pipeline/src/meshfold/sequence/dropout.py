@@ -1,8 +1,8 @@
 """Dropout of attention weights by their position in the whole batch, so that ranks drop the same weights as one process.
 
-Flash kernels draw by position in a tile; here the weight of query i for key j, of head h of sequence n of the global
-batch, is element ((n · heads + h) · length + i) · length + j of one stream, whoever computes it
-(:func:`meshfold.kernels.dropout`). Such tiles are computed by the reference kernel.
+Flash kernels draw by position in a tile. Here the weight of query i for key j is element ((n · heads + h) · length + i) · length +
+j of one stream on every rank, for head h of sequence n of the global batch (:func:`meshfold.kernels.dropout`). Such tiles are
+computed by the reference kernel.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ DrawDropout = Callable[[Tensor, float], WeightDropout]
 """The dropout of the next attention: of queries ``b heads s d``, and the share that the model asks for"""
 
 DropoutFactors = Callable[[Sequence[Tile]], Tensor]
-"""The factors of some tiles of one shape, one behind the other in the batch: ``(tiles b) heads rows columns``"""
+"""The factors of some tiles of one shape, concatenated along the batch: ``(tiles b) heads rows columns``"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ def joint_attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     width, missing = q.shape[-1], -q.shape[-1] % 8
     pads = missing > 0 and q.is_cuda and q.dtype.itemsize < 8
-    if pads:  # GPU kernels want multiples of 8 features; zeros change nothing
+    if pads:  # GPU kernels need multiples of 8 features; zeros change nothing
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
     ranks = mesh.size(*found.ulysses)
     kv_head_repeats(q.shape[2], k.shape[2], ranks)

@@ -1,8 +1,8 @@
 """Attention of one tile with its log-sum-exp, and its backward for a given output and log-sum-exp.
 
-A flash backward asks for the output and the log-sum-exp of a row: given the *global* ones, of all keys, it returns this
-tile's exact share of dQ, dK and dV. That is all that ring attention needs, and what autograd through a merge of partial
-results does not give, since the kernels' log-sum-exp has no gradient.
+A flash backward takes the output and the log-sum-exp of a row. Given the *global* ones, of all keys, it returns this tile's exact
+share of dQ, dK and dV. That is all that ring attention needs, and what autograd through a merge of partial results does not give,
+since the kernels' log-sum-exp has no gradient.
 
 =========== =========================================== ==============================================
 kernel      torch operation                             takes
@@ -40,9 +40,9 @@ class Pairs(NamedTuple):
     Attributes:
         q: ``b s heads d``.
         k, v: ``b t kv_heads d``.
-        causal: query x sees keys 0 to x, of as many as there are queries; else each sees all.
+        causal: query x sees keys 0 to x, with equally many keys and queries; otherwise each query sees all keys.
         scale: of the scores.
-        kept: factors of the weights, ``b heads s t``, where some are dropped: for the reference kernel alone.
+        kept: factors of the weights, ``b heads s t``, if some are dropped: only for the reference kernel.
     """
 
     q: Tensor
@@ -57,7 +57,7 @@ class Kernel(Protocol):
     """Attention of a tile."""
 
     def forward(self, x: Pairs) -> tuple[Tensor, Tensor]:
-        """Return the output ``b s heads d`` over these keys alone, and its log-sum-exp ``b heads s``."""
+        """Return the output ``b s heads d`` over only these keys, and its log-sum-exp ``b heads s``."""
 
     def backward(self, x: Pairs, dout: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Return the tile's share of dQ, dK, dV, for the output and log-sum-exp over all keys."""
@@ -289,10 +289,9 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, shapes: int = 1) -> Kerne
     """Return the kernel for these tensors.
 
     Args:
-        name: "auto", "flash", "cudnn", "efficient" or "reference". "auto" is cuDNN on Hopper and later GPUs, as long as there are
-            few shapes of tiles (cuDNN builds a graph for each, torch's FlashAttention does not), otherwise flash; for
-            float32 on GPUs efficient; and the reference where none can: float64 on GPUs, values of another head_dim than
-            keys.
+        name: "auto", "flash", "cudnn", "efficient" or "reference". "auto" is cuDNN on Hopper and later GPUs if tiles have few
+            shapes (cuDNN builds a graph for each, torch's FlashAttention does not), otherwise flash. For float32 on GPUs it is
+            efficient. It is the reference if no kernel supports the call: float64 on GPUs, or values of another head_dim than keys.
         q, k, v: ``b s heads d``.
         shapes: how many different shapes of tiles there will be.
 

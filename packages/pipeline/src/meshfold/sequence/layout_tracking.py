@@ -1,6 +1,6 @@
 """Layouts of tensors under sequence parallelism, for the forward in which a model's own code is tracked.
 
-See :mod:`meshfold.mesh.tracking`. What a model is given has a rank's tokens in dim 1; attention alone looks across.
+See :mod:`meshfold.mesh.tracking`. A model's inputs have a rank's tokens in dim 1; only attention looks across ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ShardedSequenceLayout:
         return self
 
     def begin(self, found: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
-        """Begin a forward: tokens are not sharded yet, and code for masks and caches is overlooked since neither is used."""
+        """Begin a forward: tokens are not sharded yet. Code for masks and caches is ignored, since neither is used."""
         found.overlooked = ("transformers/masking_utils.py", "transformers/cache_utils.py")
 
     def mark_arguments(self, given: Iterable[Any], local: int) -> None:
@@ -69,7 +69,7 @@ class ShardedSequenceLayout:
     def mark_results(
         self, found: Tracker, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """Do nothing: the loss of this rank's tokens is weighted with those of the others."""
+        """Do nothing: the loss of this rank's tokens is weighted together with the other ranks'."""
 
     def remedy(self, name: str, axes: tuple[str, ...]) -> str:
         """Return advice to use another spec: no rule gathers a sequence."""

@@ -219,9 +219,9 @@ def sequence_parallel(
     """Let the model compute on this rank's tokens and attend to the whole sequence, from now on or inside a ``with``.
 
     Models of Hugging Face's transformers get an attention through its registry; in every other model
-    ``torch.nn.functional.scaled_dot_product_attention`` is replaced inside of its forward, activation checkpointing
-    included. Each rank's positions go in as ``position_ids`` where the model takes them; where it does not,
-    ``torch.arange(n)`` for the n tokens of the rank counts the right positions in its forward.
+    ``torch.nn.functional.scaled_dot_product_attention`` is replaced inside of its forward, activation checkpointing included. Each
+    rank's positions are passed as ``position_ids`` if the model takes them. Otherwise ``torch.arange(n)`` for the n tokens of the
+    rank counts the right positions in its forward.
 
     Call the model with tokens sharded by :func:`meshfold.sequence.shard_sequence`. Labels have to be moved by one token
     before they are sharded. Gradients of the parameters are to be summed over the sequence axes.
@@ -231,8 +231,8 @@ def sequence_parallel(
         mesh, mode, order, kernel: as in :func:`meshfold.sequence.attention`.
         causal: None: what the model asks for at each call; if given, it replaces the model's own masks.
         window: None: what the model asks for (Hugging Face's ``sliding_window``, own models' ``window``).
-        documents: cumulative lengths of packed documents, of all rows alike or one for every row (which then attend one
-            after another); positions start again at each.
+        documents: cumulative lengths of packed documents, one for all rows, or one for each row (then rows attend one after
+            another). Positions restart at each document.
         length: tokens of the whole sequence if it does not divide evenly; ``set_batch`` changes it for other batches.
         draw: returns the dropout of each attention call with dropout; called with queries ``b heads s d`` and the share.
 

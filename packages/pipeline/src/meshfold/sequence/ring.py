@@ -104,7 +104,7 @@ def _backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
 
 
 def _total(dk: tile_attention.PartialSum, dv: tile_attention.PartialSum, before: Tensor | None) -> Tensor:
-    """Add this rank's dK and dV of a block to those of the ranks before it, in one wide tensor."""
+    """Add this rank's dK and dV of a block to the sums of the ranks before it, in one wide tensor."""
     wide = accumulating(dk.like.dtype)
     if before is None:
         before = torch.empty(dk.like.numel() + dv.like.numel(), dtype=wide, device=dk.like.device)

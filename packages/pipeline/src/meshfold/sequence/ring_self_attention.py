@@ -1,10 +1,9 @@
 """Ring self-attention as in its paper: the baseline of arXiv 2105.13120, not a mode to train with.
 
-Keys travel round the ring once to make every score of this rank's queries, then the softmax is taken over whole rows,
-then values travel. Backward: both travel again, and dK and dV of the whole sequence are summed by all-reduce, of which
-a rank keeps its own. A rank holds ``heads · s · length`` scores, masked ones too. For a ring of N ranks and
-n = elements of a rank's keys, a rank sends 2 (N - 1) n elements forward and 6 (N - 1) n backward, the sum in table 1 of
-the paper (those of the all-reduce in float32 at least).
+Keys travel round the ring once to make every score of this rank's queries, then the softmax is taken over whole rows, then values
+travel. Backward: both travel again, dK and dV of the whole sequence are summed by all-reduce, and each rank keeps its own part. A
+rank holds ``heads · s · length`` scores, masked ones too. For a ring of N ranks and n = elements of a rank's keys, a rank sends 2
+(N - 1) n elements forward and 6 (N - 1) n backward, the sum in table 1 of the paper. The all-reduce is in float32 or wider.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Shardings of a sequence over ranks, and the table of modes: over which axes the ring and the all-to-all run.
 
-Contiguous: rank r of P has piece r of P. Zigzag: the sequence is cut into 2 P pieces and rank r has pieces r and
-2 P - 1 - r, an early one and a late one, so that causal attention costs every rank the same. On ``ring`` × ``ulysses``
-the pieces are sharded over the ring, and each of the ranks that share a place in the ring has a contiguous part of what
-went to it. A length that does not divide is padded at the end; padding never counts.
+Contiguous: rank r of P has piece r of P. Zigzag: the sequence is cut into 2 P pieces, and rank r has pieces r and 2 P - 1 - r, an
+early and a late one. Causal attention then costs every rank the same. On ``ring`` × ``ulysses`` the pieces are sharded over the
+ring. Ranks that share a place in the ring each have a contiguous part of its pieces. A length that does not divide is padded at the
+end; padding never counts.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class SequenceSharding:
         """Join the shards of all ranks to the whole sequence, without padding: the inverse of :meth:`shard`.
 
         Args:
-            shards: one a rank, in order, or one tensor in which they stand one behind the other along ``dim``.
+            shards: one per rank, in order, or one tensor that concatenates them along ``dim``.
             dim: the sequence dim.
         """
         joined = shards if isinstance(shards, Tensor) else torch.cat(list(shards), dim)
@@ -203,7 +203,7 @@ class Mode:
     Attributes:
         ring: the axes that keys and values travel on.
         ulysses: the axes over which heads are split during attention.
-        order: how the sequence is sharded unless another order is asked for.
+        order: the default order of the sequence.
     """
 
     ring: tuple[str, ...] = ()
@@ -229,7 +229,7 @@ def sequence_mode(mode: str | Callable[..., object], mesh: Mesh) -> Mode:
     """Return the row of a mode, checked against the mesh.
 
     Raises:
-        LayoutError: for an unknown mode, or a mesh whose sequence axes are those of another mode.
+        LayoutError: for an unknown mode, or a mesh with the sequence axes of another mode.
     """
     if callable(mode):
         return _OWN

@@ -97,7 +97,7 @@ class TilePairs:
         k, v: ``b t kv_heads d``.
         tiles: the visible parts of the keys.
         scale: of the scores.
-        dropout_factors: which weights are dropped, by the reference kernel then, which alone can; None: none.
+        dropout_factors: which weights are dropped; only the reference kernel supports this; None: none.
     """
 
     kernel: Kernel

@@ -1,9 +1,9 @@
 """Masks, and the rectangles and triangles that they are cut into for attention kernels.
 
-Any combination of masks lets a query see one interval of global key positions. A block of queries meets a block of keys:
-both hold ascending pieces of the sequence and a query sees an interval of positions, so it sees an interval of
-the block's keys as well, whose two ends never move back from one query to the next. Between the places where an end
-begins or ceases to move, the visible part of the block is a rectangle, a trapezoid or a band, and these are cut::
+Any combination of masks lets a query see one interval of global key positions. A block of queries meets a block of keys. Both hold
+ascending pieces of the sequence, and a query sees an interval of positions. So it sees an interval of the block's keys, and the two
+ends of that interval never move back from one query to the next. Between the places where an end begins or ceases to move, the
+visible part of the block is a rectangle, a trapezoid or a band, and these are cut::
 
     first stands, stop stands      a rectangle
     first stands, stop moves       a rectangle and a "lower" triangle (causal: query x sees keys 0 to x of the tile)
@@ -36,7 +36,7 @@ class Mask:
     """A mask over a sequence of ``length`` tokens.
 
     Attributes:
-        length: tokens of the sequence; what lies beyond is padding, which neither sees nor is seen.
+        length: tokens of the sequence; later tokens are padding: they attend to nothing, and no token attends to them.
         causal: a token sees no later one.
         window: a token sees those less than ``window`` away: itself and window - 1 earlier ones (and as many
             later ones if the mask is not causal). None: all.
@@ -80,7 +80,7 @@ def dense(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries [q, q + rows) against keys [k, k + columns) of two blocks; triangles have as many rows as columns."""
+    """Queries [q, q + rows) against keys [k, k + columns) of two blocks; triangles have equally many rows and columns."""
 
     shape: Shape
     q: int
@@ -225,9 +225,9 @@ Steps = tuple[tuple[Tile, ...], ...]
 def steps(sharding: SequenceSharding, mask: Mask, index: int) -> Steps:
     """Return the tiles of each step of the ring at place ``index``.
 
-    At step t the keys are those of place ``(index - t) mod ring``: keys and values travel to the next place. There
-    are as many steps as some place has work for, so that a window shorter than a share is two steps in contiguous
-    order; a step whose tiles are masked away is an empty tuple.
+    At step t a rank has the keys of place ``(index - t) mod ring``: keys and values travel to the next place. Steps end when no
+    place has work left: in contiguous order a window shorter than a share takes two. A step whose tiles are masked away is an empty
+    tuple.
     """
     if torch.compiler.is_compiling():  # pure Python can be traced; dynamo would warn about caches
         return _steps(sharding, mask, index, _at)

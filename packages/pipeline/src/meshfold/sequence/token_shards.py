@@ -107,12 +107,12 @@ def loss_share(
 ) -> Tensor:
     """Return this rank's share of the mean cross entropy over all tokens that count; the shares of all ranks add up to it.
 
-    So do their gradients: sum those of the parameters over the sequence axes, do not average them.
+    So do their gradients: sum parameter gradients over the sequence axes, do not average them.
 
     Args:
         logits: ``... v``, of this rank's tokens.
         targets: ``...``, already moved by one token (:func:`meshfold.sequence.next_tokens`) and then sharded with
-            ``pad=ignore_index``; as many as there are logits.
+            ``pad=ignore_index``; one for each logit row.
         mesh, mode: as the sequence is sharded.
         ignore_index: the target of a token that does not count.
     """

@@ -14,7 +14,7 @@ from meshfold.mesh.collectives import exchange
 
 
 def kv_head_repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """Return the least number of times to repeat each key and value head so that every rank has those of its query heads.
+    """Return how often to repeat each key and value head, at least, so that every rank has the ones of its query heads.
 
     Raises:
         LayoutError: if the ranks do not divide the query heads.

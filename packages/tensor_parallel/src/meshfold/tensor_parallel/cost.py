@@ -19,7 +19,7 @@ class CostEntry:
         phase: forward, dx or dw.
         kind: the collective.
         operand: the tensor that is sent.
-        axes: mesh axes, in mesh order, those of size 1 left out.
+        axes: mesh axes, in mesh order, without axes of size 1.
         group_size: ranks that take part.
         block_bytes: bytes of the block (see :mod:`meshfold.mesh.recording.comm_log`).
     """

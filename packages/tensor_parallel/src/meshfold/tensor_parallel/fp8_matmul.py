@@ -1,7 +1,7 @@
 """The sharded matmul in fp8: the gather lowering, whose operands are rounded once they are gathered.
 
 A scale belongs to a row or a tensor of the whole operand; a rank has a block of it. The amax is reduced over the axes that split
-the dims it was taken over, those of the batch among them, so that the rounded operands are those of the serial model, bit for bit.
+the dims it was taken over, including the axes of the batch. The rounded operands then equal the serial model's, bit for bit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _alone: list[None] = []
 
 @contextmanager
 def without_outer_ranks() -> Iterator[None]:
-    """Context manager around a forward for shapes alone, which ranks of other tokens need not call: no amax is theirs."""
+    """Context manager around a forward only for shapes. Ranks with other tokens need not call it: they contribute no amax."""
     _alone.append(None)
     try:
         yield
@@ -87,7 +87,7 @@ class Fp8Gather:
     def __init__(self, recipe: Fp8Recipe, maximum: Fp8Maximum) -> None:
         """Args:
         recipe: scales and formats of the three products.
-        maximum: from the amax of a gathered operand to that of the whole.
+        maximum: maps the amax of a gathered operand to the whole operand's.
         """
         self._recipe, self._maximum = recipe, maximum
 

@@ -39,8 +39,8 @@ class Mode:
             table a rank looks up, ``m v``.
         head: the LM head's weight, ``k v``.
         logits: its output, ``m v``.
-        attention: ``"tokens"``: attention's linear layers have whole weights and multiply a rank's own tokens; an all-to-all
-            exchanges tokens for heads after the projections, and heads for tokens before the output projection
+        attention: ``"tokens"``: attention's linear layers have whole weights and multiply a rank's own tokens. An all-to-all
+            exchanges tokens for heads after the projections, and another heads for tokens before the output projection
             (:mod:`meshfold.tensor_parallel.layers.head_exchange`). Empty: they are split as ``column`` and ``row`` say.
         paper: where it comes from.
 

@@ -26,7 +26,7 @@ class MemoryPlanError(MeshfoldError, ValueError):
 
 
 class ChunkLayoutError(MeshfoldError, ValueError):
-    """Parameters that cannot be laid out in chunks, or a layout that was asked for a parameter it does not hold."""
+    """Parameters that cannot be laid out in chunks, or a request to a layout for a parameter that it does not hold."""
 
 
 class ArenaError(MeshfoldError, RuntimeError):

@@ -13,19 +13,18 @@ A training step::
 Life of a chunk during a step:
 
 1. ``begin``: this step expects the order of units of the last one.
-2. Forward comes to a unit that uses the chunk: if the optimizer was still at work on its shard it is waited for
-   (``Chunk.wait_step``), the shards are brought together (``Chunk.gather``, ``Chunk.wait``), those of the unit that comes next
-   are being gathered, and what no unit inside needs is released (:mod:`~meshfold.zero_gemini.runtime.module_hooks`).
-3. Backward comes to the unit: the same again. Each parameter's gradient is collected as autograd makes it; when all have
-   arrived, the chunk's are summed over the group, measured for the norm, and sent to the memory of the chunk's state
+2. Forward reaches a unit that uses the chunk (:mod:`~meshfold.zero_gemini.runtime.module_hooks`). It waits for the optimizer if
+   that still works on the shard (``Chunk.wait_step``), then gathers the shards (``Chunk.gather``, ``Chunk.wait``). The next unit's
+   chunks start to be gathered, and chunks that no unit inside needs are released.
+3. Backward comes to the unit: the same again. Each parameter's gradient is collected as autograd computes it. Once all have
+   arrived, the chunk's gradients are summed over the group, measured for the norm, and sent to the memory of the chunk's state
    (:mod:`~meshfold.zero_gemini.sharded_model.reducer`, :mod:`~meshfold.zero_gemini.chunks.gradient`).
 4. In a ``"final"`` backward, if nothing needs all gradients first, the chunk is stepped as soon as nothing reads it any
    more (:mod:`~meshfold.zero_gemini.optimizer.early_steps`).
-5. Else ``finish`` and ``clip`` wait for all gradients and set their factor, and ``step`` steps: on the device at once, on
-   the host in parallel with what follows: the parameters before the next forward needs them, the moments during the
-   backward after it (:mod:`~meshfold.zero_gemini.optimizer.cpu_executor`). Until then its step is
-   *pending*. With everything on the device the chunks that the next forward needs first are stepped first, and gathered
-   while the others are stepped.
+5. Otherwise ``finish`` and ``clip`` wait for all gradients and set their factor, and ``step`` steps: on the device at once, on the
+   host in parallel with the next forward and backward (:mod:`~meshfold.zero_gemini.optimizer.cpu_executor`). The host updates
+   parameters before that forward needs them, and moments during that backward. Until then its step is *pending*. With everything on
+   the device the chunks that the next forward needs first are stepped first, and gathered while the others are stepped.
 6. ``forget``: gradients are dropped. The next use of a chunk with a pending step is 2. again.
 
 :mod:`~meshfold.zero_gemini.sharded_model.chunked_model` builds all this from a model,

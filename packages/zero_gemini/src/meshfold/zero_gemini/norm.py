@@ -1,7 +1,7 @@
 """Norms of sharded gradients, which count every element of the global model once.
 
-A rank's shard has elements that no other rank of its chunk's group has; over the other axes of the mesh the parameter
-may be replicated, and then so many ranks hold each element.
+A rank's shard has elements that no other rank of its chunk's group has. Over the other axes of the mesh the parameter may be
+replicated: then several ranks hold each element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def holders_of(meta: ParameterMeta, shape: torch.Size, mesh: Mesh) -> int | Tens
 def power_sum(gradient: Tensor, holders: int | Tensor, norm_type: float) -> Tensor:
     """Sum of ``|g|^p / holders``, or the largest ``|g|`` for infinity: float64, on the gradient's device.
 
-    The 1-, 2- and largest norms of float32, bfloat16 and float16 have the same bits wherever the gradient lies.
+    The 1-, 2- and largest norms of float32, bfloat16 and float16 have the same bits for every placement of the gradient.
     """
     kernel = _KERNELS.get(norm_type)
     if kernel is not None and isinstance(holders, int) and gradient.dtype in _FLOATS:

@@ -33,10 +33,10 @@ class ShardedInit:
     >>> model.weight.device.type
     'meta'
 
-    Inside, every factory of torch makes a tensor on the meta device, and what the model's own code initialises it with
-    is noted. :class:`meshfold.zero_gemini.Gemini` and the engine then make each parameter's first values, one parameter
-    at a time, and keep this rank's share. They depend only on the seed and the parameter's name: every mesh and
-    every stage starts with the same model, the one that the engine makes of a function with this seed.
+    Inside, every factory of torch makes a tensor on the meta device, and the initialisation by the model's own code is recorded.
+    :class:`meshfold.zero_gemini.Gemini` and the engine then make each parameter's first values, one parameter at a time, and keep
+    this rank's share. They depend only on the seed and the parameter's name: every mesh and every stage starts with the same model,
+    the one that the engine makes of a function with this seed.
 
     A parameter that is never written (made by ``torch.empty`` and not filled) is an error there, which names it. So
     are weights loaded inside: load them with ``engine.load_state_dict`` instead.

@@ -1,8 +1,8 @@
 """The collectives: the one place that talks to torch.distributed.
 
-They are PyTorch's functional collectives, so each returns a new tensor, leaves its input alone, and can be traced
-by torch.compile. None of them is differentiable: see :mod:`meshfold.mesh.collectives.primitives` for the pairs with adjoints.
-A group of one rank never communicates and returns its input.
+They are PyTorch's functional collectives: each returns a new tensor, does not change its input, and can be traced by torch.compile.
+None of them is differentiable: see :mod:`meshfold.mesh.collectives.primitives` for the pairs with adjoints. A group of one rank
+never communicates and returns its input.
 
 With ``async_op=True`` a call returns a :class:`Pending` at once; other work may be queued before ``.wait()``.
 On a GPU waiting blocks the stream, never the host.
@@ -144,7 +144,7 @@ def all_gather_into(out: Tensor, x: Tensor, group: Group) -> Pending:
         x: contiguous; it may be this rank's block of ``out``.
 
     Raises:
-        CollectiveError: if the size of ``out`` is not exactly that of all ranks' blocks.
+        CollectiveError: if the size of ``out`` is not exactly the sum of all ranks' blocks.
     """
     if out.shape != (group.size * x.shape[0], *x.shape[1:]) or out.dtype != x.dtype:
         raise CollectiveError(
@@ -328,8 +328,8 @@ class Transfer(Pending):
 def send(x: Tensor, group: Group, target: int) -> Transfer:
     """Send a tensor to the rank with index ``target`` in the group, which must :func:`receive` one of its shape and dtype.
 
-    What is sent from one rank to another over one group arrives in the order in which it was sent. On a GPU one
-    direction must not wait for the other: give each a group of its own (:meth:`meshfold.mesh.Mesh.channel`).
+    Messages from one rank to another over one group arrive in the order in which they were sent. On a GPU one direction must not
+    wait for the other: give each a group of its own (:meth:`meshfold.mesh.Mesh.channel`).
     """
     call = note_call("send", group, x, peer=group.ranks[target], later=True)
     whole = x.contiguous()

@@ -210,11 +210,11 @@ def exchange(x: Tensor, mesh: Mesh, split_dim: int, concat_dim: int, axes: Axes)
 def traceable_result(y: Tensor) -> Tensor:
     """Return ``y`` for a forward to return: itself, and in a traced graph a separate tensor in y's memory.
 
-    Torch 2.11 gives the graph of a forward every tensor on the way as a further result. Where an operator returned its
-    operand (``x.to(x.dtype)``, ``x.contiguous()``, ``x.add_(..)``, waiting for a collective), two of them are one and
-    the same tensor, autograd ties it to the last, and the gradient of the first, which the model has, is silently
-    zero. A forward that returns what other code gave it, which may have done so, returns it through here.
-    ``detach`` and not a view: what becomes of a view in place autograd refuses.
+    Torch 2.11 gives the graph of a forward every tensor on the way as a further result. If an operator returned its operand
+    (``x.to(x.dtype)``, ``x.contiguous()``, ``x.add_(..)``, waiting for a collective), two of them are the same tensor. Autograd
+    ties it to the last one, and the gradient of the first, which the model has, is silently zero. A forward that returns what other
+    code gave it, which may have done so, returns it through here. ``detach`` and not a view: what becomes of a view in place
+    autograd refuses.
     """
     return y.detach() if torch.compiler.is_compiling() else y
 

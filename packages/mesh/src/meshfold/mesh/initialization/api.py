@@ -3,9 +3,9 @@
     model, trace = build_on_meta(lambda: GPT(config))
     materialize(model, trace, seed=0, device="cpu", placement_of=...)
 
-The trace holds the operations that the model's own code initialises its parameters with. They are replayed on the
-elements that a rank holds, with random numbers that belong to (seed, parameter name, global element): every split
-gives the same model, equal in distribution to one that was built in the plain way.
+The trace holds the operations that the model's own code initialises its parameters with. They are replayed on the elements that a
+rank holds, with random numbers that belong to (seed, parameter name, global element). Every split gives the same model, with the
+same distribution as one that was built without Meshfold.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class InitTrace:
         for name, ref in fresh.items():
             owners.setdefault(ref.storage, name)
         draws: dict[str, int] = {}
-        for deep in (False, True):  # a parameter's own draws come before those of its inputs
+        for deep in (False, True):  # a parameter's own draws come before its inputs' draws
             for name, ref in fresh.items():
                 for storage, write in self._draws(ref, set(), deep=deep):
                     if write not in self._keys:
@@ -193,8 +193,8 @@ def build_on_meta(builder: Callable[[], Module]) -> tuple[Module, InitTrace]:
 def retrace_initialization(model: nn.Module) -> InitTrace:
     """Return a trace for a model that is already on the meta device, by having every module initialise itself again.
 
-    Calls ``initialize_weights`` of Hugging Face models and ``reset_parameters`` of other modules. What a constructor
-    did beyond these is not seen; `materialize` raises for what stays uninitialised.
+    Calls ``initialize_weights`` of Hugging Face models and ``reset_parameters`` of other modules. Other operations of a constructor
+    are not seen; `materialize` raises for tensors that stay uninitialised.
     """
     done: set[nn.Module] = set()
     with record_initialization() as trace, _untied(model):

@@ -44,7 +44,7 @@ def find_value_source(model: nn.Module, *, buffers: bool = False) -> ValueSource
 
     Args:
         model: whole, or some of its stages.
-        buffers: ask for those of its meta buffers instead.
+        buffers: return the values of its meta buffers instead.
 
     Raises:
         MeshfoldError: for a model whose parts were built under several traces.

@@ -1,9 +1,8 @@
 """Replay of recorded tensors: values of one block, element by element where the operations allow it.
 
-Constants, random numbers and pointwise operations are replayed on the block alone. Anything else (a triangle, a
-concatenation, a decomposition) is replayed on the whole tensor on the CPU, and the block is cut out of it; for a large
-tensor that is an error. Random numbers are indexed by an element's position in its storage, so both ways and every view
-give the same ones.
+Constants, random numbers and pointwise operations are replayed on only the block. Other operations (a triangle, a concatenation, a
+decomposition) are replayed on the whole tensor on the CPU, and the block is cut out of it. For a large tensor this is an error.
+Random numbers are indexed by an element's position in its storage, so both ways and every view give the same ones.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Replay:
         keys: the key of each random write.
         seed: the seed of the model.
         device: where blocks are computed.
-        name: what errors call the tensor that is wanted.
+        name: the tensor's name in errors.
         advice: what errors tell the user to do instead.
         known: small tensors that were computed already.
     """
@@ -128,7 +127,7 @@ class Replay:
         window = Window.of(write.target, base)
         everywhere = write.target.covers(self.recording.log_of(ref).storage.nbytes())
         if window is None and everywhere and write.target.dtype == base.dtype and not sources:
-            return Window.all(base)  # all elements are treated alike, so the shape does not matter
+            return Window.all(base)  # all elements are treated equally, so the shape does not matter
         return window
 
     def _check_whole(self, ref: Ref, out: Tensor, writes: Sequence[Write], windows: Sequence[Window | None]) -> None:

@@ -66,7 +66,7 @@ class Ref:
 
 
 class Target:
-    """Stands for the tensor that an in-place operation writes, among its arguments."""
+    """Placeholder, among the arguments of an in-place operation, for the tensor that it writes."""
 
 
 TARGET = Target()

@@ -1,8 +1,8 @@
 """Labels of a loss, batches without a label that counts, and documents packed into a row.
 
-A new document begins where positions restart at 0, as in transformers: the positions 0 1 2 0 1 2 3 are two documents of 3 and
-4 tokens. Positions that go back to q > 0 begin a branch: it continues the first q tokens of its document, and does not see what
-other branches have there. So the positions 0 1 2 3 4 2 3 are a prompt of 2 tokens with completions of 3 and of 2.
+A new document begins where positions restart at 0, as in transformers: the positions 0 1 2 0 1 2 3 are two documents of 3 and 4
+tokens. Positions that go back to q > 0 begin a branch: it continues the first q tokens of its document, and does not see other
+branches. So the positions 0 1 2 3 4 2 3 are a prompt of 2 tokens with completions of 3 and of 2.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 def ensure_one_target(targets: Tensor, count: Tensor, mask: Any = None) -> Tensor:
     """Return targets with at least one that counts: if none does, the last becomes class 0, so that their mean is finite.
 
-    For a part of a batch that has no share in the loss: 0 times its gradient is 0, and 0 times that of a mean over nothing
-    is not.
+    For a part of a batch that has no share in the loss: 0 times its gradient is 0, but 0 times the gradient of a mean over nothing
+    is NaN.
 
     Args:
         targets: integers, -100 where none counts; others are not changed.

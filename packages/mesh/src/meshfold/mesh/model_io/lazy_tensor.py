@@ -1,8 +1,8 @@
 """Sharded tensors that are gathered when the program reads them.
 
-:func:`lazy_gather` returns a stand-in for a whole tensor that most programs never read, such as logits beside a loss. Its shape,
-dtype and device are known, casts are deferred, and gradients pass. The first operation that needs values gathers the shards, and
-all ranks must run it. Until then it takes no memory.
+:func:`lazy_gather` returns a stand-in for a whole tensor that most programs never read, such as logits returned with a loss. Its
+shape, dtype and device are known, casts are deferred, and gradients pass. The first operation that needs values gathers the shards,
+and all ranks must run it. Until then it takes no memory.
 
 A collective that only one rank calls hangs, or is matched with the next call of the others. So the ranks first wait in the store
 until all have arrived. With a watchdog (:mod:`meshfold.mesh.watchdog`) a rank that will not arrive is known within seconds.
@@ -135,7 +135,7 @@ class _Values:
 
 
 class LazyTensor(Tensor):
-    """Stands for a tensor; operations on it work on its values. Made by :func:`lazy_gather`."""
+    """Stand-in for a tensor; operations on it use its values. Made by :func:`lazy_gather`."""
 
     held: _Values
 
@@ -169,7 +169,7 @@ class LazyTensor(Tensor):
         return self.view(self.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        if self.held.read:  # printing must not communicate: one rank may print alone
+        if self.held.read:  # printing must not communicate: only one rank may print
             return repr(self._plain())
         return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype}; {self.held})"
 
@@ -205,7 +205,7 @@ _of_world: Any = None
 
 @report_errors
 def meet_to_read(what: str, ranks: tuple[int, ...]) -> None:
-    """Wait until all of these ranks read the same tensor; return at once if alone or in a simulated world.
+    """Wait until all of these ranks read the same tensor; return at once for one rank or in a simulated world.
 
     Args:
         what: is read, in words.

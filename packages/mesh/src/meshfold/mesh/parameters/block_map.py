@@ -1,4 +1,4 @@
-"""Map of one parameter's blocks on the ranks of a group: who holds which, and what of it counts in sums."""
+"""Map of one parameter's blocks on the ranks of a group: which rank holds which, and how much each counts in sums."""
 
 from __future__ import annotations
 

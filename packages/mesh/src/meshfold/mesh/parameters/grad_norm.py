@@ -1,8 +1,8 @@
 """The gradient norm of a sharded model, and clipping by it.
 
-Each rank sums the powers of its own blocks, divided by the number of ranks that hold the same block; one
-all-reduce over the mesh gives the norm of the whole model: the same bits on every rank, so that every replica is
-scaled alike. Blocks that equally many ranks hold are summed together, in a handful of kernels.
+Each rank sums the powers of its own blocks, divided by the number of ranks that hold the same block; one all-reduce over the mesh
+gives the norm of the whole model. Every rank gets the same bits, so all replicas are scaled equally. Blocks that equally many ranks
+hold are summed together, in a handful of kernels.
 """
 
 from __future__ import annotations

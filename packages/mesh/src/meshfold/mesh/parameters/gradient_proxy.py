@@ -76,7 +76,7 @@ class _Proxy(Tensor):
 
 
 class GradientProxy(_Proxy):
-    """Stands for a parameter's gradient that its owner has."""
+    """Stand-in for a parameter's gradient that its owner has."""
 
     @staticmethod
     def of(owner: GradientOwner, place: int, like: Tensor, **other: Any) -> GradientProxy:

@@ -136,7 +136,7 @@ def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 
 def _looks_wider(state: Mapping[str, Any], shape: torch.Size) -> bool:
-    """Return True if a matrix's state has anything that is neither a number nor of its shape: then it is not elementwise."""
+    """Return True if a matrix's state has tensors of another shape than its own: then the optimizer is not elementwise."""
     return any(
         bool(value)
         if isinstance(value, list | tuple | dict)

@@ -1,8 +1,7 @@
 """Metadata, names, hooks and stored values of parameters: the data that crosses the borders between packages.
 
-Gradient reduction asks which axes a gradient has still to be summed over, clipping asks which axes to sum squares
-over, a checkpoint asks for the rectangles of the global tensor, the optimizer asks for none of it. No part needs
-to know a tensor-parallel mode.
+Gradient reduction reads the axes that a gradient is still to be summed over, and clipping reads the axes to sum squares over. A
+checkpoint reads the rectangles of the global tensor. The optimizer needs none of it. No part needs to know a tensor-parallel mode.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class ParameterMeta:
         sum_axes: axes its gradient has still to be summed over after backward (plain data parallelism).
         tie: a name shared by parameters that are one tensor of the model; empty for the rest.
         only_at: axes whose ranks have different parameters (stages of a pipeline), with the coordinates that have this one.
-        own_sum_axes: ``sum_axes`` is this parameter's own: it lies over axes of the batch (experts), or sees some of the
-            tokens of a rank only.
+        own_sum_axes: ``sum_axes`` belongs to this parameter: it is split over axes of the batch (experts), or sees only some of a
+            rank's tokens.
     """
 
     mesh: Mesh
@@ -65,8 +64,8 @@ def metadata_on(parameter: Tensor, mesh: Mesh) -> ParameterMeta:
 def copy_parameter_hooks(before: Tensor, now: Tensor) -> None:
     """Register on the parameter ``now`` the hooks of the one that it replaces.
 
-    A hook then sees what this rank has of the gradient: that of its rows, in its block. Handles of the hooks before do not
-    remove these.
+    A hook then sees this rank's part of the gradient: from its rows, for its block. Handles of the hooks before do not remove
+    these.
 
     Args:
         before: with its ``register_hook`` and ``register_post_accumulate_grad_hook``.

@@ -26,7 +26,7 @@ class ShardOfTensor(NamedTuple):
     """This rank's shard of a tensor.
 
     Attributes:
-        place: number of the tensor; all ranks of the group number alike.
+        place: number of the tensor, the same on all ranks of the group.
         pieces: see :data:`Pieces`.
     """
 
@@ -133,7 +133,7 @@ def _add_squares(
 
 
 def holders_factor(meta: ParameterMeta, mesh: Mesh, axes: Collection[str]) -> float:
-    """Return the factor from the ranks of the mesh that hold an element to those of a group over ``axes``.
+    """Return the number of ranks of the mesh that hold an element, divided by the number in a group over ``axes``.
 
     The axes have all that split the parameter, and none of those whose ranks have different parameters.
     """
@@ -144,7 +144,7 @@ def holders_factor(meta: ParameterMeta, mesh: Mesh, axes: Collection[str]) -> fl
 def square_sums_of_blocks(parameters: Sequence[Tensor], mesh: Mesh, device: torch.device) -> ShardedSquareSums:
     """Return the function for parameters that are this rank's blocks over tensor axes, equal on all data ranks.
 
-    The all-reduce is over the axes that split any of them, by their metadata; without such axes there is none.
+    The all-reduce is over the axes that split any of them, by their metadata. Without such axes nothing is sent.
     """
     metas = [metadata_on(parameter, mesh) for parameter in parameters]
     axes = mesh.spanned(*dict.fromkeys(axis for meta in metas for axis in meta.placement.split_axes))

@@ -26,13 +26,13 @@ SumOf = tuple[Tensor, Tensor, tuple[int, ...]]
 class ShardedBlocks:
     """Answers what an optimizer asks of the rest of its parameters: see ``Blocks`` of ``meshfold.optimizers``.
 
-    A parameter that is not among those given counts as whole. ``sums`` takes one all-reduce of the numbers that come
-    out. ``through_whole`` takes two all-to-alls, or one where blocks are whole already: each matrix goes to one
-    rank, the largest first to the rank with least to do, and blocks of what comes out go to all ranks. What a rank
-    keeps does not travel; pairs of ranks are padded to the largest.
+    A parameter that is not among those given counts as whole. ``sums`` takes one all-reduce of the numbers that come out.
+    ``through_whole`` takes two all-to-alls, or one if blocks are already whole. Each matrix goes to one rank, the largest first,
+    always to the rank with the least work. Blocks of the results go to all ranks. What a rank keeps does not travel; pairs of ranks
+    are padded to the largest.
 
-    A parameter of three dims is a stack of matrices, such as those of experts. Where a rank has whole ones of them it computes
-    these by itself. All parameters of a call are of one of the lists of ``families``.
+    A parameter of three dims is a stack of matrices, such as the weights of experts. Where a rank has whole ones of them it
+    computes these by itself. All parameters of a call are of one of the lists of ``families``.
 
     Attributes:
         bucket_elements: number of elements of blocks to ask about together.
@@ -51,9 +51,9 @@ class ShardedBlocks:
         """Args:
         metas: of the parameters that this rank has blocks of.
         splitting: the ranks that have other blocks of them, at least.
-        owners: the ranks that matrices are assigned to: those of ``splitting``, and others that have the same blocks.
+        owners: the ranks that matrices are assigned to: ``splitting``, and others that have the same blocks.
         device: where ranks communicate from, and matrices are computed.
-        apart: those of parameters whose other blocks are on other ranks than those of ``splitting``.
+        apart: the blocks of parameters whose other blocks are on ranks outside ``splitting``.
         """
         self._apart: dict[Tensor, ShardedBlocks] = {p: blocks for blocks in apart for p in blocks._metas}
         self._splitting, self._owners, self._device = splitting, owners, device
@@ -261,7 +261,7 @@ class ShardedBlocks:
 
 
 def _by_shape(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return a function of matrices, or of stacks of them, those of one shape and device in one call."""
+    """Return a function of matrices, or of stacks of them, which handles all of one shape and device in one call."""
     alike: dict[tuple[torch.Size, torch.device], list[int]] = {}
     for place, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.device), []).append(place)
@@ -337,7 +337,8 @@ def _in_families(
 ) -> ShardedBlocks:
     """Return blocks of parameters that are shared out to owners over different axes, such as experts and the rest under ZeRO.
 
-    Ranks along the axes that split a parameter own the same ones of those that are split alike, and perhaps others of the rest.
+    Ranks along the axes that split a parameter own the same parameters among those that are split in the same way; they may own
+    different ones of the others.
     """
 
     def over(meta: ParameterMeta) -> tuple[str, ...]:

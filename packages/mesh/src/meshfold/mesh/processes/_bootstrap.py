@@ -100,7 +100,7 @@ def main() -> None:
 def _end() -> None:
     """Exit after the program: run Python's exit handlers, and nothing after them.
 
-    In about one of some hundred runs over gloo, a C++ library is unloaded while one of its threads still runs, which aborts a
+    In about one of a few hundred runs over gloo, a C++ library is unloaded while one of its threads still runs. This aborts a
     process whose program has succeeded. With CUDA the process exits normally, because profilers write their results then.
     """
     torch = sys.modules.get("torch")
@@ -117,8 +117,8 @@ def _end() -> None:
 def refusal_sentence(error: BaseException) -> str:
     """Return ``SpecError at train.py:4 in <module>: ...``, where Meshfold refused what the program asked for; else nothing.
 
-    Such an error says by itself what to change, and its traceback is Meshfold's. One from a collective is none of these: it is
-    not the program that is wrong.
+    Such an error says by itself what to change, and its traceback is Meshfold's. An error from a collective is not one of these:
+    the program is not wrong.
     """
     errors = sys.modules.get("meshfold.mesh.errors")
     if errors is None or not isinstance(error, errors.MeshfoldError) or isinstance(error, errors.CollectiveError):

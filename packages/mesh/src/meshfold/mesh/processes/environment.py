@@ -1,8 +1,8 @@
 """The only code that reads the process environment: which rank this is, and where ranks meet.
 
-torchrun (and ``meshfold run``) set ``RANK`` and its companions; Slurm sets ``SLURM_PROCID`` and its own; with
-neither, the process is alone. Variables that contradict each other are an error that names them, never a guess:
-a job that starts with a wrong rank hangs instead of failing.
+torchrun (and ``meshfold run``) set ``RANK`` and its companions; Slurm sets ``SLURM_PROCID`` and others; with neither, the process
+is a world of one. Contradictory variables raise an error that names them: a job that starts with a wrong rank would hang instead of
+failing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Environment:
 
     @classmethod
     def detect(cls, variables: Mapping[str, str] | None = None) -> Environment:
-        """Read the environment: torchrun's variables first, then those of a Slurm step, else a single process.
+        """Read the environment: torchrun's variables first, then a Slurm step's, otherwise a single process.
 
         Args:
             variables: read instead of ``os.environ``.
@@ -66,8 +66,8 @@ class Environment:
         found = os.environ if variables is None else variables
         if "RANK" in found or "WORLD_SIZE" in found:
             return cls._from_torchrun(found)
-        # An allocation alone (salloc, sbatch) sets most of Slurm's variables; only srun tasks set these. An interactive step
-        # (srun --pty) sets them too, for one task: a single process.
+        # An allocation (salloc, sbatch) already sets most of Slurm's variables; only srun tasks set these. An
+        # interactive step (srun --pty) sets them too, for one task: a single process.
         if "SLURM_PROCID" in found and "SLURM_STEP_ID" in found and found.get("SLURM_NTASKS", "1") != "1":
             return cls._from_slurm(found)
         return cls()

@@ -1,10 +1,9 @@
 """Start a program on several local ranks, and end all of them when one fails.
 
-The launcher itself hosts the store in which the ranks meet, on a port that the system picks, so a port in use
-cannot break a start. torchrun and Slurm start ranks on several machines, see
-:mod:`meshfold.mesh.processes.environment`; so does :func:`launch_node`, with torch's elastic agent: when a rank fails or a
-node is lost, the agents meet again and restart all ranks, as often as allowed. Added to torchrun: the traceback of the
-rank that failed first comes last, and a request to stop goes to the ranks, which end by themselves.
+The launcher itself hosts the store in which the ranks meet, on a port that the system picks, so a port in use cannot break a start.
+torchrun and Slurm start ranks on several machines (:mod:`meshfold.mesh.processes.environment`). :func:`launch_node` does so with
+torch's elastic agent: if a rank fails or a node is lost, the agents meet again and restart all ranks, as often as allowed. Added to
+torchrun: the traceback of the rank that failed first comes last, and a request to stop goes to the ranks, which end by themselves.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def launch(
         log_dir: folder for what ranks print: ``rank3.out`` (all but rank 0) and ``rank3.err``.
         port: where the ranks should meet; if it is in use, a free one is taken with a warning.
         grace_s: seconds between asking ranks to end (SIGTERM) and killing them.
-        stop_s: a first SIGTERM or SIGUSR1 goes to the ranks, a first SIGINT does as SIGTERM; they get so many seconds to come
-            to an end of their own. The same a second time ends them.
+        stop_s: a first SIGTERM or SIGUSR1 is passed to the ranks, a first SIGINT as SIGTERM; they then have so many seconds to end
+            by themselves. The same a second time ends them.
         stopped_code: what ranks exit with that have stopped so: no failure.
 
     Returns:
@@ -221,7 +220,7 @@ def launch_node(
         argv: as for :func:`launch`; the same on every node.
         ranks: how many processes on this node; the same on every node.
         nodes: the least and the largest number of nodes. A job that has lost some goes on with the least at least.
-        rendezvous: ``host:port`` of one of them, where the agents meet; that one serves the meeting.
+        rendezvous: ``host:port`` of one of them, which serves the store where the agents meet.
         job: a name that the agents of one job have in common.
         restarts: how often all ranks are restarted after a failure.
         address: of this node, as the others see it; by default its host name.
@@ -333,7 +332,7 @@ def _children() -> list[int]:
 
 
 def _report(records: Path, rank: int, code: int, ranks: int) -> int:
-    """Describe the first failure, that of the earliest record."""
+    """Describe the first failure, which has the earliest record."""
     left = [(_read(file), file.stem) for file in records.glob("rank*.json")]
     failed = sorted((one for one in left if one[0].get("code")), key=lambda one: one[0]["time"])
     died = code < 0 and (not failed or f"rank{rank}" not in {name for _, name in failed})

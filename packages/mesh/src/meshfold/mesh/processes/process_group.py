@@ -54,8 +54,8 @@ class Process:
         """End this process's part, and with it all groups, if this object began it. May be called twice.
 
         Args:
-            wait: first let the others come to their end too (ten seconds at most): rank 0 may be the one that
-                serves the store, and those still at work would complain of its loss. False where this rank failed.
+            wait: first wait for the other ranks to end (ten seconds at most): rank 0 may serve the store, and ranks that still run
+                would report its loss. False where this rank failed.
         """
         if self.owner and is_started():
             if wait:
@@ -76,7 +76,7 @@ class Process:
 
 
 def is_started() -> bool:
-    """Return True if this process is in a process group, no matter who started it."""
+    """Return True if this process is in a process group, started by Meshfold or not."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -91,8 +91,8 @@ def start(
 ) -> Process:
     """Join the job: find the other processes and make the process group of all.
 
-    Alone (no launcher), the process becomes a world of one, without a port. If a process group is already
-    running, it is taken as it is.
+    Without a launcher, the process becomes a world of one, without a port. If a process group is already running, it is used
+    unchanged.
 
     Args:
         environment: which rank to be; by default :meth:`Environment.detect`.
@@ -122,8 +122,8 @@ def start(
     hook = sys.excepthook
     _addresses.clear()
     where = "" if store is not None else f" at {environment.master_addr}:{environment.master_port}"
-    # No device_id: with it every later new_group splits the world's communicator, a collective of *all* ranks, and a
-    # pipeline stage that makes a group for itself would wait forever.
+    # No device_id: with it every later new_group splits the world's communicator, which is a collective of *all* ranks.
+    # A pipeline stage that makes its own group would wait forever.
     try:
         own = store_of_this_start(open_store(environment, wait) if store is None else store, environment.attempt)
         if backend != "fake" and environment.world_size > 1:
@@ -224,9 +224,9 @@ def group_name(handle: Any) -> str:
 def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> Any:
     """Return a process group of these ranks under a name of its own; only they call.
 
-    ``torch.distributed.new_group`` either wants all ranks of the world to call in one order, or (local
-    synchronisation) names the group after how many the process has open: ranks that opened different ones before
-    then wait for ever, as do those that open a group again after it was destroyed.
+    ``torch.distributed.new_group`` either needs calls on all ranks of the world in one order, or (local synchronisation) names the
+    group by the number of groups that the process has open. Then ranks that opened different groups before wait forever, and so do
+    ranks that open a destroyed group again.
 
     Args:
         ranks: global ranks in group order; this process's is among them.
@@ -257,7 +257,7 @@ def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> An
 
 
 def meet_members(ranks: Sequence[int], name: str, look: Callable[[], None] = lambda: None, forget: str = "") -> None:
-    """Wait in the store until all of these ranks have arrived; return at once if alone or in a simulated world.
+    """Wait in the store until all of these ranks have arrived; return at once for one rank or in a simulated world.
 
     Args:
         ranks: global ranks; this process's is among them.
@@ -284,7 +284,7 @@ def call_limit() -> timedelta:
 
 
 def own_store() -> Any:
-    """Return a new connection to the store in which all processes met; None if alone or in a simulated world."""
+    """Return a new connection to the store in which all processes met; None for one rank or in a simulated world."""
     if not is_started() or dist.get_world_size() == 1 or dist.get_backend() == dist.Backend.FAKE:
         return None
     c10d = dist.distributed_c10d
@@ -338,7 +338,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def ended_ranks(ranks: Iterable[int]) -> list[int]:
-    """Return the ranks whose processes are known to have ended: those of this machine, in a world that :func:`start` made."""
+    """Return the ranks whose processes are known to have ended, on this machine, in a world that :func:`start` made."""
     own = Address.own()
     return [rank for rank in ranks if rank in _addresses and _addresses[rank].is_gone(own)]
 

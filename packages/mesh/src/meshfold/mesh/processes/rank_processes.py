@@ -31,7 +31,7 @@ _TAIL_LINES = 30
 class Failure:
     """Failure of a rank: ``time`` is of ``time.monotonic()``, ``code`` is the exit code for the job.
 
-    ``sentence`` stands for the traceback where Meshfold refused what the program asked for.
+    ``sentence`` replaces the traceback if Meshfold refused the program's request.
     """
 
     rank: int
@@ -107,7 +107,7 @@ class Rank:
         return Failure(rank=self.rank, time=died, code=code, how=f"exited with code {code}")
 
     def send(self, number: int, *, alone: bool = False) -> None:
-        """Send a signal to the rank and, unless ``alone``, to the processes that it started."""
+        """Send a signal to the rank, and to the processes that it started unless ``alone``."""
         with suppress(ProcessLookupError, PermissionError):
             (os.kill if alone else os.killpg)(self.process.pid, number)
 
@@ -170,7 +170,7 @@ def watch(job: list[Rank], signals: Signals, *, calm: int = 0, seconds: float | 
         job: the ranks.
         signals: caught during the wait.
         calm: a code that is as good as 0.
-        seconds: look no longer than this; None for as long as it takes.
+        seconds: time limit; None: no limit.
     """
     settled: float | None = None
     caught = len(signals.caught)

@@ -1,8 +1,8 @@
 """The store in which processes meet. Ranks wait there for each other before they connect.
 
-torch waits for a rank that never comes in C++, for half an hour and without a name. Here a rank leaves its address under a key
-of the meeting and waits for the others' keys. Once a second it looks whether one that is missing can still come: a process of
-this machine that is gone cannot, and neither can one that has failed (:mod:`meshfold.mesh.watchdog` then breaks the wait off).
+torch waits for a rank that never comes in C++, for half an hour and without a name. Here a rank leaves its address under a key of
+the meeting and waits for the others' keys. Once a second it checks if the missing ranks can still come. A process of this machine
+that has ended cannot, and a rank that has failed cannot (:mod:`meshfold.mesh.watchdog` then ends the wait).
 """
 
 from __future__ import annotations

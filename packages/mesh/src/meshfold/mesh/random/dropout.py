@@ -53,7 +53,7 @@ class Draw:
     Attributes:
         key: with the seed, determines the mask.
         call: how many calls of the name there were before it.
-        seed, first_row, first_token, rows, token_shards: those of the stream.
+        seed, first_row, first_token, rows, token_shards: the stream's.
     """
 
     key: int
@@ -147,8 +147,8 @@ class DropoutStream:
         """Draw for the next dropout call; its key is in [0, 2**63).
 
         Args:
-            name: the module's name in the whole model. With it the key does not depend on which modules ran before,
-                so that stages of a pipeline, which see only their own calls, agree with the serial model.
+            name: the module's name in the whole model. With it the key does not depend on the modules that ran before. Stages of a
+                pipeline, which see only their own calls, then agree with the serial model.
         """
         call = self._calls[name]
         self._calls[name] = call + 1
@@ -191,15 +191,14 @@ _current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream
 
 
 _drawn: OrderedDict[tuple[int, str], Draw] = OrderedDict()
-"""What forwards have drawn, by name and a number of torch's CPU generator that was drawn with it: a checkpoint of torch puts that
-generator back when it repeats its forward, in whatever order and thread backward comes to it."""
+"""Draws of forwards, by name and a number of torch's CPU generator that was drawn with them."""
 _MOST_DRAWN = 1 << 16
 
 
 class _Use:
     """Makes a copy of an rng stream current in this thread; entered again, it restarts at the same call.
 
-    In a forward, torch's CPU generator starts at the stream's position; in a recomputation it is left alone. It is restored after
+    In a forward, torch's CPU generator starts at the stream's position; a recomputation does not change it. It is restored after
     both.
     """
 
@@ -241,7 +240,7 @@ def dropout_stream(
         first_row: number, in the global batch, of the first sequence that this forward is given: with data
             parallelism, the sequences of the data coordinates before this one.
         first_token: number, in the global batch, of its first token.
-        rows: sequences of the global batch, which tell where those of a model that takes tokens first lie; 0: as many as this
+        rows: sequences of the global batch, which locate the sequences of a model that takes tokens first; 0: as many as this
             forward is given.
         batch: these three, where they are not known before something asks for them.
         token_shards: which tokens of each sequence this forward is given; None: all of them.

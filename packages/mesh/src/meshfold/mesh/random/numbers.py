@@ -11,9 +11,8 @@ generators", 2014, for splitmix64):
 with G = 0x9E3779B97F4A7C15, M1 = 0xBF58476D1CE4E5B9, M2 = 0x94D049BB133111EB and logical shifts. The state is symmetric
 in seed and key, so keys should be hashes (`key_of`), never small numbers that may be another stream's seed.
 
-Normal numbers are made from additions, multiplications, divisions and square roots alone, each of which
-IEEE 754 rounds in one way. So uniform and normal numbers have the same bits for every split of a tensor, number
-of threads and device.
+Normal numbers are computed only by additions, multiplications, divisions and square roots: IEEE 754 fixes how each is rounded. So
+uniform and normal numbers have the same bits for every split of a tensor, number of threads and device.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def key_of(name: str) -> int:
 
 
 def stream_state(seed: int, key: int) -> int:
-    """Return the state of the stream (seed, key), in [0, 2**64): all a kernel needs besides the element index."""
+    """Return the state of the stream (seed, key), in [0, 2**64): a kernel needs only this and the element index."""
     return _splitmix(_splitmix(seed) ^ _splitmix(key))
 
 
@@ -108,9 +107,9 @@ def fill_uniform_(
     strides: Sequence[int] | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Fill a rank's block in place with uniform numbers in [low, high), those of its global elements.
+    """Fill a rank's block in place with uniform numbers in [low, high), determined by its global elements.
 
-    A product that lies within a rounding of ``high`` may round to it.
+    A product within a rounding error of ``high`` may round to it.
 
     Shapes:
         local: n_0 n_1 ... (floating point, any strides); coordinates: one int64 vector of n_d global coordinates a dim
@@ -150,7 +149,7 @@ def fill_normal_(
     strides: Sequence[int] | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Fill a rank's block in place with normal numbers, those of its global elements; otherwise as `fill_uniform_`.
+    """Fill a rank's block in place with normal numbers, determined by its global elements; otherwise as `fill_uniform_`.
 
     Computed in float64, then rounded to float32, then to narrower dtypes: a bfloat16 model is the float32 one, rounded.
     """

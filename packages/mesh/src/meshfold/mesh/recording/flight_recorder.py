@@ -1,9 +1,9 @@
 """The flight recorder: which collectives this rank has called, counted per group, and which of them it waits for.
 
 It is what the watchdog (:mod:`meshfold.mesh.watchdog.monitor`) reads when something hangs, and costs about a microsecond a
-collective, and a fifth of one without a watchdog. Calls are counted in the order of the program, so ranks that run the same
-program have the same numbers: a rank whose count is lower has not arrived. Inside a graph of torch.compile calls are not
-counted one by one, on no rank.
+collective, and a fifth of one without a watchdog. Calls are counted in the order of the program. Ranks that run the same program
+have the same numbers: a rank with a lower count has not arrived. Inside a graph of torch.compile calls are not counted one by one,
+on no rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parallel spec: the one line of a training script that says how a model is folded over devices.
 
-``parallel = dict(data=2, pipeline=2, tensor=dict(mode="2.5d", size=8, depth=2))`` is written by a user;
-``ParallelSpec.parse`` turns it into a checked, frozen object, or raises a ``SpecError`` that says
-what to change. Pure Python: no process group, no device, no tensor library.
+``parallel = dict(data=2, pipeline=2, tensor=dict(mode="2.5d", size=8, depth=2))`` is a user's spec. ``ParallelSpec.parse`` returns
+a checked, frozen object, or raises a ``SpecError`` that says what to change. Pure Python: no process group, no device, no tensor
+library.
 """
 
 from __future__ import annotations

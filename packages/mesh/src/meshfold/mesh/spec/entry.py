@@ -1,8 +1,7 @@
 """One entry of a spec as the user wrote it, and the checks that every entry shares.
 
-A check either returns a value of the promised type or raises a SpecError that quotes the whole entry
-(``tensor=dict(mode='2d', size=6)``), names the mistake, and says what to write instead. The arithmetic
-at the end finds sizes that would work.
+A check returns a value of the promised type, or raises a SpecError. The error quotes the whole entry (``tensor=dict(mode='2d',
+size=6)``), names the mistake, and says what to write instead. The arithmetic at the end finds sizes that would work.
 """
 
 from __future__ import annotations

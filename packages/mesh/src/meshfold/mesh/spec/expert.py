@@ -1,8 +1,8 @@
 """The entry ``expert``: over how many ranks the experts of a mixture are spread, and which ranks these are.
 
-Experts add no ranks. Their axis is folded out of the ranks that the other entries have: those along data, sequence and
-tensor, which would else hold the same experts. So dense layers keep their layout, and an expert has as many copies as
-the rest of these ranks makes (parallel folding: Liu et al. 2025, arXiv 2504.14960).
+Experts add no ranks. Their axis is folded out of the ranks that the other entries have: those along data, sequence and tensor,
+which would else hold the same experts. Dense layers keep their layout, and the remaining ranks hold copies of the experts (parallel
+folding: Liu et al. 2025, arXiv 2504.14960).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ExpertSpec:
         return self.size * self.tensor
 
     def fold(self, axes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Return the axes whose ranks hold different experts, those whose ranks hold parts of the same ones, and those of copies.
+        """Return three groups of axes: their ranks hold different experts, parts of the same experts, and copies.
 
         All are axes of the mesh or factors of them (:class:`meshfold.mesh.Mesh`). Earlier axes give what they can first; of an
         axis that gives a factor, neighbours hold different experts. Those that share an expert are the nearest neighbours of all.

@@ -39,8 +39,7 @@ _KEYS = {
 class ParallelSpec:
     """The checked spec of how a model is split over ranks. Made by ``ParallelSpec.parse``; an entry that was left out is None.
 
-    ``data`` is None until the world size is known, and counts as 1 till then. ``written`` is the
-    spec as the user wrote it, for messages.
+    ``data`` is None, and counts as 1, until the world size is known. ``written`` is the spec as the user wrote it, for messages.
     """
 
     data: int | None = None

@@ -45,7 +45,7 @@ class PipelineSpec:
 
     @property
     def schedule_name(self) -> str:
-        """The schedule's name, or that of the callable."""
+        """The schedule's name, or the callable's."""
         if isinstance(self.schedule, str):
             return self.schedule
         return str(getattr(self.schedule, "__name__", type(self.schedule).__name__))

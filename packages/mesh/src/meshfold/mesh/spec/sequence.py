@@ -26,7 +26,7 @@ class SequenceSpec:
 
     @property
     def mode_name(self) -> str:
-        """The mode's name, or that of the callable."""
+        """The mode's name, or the callable's."""
         if isinstance(self.mode, str):
             return self.mode
         return str(getattr(self.mode, "__name__", type(self.mode).__name__))

@@ -52,14 +52,14 @@ class TensorMode(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """The checked entry ``tensor``: ``sizes`` are those of ``axis_names``, outermost first.
+    """The checked entry ``tensor``: ``sizes`` has the size of each of ``axis_names``, outermost first.
 
     ``overlap`` is how gathers and matmuls are interleaved: ``"gather"``, ``"stream"``, ``"ring"`` or, in mode ``"1d"``, ``"push"``;
-    ``"auto"`` takes whichever of the first three is expected to be fastest for each matmul. None is ``"gather"``.
+    ``"auto"`` uses, for each matmul, the one of the first three that should be fastest. None is ``"gather"``.
 
-    ``attention="tokens"``, in mode ``"1d"``: attention's linear layers have whole weights on every rank and multiply a rank's own
-    tokens; the stream between layers is split by tokens, as under ``sequence=dict(mode="megatron")``. None: they are split by
-    heads as the mode says.
+    ``attention="tokens"``, in mode ``"1d"``: every rank has the whole weights of attention's linear layers and multiplies its own
+    tokens. The stream between layers is split by tokens, as under ``sequence=dict(mode="megatron")``. None: they are split by heads
+    as the mode says.
     """
 
     mode: str | TensorMode
@@ -261,7 +261,7 @@ def _grid(
 def _equal(
     entry: Entry, name: str, free: tuple[str, ...], size: int | None, depth: int, fields: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """Return axes of equal size from ``size`` alone."""
+    """Return axes of equal size from only ``size``."""
     degree = len(free)
     if size is None:
         grid = "" if degree == 1 else f" or grid={(2,) * degree}"

@@ -70,7 +70,7 @@ class _Copy:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # else the copy would print it again
         with warnings.catch_warnings():
-            # Python warns of threads, such as those of pytest-xdist; the copy uses nothing that they hold.
+            # Python warns of threads, such as pytest-xdist's; the copy uses nothing that they hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -226,7 +226,7 @@ def _preload() -> None:
 
 
 def _prepare() -> None:
-    """Do once what each rank would do when it first needs what has been imported. Nothing here may start a thread."""
+    """Do once what each rank would do at the first use of imported modules. Nothing here may start a thread."""
     # `inspect`: its first use scans all modules.
     inspect.getmodule(compile("", "a file of no module", "exec"))
     # numba: the first kernel registers all that numba knows, for a third of a second.

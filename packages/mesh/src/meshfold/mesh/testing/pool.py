@@ -1,8 +1,8 @@
 """Warm pools of gloo ranks on the CPU: a test on eight ranks in tens of milliseconds.
 
-A pool per world size is made at its first use and kept. Every call runs one module-level function on all its
-ranks. A rank that fails, dies or does not answer costs its pool, which is recreated at the next call, so that no
-test sees what another left behind in the middle of a collective.
+A pool per world size is made at its first use and kept. Every call runs one module-level function on all its ranks. If a rank
+fails, dies or does not answer, its pool is replaced at the next call. No test then sees a collective that another test left
+unfinished.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Pools:
             return values
 
     def copy_this_process(self) -> bool:
-        """Have ranks forked from a copy of this process as it is now; True if they will be."""
+        """Fork ranks from a copy of this process in its current state; return True if that is possible."""
         with self._lock:
             if self._fork_server is None and can_be_copied():
                 self._fork_server = ForkServer(copied=True)

@@ -35,8 +35,8 @@ def copy_for_ranks() -> bool:
     ``docs/testing.md`` shows it.
 
     Returns:
-        True if ranks will be forked from the copy. False where a copy could hang (not on Linux, a GPU in use, threads of
-        torch) or ranks have been asked for before: ranks then come from a process that imports torch first.
+        True if ranks will be forked from the copy. False if a copy could hang (not on Linux, a GPU in use, threads of torch) or
+        ranks already exist: ranks then come from a process that imports torch first.
     """
     return POOLS.copy_this_process()
 

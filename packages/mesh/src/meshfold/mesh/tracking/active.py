@@ -48,7 +48,7 @@ def activated(found: Tracker) -> Iterator[None]:
 
 @contextmanager
 def part_of_model(part: object) -> Iterator[None]:
-    """Context manager: a forward runs this part of the model alone; another part has other code."""
+    """Context manager: a forward runs only this part of the model; other parts have other code."""
     _parts.append(part)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Elementwise operations: the dims of all operands must be laid out alike."""
+"""Elementwise operations: the dims of all operands must have the same layout."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Call:
         dims_of: the layout of a tensor before the call.
         is_alike: whether a tensor is the same all along a dim.
         inferred: which size of an ``unflatten`` the user has left open.
-        asked: the sizes of a view as the model's code writes them: those of split dims know what they count.
+        asked: the sizes of a view as the model's code writes them: sizes of split dims know what they count.
     """
 
     function: Any

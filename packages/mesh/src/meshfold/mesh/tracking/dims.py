@@ -1,7 +1,7 @@
 """Layouts of local tensors: which of a tensor's dims are split, over which axes, and what a view makes of them.
 
-A dim is a row of factors, major first. ``view`` merges dims and takes them apart again, so the dim ``b·s`` of a batch whose
-sequences are split over ranks has two factors, a whole one and a split one.
+A dim is a row of factors, major first. ``view`` merges dims and separates them again. The dim ``b·s`` of a batch with split
+sequences therefore has two factors, a whole one and a split one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Factor:
         size: local, in elements.
         split: None if it is whole on every rank.
         parts: local sizes of the outputs that a fused layer has concatenated; each is a block of its own.
-        grain: elements of a block that always stay together, those of a head; 0 if that is not known, −1 if there are no such.
+        grain: elements of a block that always stay together, such as a head's; 0 if unknown, −1 if there are none.
     """
 
     size: int
@@ -131,7 +131,7 @@ def is_unknown(dim: Dim) -> bool:
 
 
 def is_counted(dim: Dim) -> bool:
-    """Return True for a dim with as many elements as a rank has of something, that is no piece of a larger one."""
+    """Return True for a dim that has a rank's number of elements of something, but is not a shard of a larger dim."""
     return len(dim) == 1 and dim[0].split is not None and dim[0].split.kind == "counted"
 
 
@@ -169,7 +169,7 @@ def shape_of(dims: Dims) -> tuple[int, ...]:
 
 
 def normal(factors: Iterable[Factor]) -> Dim:
-    """Return the same dim with as few factors as possible: what follows a block is a part of its elements."""
+    """Return the same dim with as few factors as possible: factors after a block are parts of its elements."""
     found: list[Factor] = []
     for factor in factors:
         if factor.size == 1 and factor.split is None:
@@ -191,7 +191,7 @@ def _takes_up(factor: Factor) -> bool:
 
 
 def chosen_by(dims: Dims) -> Dims:
-    """Return dims laid out as those of an index, for a tensor that is none."""
+    """Return dims with the layout of an index, for a tensor that is not one."""
     return tuple(
         tuple(
             replace(f, split=replace(f.split, kind="chosen")) if f.split is not None and f.split.kind == "places" else f
@@ -205,7 +205,7 @@ def check_axes_once(dims: Dims) -> Dims:
     """Return the dims themselves.
 
     Raises:
-        MixesError: if an axis splits two of them: a rank would have the pairs of its own pieces alone.
+        MixesError: if an axis splits two of them: a rank would have only the pairs of its own shards.
     """
     seen: set[str] = set()
     for dim in dims:
@@ -227,8 +227,8 @@ def regroup(
     Args:
         dims: before.
         sizes: the new shape.
-        inferred: which of its sizes the user has left open, as -1. The others are numbers that the model's code knows, of the
-            whole tensor if they are not those of heads.
+        inferred: which of its sizes the user has left open, as -1. The others are numbers that the model's code knows; they
+            describe the whole tensor, except numbers of heads.
         counted: the axes of the elements that each size counts, where the model's code has read it off a split dim.
 
     Raises:

@@ -1,7 +1,7 @@
 """Tracks split dims through a model's own code during a forward, and refuses operations that would mix them.
 
-Sharded layers mark the layouts of their results (:meth:`Tracker.mark`); every torch operation between them propagates these by
-a rule, or by a trial where there is none. Within :func:`untracked`, where ranks communicate, nothing is tracked.
+Sharded layers mark the layouts of their results (:meth:`Tracker.mark`); every torch operation between them propagates these by a
+rule, or by a trial if it has no rule. Within :func:`untracked`, where ranks communicate, nothing is tracked.
 
 Gradients are checked as well. Backward gives each rank the gradient of its own piece, and a tensor that is the same on all ranks
 needs the sum of these. Layers that are split sum what they must; a model's own code does not.
@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):
         local_tokens: tokens of a sequence that a rank has.
         moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
         flat: the residual stream has its tokens in one dim, where the model's code expects two.
-        random_axes: those along which ranks have the same data, or parts of it, and need not draw the same random numbers.
+        random_axes: axes along which ranks have the same data, or parts of it, and may draw different random numbers.
         overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
         inferred: which size of the ``unflatten`` under way the user has left open.
         asked: the sizes of the current view, as written.
@@ -316,10 +316,10 @@ def user_line() -> tuple[str, int]:
 
 
 def check_gradients(found: Tracker, name: str, operands: Sequence[Tensor], results: Sequence[Dims], out: Any) -> None:
-    """Check that all operands that need a gradient get what they expect: the whole of it, or a part of what is summed.
+    """Check that all operands that require a gradient get the one they expect: the whole gradient, or one term of its sum.
 
     Args:
-        found: the tracker, in whose records operands lie as before the call.
+        found: the tracker; its records describe the operands before the call.
         name: of the operation.
         operands: its tensors.
         results: how its results lie; empty: as tensors that are whole.

@@ -47,7 +47,7 @@ def _has_places_of(index: Dims, dim: Dim) -> bool:
 
 
 def _chosen(dims: Dims, kind: Literal["places", "chosen"], count: int) -> Dim:
-    """Return a dim of ``count`` elements chosen from a tensor, distinct from those of other choices."""
+    """Return a dim of ``count`` elements chosen from a tensor, distinct from the dims of other choices."""
     axes = tuple(axis for dim in dims for axis in axes_of(dim))
     return (Factor(count, Split(axes, kind, next(_choices))),)
 

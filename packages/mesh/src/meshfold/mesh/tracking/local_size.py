@@ -100,7 +100,7 @@ class LocalSize(int):
         return normal((*theirs, *self.dim) if first else (*self.dim, *theirs))
 
     def _is_part(self, number: int) -> bool:
-        """Return True if this many elements always stay together, as those of a head."""
+        """Return True if this many elements always stay together, such as a head's."""
         grains = {factor.grain for factor in self.dim or () if factor.split is not None}
         return len(grains) == 1 and number > 0 and number in grains
 

@@ -98,7 +98,7 @@ def _run(call: Call, given: dict[str, Any]) -> list[Tensor]:
 
 
 def _pieces(call: Call, split: Split, value: Any) -> tuple[Any, Any, Any]:
-    """Return an argument as two ranks have it, and as one process with both shards has it."""
+    """Return an argument in two forms: for two ranks, and for one process with both shards."""
     if isinstance(value, Tensor):
         numbers = [n for n, dim in enumerate(call.dims_of(value)) if any(f.split == split for f in dim)]
         if not numbers:

@@ -1,7 +1,8 @@
 """Tracking of the batch dim of every tensor in a forward: a random number for an element depends on its row.
 
-A batch may be a part of a larger one, as that of a data coordinate is, or a micro-batch. Unlike a dim that the mesh splits its
-rows may be mixed, as a norm's statistics do, so nothing is refused here: of what keeps no rows apart it is unknown where they are.
+A batch may be a part of a larger one, such as a data coordinate's batch or a micro-batch. Unlike elements of a dim that the mesh
+splits, rows may be mixed, as a norm's statistics do, so nothing is refused here. For results that mix rows, the positions of rows
+are unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from meshfold.mesh.tracking.dims import (
 from meshfold.mesh.tracking.records import Records
 
 ROWS_INNERMOST = Split(("rows",), "tokens")
-"""Split of a dim of tokens, each of which has all rows behind it, of which a rank may have a block."""
+"""Split of a dim of tokens that all rows follow; a rank may have a block of these rows."""
 TOKENS_EXCHANGED = Split(("tokens",), "unknown")
 """Split of a tensor whose rows are unknown, since ranks have exchanged tokens along a dim other than the batch's."""
 
@@ -79,7 +80,7 @@ class Rows:
         self._rules = {**rules, **dict.fromkeys(alike, _pointwise), **spread}
 
     def begin(self, tensors: Iterable[Tensor], rows: int) -> None:
-        """Mark those of these tensors whose first dim has this many elements: it is the batch."""
+        """Mark the tensors whose first dim has this many elements: it is the batch."""
         self.follows = True
         for tensor in tensors:
             if tensor.dim() and tensor.shape[0] == rows:

@@ -2,8 +2,8 @@
 
 ``1.0 / x.shape[1]`` asks the size nothing, since the float is on the left; ``x.shape[1]`` and ``x.shape[-1]`` give the same number.
 
-Where tokens are split within sequences a block is given ``m h`` in place of ``b s h``: what counts dims from the end, or names
-none, means the same of both. ``x.mean(1)`` does not.
+If tokens are split within sequences, a block gets ``m h`` instead of ``b s h``. Code that counts dims from the end, or names none,
+means the same for both. ``x.mean(1)`` does not.
 """
 
 from __future__ import annotations

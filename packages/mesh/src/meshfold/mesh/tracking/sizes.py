@@ -1,7 +1,7 @@
 """Sizes as a model's code reads and writes them, which torch has filled in or dropped by the time it dispatches an operation.
 
-``x.shape`` has a piece's sizes. They may say how many elements there are, which is so on this rank; as a number to compute with,
-as in ``x.sum(1) / x.shape[1]``, they would be those of the whole.
+``x.shape`` has a piece's sizes. They may say how many elements this rank has. As numbers in a computation, such as ``x.sum(1) /
+x.shape[1]``, they would have to be the whole tensor's.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class OpenSizes(TorchFunctionMode):
     def _check_random(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[LocalSize]) -> None:
         """Refuse to draw from a generator whose state may differ between ranks with the same data.
 
-        A generator passed by the model is fine for whole tensors, which all ranks draw alike.
+        A generator passed by the model is fine for whole tensors: all ranks draw the same numbers.
         """
         tracker, given = self._tracker, [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         pieces = sizes or any(not is_whole(dim) for x in given for dim in tracker.dims(x))

@@ -1,7 +1,7 @@
 """Tracked forwards: the first of each kind of call. All others run untracked.
 
-Calls are of one kind if the same arguments are given, of the same dtypes and numbers of dims, in the same state (training or
-not, with gradients or not).
+Calls are of one kind if they have the same arguments, dtypes and numbers of dims, in the same state (training or not, with
+gradients or not).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ForwardTracking:
         self._kind: object = None
 
     def attach(self, model: nn.Module) -> None:
-        """Register the hooks, in front of existing ones."""
+        """Register the hooks before existing ones."""
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, always_call=True),

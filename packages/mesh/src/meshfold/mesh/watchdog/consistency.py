@@ -1,8 +1,8 @@
 """The debug mode of collectives: ranks compare their calls before each one runs.
 
-gloo and NCCL do not check: tensors of different shapes give wrong numbers, different collectives hang. Here every
-rank leaves its call in the store, and reads those of the others. This costs a round trip to the store for every collective, some
-tenths of a millisecond: use it to find a fault, not to train.
+gloo and NCCL do not check: tensors of different shapes give wrong numbers, different collectives hang. Here every rank writes its
+call to the store and reads the other ranks' calls. This costs a round trip to the store for every collective, some tenths of a
+millisecond: use it to find a fault, not to train.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CallComparison:
         self._store.set(self._key(call, self._rank), json.dumps([words, own_line()]))
 
     def look(self, call: Call) -> None:
-        """Compare with the calls that are there already, so that of two ranks that differ the later one sends nothing.
+        """Compare with the calls that are already there, so that if two ranks differ, the later one sends nothing.
 
         (gloo ends the process of a rank that is sent more than it expects.)
 
@@ -47,7 +47,7 @@ class CallComparison:
         """Wait for the others' calls of this number; one that receives waits for the one that sends.
 
         Raises:
-            CollectiveError: with all calls, if they are not the same; alike on every rank.
+            CollectiveError: with all calls, if they are not the same; the same error on every rank.
         """
         if call.kind == "send":
             return  # a sender must not wait: the receiver compares

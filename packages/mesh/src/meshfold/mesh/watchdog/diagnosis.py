@@ -43,7 +43,7 @@ class RankStatus:
     """Status that a rank reports.
 
     Attributes:
-        beat: grows with every message, so that one who reads twice sees whether the rank lives.
+        beat: grows with every message, so reading it twice shows if the rank is alive.
         host, pid: of its process.
         step: the optimizer step it is in.
         line: of the user's program, in the main thread.
@@ -115,7 +115,7 @@ def ranks_behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> li
 
 
 def awaited_ranks(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
-    """Return the ranks that a call waits for, then those that these wait for, and so on: a rank that waits is not the cause."""
+    """Return the ranks that a call waits for, then the ranks that these wait for, and so on: a rank that waits is not the cause."""
     found = ranks_behind(waiting, states, me)
     for rank in found:  # the list grows while it is read
         state = states.get(rank)

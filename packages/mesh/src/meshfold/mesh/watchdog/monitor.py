@@ -1,19 +1,18 @@
 """The watchdog: a collective that does not finish ends the job, with a message that names it and the ranks at fault.
 
-A thread in every rank tells the others once a second, through the store in which they met, how many calls of each group
-this rank has made and where it is. When a call has been waited for as long as the limit, or its connection breaks, the
-rank finds out who did not arrive (:mod:`meshfold.mesh.watchdog.diagnosis`), and every rank ends with what the first one found.
+A thread in every rank writes once a second, to the store in which the ranks met, how many calls of each group this rank has made
+and where it is. If a call takes longer than the limit, or its connection breaks, the rank finds out which ranks did not arrive
+(:mod:`meshfold.mesh.watchdog.diagnosis`). Every rank ends with the findings of the first one.
 
-- Over gloo the call itself gives up at the limit and raises :class:`CollectiveError` where it stands in the program.
-- Over NCCL the host does not wait for a collective but for what follows it. There an event behind every call tells how
-  far the GPU has come; if it does not come further for the limit, the rank says why and ends its process, since nothing
-  can be raised in a program that waits for its GPU.
-- A rank that is not in a collective at all (it reads data, say) ends ten seconds after the others have found it
-  missing, if it has not come to one by then.
-- A rank that has failed (:mod:`meshfold.mesh.watchdog.rank_errors`) is not waited for until the limit: over gloo the others' call
-  raises after a few seconds, over NCCL their processes end.
+- Over gloo the call itself ends at the limit and raises :class:`CollectiveError` at its place in the program.
+- Over NCCL the host does not wait for a collective. An event after every call shows how far the GPU has come. If the GPU makes no
+  progress until the limit, the rank says why and ends its process, since nothing can be raised in a program that waits for its GPU.
+- A rank that is not in a collective (it reads data, say) ends ten seconds after the others have found it missing, unless it has
+  reached one by then.
+- A rank that has failed (:mod:`meshfold.mesh.watchdog.rank_errors`) is not waited for until the limit. Over gloo the other ranks'
+  call raises after a few seconds; over NCCL their processes end.
 
-The limit also becomes that of every process group (torch's own, a minute later, for NCCL).
+The limit also applies to every process group (for NCCL torch's own limit is a minute later).
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from meshfold.mesh.watchdog.diagnosis import (
 from meshfold.mesh.watchdog.rank_errors import RankErrors
 
 STUCK_CODE = 124
-"""The exit code of a process that the watchdog has ended, as that of timeout(1)"""
+"""The exit code of a process that the watchdog has ended, the same as timeout(1)'s"""
 
 FAILED_CODE = 1
-"""That of one that it has ended because another rank had failed"""
+"""The exit code of a process that it has ended because another rank had failed"""
 
 _GRACE_S = 10.0
 _STORE_LIMIT = timedelta(seconds=10)
@@ -87,7 +86,7 @@ class Watchdog:
     # -- what collectives call -------------------------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
-        """Compare a call with the other ranks', if that was asked for.
+        """Compare a call with the other ranks', if the check is on.
 
         Raises:
             CollectiveError: if they do not call the same.
@@ -276,7 +275,7 @@ class Watch:
 def watch(limit_s: float, *, compare: bool = False) -> Watch:
     """Watch over the collectives of this process from now on; all ranks must call, at the same place of the program.
 
-    Nothing is watched if alone or in a simulated world. With several in one process the newest limit counts.
+    Nothing is watched for one rank or in a simulated world. With several in one process the newest limit counts.
 
     Args:
         limit_s: seconds after which a collective that does not finish is an error. 0 for none.

@@ -87,7 +87,7 @@ class OutputForm:
 
 
 class OutputForms:
-    """The output forms of a model's blocks, as far as they were recorded while all blocks were on this rank."""
+    """The output forms of a model's blocks that were recorded while all blocks were on this rank."""
 
     def __init__(self) -> None:
         self._seen: dict[int, OutputForm] = {}

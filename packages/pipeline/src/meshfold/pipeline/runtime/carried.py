@@ -1,4 +1,4 @@
-"""Numbers sent along with the stream: each stage adds those of its blocks, the last reads all, and gradients go back."""
+"""Numbers sent along with the stream: each stage adds its blocks' numbers, the last reads all, and gradients go back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs a program: a rank's list of actions, sends and receives, from left to right.
 
-A receive is posted at its position in the list and waited for by the action that uses it; a send is waited for before its memory
-is reused. Each direction has its own process group, so that activations and gradients never wait for each other. Shapes are known
-in advance, so only the tensors are sent.
+A receive is posted at its position in the list, and the action that uses it waits for it. A send must end before its memory is
+reused. Each direction has its own process group, so that activations and gradients never wait for each other. Shapes are known in
+advance, so only the tensors are sent.
 """
 
 from __future__ import annotations

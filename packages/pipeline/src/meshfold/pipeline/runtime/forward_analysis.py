@@ -24,7 +24,7 @@ from meshfold.pipeline.runtime.side_effects import preserved_buffers, unscaled_t
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """positional and keyword arguments of the model's forward"""
 Uses = dict[str, set[int]]
-"""By full name of a parameter: the blocks behind which it is used, each before the next block is called; -1 for before all"""
+"""By full name of a parameter: the blocks after which it is used, before the next block is called; -1: before all blocks"""
 
 
 @dataclass(kw_only=True)
@@ -78,8 +78,7 @@ def analyze_forward(
 ) -> ForwardAnalysis:
     """Find out what a forward does outside its blocks, as far as possible.
 
-    What comes before the blocks must be found. What comes between and after them is found if the forward can be run to its end
-    on meta tensors.
+    Code before the blocks must be found. Code between and after them is found if the forward can run to its end on meta tensors.
 
     Args:
         model: real or meta; its parts are gated.

@@ -1,9 +1,9 @@
 """Gradients of a step: tied ones are summed over their ranks, complete ones are passed on.
 
-Each holder of a tied parameter, such as a head that shares the embedding's table, sends its gradient to every other one, and all
-add them in the order of the ranks. All get the same bits, so equal copies stay equal under any optimizer that treats them alike.
-Gradients of a step's micro-batches are set aside in float32 or wider as they arrive, before anything else reads ``.grad``; the
-sum is then added as one gradient.
+Each holder of a tied parameter, such as a head that shares the embedding's table, sends its gradient to every other holder. All of
+them sum in the order of the ranks. They get the same bits, so equal copies stay equal if the optimizer treats them equally.
+Gradients of a step's micro-batches are set aside in float32 or wider as they arrive, before anything else reads ``.grad``; the sum
+is then added as one gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TiedGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context manager for the actions of a step: set arriving gradients aside, and leave ``.grad`` as it was."""
+        """Context manager for the actions of a step: collect new gradients separately, and leave ``.grad`` unchanged."""
         before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,8 +1,8 @@
 """Micro-batches of a batch: the model's arguments for each, and its weight.
 
-A batch is a tensor of token ids ``b s``, a dict of the model's arguments, or a pair ``(inputs, targets)`` for a
-``loss_fn``. The loss of the batch is the mean over its targets, so a micro-batch is weighted by its targets that are not -100, or
-by its rows if there are none.
+A batch is a tensor of token ids ``b s``, a dict of the model's arguments, or a pair ``(inputs, targets)`` for a ``loss_fn``. The
+loss of the batch is the mean over its targets. A micro-batch is therefore weighted by its number of targets that are not -100, or
+by its rows without targets.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def split(
         count: at most as many as there are rows.
         own_loss: the loss is a ``loss_fn``'s: labels that are missing stay missing.
         shifted: a position of ``b s`` labels is the target of the one before.
-        weigh: how much a part counts, in the user's form, where targets or rows do not tell.
-        unit: rows that stay together if there are at least ``unit`` times as many rows as parts. What splits the batch
-            again, as some tensor modes do, pads any other number of rows with rows that do not count.
+        weigh: returns the weight of a part, in the user's form, if targets or rows do not determine it.
+        unit: rows that stay together if each part can have at least ``unit`` rows. What splits the batch again, as some tensor
+            modes do, pads any other number of rows with rows that do not count.
 
     Raises:
         SpecError: for a batch in none of the three forms, or with fewer rows than parts.
@@ -222,7 +222,7 @@ class Replicas:
     around_trial: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def filled(self, works: Sequence[Microbatch]) -> list[Microbatch]:
-        """Repeat the last micro-batch, with weight 0, until there are as many as every replica has."""
+        """Repeat the last micro-batch, with weight 0, until this replica has as many as the others."""
         if self.agree_on_count is None:
             return [*works]
         nothing = replace(works[-1], weight=torch.zeros_like(works[-1].weight))
@@ -249,7 +249,7 @@ class Batches:
         programs: determine the number of micro-batches.
         device: of the micro-batches.
         own_loss: the loss is a ``loss_fn``'s.
-        weigh: weight of a micro-batch, where neither labels nor rows determine it.
+        weigh: weight of a micro-batch, if neither labels nor rows determine it.
         """
         self._programs, self._device = programs, device
         self._own_loss, self._weigh = own_loss, weigh

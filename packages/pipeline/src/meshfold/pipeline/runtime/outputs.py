@@ -34,11 +34,11 @@ def share(outputs: Sequence[Any] | None, group: Group, source: int, device: torc
         device: of the tensors.
 
     Returns:
-        A tensor, if outputs are tensors; a tuple of those of a tuple that are tensors with rows; else an :class:`Output` with
-        such fields.
+        A tensor if outputs are tensors. For a tuple, a tuple of its tensors with rows. Otherwise an :class:`Output` with such
+        fields.
 
     Raises:
-        SpecError: on all ranks, if there is no such tensor, or those of the micro-batches cannot be concatenated.
+        SpecError: on all ranks, if there is no such tensor, or the micro-batches' tensors cannot be concatenated.
     """
     fields: list[tuple[Tensor, Tensor]] = []  # header and tensor
     error: Exception | None = None

@@ -1,13 +1,13 @@
 """Running some blocks of a model by the model's own forward.
 
-A stage runs the whole model's code. Code before its first block runs for what it computes from the batch alone (masks,
-positions, rotary tables); what depends on weights is a tensor of NaN in the right shape: modules with parameters are not
-run, and blocks of other stages return their input. At the stage's first block these tensors become, in place, those that
-the stage before has sent, so all code that still refers to them finds the right values. At the first block of the next
-stage its arguments are taken, and an exception ends the forward. So a stage needs only the model's own code.
+A stage runs the whole model's code. Code before its first block runs to compute values that depend only on the batch (masks,
+positions, rotary tables). Values that depend on weights are tensors of NaN in the right shape: modules with parameters do not run,
+and blocks of other stages return their input. At the stage's first block these tensors are overwritten in place by the ones that
+the previous stage sent, so all code that refers to them finds the right values. At the first block of the next stage its arguments
+are taken, and an exception ends the forward. So a stage needs only the model's own code.
 
-Which of a block's arguments are sent is found on meta tensors, once for each shape of input: those that require a gradient
-when every module before the blocks is replaced by a tensor that does.
+A trial on meta tensors, one for each shape of input, finds which arguments of a block are sent: those that require a gradient if
+every module before the blocks is replaced by a tensor that does.
 
 Blocks are called in order. One may be called several times in a row, or not at all; at least one block of each stage is
 called.
@@ -65,7 +65,7 @@ class TransferPlan:
     forms: dict[int, OutputForm] = field(default_factory=dict)
 
     def into(self, first: int) -> Slots:
-        """Return the tensors sent to a stage that begins with a block: those of the first block called from there on."""
+        """Return the tensors sent to a stage that begins with a block: the arguments of the first block called from there on."""
         return self.slots[min(index for index in self.slots if index >= first)]
 
     def check(self, bounds: Sequence[int], blocks: str) -> None:
@@ -252,7 +252,7 @@ class PartialForward:
             keep: keep the arguments of modules, and run each block inside the context that this returns; None: do not.
 
         Returns:
-            What was seen, and the model's output, or what travels into the block at which the forward was left.
+            The observations, and the model's output, or the input of the block at which the forward was left.
         """
         run = _Run(plan=TransferPlan(), stop=stop, looking=True, keep=keep)
         seen = ObservedForward(plan=run.plan, calls=run.calls, entering=run.entering, crossings=run.crossings)
@@ -395,7 +395,7 @@ class PartialForward:
         return run.plan.forms[index].fill(hidden)
 
     def _form_of(self, run: _Run, index: int, hidden: Tensor, args: Any, kwargs: Any) -> OutputForm:
-        """Return the form of block ``index``'s output: its own if all blocks are here, else that of a similar block."""
+        """Return the form of block ``index``'s output: its own if all blocks are here, otherwise a similar block's."""
 
         def learn(here: int) -> OutputForm:
             return self._returned(here, index, hidden, args, kwargs)

@@ -1,9 +1,9 @@
 """Stages of any model with a repeated block: which rank keeps which parameters, and how its stages run.
 
-Blocks are divided by cost. What runs before them goes to the first stage, what runs behind them to the last, what runs
-between two blocks to the stage of the earlier; which is which is seen by running the model's forward without values. A
-parameter that stages of several ranks use is kept by all of them (a tie). Everything else is dropped, so a model on the meta
-device is never whole anywhere: cut it, then give it its values.
+Blocks are divided by cost. Modules that run before the blocks go to the first stage, and modules that run after them to the last.
+Modules between two blocks go to the earlier block's stage. A forward of the model on meta tensors shows when each runs. A parameter
+that stages of several ranks use is kept by all of them (a tie). Everything else is dropped, so a model on the meta device is never
+whole anywhere: cut it, then give it its values.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Partition:
         return {f"{prefix}{self.blocks.keys[i]}": self.partial_forward.blocks[i] for i in here}
 
     def set_absent_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of all stand-ins for absent floating-point parameters, when no other rank can be asked."""
+        """Set the dtype of all stand-ins for absent floating-point parameters, if other ranks cannot be asked."""
         set_absent_dtype(self.outside_blocks, dtype)
 
     def loose(self) -> list[Tensor]:
@@ -198,7 +198,7 @@ def partition_model(model: nn.Module, mesh: Mesh, stage_ranks: Sequence[int], co
     def used() -> bool:
         return partial_forward.run is not None and partial_forward.run.inside
 
-    # A module may have several names, of which only one is in the stage.
+    # A module may have several names; only one of them is in the stage.
     here = {slot for name, slot in _slots(model) if rank in {stage_ranks[stage] for stage in stages_of(name)}}
     outside = [
         module
@@ -334,7 +334,7 @@ def _bounds(
 
 
 def estimate(model: nn.Module, blocks: Blocks, before: set[str]) -> list[float]:
-    """Estimate the cost of a token (before, in every block, behind): elements of the matrices that it is multiplied with.
+    """Estimate the cost of a token (before, in, and after the blocks): elements of the matrices that it is multiplied with.
 
     A lookup in a table costs nothing; a head that shares the table costs its product.
     """

@@ -48,7 +48,7 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> Costs:
-    """Time F, B and W of this rank's stages alone, and share the result with all ranks; gradients are left as they were.
+    """Time F, B and W of only this rank's stages, and share the result with all ranks; leave gradients unchanged.
 
     Args:
         stages: this rank's.

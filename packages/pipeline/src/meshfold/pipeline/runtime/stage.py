@@ -165,7 +165,7 @@ class Stage:
             yield
 
     def backward_input(self, key: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Run B of micro-batch ``key``: from the gradients of the output to those of the input."""
+        """Run B of micro-batch ``key``: compute the gradients of the input from those of the output."""
         with self.queue.collecting((self.number, key)):
             return self._backward(key, gradients)
 

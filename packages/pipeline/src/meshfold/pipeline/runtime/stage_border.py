@@ -1,8 +1,8 @@
 """The border between two stages: a received tensor enters the code of the next; tensors that cannot cross are refused.
 
-The arguments of a stage's first block are sent. Everything else that was computed from weights before that block is absent
-after it: a residual around several blocks, the output of an early block that the model's end uses too. Autograd's graph of a
-forward on placeholders shows whether a model uses such a value.
+The arguments of a stage's first block are sent. All other values computed from weights before that block are absent after it: a
+residual around several blocks, say, or the output of an early block that the model's end uses too. Autograd's graph of a forward on
+placeholders shows whether a model uses such a value.
 """
 
 from __future__ import annotations

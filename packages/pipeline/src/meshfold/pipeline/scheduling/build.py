@@ -34,19 +34,19 @@ def schedule(
     """Make a schedule: the list of actions of every rank.
 
     Args:
-        name: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, hanayo, dualpipe-v or auto; or a function that takes ``ranks``
-            and ``microbatches``, and ``chunks`` and ``waves`` where they are given, and returns text or lists of actions.
+        name: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, hanayo, dualpipe-v or auto; or a function that takes ``ranks``,
+            ``microbatches``, and ``chunks`` and ``waves`` if given, and returns text or lists of actions.
         ranks: number of ranks.
         microbatches: how many a step has; any number from 1.
-        chunks: stages a rank holds; stages = ranks × chunks. For interleaved (2 if None), auto, and functions; the
-            others have as many as they need.
+        chunks: stages a rank holds; stages = ranks × chunks. For interleaved (2 if None), auto, and functions; the other schedules
+            fix it.
         waves: of hanayo (1 if None): 2 chunks for every wave.
         costs: of the stages. ``auto`` searches with them, see :func:`meshfold.pipeline.search.auto`.
         memory: the most activations that a rank may hold at a time, in the unit of ``costs.activation``.
 
     Raises:
-        ScheduleError: for a name that is not known, numbers that do not fit, a custom list that cannot run, and a
-            schedule that holds more than ``memory``.
+        ScheduleError: for an unknown name, numbers that do not fit, a custom list that cannot run, or a schedule that holds more
+            than ``memory``.
     """
     for what, value in (
         ("ranks", ranks),

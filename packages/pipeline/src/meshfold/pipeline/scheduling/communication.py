@@ -1,11 +1,11 @@
 """Turns a schedule into a program: inserts sends, receives, and the points at which gradients can be reduced.
 
 Order. The schedule is simulated. An action gets its start time, a message the end time of the action that produces it, and every
-rank gets its actions and messages in the order of these times. So all lists are parts of one global order in which a message
-comes after its producer and before its consumer. Hence no rank waits forever, even if a send blocks until it is received:
-everything before the first unfinished step in the global order is done, so its rank (for a message, both ranks) has reached it
-and can run it. If several messages are posted at once (a batch), or all are posted early and waited for when used, no message is
-posted later than that, so no rank waits longer. :func:`prove` runs a program both ways and refuses one that does not end.
+rank gets its actions and messages in the order of these times. So all lists are parts of one global order in which a message comes
+after its producer and before its consumer. So no rank waits forever, even if a send blocks until it is received. Everything before
+the first unfinished step in the global order is done. Its rank (for a message, both ranks) has reached it and can run it. Messages
+may also be posted several at once (a batch), or all early and waited for when used. No message is then posted later, so no rank
+waits longer. :func:`prove` runs a program both ways and refuses one that does not end.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def parse_step(text: str) -> Step:
 def communicate(schedule: Schedule, costs: Costs | None = None) -> Program:
     """Insert sends, receives and the points at which gradients are complete.
 
-    A send comes right after the action that produces its tensors; its receive comes where the receiver is at that time
-    under the ``costs`` (all equal if None), so that ranks that wait at once for their messages lose the least.
-    Neighbours on one rank need neither. ``ReduceGradients`` comes after the last action on the weights of a stage.
+    A send comes right after the action that produces its tensors. Its receive comes where the receiver is at that time under the
+    ``costs`` (all equal if None). This costs the least time on ranks that wait for messages at once. Neighbours on one rank need
+    neither. ``ReduceGradients`` comes after the last action on the weights of a stage.
 
     Raises:
         ScheduleError: if the schedule cannot run; the message is that of :func:`meshfold.pipeline.check`.

@@ -1,8 +1,8 @@
 """The picture of a schedule: a row for every rank, time from left to right, a box for every action.
 
-The colour shows the micro-batch; forwards are light, gradients of inputs full, gradients of weights dark, both at once full with
-a dark foot. If a rank holds several stages, boxes of its first stage are at the top of the row, those of its last at the bottom.
-One list of shapes is made (:func:`scene`); SVG is written from it directly, all other formats by matplotlib.
+The colour shows the micro-batch; forwards are light, gradients of inputs full, gradients of weights dark, both at once full with a
+dark foot. If a rank holds several stages, boxes of its first stage are at the top of the row, boxes of its last at the bottom. One
+list of shapes is made (:func:`scene`); SVG is written from it directly, all other formats by matplotlib.
 """
 
 from __future__ import annotations

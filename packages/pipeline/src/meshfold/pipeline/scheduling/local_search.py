@@ -118,7 +118,7 @@ def _gaps(own: list[tuple[float, float]], place: int) -> Iterator[int]:
 
 
 def fuse(replay: Replay, lists: Lists) -> Lists:
-    """Fuse adjacent B and W into BW wherever that is no slower, since one pass for both gradients is cheaper."""
+    """Fuse adjacent B and W into BW if that is not slower, since one pass for both gradients is cheaper."""
     found = _run(replay, lists)
     if found is None:
         return lists

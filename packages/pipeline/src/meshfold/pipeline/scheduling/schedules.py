@@ -44,9 +44,9 @@ def one_forward_one_backward(*, ranks: int, microbatches: int) -> Lists:
 def interleaved(*, ranks: int, microbatches: int, chunks: int = 2) -> Lists:
     """1F1B with ``chunks`` stages a rank: stage s is on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
-    Bubble (p - 1)(TF + TB + TW) with the times of a stage, 1 / chunks of 1F1B's, if p divides m; a rank holds at most
-    p chunks + p - 1 activations of a stage. Micro-batches go through in groups of p; if the last group is not
-    full, the missing micro-batches are left out of every list, which keeps the rest in order.
+    Bubble (p - 1)(TF + TB + TW) with the times of a stage, 1 / chunks of 1F1B's, if p divides m; a rank holds at most p chunks + p
+    - 1 activations of a stage. Micro-batches run in groups of p. If the last group is not full, every list leaves out the missing
+    micro-batches and keeps the order of the rest.
     """
     padded = -(-microbatches // ranks) * ranks
     turns = [(chunk, group + i) for group in range(0, padded, ranks) for chunk in range(chunks) for i in range(ranks)]
@@ -105,11 +105,10 @@ def wave_ranks(ranks: int, chunks: int) -> tuple[int, ...]:
 def hanayo(*, ranks: int, microbatches: int, waves: int = 1) -> Lists:
     """Run micro-batches in waves over 2 ``waves`` stages a rank (Liu et al. 2023, arXiv 2308.15762).
 
-    The paper's share of idle time for m = p, TB + TW = 2 TF and free messages is (2 p - 2) / (3 p waves + p - 1).
-    The order is found by list scheduling under these times: the priority is the order that results if every stage runs as
-    soon as it can and a micro-batch enters after every half of a rank's time for one. The paper does not cover m > p;
-    more micro-batches then enter as long as no rank holds more activations of a stage than interleaved 1F1B does,
-    2 p waves + p - 1.
+    The paper's share of idle time for m = p, TB + TW = 2 TF and free messages is (2 p - 2) / (3 p waves + p - 1). List scheduling
+    under these times finds the order. Priority is the order in which actions run if every stage runs as soon as it can and a
+    micro-batch enters after each half of a rank's time for one. The paper does not cover m > p. Here further micro-batches enter
+    while no rank holds more activations of a stage than interleaved 1F1B does: 2 p waves + p - 1.
     """
     stages = 2 * waves * ranks
     costs = Costs().for_stages(stages)
@@ -138,8 +137,8 @@ Phase = tuple[int, str]
 """A phase of a V-shaped schedule: how often, and which operations: ``"F0 F1"``.
 
 0 is a rank's stage on the way down, 1 the one on the way up; a plain ``W`` is the oldest weight gradient that waits. The
-micro-batches of every operation count up from 0. Phases are written for as many micro-batches as fill the pipeline; with
-fewer, the places of the others are left out of every list, which keeps the rest in order.
+micro-batches of every operation count up from 0. Phases are written for enough micro-batches to fill the pipeline. With fewer,
+every list leaves out the missing ones and keeps the order of the rest.
 """
 
 

@@ -1,9 +1,12 @@
 """``auto``: search for an order under given costs and a memory bound.
 
-Three sources of candidates, best first kept: every named schedule that has as many stages; list scheduling under the real
-costs with several keys, windows and placements of the stages; and moves on the critical path of the best of these
-(:mod:`meshfold.pipeline.scheduling.local_search`). The result is never slower than the best named schedule within the
-bound, which is among the candidates.
+Candidates come from three sources; the best is kept, the first one of equals:
+
+- every named schedule with the same number of stages,
+- list scheduling under the real costs, with several keys, windows and placements of the stages,
+- moves on the critical path of the best of these (:mod:`meshfold.pipeline.scheduling.local_search`).
+
+The result is never slower than the best named schedule within the bound, which is among the candidates.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def result_of(action: Action) -> Result | None:
 
 
 class Replay:
-    """Runs lists of actions under given costs. Whatever does not depend on their order is computed once.
+    """Runs lists of actions under given costs. Everything that does not depend on their order is computed once.
 
     Every action begins as soon as the action before it on its rank is over and its input has arrived.
     """

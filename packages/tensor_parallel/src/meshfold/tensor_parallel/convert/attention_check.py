@@ -1,8 +1,8 @@
 """Trial of attention's own code on a subset of its heads, before anything is changed.
 
-No weights are needed. A twin of the module gets stand-ins: for its projections, which return given numbers, and for the layer
-that writes the output, which keeps its input. That input must be, with a rank's share of the projections, the rank's share of
-the input with all of them.
+No weights are needed. A copy of the module gets stand-ins for its projections, which return given numbers, and for the output
+layer, which keeps its input. That input must be, with a rank's share of the projections, the rank's share of the input with all of
+them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Keeps(nn.Module):
 
 
 class AttentionTrial:
-    """Trial of one attention module: with all of its heads, and with those of the first and of the last rank."""
+    """Trial of one attention module: with all of its heads, with the first rank's, and with the last rank's."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from meshfold.tensor_parallel.modes import Mode
 class Boundary(StreamAdapter):
     """Split of a whole tensor ``b s h`` into the residual stream, and its inverse.
 
-    With ``flatten``, tokens inside are flat, ``m h``: a split by the batch alone is not enough.
+    With ``flatten``, tokens inside are flat, ``m h``: a split by only the batch is not enough.
 
     Attributes:
         name: of its list of blocks; empty for a boundary of the whole model.

@@ -143,8 +143,8 @@ class LayerBuilder:
     def _inner_before(self, name: str) -> int:
         """Return the width of the column layer called directly before a module by the same parent; 0 without one.
 
-        The order is that of the calls in the parent's forward, if its source can be read (T5 creates its dropout last but calls it
-        before the last layer), else the order of creation.
+        Modules are in the order of the calls in the parent's forward if its source can be read, otherwise in the order of creation.
+        (T5 creates its dropout last but calls it before the last layer.)
         """
         parent = name.rpartition(".")[0]
         roles = self.analysis.roles.role
@@ -193,7 +193,7 @@ class LayerBuilder:
         return ()
 
     def _rows_after(self, column: str) -> list[str]:
-        """Return the row layers beside a column layer, or beside the activation's module that holds it."""
+        """Return the row layers in the same module as a column layer, or as the activation's module that holds it."""
         parent = column.rpartition(".")[0]
         all_rows = self.analysis.roles.named("row")
         rows = [row for row in all_rows if row.rpartition(".")[0] == parent]
@@ -203,7 +203,7 @@ class LayerBuilder:
         return [row for row in all_rows if row.rpartition(".")[0] == around]
 
     def _input_parts(self, name: str, module: nn.Module) -> tuple[Part, ...]:
-        """Return the parts of what a row layer reads: heads and the MLP's inner dim beside them, concatenated."""
+        """Return the parts of a row layer's input: heads and the MLP's inner dim, concatenated."""
         if self.analysis.roles.role[name] != "row":
             return ()
         parent, reads = name.rpartition(".")[0], features(module)[0]

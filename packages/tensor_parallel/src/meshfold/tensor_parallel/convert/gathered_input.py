@@ -2,11 +2,11 @@
 
 :class:`SharedInput` gathers once for layers that get the same tensor.
 
-:class:`Region` is for attention that has other tokens than the stream, in 3D and where tokens are split within sequences. Its
-code reads batch and length from its input. So the input is gathered in front of the module, and gets the batch and length of
-its layers' outputs. Code that takes its width from its input as well (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a
-stand-in as wide as this rank's heads, with a shape and no values; its linear layers read the gathered input. So does
-attention whose linear layers are computed by tokens: no rank gathers their input.
+:class:`Region` is for attention that has other tokens than the stream, in 3D and where tokens are split within sequences. Its code
+reads batch and length from its input. So the input is gathered before the module, and gets the batch and length of its layers'
+outputs. Code that also takes its width from its input (``b, t, d = x.shape`` and ``y.reshape(b, t, d)``) gets a stand-in: as wide
+as this rank's heads, with a shape and no values. Its linear layers read the gathered input. So does attention whose linear layers
+are computed by tokens: no rank gathers their input.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Region(StreamAdapter):
         """Args:
         columns: the layers that read it; from now on they take the gathered input.
         rows: the layers that write the module's output.
-        boundary: of a stream that is flattened, if the module wants its batch and sequence dims.
+        boundary: of a stream that is flattened, if the module needs its batch and sequence dims.
         batch: of the forward that runs.
         stand_in: width of a stand-in that the module gets; 0: it gets the gathered input.
         """
@@ -65,9 +65,9 @@ class Region(StreamAdapter):
     def gather(self, x: Tensor) -> Tensor:
         """Return the input of the linear layers for a local block of the stream.
 
-        A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the
-        layers' *output*: where that has fewer (3D), the rest is folded into the last dim, because modules read the
-        shape of their output off their input.
+        A stream flattened at a boundary gets its batch and sequence dims back. The result has the tokens of the layers' *output*.
+        If that has fewer (3D), the rest is folded into the last dim, because modules take the shape of their output from their
+        input.
         """
         if self.boundary is None:
             self._check_order(x)

@@ -96,7 +96,7 @@ def find_heads(name: str, module: nn.Module) -> Heads | None:
     """Return the heads of a module whose direct children are attention projections; None for any other module.
 
     Raises:
-        LayoutError: if neither attributes nor shapes tell how many heads there are.
+        LayoutError: if neither attributes nor shapes show the number of heads.
     """
     linears = {leaf: child for leaf, child in module.named_children() if is_linear(child)}
     query = [leaf for leaf in linears if QUERY.fullmatch(leaf)]

@@ -4,8 +4,8 @@
 - Logits stay split when the model computes its own loss, and are gathered when they are read
   (:class:`LazyOutputs`). Otherwise they are returned whole.
 - The residual stream of a model without a head is returned whole.
-- A model whose modules have ``attended_rows = True`` gets its positions whole. These modules, which make masks and rotary
-  tables of them, get the rows that attention has.
+- A model whose modules have ``attended_rows = True`` gets its positions whole. These modules, which compute masks and rotary tables
+  from them, get the rows that attention has.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class LazyOutputs(OnMesh):
         self._seen: dict[tuple[str, int], tuple[tuple[str, ...] | None, ...]] = {}
 
     def gather_when_read(self, name: str, value: Tensor, rows: int, padded: int) -> Tensor | None:
-        """Return an output that is split as a tensor that is gathered when it is read; None for one that is not split.
+        """Return a split output as a tensor that is gathered when it is read; None if it is not split.
 
         Args:
             name: of the output.

@@ -1,8 +1,8 @@
 """Modules that work on each token separately, such as a mixture whose experts are spread over ranks.
 
-The module gets tokens that no other rank has, with all of their hidden dim; its output is returned in the stream's layout.
-So nothing is computed twice, and the gradient of a parameter inside is this rank's part of a sum over all ranks of the tensor
-axes: code that marks the module must set this in the parameters' metadata (``sum_axes``).
+The module gets tokens that no other rank has, with all of their hidden dim; its output is returned in the stream's layout. So
+nothing is computed twice. The gradient of a parameter inside is this rank's term of a sum over all ranks of the tensor axes: code
+that marks the module must set this in the parameters' metadata (``sum_axes``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MARK = "own_tokens"
 
 
 class OwnTokens(OnMesh):
-    """Hooks around a module that takes the stream first, and returns a tensor of its shape, alone or first in a tuple.
+    """Hooks around a module that takes the stream first, and returns a tensor of its shape, by itself or first in a tuple.
 
-    The rows of the stream that a rank has, ``m h``, are exchanged for columns over the axes that split the hidden dim, and
-    divided over those whose ranks have the same. If they do not divide evenly, some ranks get fewer.
+    A rank's rows of the stream, ``m h``, are exchanged for columns over the axes that split the hidden dim, and divided over the
+    axes whose ranks have the same rows. If they do not divide evenly, some ranks get fewer.
     """
 
     def __init__(

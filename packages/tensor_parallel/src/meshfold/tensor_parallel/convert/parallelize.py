@@ -66,13 +66,13 @@ def parallelize(
 ) -> Report:
     """Split a model over the tensor axes of a mesh, in place.
 
-    Afterwards every parameter is this rank's block and carries its metadata; inputs and labels are given whole on
-    every rank of the tensor axes, a loss computed inside is the same on every rank, outputs are returned whole.
-    Gradients are complete over the tensor axes after ``backward()``; axes of data parallelism are not touched.
+    Afterwards every parameter is this rank's block and carries its metadata. Pass whole inputs and labels on every rank of the
+    tensor axes. A loss computed inside is the same on every rank, and outputs are returned whole. Gradients are complete over the
+    tensor axes after ``backward()``; axes of data parallelism are not touched.
 
-    A module whose own code works on a flat stream of tokens, ``m h`` rather than ``b s h``, says so with an attribute
-    ``flat_tokens = True``: the stream may then be split within sequences throughout. A module that says
-    ``causal_lm_loss = True`` and is called with (logits, labels) is replaced by the vocab-parallel loss.
+    If a module's own code works on a flat stream of tokens, ``m h`` rather than ``b s h``, give it an attribute ``flat_tokens =
+    True``: the stream may then be split within sequences everywhere. A module that says ``causal_lm_loss = True`` and is called
+    with (logits, labels) is replaced by the vocab-parallel loss.
 
     Args:
         module: an nn.Module with real or meta weights; every rank must have the same real weights.
@@ -82,15 +82,15 @@ def parallelize(
             are column, row, head, stem, embedding, positions, norm, head_norm, head_bias, dropout, loss, patch, source,
             mixture, own_tokens and replicate.
         lowering: how matmuls are carried out: ``"gather"``, ``"stream"``, ``"ring"``, ``"push"``, ``"auto"``, where it applies.
-        blocks_apart: where tokens are split round blocks (``"1d+sequence"``), let each block do so by itself, so that any of
-            them may be called alone, as in stages of a pipeline.
+        blocks_apart: if tokens are split around blocks (``"1d+sequence"``), each block does so by itself. Any of them may then be
+            called separately, as in stages of a pipeline.
 
     Returns:
         What was done to each submodule; print it.
 
     Raises:
-        LayoutError: listing every submodule that cannot be placed, or the first size that cannot be split with
-            those that can; nothing has been changed then.
+        LayoutError: listing every submodule that cannot be placed, or the first size that cannot be split with sizes that can; the
+            module is then unchanged.
     """
     _check_arguments(module, mesh)
     found = find_mode(mode)

@@ -84,9 +84,9 @@ class Replicated(StreamAdapter):
     def keep_whole(self, module: nn.Module) -> None:
         """Attach to the module, and mark its parameters as whole.
 
-        Its first argument is gathered. Further arguments from a stream (query, key, value) are gathered if their layout is that of
-        the first, a mask by rows if the stream is. Its output is split by rows if it has as many in the same dim, and by columns
-        if it is as wide as the stream.
+        Its first argument is gathered. Further arguments from a stream (query, key, value) are gathered if they have the layout of
+        the first. A mask is gathered by rows if the stream is. Its output is split by rows if it has as many in the same dim, and
+        by columns if it is as wide as the stream.
         """
         for parameter in module.parameters():
             shape = tuple(parameter.shape)

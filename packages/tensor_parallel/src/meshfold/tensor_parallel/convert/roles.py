@@ -59,7 +59,7 @@ ROLES = tuple(_KINDS)
 
 
 WHOLE = ("replicate", "source", "mixture", "own_tokens", "attention")
-"""The roles of modules that keep all that lies in them, before a stream that is whole."""
+"""The roles of modules that keep all their contents, before a stream that is whole."""
 
 
 @dataclass
@@ -211,7 +211,7 @@ def _is_source(module: nn.Module, hidden: int) -> bool:
 
 
 def offered_rules(model: nn.Module, roles: Roles) -> dict[str, str]:
-    """Return rules for linear layers that neither name nor shape places, if they come in pairs within a module.
+    """Return rules for linear layers that neither their name nor their shape places, if they come in pairs within a module.
 
     The first of a pair writes what the second reads, and the second is as wide as the stream or the last of the model.
     Empty if anything was refused that is in no pair.

@@ -64,8 +64,8 @@ class DimFinder:
         """Find which dims of a module's input are batch and sequence.
 
         Raises:
-            LayoutError: for a module that takes the sequence first, if it is given neither all rows nor this rank's; for a
-                shape that could have either order.
+            LayoutError: for a module that takes the sequence first, if it gets neither all rows nor this rank's; for a shape that
+                fits both orders.
         """
         columns = self._columns(x.shape)
         if columns is None and self._column_blocks > 1 and not self._local_rows(x.shape):

@@ -76,7 +76,7 @@ def output_rows(found: Tracker, mesh: Mesh, lead: Dims, shape: tuple[int, ...], 
 
 
 def move_of(lead: Dims) -> int | None:
-    """Return the number of the move that all of these dims come from; None if there is none, or several."""
+    """Return the number of the move that all of these dims come from; None for no move, or several."""
     numbers = {
         factor.split.choice if factor.split and factor.split.kind == "moved" else 0 for dim in lead for factor in dim
     }

@@ -1,7 +1,7 @@
 """Attention on the heads and sequences a rank holds: local in every mode.
 
-Tokens are split by whole sequences and features by whole heads wherever attention runs, so nothing is communicated.
-With fewer key/value heads than ranks (GQA, arXiv 2305.13245) neighbouring ranks hold the same key/value head.
+In attention, tokens are split by whole sequences and features by whole heads, so nothing is communicated. With fewer key/value
+heads than ranks (GQA, arXiv 2305.13245) neighbouring ranks hold the same key/value head.
 
 Torch's own ``nn.MultiheadAttention`` (Vaswani et al. 2017, arXiv 1706.03762) has parameters rather than layers as projections,
 so the rules for linear layers do not reach them. The module itself is split, under the same names::
@@ -114,7 +114,7 @@ class SplitOutProjection(ShardedLayer, nn.modules.linear.NonDynamicallyQuantizab
 class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` on the heads of one rank, with the same arguments, results and parameter names.
 
-    ``num_heads`` and ``embed_dim`` stay those of all ranks together.
+    ``num_heads`` and ``embed_dim`` remain the values for all ranks together.
     """
 
     _drop: Dropout
@@ -131,9 +131,9 @@ class SplitMultiheadAttention(ShardedLayer, nn.MultiheadAttention):
         """Make a module one of this class, in place, with this rank's blocks of its parameters, real or meta.
 
         Args:
-            mesh, axes: whose ranks share the heads; without axes every rank has them all, and drops alike.
-            dropout: of attention weights, that of a module which is whole on every rank.
-            blocks: of parameters that were split before, to which those of this module are added: what is shared stays shared.
+            mesh, axes: whose ranks share the heads; without axes every rank has all heads, with the same dropout.
+            dropout: of attention weights, as in a module that is whole on every rank.
+            blocks: of parameters that are already split; this module's are added: shared parameters stay shared.
         """
         module.__class__, module.out_proj.__class__ = cls, SplitOutProjection
         assert isinstance(module, SplitMultiheadAttention)  # by the line above

@@ -27,7 +27,7 @@ from meshfold.mesh import Mesh, ParameterMeta, Placement, annotate, metadata
 
 
 class OnMesh:
-    """An object that lies on a mesh: a deep copy of it lies on the same one."""
+    """An object on a mesh; a deep copy of it is on the same mesh."""
 
     mesh: Mesh
 

@@ -92,12 +92,12 @@ class Dropout(ShardedLayer):
         return self._dropped(x, p, place, seed, key, batch)
 
     def drop_weights(self, weights: Tensor, p: float) -> Tensor:
-        """Drop attention weights ``b heads s t``: each (b, head, s, t) of the whole model is kept or dropped alike everywhere."""
+        """Drop attention weights ``b heads s t``: each (b, head, s, t) is dropped on all ranks or on none."""
         seed, key, batch, _ = self._draw(weights)
         return self._dropped(weights, p, self._of_weights(weights), seed, key, batch)
 
     def draw_weights(self, x: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor, int, int]:
-        """Draw the key of this rank's attention weights; ``b heads ..`` are those of ``x``.
+        """Draw the key of this rank's attention weights; ``b heads ..`` are ``x``'s.
 
         Returns:
             (seed, key, number of the first sequence in the global batch, number of the first head, heads of the model).

@@ -1,7 +1,7 @@
 """Positions of the elements of a rank's tensor in the tensor that one process would have for the global batch.
 
-A dim is a row of *runs*, major first: neighbouring elements that are whole on the rank, or its block over mesh axes, or the rows
-of its part of the batch, or its tokens of split sequences. The number of an element in one process's tensor, row-major,
+A dim is a sequence of *runs*, major first. A run is neighbouring elements that are whole on the rank, its block over mesh axes, the
+rows of its part of the batch, or its tokens of split sequences. The number of an element in one process's tensor, row-major,
 follows from the numbers in each run.
 """
 
@@ -35,10 +35,10 @@ class Run(NamedTuple):
 
     Attributes:
         axes: whose ranks have a block of it each, major first.
-        rows: ``"rows"``: rows of the batch, with what each has behind it; ``"turned"``: tokens, each with all rows behind it;
-            ``"tokens"``: tokens of the batch, counted through; ``""``: none of these.
+        rows: ``"rows"``: rows of the batch, each followed by its elements; ``"turned"``: tokens, each followed by all rows;
+            ``"tokens"``: tokens of the batch, numbered consecutively; ``""``: none of these.
         token_split: its tokens are split over ranks.
-        single: of rows: nothing is behind them in the run.
+        single: of rows: nothing follows them in the run.
         size: local elements.
     """
 
@@ -57,7 +57,7 @@ class GlobalBatch(NamedTuple):
     """Rows and tokens of a forward, which determine their numbers in the global batch.
 
     Attributes:
-        first_row, first_token: those of the global batch before this forward's.
+        first_row, first_token: rows and tokens of the global batch before this forward's.
         rows: of the global batch; 0: as many as this forward's.
         here: this forward's, on all ranks that share them.
         token_shards: which tokens of each sequence there are; None: all. Unused where a graph asks for them when it runs.
@@ -240,7 +240,7 @@ def block_of(place: Positions, batch: GlobalBatch, mesh: Mesh) -> tuple[int | Te
     """Return the numbers of a tensor that is whole in all dims but its first and last, which may be blocks.
 
     Returns:
-        (number of the first row ``.. c``, of the first column, columns of the whole); None if it lies otherwise.
+        (number of the first row ``.. c``, of the first column, columns of the whole); None for any other layout.
     """
     *lead, last = place
     if len(last) != 1 or last[0].token_split or last[0].rows:

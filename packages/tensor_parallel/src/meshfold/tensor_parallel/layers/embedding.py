@@ -1,8 +1,8 @@
 """Embeddings of tokens, positions and image patches, and the bias of a head.
 
-A lookup of rows is a matmul with a one-hot matrix that is never built, so the plan is the mode's: ids are whole on every
-rank, each rank looks up the tokens and the rows given by its layout of the one-hot matrix, and the result is reduced as y
-is. A patch embedding is a convolution whose stride is its kernel: a matmul of unfolded patches.
+A lookup of rows is a matmul with a one-hot matrix that is never built, so it uses the mode's plan. Ids are whole on every rank.
+Each rank looks up the tokens and the rows given by its layout of the one-hot matrix, and the result is reduced as y is. A patch
+embedding is a convolution whose stride is its kernel: a matmul of unfolded patches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A mixture of experts, each split over all tensor axes like an MLP.
 
-The block around the experts has the whole stream: its router chooses the same experts for the same tokens on every rank,
-and every rank has a share of each expert's inner dim.
+The block around the experts has the whole stream, so its router chooses the same experts for the same tokens on every rank. Every
+rank has a part of each expert's inner dim.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def inner_of(experts: nn.Module) -> int:
 class Experts(StreamAdapter):
     """Split of a block's experts, whose input is whole on every rank: ``m k -> m k``, whole again.
 
-    What goes in enters (its gradient is summed over the ranks), the weights of the chosen experts too, since each rank's
-    outputs are a share of what they multiply; what comes out is summed.
+    Inputs enter: their gradients are summed over the ranks. So do the weights of the chosen experts, since each rank's outputs are
+    a partial sum of what they multiply. Outputs are summed.
     """
 
     def __init__(self, mesh: Mesh, mode: Mode) -> None:

@@ -1,4 +1,4 @@
-"""Adapters from the input of a linear layer to that of its matmul: unchanged, some of its rows, flattened, or unfolded."""
+"""Adapters from the input of a linear layer to its matmul's: unchanged, some of its rows, flattened, or unfolded."""
 
 from __future__ import annotations
 

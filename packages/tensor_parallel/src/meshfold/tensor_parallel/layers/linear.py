@@ -125,11 +125,11 @@ class Linear(ShardedLayer):
         Args:
             input_parts: what the input of a row layer is made of, where outputs of several layers are concatenated.
             stored: dims of the weight: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
-            matmul: of a layer whose role is none of the mode's: ``"adapter"``.
-            by_tokens: it is one of attention's in a mode with ``attention="tokens"``: its weight is whole, and it exchanges
-                tokens for heads behind the product (column), or heads for tokens in front of it (row).
+            matmul: of a layer with a role that the mode does not have: ``"adapter"``.
+            by_tokens: the layer belongs to attention in a mode with ``attention="tokens"``: its weight is whole, and it exchanges
+                tokens for heads after the product (column), or heads for tokens before it (row).
             batch: of the current forward, for a head: says if logits are returned whole.
-            head_dim: elements of the output that stay together, those of a head, of queries, keys or values.
+            head_dim: elements of the output that stay together: a head's, of queries, keys or values.
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -270,7 +270,7 @@ class Linear(ShardedLayer):
     def use_fp8(self, recipe: Fp8Recipe | None, outer_axes: Sequence[str] = ()) -> None:
         """Multiply in fp8 from now on, in all three products as the recipe says; None restores the operands' own dtype.
 
-        ``outer_axes``: those that split the tokens beside the mode's, of data and of sequences.
+        ``outer_axes``: the axes besides the mode's that split the tokens, of data and of sequences.
         """
         self._fp8 = None if recipe is None else bind_fp8_lowering(self.plan, self.mesh, recipe, tuple(outer_axes))
         self.fp8_weight = None
@@ -284,7 +284,7 @@ class Linear(ShardedLayer):
         return self._site
 
     def sum_gradients_apart(self) -> tuple[str, ...]:
-        """Leave the gradients of weight and bias to who sums them beside the backward, if the product sends nothing else.
+        """Leave the gradients of weight and bias to the code that sums them during backward, if the product sends nothing else.
 
         Returns:
             the axes that they are to be summed over from now on; none if the layer goes on as before.

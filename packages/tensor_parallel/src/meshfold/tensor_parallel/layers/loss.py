@@ -52,8 +52,7 @@ def cross_entropy(
     Raises:
         LayoutError: if the mesh lacks an axis of the mode, the logits are not this rank's block, or the labels do not
             fit them, or for another reduction.
-        TokenError: on the CPU, for a label that is neither a word nor ``ignore_index``; on a GPU it is an assertion on
-            the device.
+        TokenError: on the CPU, for a label that is neither a word nor ``ignore_index``; on a GPU an assertion on the device fails.
     """
     if reduction not in ("mean", "sum"):
         raise LayoutError(f"reduction={reduction!r}: use 'mean' or 'sum' over the tokens that count")

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm of a residual stream whose hidden dim may be split.
 
-One all-reduce of row statistics over the axes of the hidden dim in RMSNorm (sum of squares), two in LayerNorm (mean,
-then centred sum: E[x²] − E[x]² would lose its digits), one in either backward; none where the hidden dim is whole.
+RMSNorm takes one all-reduce of row statistics over the axes of the hidden dim (sum of squares). LayerNorm takes two: mean, then
+centred sum, since E[x²] − E[x]² would lose its digits. Either backward takes one. None is needed if the hidden dim is whole.
 Weights are split like the hidden dim; their gradients are summed over the axes that split tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Spans of a parameter that neighbouring ranks hold alike: key/value heads, where there are fewer than ranks."""
+"""Spans of a parameter of which neighbouring ranks hold copies: key/value heads, if there are fewer than ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bind_sum_repeated(mesh: Mesh, dim: int, spans: tuple[tuple[int, int, tuple[s
 
 
 def _neighbours(axes: tuple[str, ...], count: int, mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes along which ``count`` neighbouring blocks lie: the minor axes, and a minor factor of the next one."""
+    """Return the axes that ``count`` neighbouring blocks span: the minor axes, and a minor factor of the next one."""
     found: list[str] = []
     for axis in reversed(axes):
         size = mesh.size(axis)

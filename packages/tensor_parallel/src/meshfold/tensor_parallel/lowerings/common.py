@@ -13,7 +13,7 @@ from meshfold.tensor_parallel.cost import Cost
 from meshfold.tensor_parallel.plan import MatmulPlan, Operand, Phase
 
 INPUTS: dict[Operand, tuple[Operand, Operand]] = {"y": ("x", "w"), "x": ("y", "w"), "w": ("y", "x")}
-"""What each product multiplies, by what it makes: y, dx (``"x"``) or dw (``"w"``); there ``"y"`` means dy."""
+"""The operands of each product, by its result: y, dx (``"x"``) or dw (``"w"``); as an operand ``"y"`` means dy."""
 
 
 class Lowering(Protocol):

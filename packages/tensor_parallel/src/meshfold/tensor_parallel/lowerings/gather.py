@@ -7,10 +7,10 @@
 Backward starts every gather at once and orders the products so that x is gathered under the dgrad product and dx reduced under
 the wgrad product. Gathered operands are not kept for backward unless requested: a layer holds only shards.
 
-If x is gathered along k, its blocks arrive one after another, which is not the memory layout of a matrix. Backward needs
-no copy for that: it multiplies block by block, each product writing its own rows of dw or block of dx. Forward copies a
-few rows at a time, because adding up products of blocks would round each sum to the tensor's precision. Temporaries are
-released as soon as they are used, since the largest of them decide the peak memory.
+If x is gathered along k, its blocks arrive one after another, which is not the memory layout of a matrix. Backward needs no copy
+for that: it multiplies block by block, each product writing its own rows of dw or block of dx. Forward copies a few rows at a time,
+because adding up products of blocks would round each sum to the tensor's precision. Temporaries are released as soon as they are
+used, since the largest ones decide the peak memory.
 """
 
 from __future__ import annotations

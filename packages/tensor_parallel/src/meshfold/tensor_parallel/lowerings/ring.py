@@ -12,10 +12,10 @@ scatter of the output               multiply the part of the most distant rank, 
                                     send it on; the last part is this rank's own
 =================================== ===============================================================================
 
-Of the collectives of a product the one that moves most bytes runs as a ring (of equals: the first input, then the
-second, then the output; see :data:`~meshfold.tensor_parallel.lowerings.common.INPUTS`); the others are executed as
-in the gather lowering. What can run as a ring is an operand gathered or scattered along one dim; several axes there
-make one ring. The bytes are those of the gather lowering.
+The collective of a product that moves most bytes runs as a ring. Among equals it is the first input's, then the second's, then the
+output's (:data:`~meshfold.tensor_parallel.lowerings.common.INPUTS`). The others are executed as in the gather lowering. An operand
+can run as a ring if it is gathered or scattered along one dim; several axes there make one ring. The bytes equal the gather
+lowering's.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _backward_products(
 
 
 class _Product:
-    """One of the three products with its collectives, at most one of which runs as a ring."""
+    """One of the three products with its collectives; at most one of them runs as a ring."""
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ def estimate(
 
 
 def _gather_seconds(cost: Cost, multiply: float, machine: Machine) -> float:
-    """Estimate the backward: x is gathered during the product of dx, and dx is reduced during that of dw; nothing else overlaps."""
+    """Estimate the backward: x is gathered while dx is multiplied, and dx is reduced while dw is; nothing else overlaps."""
     under_dx = sum(machine.seconds(e) for e in cost.entries if e.phase == "dw" and e.operand == "x")
     under_dw = sum(machine.seconds(e) for e in cost.entries if e.phase == "dx" and e.operand == "dx")
     total = sum(machine.seconds(e) for e in cost.entries)
@@ -135,7 +135,7 @@ def _pipelined_seconds(cost: Cost, phase: Phase, lowering: str, multiply: float,
     hidden = [e for e in entries if _is_hidden(e, lowering)]
     pieces = max(Counter((e.operand, e.kind, e.axes) for e in hidden).values(), default=0)
     if lowering == "ring":
-        pieces += 1  # g blocks, of which g − 1 are sent
+        pieces += 1  # g blocks; g − 1 of them are sent
     pieces = max(pieces, 1)
     under = sum(machine.seconds(e) for e in hidden)
     waited = sum(machine.seconds(e) for e in entries) - under

@@ -1,20 +1,19 @@
 """The stream lowering: SUMMA (van de Geijn and Watts, 1997; on a 2D grid of GPUs: Optimus, arXiv 2104.05343).
 
-Applies if all gathers are along k. With k split over ``p`` ranks in x and ``q`` in w, k falls
-into ``L = lcm(p, q)`` panels, each within one block of x and one of w:
+Applies if all gathers are along k. With k split over ``p`` ranks in x and ``q`` in w, k has ``L = lcm(p, q)`` panels, each within
+one block of x and one of w:
 
     forward   for j < L:  y += bcast(x_j) bcast(w_j);             y leaves
     dgrad     for j < J:  dx_j = scatter(dy gather(w_j)ᵀ);        dx is summed over the axes left
     wgrad     for j < J:  dw_j = scatter(gather(x_j)ᵀ dy);        dw is summed over the axes left
 
-Communication for step ``j + 1`` is issued before step ``j`` is multiplied: two panels of each operand are the
-extra memory, where the gather lowering holds all L.
+Communication for step ``j + 1`` is issued before step ``j`` is multiplied. The extra memory is two panels of each operand; the
+gather lowering holds all L.
 
-Backward does not stream whole panels. The sum of a panel belongs to one rank, and a reduction to one rank is not
-among the collectives that every back end has and torch.compile can trace. So step ``j`` takes a thin slice of *every*
-panel: each rank gives a slice of its own block, an all-gather makes a matrix of the width of a panel, and a
-reduce-scatter brings each owner its share of the product. The bytes are those of the gather lowering, in
-``J = min(L, width of a panel)`` steps, and all ranks send at once.
+Backward does not stream whole panels. The sum of a panel belongs to one rank. But not every back end has a reduction to one rank
+that torch.compile can trace. So step ``j`` takes a thin slice of *every* panel. Each rank gives a slice of its own block, an
+all-gather makes a matrix of the width of a panel, and a reduce-scatter returns to each owner its part of the product. The bytes
+equal the gather lowering's, in ``J = min(L, width of a panel)`` steps, and all ranks send at once.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_RANKS = 256
-"""More than these cannot be told apart in a picture."""
+"""A picture with more than these is not readable."""
 
 _WEIGHTS = {
     "column": "column weight: QKV, up, gate",
@@ -94,7 +94,7 @@ def draw_mesh(mesh: Mesh, *axes: str | Sequence[str]) -> Figure:
 
 
 def draw_matmul(plan: MatmulPlan, mesh: Mesh, *, rank: int = 0) -> Figure:
-    """Draw a sharded matmul: who holds which block of x, w and y at rest, which blocks a rank multiplies, and the messages.
+    """Draw a sharded matmul: the ranks of each block of x, w and y at rest, the blocks that a rank multiplies, the messages.
 
     Args:
         plan: from :func:`meshfold.tensor_parallel.plan`.

@@ -1,7 +1,7 @@
 """Pictures of a mesh, ranks as discs in a grid, and of a sharded matmul: its cube with the blocks of x, w and y around it.
 
-Every rank has its colour. A tensor is a square, cut into its blocks; a disc with a number is a rank that holds the
-block. x is left of y and w above it, so that corresponding rows and columns are aligned.
+Every rank has its colour. A tensor is a square, cut into its blocks; a disc with a number is a rank that holds the block. x is left
+of y and w above it, so corresponding rows and columns are aligned.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _paint_tensor(canvas: Axes, name: str, layout: Layout, work: Layout, mesh: M
 
 
 def _paint_moves(canvas: Axes, plan: MatmulPlan, operand: str, corner: Point, work: Box, mesh: Mesh) -> None:
-    """Draw arrows beside a tensor for forward's gathers and scatters along its dims, and the sum below y."""
+    """Draw arrows next to a tensor for forward's gathers and scatters along its dims, and the sum below y."""
     down, across = (dim for dim in getattr(plan, operand))
     x, y, width, height = rectangle_of(work, corner)
     name = "reduce_scatter" if operand == "y" else "all_gather"

@@ -3,17 +3,16 @@
 Its life, with N ranks in the group (states are those of :class:`~meshfold.zero_gemini.chunks.states.ChunkState`):
 
 1. ``fill`` writes this rank's share of every parameter's first values into the shard (1/N of the chunk): *sharded*.
-2. ``gather`` starts the all-gather of all N shards into one flat tensor on the compute device (*gathering*); ``wait`` ends
-   it (*gathered*). The parameters are views of that tensor: what the all-gather writes is what the model computes with,
-   without a copy.
+2. ``gather`` starts the all-gather of all N shards into one flat tensor on the compute device (*gathering*); ``wait`` ends it
+   (*gathered*). The parameters are views of that tensor: the model computes with the all-gather's output, without a copy.
 3. ``release`` gives the memory back. The tensor stays the same object with an empty storage, so that views which
    autograd saved for backward are whole again when the chunk is gathered for it.
 4. Gradients are collected beside it (:mod:`meshfold.zero_gemini.chunks.gradient`), and the optimizer changes the shard: at
    once, or in the background after ``promise_step`` (*step pending*). ``wait_step``, which the next ``gather`` calls, waits
    for it.
 
-Where only products in fp8 read a chunk's parameters, their operands are gathered instead, in one byte an element
-(:mod:`meshfold.zero_gemini.chunks.fp8_gather`): while the shard is on the device, the parameters themselves are NaN then.
+If only products in fp8 read a chunk's parameters, their operands are gathered instead, in one byte an element
+(:mod:`meshfold.zero_gemini.chunks.fp8_gather`). The parameters themselves are then NaN while the shard is on the device.
 
 A *resident* chunk is never released: its shard is this rank's part of the gathered tensor itself. Between steps a chunk
 may be moved to other memory (``move``).
@@ -83,13 +82,13 @@ class Chunk:
     ) -> None:
         """Args:
         spec: sizes and slots.
-        slices: the parts of them that lie in this rank's shard.
-        parameters: those of the slots, in order; from now on they are views of the chunk, in its dtype.
+        slices: their parts in this rank's shard.
+        parameters: one for each slot, in order; from now on they are views of the chunk, in its dtype.
         shapes: of the parameters.
         dtype: in which the model computes.
         memory: where chunks are stored.
         tier: memory of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
-        whole_group: keep the whole chunk on the device, as stages 1 and 2 do, wherever its shard is.
+        whole_group: keep the whole chunk on the device, as stages 1 and 2 do, for any placement of its shard.
         fp8: how each parameter is multiplied in fp8, where nothing else reads any of them; else empty.
         transport: what carries its gathers and the reductions of its gradient.
         """
@@ -147,7 +146,7 @@ class Chunk:
         """Move the shard to another placement. Waits for an all-gather that is under way.
 
         Raises:
-            OutOfBudget: if there is not as much memory; the chunk is where it was then.
+            OutOfBudget: if memory does not suffice; the chunk then stays where it was.
             ChunkError: if a step is pending.
         """
         if tier == self.tier:

@@ -22,7 +22,8 @@ from meshfold.zero_gemini.chunks.layout import (
 )
 from meshfold.zero_gemini.errors import ChunkLayoutError
 
-# 32 to 128 MiB in bf16. Smaller chunks do not saturate PCIe or NVLink; larger ones start late and hold much memory at once.
+# 32 to 128 MiB in bf16. Smaller chunks do not saturate PCIe or NVLink; larger ones start late and need much memory at
+# once.
 MIN_CHUNK_ELEMS = 16 * 2**20
 MAX_CHUNK_ELEMS = 64 * 2**20
 STEP_ELEMS = 64 * 2**10
@@ -77,9 +78,9 @@ def search_chunk_size(
 ) -> ChunkSearch:
     """Return the chunk size with the least waste; of equal ones the largest, which needs the fewest collectives.
 
-    Candidates go from ``min_elems`` to ``max_elems`` in steps, all rounded to multiples of ``shards × align_elems``.
-    A chunk is never larger than the largest group: where one chunk holds it whole, that size is the last candidate,
-    and the only one if it is below ``min_elems``.
+    Candidates go from ``min_elems`` to ``max_elems`` in steps, all rounded to multiples of ``shards × align_elems``. A chunk is
+    never larger than the largest group. The size at which one chunk holds that whole group is the last candidate, and the only one
+    if it is below ``min_elems``.
 
     Args:
         items: parameters in their order of use, or a module (see :func:`items_of`).

@@ -1,15 +1,16 @@
 """Gathering a chunk in fp8: one byte an element for weights that only products in fp8 read.
 
-A product reads one of two operands of a weight: y sums over k, dx over n. In recipes with a scale for each row they are rounded by
-different scales, so forward gathers one of them and backward the other (a recomputed forward the first again), each in one byte
-an element; with one scale a tensor they are the same bytes. Both lie in the memory of the gathered chunk, two bytes an element:
+A product reads one of two operands of a weight: y sums over k, dx over n. In recipes with a scale for each row, the two are rounded
+by different scales. Forward then gathers one of them and backward the other (a recomputed forward gathers the first again), each in
+one byte an element. With one scale per tensor they are the same bytes. Both are in the memory of the gathered chunk, which has two
+bytes an element:
 
     gathered chunk   [ forward operands: size bytes | backward operands: size bytes ]
 
-Scales belong to whole rows and columns, which shards cut anywhere. After each change of the shard the first gather takes the amax
-of its rows and columns, and one all-reduce (max) over the chunk's ranks makes them those of the weights; the host waits for none.
-So the operands are those of a cast of the gathered weight, bit for bit. Each gather then casts this rank's shard, which it would
-have copied otherwise.
+Scales belong to whole rows and columns, which shards cut anywhere. After each change of the shard, the first gather takes the amax
+of its rows and columns. One all-reduce (max) over the chunk's ranks turns them into the weights' amax. The host waits for neither.
+The operands thus equal a cast of the gathered weight, bit for bit. Each gather then casts this rank's shard, which it would have
+copied otherwise.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Fp8Gather:
         return forward, inverse[:n].view(n, 1), backward.t(), turned[n:].view(k, 1)
 
     def supply(self, fetch: Callable[[], None] | None) -> None:
-        """Let products read these operands from now on; or cast their weights again, which are gathered as they are.
+        """Make products read these operands from now on, or cast their weights again, which are then gathered unchanged.
 
         ``fetch``: gathers the forward operands and waits for them; None: weights are cast.
         """

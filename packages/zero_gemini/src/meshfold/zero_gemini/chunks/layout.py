@@ -1,8 +1,8 @@
 """Positions of parameters in chunks: arithmetic on element counts; no tensor is touched.
 
-A *chunk* is a flat run of elements of one group. With N shards, rank r keeps elements ``[r·S, (r+1)·S)`` of it,
-``S = size / N``, and an all-gather of the shards is the chunk. Parameters lie in it in their order of use, so what
-is needed together is gathered together::
+A *chunk* is a flat run of elements of one group. With N shards, rank r keeps elements ``[r·S, (r+1)·S)`` of it, ``S = size / N``,
+and an all-gather of the shards is the chunk. Parameters are in it in their order of use, so parameters that are needed together are
+gathered together::
 
     layout = lay_out([Item("wte", 4096, "bf16"), Item("fc", 1000, "bf16")], chunk_elems=8192, shards=2)
     print(layout)
@@ -259,10 +259,9 @@ def lay_out(
 ) -> ChunkLayout:
     """Put parameters into chunks.
 
-    Items come in their order of use and go into their group's open chunk; one that does not fit closes it and opens
-    the next. One that exceeds a whole chunk gets a chunk of its own, and the open chunk stays open. Full chunks all
-    have the same size, so that gathered buffers can be reused; the last of each group, and those of a single large
-    item, are only as large as needed.
+    Items come in their order of use and go into their group's open chunk; one that does not fit closes it and opens the next. One
+    that exceeds a whole chunk gets a chunk of its own, and the open chunk stays open. Full chunks all have the same size, so
+    gathered buffers can be reused. The last chunk of each group, and chunks of a single large item, are only as large as needed.
 
     Args:
         items: parameters in their order of use, tied ones once.

@@ -49,7 +49,7 @@ def parameter_facts(
 
     Args:
         model: on any device; its parameters carry their metadata.
-        mesh: where blocks over the tensor axes lie.
+        mesh: the mesh of the blocks over the tensor axes.
         dtype: in which the model will compute; None keeps each parameter's.
         other: parameters that will be in another dtype.
         in_fp8: parameters that are gathered in fp8, with what multiplies them.

@@ -40,8 +40,8 @@ PlacementRule = Callable[[Sequence[int]], Sequence[ChunkPlacement]]
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Rule that puts given shares of all elements on the host, taking those that are used last: the gradients of the first
-    ones arrive last, and their parameters are needed first.
+    """Rule that puts given shares of all elements on the host, starting with the ones used last. The gradients of the first ones
+    arrive last, and their parameters are needed first.
 
     Attributes:
         host_parameters: share of the elements whose parameters are on the host.
@@ -135,8 +135,8 @@ class Move(Generic[T]):
 def in_turn(moves: Iterable[Move[T]]) -> list[Move[T]]:
     """Return the moves in an order in which device memory never exceeds both ends, and host memory hardly does.
 
-    Moves that free host memory go first while they fit. If none fits, the smallest that leaves the device makes room: host
-    memory then exceeds both ends by at most the largest move from it plus the largest to it.
+    Moves that free host memory go first while they fit. If none fits, the smallest move off the device makes room. Host memory then
+    exceeds its amount before and after by at most the largest move from it plus the largest to it.
     """
     left = list(moves)
     most_device = max(0, sum(move.device_bytes for move in left))

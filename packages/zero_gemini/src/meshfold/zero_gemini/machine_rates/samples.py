@@ -35,9 +35,9 @@ _ADAM = AdamSettings(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0,
 _PERIOD_S, _PERIODS = 0.15, 5
 _STEADY_S, _MOST_S = 0.15, 1.5
 WORTH_IT = 1.05
-"""Least speed-up of cores and device over cores alone for which state passes through the device."""
+"""Smallest speed-up of cores with the device over only the cores for which state passes through the device."""
 UNLIMITED_BYTES = 2**60
-"""Stands for the size of a memory that has no limit, in bytes."""
+"""Size of a memory without a limit, in bytes."""
 
 
 def measure_machine(
@@ -54,9 +54,9 @@ def measure_machine(
         device: where models compute.
         everyone: all ranks.
         disk: a folder for optimizer state; its disk is measured with 1 GiB.
-        regime: of the optimizer's step, whose kernels measure the host; where there are none, those of ``"A"``.
-        host: also measure a GPU's host. It takes seconds, most of them to lock memory for the samples, and several GiB;
-            otherwise the rates of the host and of transfers to it are those of an H200's.
+        regime: of the optimizer's step, whose kernels measure the host; without such kernels, those of ``"A"``.
+        host: also measure a GPU's host. It takes several GiB, and seconds, most of them to lock memory for the samples. Otherwise
+            the rates of the host and of transfers to it are an H200's.
 
     Raises:
         DiskError: if one of the ranks cannot use it, on all of them.
@@ -345,16 +345,16 @@ def with_observed_rates(
 ) -> Machine:
     """Return the machine with the host-memory and disk rates that the optimizer's steps showed.
 
-    A sample has the memory of one chunk, before the model has taken any; a step has the memory that the state really
-    got, and the other ranks of the host at work. Neither half of a plan's model of a step changes: only the rates.
+    A sample uses the memory of one chunk, before the model has allocated any. A step uses the memory that the state really got,
+    while the other ranks of the host work. Neither half of a plan's model of a step changes: only the rates.
 
-    The bytes counted are the kernel's and those of the copies beside it: of a first half the parameters that go up
-    behind it, in the backward the gradients too. What the cores reach beside the device's steps changes in proportion.
-    Moments have a rate of their own: beside a backward the same memory moved 1.4 to 1.5 times the bytes a second of the
-    first halves before a forward (H200 hosts), and one rate for both made plans 24 to 30 % too slow there.
+    The bytes counted are the kernel's and those of simultaneous copies: in a first half the parameters that follow it to the
+    device, in the backward the gradients too. The rate of the cores during the device's steps changes in proportion. Moments have
+    their own rate: during a backward the same memory moved 1.4 to 1.5 times the bytes per second of the first halves before a
+    forward (H200 hosts). One rate for both made plans 24 to 30 % too slow there.
 
-    Where the device steps some of the host's chunks, cores and device share the host's memory as they do in no sample: on
-    H200 hosts the cores were 7 to 34 % faster than beside a sample of GPU streaming, the device up to a third slower.
+    If the device steps some of the host's chunks, cores and device share the host's memory as in no sample. On H200 hosts the cores
+    were 7 to 34 % faster than during a sample of GPU streaming, and the device up to a third slower.
 
     A disk may be slower for hundreds of GiB than for the one of a sample. Its rates change in proportion.
 

@@ -1,7 +1,7 @@
 """Arenas: accounted memory for every byte of chunks, with budgets.
 
-An arena hands out *blocks*; the bytes it accounts are the bytes of the blocks' storages, no more and no less. On a
-machine without a GPU, an arena with a budget stands for the compute device, so that plans can be executed anywhere.
+An arena hands out *blocks*; the bytes it accounts are the bytes of the blocks' storages, no more and no less. On a machine without
+a GPU, an arena with a budget simulates the compute device, so plans can be executed anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block:
 
     Attributes:
         arena: that accounts for it.
-        nbytes: bytes of its storage: those of the tensor, rounded up.
+        nbytes: bytes of its storage: the tensor's, rounded up.
         purpose: of the memory, shown by :class:`OutOfBudget`.
     """
 
@@ -86,8 +86,8 @@ class Block:
     def free(self) -> None:
         """Release the memory. The caller must drop all views, which would keep the storage alive, unaccounted.
 
-        Device memory returns to torch's allocator in the order of the current stream: work on another stream must
-        have been waited for, and so must a copy to or from a pinned block.
+        Device memory returns to torch's allocator in the order of the current stream. First wait for work on other streams, and for
+        copies to or from a pinned block.
 
         Raises:
             ArenaError: if it was freed before.

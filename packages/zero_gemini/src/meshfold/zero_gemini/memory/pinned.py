@@ -55,10 +55,9 @@ def page_locked(nbytes: int) -> Tensor:
     ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
     freed. These are exact, and return to the system with the last tensor on them.
 
-    Tensors of equal size follow each other in the address space. If the size is a power of two, a kernel that reads several
-    of them would hit the same memory bank or cache set with all. (A step of Adam on planes 256 MiB apart reached 10 to
-    12 GB/s of a core's 40.) So large tensors begin on one of 16 pages in turn; the pages around them are never touched and
-    take no memory.
+    Tensors of equal size follow each other in the address space. If the size is a power of two, a kernel that reads several of them
+    would hit the same memory bank or cache set each time. (A step of Adam on planes 256 MiB apart reached 10 to 12 GB/s of a core's
+    40.) So large tensors begin on one of 16 pages in turn; the pages around them are never touched and take no memory.
 
     Raises:
         OSError: if the system has less memory, or refuses to lock it.

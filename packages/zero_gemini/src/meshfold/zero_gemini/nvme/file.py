@@ -1,4 +1,4 @@
-"""One file of blocks: taken for this process alone, preallocated, read and written in aligned pieces."""
+"""One file of blocks: locked for this process, preallocated, read and written in aligned pieces."""
 
 from __future__ import annotations
 

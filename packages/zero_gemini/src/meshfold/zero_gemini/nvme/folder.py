@@ -46,7 +46,7 @@ def block_path(folder: str | os.PathLike[str], name: str, rank: int) -> Path:
 
 
 def _lock(path: Path) -> int:
-    """Open or create a file for this process alone; return the descriptor that holds the lock.
+    """Open or create a file for only this process; return the descriptor that holds the lock.
 
     Raises:
         DiskError: if it cannot be opened or created (read-only, ...), is not a plain file, or is in use.
@@ -138,7 +138,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def unlock(control: int) -> None:
-    """Unlock and close a file. Closing alone would leave the lock with forked children, which share the descriptor."""
+    """Unlock and close a file. Closing only would leave the lock with forked children, which share the descriptor."""
     fcntl.flock(control, fcntl.LOCK_UN)
     os.close(control)
 
@@ -147,7 +147,7 @@ def preallocate(path: Path, control: int, nbytes: int, *, first: bytes) -> None:
     """Reserve `nbytes` of disk, after the page `first`, which marks the file as ours in case the process dies.
 
     Raises:
-        DiskError: says how many bytes are wanted, free and missing.
+        DiskError: says how many bytes are needed, free and missing.
     """
     free = free_bytes(path.parent)
     if free is not None and free < nbytes:  # fail at once: the system would fill the disk first

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshfold.zero_gemini.errors import DiskError
 
 ALIGN = 4096
-"""Bytes. Direct I/O wants offsets, lengths and addresses in multiples of the device's block: 512 or 4096."""
+"""Bytes. Direct I/O needs offsets, lengths and addresses in multiples of the device's block: 512 or 4096."""
 MAGIC = b"MFBLOCKS"
 VERSION = 2
 PROBE_AT, BLOCKS_AT = ALIGN, 2 * ALIGN

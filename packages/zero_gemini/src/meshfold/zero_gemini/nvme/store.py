@@ -1,14 +1,12 @@
 """`DiskStore`: named blocks in one preallocated file a rank, read and written several pieces at a time.
 
-Guarantees
-    Space is reserved before training. Operations on one block happen in the order they were called, so a read sees the
-    write before it; different blocks overlap. A write that failed raises at ``wait()``, and again in `flush`; its block
-    cannot be read until a write of it succeeds, nor can one that was never written. A closed store removes its file. The
-    file of a killed process is never read: a new store replaces it.
-No guarantees
-    The store is scratch: after a crash training resumes from its checkpoint. Blocks carry no checksums, so bytes that
-    the disk itself changes, or that another program writes into the file, are not noticed. On file systems that copy on
-    write, or compress, reserved space can still run out; that too is an error at ``wait()``.
+Guarantees Space is reserved before training. Operations on one block happen in the order they were called, so a read sees the write
+    before it; different blocks overlap. A write that failed raises at ``wait()``, and again in `flush`. Its block cannot be read
+    until a write of it succeeds. A block that was never written cannot be read either. A closed store removes its file. The file of
+    a killed process is never read: a new store replaces it. No guarantees The store is scratch: after a crash training resumes from
+    its checkpoint. Blocks carry no checksums, so bytes that the disk itself changes, or that another program writes into the file,
+    are not noticed. On file systems that copy on write, or compress, reserved space can still run out; that too is an error at
+    ``wait()``.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class DiskStore:
         in_flight: pieces on their way at once (threads).
         chunk_bytes: largest piece, a multiple of 4096. Tensors that do not begin on a page (`aligned_empty` ones do) are
             copied through at most ``in_flight × chunk_bytes`` bytes of memory.
-        direct: ``"auto"``: O_DIRECT where the file system has it, else the page cache and a note; True: or an error.
+        direct: ``"auto"``: O_DIRECT if the file system supports it, otherwise the page cache and a note; True: or an error.
         name: distinguishes several stores of one rank.
 
     Attributes:
@@ -307,7 +305,7 @@ class Request:
 
 
 class Pending:
-    """A read or write that was started. Until `wait` returns, a source must not be changed nor a target be read."""
+    """A read or write that was started. Until `wait` returns, do not change a source or read a target."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

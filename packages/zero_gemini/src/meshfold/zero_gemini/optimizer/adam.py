@@ -80,7 +80,7 @@ class AdamStepper(AdamValues):
         optimizer: an Adam or AdamW of torch, for its groups and settings; it never steps itself.
         regime: ``"A"``, ``"B"`` or ``"C"``.
         seed: of stochastic rounding.
-        disk: where the state of chunks on disk lies; None: nothing is.
+        disk: the place of the state of chunks on disk; None: nothing is.
         faults: keeps what fails of a promised step; None: it is raised where the step is waited for.
         """
         self.optimizer, self._regime, self._seed = optimizer, regime, seed
@@ -260,7 +260,7 @@ class AdamStepper(AdamValues):
             ready: of the gradient on the host; waited for in another thread.
 
         Returns:
-            True if possible: the chunk has a shadow copy, and all of it is stepped alike.
+            True if possible: the chunk has a shadow copy, and all its elements are stepped with the same settings.
         """
         if self._held[chunk].second is None or chunk.step_is_pending:
             return False

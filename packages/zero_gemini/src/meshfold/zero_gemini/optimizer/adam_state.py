@@ -35,8 +35,8 @@ class Held:
         """Zeros, to be filled.
 
         Raises:
-            OutOfBudget: if there is not as much memory.
-            DiskError: if there is not as much room on disk.
+            OutOfBudget: if memory does not suffice.
+            DiskError: if the disk has too little room.
             MemoryPlanError: for ``"disk"`` without one.
         """
         self.chunk, self.place, self.planes = chunk, place, planes_of(chunk.dtype, regime)
@@ -97,7 +97,7 @@ class Held:
         """Allocate or free a shadow copy of state in the host's memory.
 
         Raises:
-            OutOfBudget: if there is not as much memory.
+            OutOfBudget: if memory does not suffice.
         """
         if not yes and self.second is not None:
             self.second.free()
@@ -112,7 +112,7 @@ class Held:
             self.second = SecondCopy(weights=block, planes=planes)
 
     def both(self, begin: int, end: int) -> tuple[AdamState, AdamState]:
-        """Return views of the elements from ``begin`` up to ``end``, and of those of the shadow copy."""
+        """Return views of the elements from ``begin`` up to ``end``, and of the shadow copy's."""
         second = self._second
         mine, other = (
             state_of(_seen_alone(weights)[begin:end], cut(self.planes, _tensors(blocks), begin, end))
@@ -137,7 +137,7 @@ class Held:
     # -- pieces -------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> ChunkSnapshot:
-        """Return where the state lies; planes only if they are in memory."""
+        """Return the place of the state; planes only if they are in memory."""
         planes = {
             plane.name: (plane, self._blocks[plane.name].tensor) for plane in self.planes if plane.name in self._blocks
         }
@@ -154,8 +154,8 @@ class Held:
         """Move to another tier, with the same bits. On an error nothing has moved.
 
         Raises:
-            OutOfBudget: if there is not as much memory.
-            DiskError: if there is not as much room on disk, or it fails.
+            OutOfBudget: if memory does not suffice.
+            DiskError: if the disk has too little room, or fails.
             MemoryPlanError: for ``"disk"`` without one.
         """
         self.keep_second(False)

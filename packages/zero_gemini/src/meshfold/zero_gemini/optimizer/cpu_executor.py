@@ -1,9 +1,9 @@
 """The host's optimizer steps, in parallel with compute: threads that run them in order.
 
-With clipping the norm is known only when backward is over, and by then the device has nothing left to do. So a chunk on
-the host is stepped *just in time*: its parameters right before the next forward needs them, while the device runs what
-comes before it; its moments after all parameters, while the device runs backward. Both halves together give the bits of
-the plain step. A chunk that is stepped at once has no second half.
+With clipping the norm is known only when backward is over, and by then the device has nothing left to do. So a chunk on the host is
+stepped *just in time*. Its parameters are updated right before the next forward needs them, while the device runs earlier units.
+Its moments are updated after all parameters, while the device runs backward. Both halves together give the bits of the plain step.
+A chunk that is stepped at once has no second half.
 
 Speculative steps begin in the backward, and what is left of them overlaps with the next forward. Backward completes gradients in
 the reverse of the order in which forward needs parameters, so of these the last goes first. In the order of their gradients the
@@ -217,7 +217,7 @@ class _Deal:
 
 
 class _Latest:
-    """Steps of chunks, of which the one accepted last goes first; each call of the cores or the device takes one."""
+    """Steps of chunks, the one accepted last first; each call of the cores or the device takes one."""
 
     def __init__(self) -> None:
         self._left: list[tuple[Halves, Future[Arrival | None]]] = []

@@ -32,7 +32,7 @@ class Piece:
         what: whose state it is, in words.
         begin: first element of the shard.
         end: one past the last.
-        planes: what lies in it, one plane after the other.
+        planes: its contents, one plane after the other.
         nbytes: of its block on disk, whole pages.
         store: where the block is.
         block: its name there.
@@ -106,7 +106,7 @@ class Ring:
             raise
 
     def _make(self, nbytes: int, memory: Memory) -> None:
-        # Direct I/O needs page alignment. Pinned blocks have it; others get an extra page and are cut.
+        # Direct I/O needs page alignment. Pinned blocks are aligned; others get an extra page and are cut.
         extra = 0 if memory.host_arena.pinned else PAGE_BYTES
         for _ in range(self.count if nbytes else 0):
             block = memory.allocate(nbytes + extra, uint8, "disk", "buffers of the disk")

@@ -1,14 +1,13 @@
 """Optimizer state on disk: room for it in block files of this rank, and its buffers.
 
-A chunk's state there is cut into *pieces* of at most ``piece_bytes``, each with all planes of its elements, so that one
-read brings all that a step of them needs, and the buffers' memory does not grow with chunks. Weights are not on disk: the model is
-shown them every step.
+A chunk's state there is cut into *pieces* of at most ``piece_bytes``, each with all planes of its elements. One read then gets
+everything that their step needs, and the buffers' memory does not grow with chunks. Weights are not on disk: the model is shown
+them every step.
 
-Room is reserved before anything starts: :meth:`DiskPlanes.reserve` makes one file for all chunks that are about to go to
-disk. What is moved there later gets room that others left, or another file, made before anything moves; reserved room stays
-reserved until the end. The files are scratch: those of killed processes are removed first.
-Several engines, of one process or many, may use one folder: each file is locked by its process, and takes a free
-name.
+Room is reserved before anything starts: :meth:`DiskPlanes.reserve` makes one file for all chunks that are about to go to disk.
+State that is moved there later gets room that others left, or another file, which is created before anything moves. Reserved room
+stays reserved until the end. The files are scratch: files of killed processes are removed first. Several engines, of one process or
+many, may use one folder: each file is locked by its process, and takes a free name.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def optimizer_kind(
 
 
 def adam_regime(optimizer: torch.optim.Optimizer, regime: str, seed: int) -> tuple[str, int]:
-    """Regime and seed for an optimizer of kind ``"adam"``: those of HybridAdam and CPUAdam, unless Gemini was given others.
+    """Regime and seed for an optimizer of kind ``"adam"``: HybridAdam's and CPUAdam's, unless Gemini was given others.
 
     Raises:
         MemoryPlanError: if both set a regime, and not the same one; or if groups differ.

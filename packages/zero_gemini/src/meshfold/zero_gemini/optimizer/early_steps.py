@@ -1,11 +1,10 @@
 """Early steps: chunks are stepped while backward runs, if nothing needs all gradients before the step.
 
-A chunk is stepped once its gradient is complete on this rank and nothing in this backward reads its parameters any more:
-all units that compute with them have ended as often as they were called (:meth:`OpenCalls.is_over
-<meshfold.zero_gemini.runtime.open_calls.OpenCalls.is_over>`), so that neither a second use nor a
-recomputation sees the new values. On
-the device it is stepped at once. For one on the host the gradient goes through a ring of two buffers, and the step
-runs in parallel with the backward. Chunks that may still be read until the end of backward are stepped then.
+A chunk is stepped once its gradient is complete on this rank and nothing in this backward reads its parameters any more. All units
+that compute with them have then ended as often as they were called (:meth:`OpenCalls.is_over
+<meshfold.zero_gemini.runtime.open_calls.OpenCalls.is_over>`). So neither a second use nor a recomputation sees the new values. On
+the device it is stepped at once. For one on the host the gradient goes through a ring of two buffers, and the step runs in parallel
+with the backward. Chunks that may still be read until the end of backward are stepped then.
 """
 
 from __future__ import annotations

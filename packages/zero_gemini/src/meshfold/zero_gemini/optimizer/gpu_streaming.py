@@ -1,8 +1,8 @@
 """Steps of host chunks on the device: pieces of their state are copied up, stepped, and copied down.
 
-The cores alone do not reach all of the host memory's bandwidth, and while a forward waits for them the device's copy
-engines idle. So the cores step one chunk and the device another, each as fast as it can (see
-:mod:`meshfold.zero_gemini.optimizer.cpu_executor`): the kernels give the same bits on both.
+Only the cores do not reach the host memory's full bandwidth, and while a forward waits for them the device's copy engines idle. So
+the cores step one chunk and the device another, each as fast as it can (see :mod:`meshfold.zero_gemini.optimizer.cpu_executor`):
+the kernels give the same bits on both.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class GpuStreaming:
         """Takes its memory.
 
         Raises:
-            OutOfBudget: if the device has not as much left.
+            OutOfBudget: if the device has too little memory left.
         """
         try:
             for _ in range(self.slots):
@@ -144,7 +144,7 @@ class GpuStreaming:
         self._slots.clear()
 
     def _elements(self, host: HostState) -> int:
-        """Return the number of elements of a piece: as many as fit a buffer."""
+        """Return the number of elements of a piece: the most that fit a buffer."""
         planes = host.planes_up()
         elements = self.slot_bytes // sum(-(-plane.dtype.itemsize // plane.each) for plane in planes)
         elements = max(_ALIGN_ELEMS, elements // _ALIGN_ELEMS * _ALIGN_ELEMS)

@@ -81,7 +81,7 @@ class Stepper(Protocol):
         Args:
             gradients: each chunk's shard of the gradient, where the chunk's state is; on the host for one on disk.
             scale: factor of the gradients.
-            used: names of the parameters that have a gradient; the others are left as they are.
+            used: names of the parameters that have a gradient; the others stay unchanged.
         """
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ class Stepper(Protocol):
         """Return one of them: this rank's elements, flat, or a number."""
 
     def parts(self, name: str, key: str | None) -> StoredValue:
-        """Return one of them, or for None the master weights, as in memory; from disk it is read."""
+        """Return one of them, or for None the master weights, as in memory; read it if it is on disk."""
 
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Set one of them."""
@@ -157,7 +157,7 @@ class EarlyStepper(Protocol):
         Args:
             chunk: which; nothing reads its parameters any more before the next step.
             gradient: its shard, where the chunk's state is; on the host for one on disk.
-            used: names of the parameters that have a gradient; the others are left as they are.
+            used: names of the parameters that have a gradient; the others stay unchanged.
             ready: returns when the gradient is ready; may be called in another thread.
         """
 

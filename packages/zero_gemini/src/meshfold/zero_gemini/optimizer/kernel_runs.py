@@ -22,7 +22,7 @@ from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
 
 @dataclass
 class Run:
-    """Elements of a shard that are stepped alike.
+    """Elements of a shard that are stepped with the same settings.
 
     Attributes:
         begin: the first.

@@ -191,7 +191,7 @@ def lie(planes: tuple[Plane, ...], elements: int) -> tuple[list[tuple[Plane, int
 
 
 def views(buffer: Tensor, planes: tuple[Plane, ...], elements: int) -> dict[str, Tensor]:
-    """Return the planes that lie so in a buffer of bytes."""
+    """Return the planes in a buffer of bytes with this layout."""
     return {plane.name: buffer[begin:end].view(plane.dtype) for plane, begin, end in lie(planes, elements)[0]}
 
 

@@ -1,8 +1,8 @@
 """Parameters that one rank owns whole: choice of owners, and the exchange between shards and owners.
 
-A chunk's shards cut through parameters. Optimizers that look at whole matrices step on each parameter at one rank of
-its chunk's group, the *owner*. It is usually a rank that already has the parameter, or most of it, in its shard: in a
-chunk of many parameters only those at the borders of shards are sent.
+A chunk's shards cut through parameters. Optimizers that look at whole matrices step on each parameter at one rank of its chunk's
+group, the *owner*. It is usually a rank that already has the parameter, or most of it, in its shard. In a chunk of many parameters
+only the ones at the borders of shards are sent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from meshfold.zero_gemini.chunks.layout import Slot
 class Owners:
     """Choice of owners: the same on every rank that passes the same chunks in the same order.
 
-    A parameter within one shard stays there: shards have equal size. One that spans several goes, the largest first, to
-    the rank that owns least so far over all chunks of the group, minus what it already has of the parameter.
+    A parameter within one shard stays there: shards have equal size. Parameters that span several ranks are assigned in order of
+    size, the largest first. Each goes to the rank that owns least so far over all chunks of the group, minus its own part of the
+    parameter.
     """
 
     def __init__(self) -> None:
@@ -57,11 +58,11 @@ def _least(numbers: Sequence[int]) -> int:
 class Round:
     """Chunks whose pieces are sent in one all-to-all.
 
-    Every piece goes from the rank that has it in its shard to the rank that owns it, or back, once. The all-to-all of
-    equal blocks pads each pair of ranks to the largest: with as many chunks in a round as there are ranks in the group,
-    a chunk of one large parameter, all of which goes to one rank, is balanced by those that go to others. A rank's own
-    pieces are not sent. A round moves ``N · padded`` elements per rank each way, where a perfect one would move those of
-    ``N`` shards at most, and holds two such buffers on the compute device.
+    Every piece is sent once, from the rank that has it in its shard to the rank that owns it, or back. The all-to-all of equal
+    blocks pads each pair of ranks to the largest. A round has as many chunks as the group has ranks: a chunk of one large
+    parameter, all of which goes to one rank, is then balanced by chunks that go to others. A rank's own pieces are not sent. A
+    round moves ``N · padded`` elements per rank each way; a perfect one would move at most ``N`` shards. It holds two such buffers
+    on the compute device.
     """
 
     def __init__(self, chunks: Sequence[Chunk], owners: Mapping[str, int]) -> None:

@@ -1,10 +1,9 @@
 """Speculative steps: chunks are stepped while backward runs, if gradients are clipped by norm and rarely exceed it.
 
-The norm is known when backward is over, and a step that waits for it can only overlap with the next forward. But if
-gradients were not scaled down in the last steps, they hardly will be in this one. So a chunk whose state is on the host is
-stepped as soon as its gradient arrives, into a shadow copy (:mod:`meshfold.zero_gemini.optimizer.master_weights`), with the
-factor of the last two steps. If the factor is right, the copy is kept; else it is dropped, and the chunk is stepped again.
-Both ways give the same bits.
+The norm is known when backward is over, and a step that waits for it can only overlap with the next forward. But if gradients were
+not scaled down in the last steps, they hardly will be in this one. So a chunk with state on the host is stepped as soon as its
+gradient arrives, into a shadow copy (:mod:`meshfold.zero_gemini.optimizer.master_weights`), with the factor of the last two steps.
+If the factor is right, the copy is kept; else it is dropped, and the chunk is stepped again. Both ways give the same bits.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SpeculativeUpdates:
         self._worker.submit_first(chunk, step.speculative(ready, update.is_wanted, streaming))
 
     def keep(self, steps: Mapping[Chunk, ChunkStep]) -> set[Chunk]:
-        """Return the chunks whose speculative step equals the real one; drop those of all others."""
+        """Return the chunks whose speculative step equals the real one; drop the others' steps."""
         kept = {
             chunk: update
             for chunk, update in self._open.items()

@@ -2,7 +2,7 @@
 
 The table is of one parameter, and restores the state bit for bit.
 
-Optimizers that need whole matrices keep lists of them, and Python numbers beside tensors. A name encodes the
+Optimizers that need whole matrices keep lists of them, and Python numbers as well as tensors. A name encodes the
 structure: ``gram[0]`` is the first of a list, ``moments(1)`` the second of a tuple, ``sizes.rows`` an entry of a dict;
 ``count=int`` is a Python number, ``gram[1]=list`` an empty list. A plain tensor keeps its plain name.
 """
@@ -149,7 +149,7 @@ class CountedState:
                     yield value, arena
 
     def update(self) -> None:
-        """Account for what exists now, and no longer for what does not.
+        """Account for the state that exists now, and no longer for state that does not.
 
         Raises:
             OutOfBudget: if the optimizer took more than there was left.

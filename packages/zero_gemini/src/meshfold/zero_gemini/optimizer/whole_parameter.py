@@ -1,9 +1,9 @@
 """Optimizers that need whole matrices (such as Adafactor, Muon and Shampoo): each parameter has an owner.
 
-A step takes gradients from shards to owners, lets torch's own optimizer step there on whole parameters, and takes the
-new weights back to shards: see :mod:`meshfold.zero_gemini.optimizer.parameter_owners` for what travels. With N ranks each keeps
-1/N of the master weights and of the optimizer's state, to a parameter or two; while it steps, it also holds 1/N of the
-gradient in the master weights' dtype. Every matrix is stepped as one process would step it, to the bit.
+A step sends gradients from shards to owners, steps whole parameters there with torch's own optimizer, and sends the new weights
+back to shards. :mod:`meshfold.zero_gemini.optimizer.parameter_owners` says what is sent. With N ranks each keeps 1/N of the master
+weights and of the optimizer's state, give or take a parameter or two. During a step it also holds 1/N of the gradient in the master
+weights' dtype. Every matrix is stepped as one process would step it, to the bit.
 
 None of this overlaps with compute, and state stays in memory.
 """

@@ -1,7 +1,7 @@
 """HybridAdam and CPUAdam: Adam and AdamW (arXiv 1412.6980, 1711.05101) as torch.optim has them, on any parameters.
 
-They step with the kernels of :mod:`meshfold.kernels`, so a parameter in bfloat16 keeps its exact float32 value in
-two planes, the parameter and its low bits, and is updated without a cast or a second copy::
+They step with the kernels of :mod:`meshfold.kernels`, so a parameter in bfloat16 keeps its exact float32 value in two planes,
+itself and its low bits, and is updated without a cast or a second copy::
 
     optimizer = HybridAdam(model.parameters(), lr=3e-4, weight_decay=0.1)
     loss.backward()
@@ -60,8 +60,8 @@ class FlatAdam(torch.optim.Optimizer):
         weight_decay: 0 for none.
         bias_correction: correct the moments' bias in the first steps.
         adamw_mode: True for decoupled decay (AdamW), False for L2 regularisation in the gradient (Adam).
-        regime: state of a bfloat16 parameter: ``"A"`` 12 bytes, exact; ``"B"`` 8, moments in bfloat16 rounded
-            stochastically; ``"C"`` 6.03, moments in 8 bits. Others are kept exactly, and take ``"A"`` alone.
+        regime: state of a bfloat16 parameter: ``"A"`` 12 bytes, exact; ``"B"`` 8, moments in bfloat16 rounded stochastically;
+            ``"C"`` 6.03, moments in 8 bits. Others are kept exactly, and take only ``"A"``.
         seed: of stochastic rounding.
         amsgrad: only False; see Raises.
         maximize: only False.

@@ -21,7 +21,7 @@ class _Sealed:
 
 @contextmanager
 def exactly(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``load_state_dict`` copies state as it was saved.
+    """Inside, ``load_state_dict`` copies state unchanged.
 
     It happens in hooks, after the user's own and before post-hooks of the load, so that these see what they would see of
     any optimizer.

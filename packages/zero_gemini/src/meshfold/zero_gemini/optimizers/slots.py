@@ -84,7 +84,7 @@ def master_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def set_master(parameter: Tensor, state: dict[str, Tensor], value: Tensor) -> None:
-    """Set a parameter to a float32 value of its shape: it takes as much as it can hold, and its state the rest."""
+    """Set a parameter to a float32 value of its shape: the parameter takes the bits that it can hold, its state the rest."""
     value = row_major(value).to(parameter.device, torch.float32)
     if "master_lo" in state:
         hi, lo = split_master(value.view(-1))
@@ -108,7 +108,7 @@ def notice_change(parameter: Tensor, state: Mapping[str, Tensor]) -> None:
 
 
 def taken(parameter: Tensor, saved: Mapping[str, Any], regime: str) -> dict[str, Tensor]:
-    """State as it was saved, in memory of this parameter's own.
+    """State as saved, in this parameter's own memory.
 
     Args:
         saved: from a state_dict of ours in the same regime, or of torch's Adam or AdamW.

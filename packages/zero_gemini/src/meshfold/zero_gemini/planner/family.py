@@ -1,10 +1,10 @@
 """The exact best plan of an ordered family: used for more chunks than can be searched exhaustively.
 
-Chunks stand in an order. The first ``a`` have state and parameters on the GPU, the last ``d`` have their state on disk, the last
-``b`` of the rest have resident parameters, and the first ``k`` layers in order of seconds saved per byte are kept. Cost and
-memory are linear, so four prefix sums give every member of the family. For given ``a`` the least ``d`` that fits the
-host is best, and for every ``k`` the largest ``b``: all are tried. The family does not depend on the limits,
-so more memory never gives a slower plan.
+Chunks stand in an order. The first ``a`` chunks have state and parameters on the GPU, the last ``d`` have their state on disk, and
+the last ``b`` of the others have resident parameters. The first ``k`` layers, in order of seconds saved per byte, keep their
+activations. Cost and memory are linear, so four prefix sums give every member of the family. For given ``a`` the least ``d`` that
+fits the host is best, and for every ``k`` the largest ``b``: all are tried. The family does not depend on the limits, so more
+memory never gives a slower plan.
 """
 
 from __future__ import annotations

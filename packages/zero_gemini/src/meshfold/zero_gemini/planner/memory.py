@@ -110,7 +110,7 @@ def host_and_disk_bytes(workload: Workload, strategy: str) -> tuple[Floats, Floa
 
 
 def held_on_host(workload: Workload) -> bool:
-    """Return True if gradients wait on the host: for the norm, or for those of later micro-steps."""
+    """Return True if gradients wait on the host: for the norm, or for later micro-steps."""
     return workload.clipping or (workload.accumulation > 1 and workload.stage > 1)
 
 

@@ -1,7 +1,7 @@
 """Options of a plan: one of five for a chunk, kept or not for a layer, a clipping strategy for the step.
 
-The parameter plane is half of the split master, so the device that steps a chunk has it. That leaves five options: state
-on the GPU with its parameters, or state on the host or on disk, each with parameters resident on the GPU or streamed.
+The parameter plane is half of the split master, so it is on the device that steps the chunk. That leaves five options: state on the
+GPU with its parameters, or state on the host or on disk, each with parameters resident on the GPU or streamed.
 """
 
 from __future__ import annotations

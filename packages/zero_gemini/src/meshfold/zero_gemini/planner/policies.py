@@ -72,7 +72,7 @@ def cuda(workload: Workload, machine: Machine, limits: Limits | None = None, *, 
 
 
 def on_device(workload: Workload, machine: Machine, limits: Limits | None = None) -> Plan:
-    """Everything on the GPU, with as many activations as fit, those first that save most seconds per byte.
+    """Everything on the GPU, with as many activations as fit, in order of the seconds that they save per byte.
 
     Raises:
         MemoryPlanError: if it does not fit even with no activations kept.
@@ -134,8 +134,8 @@ def const(
 ) -> Plan:
     """Optimizer state on the host, and never more than ``boundary_bytes`` of parameters on the GPU.
 
-    In order of use, parameters stay on the GPU as long as that leaves room for those that are streamed. None is
-    512 MiB, or the bytes used and prefetched at one timestep if they are more.
+    In order of use, parameters stay on the GPU while there is room left for the streamed ones. None is 512 MiB, or the bytes used
+    and prefetched at one timestep if they are more.
     """
     kinds = gpu_kinds(workload)
     parameters = kinds["resident parameters"] + kinds["gathered"]  # chunk option moment

@@ -30,7 +30,7 @@ from meshfold.zero_gemini.planner.workload import Limits, Workload
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One strategy and one mode. Rows of ``memory``: GPU at every moment, host, disk; ``limits`` alike, in bytes."""
+    """One strategy and one mode. Rows of ``memory``: GPU at every moment, host, disk; ``limits`` has the same rows, in bytes."""
 
     strategy: str
     mode: str

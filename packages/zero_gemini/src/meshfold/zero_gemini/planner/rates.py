@@ -63,7 +63,7 @@ class Machine:
     streaming_bytes: int = 0
     """bytes of GPU memory of the buffer for GPU streaming."""
     cpu_optimizer: Mapping[str, float] = field(default_factory=dict)
-    """elements/s of a CPU optimizer step in cache, by regime; one that is missing is limited by host memory alone."""
+    """elements/s of a CPU optimizer step in cache, by regime; a missing one is limited only by host memory."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):

@@ -1,13 +1,12 @@
 """Search for the best plan: state of some chunks, parameters of some, activations of some layers, and how to clip.
 
-Up to ``EXACT_CHUNKS`` chunks the best choice is proved; beyond it is the best of an ordered family (family.py). Which of the
-two is used depends on the workload alone, and both are exact minima over sets that do not depend on the limits: with more
-memory a plan is never slower.
+Up to ``EXACT_CHUNKS`` chunks the best choice is proved; beyond it is the best of an ordered family (family.py). Only the workload
+decides which of the two is used. Both are exact minima over sets that do not depend on the limits, so with more memory a plan is
+never slower.
 
-The proof is branch and bound over blocks of partial choices. A partial choice is dropped when it no longer fits in memory, or
-when no completion can be faster than the best plan known. Two lower bounds are used: every row with the least that the rest
-adds, and Lagrangian bounds, which price the memory so that its scarcity counts (Fisher, 1981): for weights y of the rows of
-every phase and prices μ >= 0 of memory,
+The proof is branch and bound over blocks of partial choices. A partial choice is dropped when it no longer fits in memory, or when
+no completion can be faster than the best plan known. Two lower bounds are used: every row plus the least that the rest adds, and
+Lagrangian bounds, which put a price on memory (Fisher, 1981). For weights y of the rows of every phase and prices μ >= 0 of memory,
 
     seconds >= Σ y·time(x) + Σ μ·(memory(x) - limit),   a sum over chunks and layers.
 """

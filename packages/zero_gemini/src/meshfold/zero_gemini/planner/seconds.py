@@ -1,7 +1,7 @@
 """Seconds of a choice, as the largest of named sums.
 
-Without clipping (source: design, section "Gemini, planned"), a step whose gradients each have a buffer on the host, as those of
-several micro-steps have, is one phase and takes the largest of
+Without clipping (source: design, section "Gemini, planned"), a step is one phase if each gradient has its own buffer on the host,
+as with several micro-steps. It takes the largest of
 
     compute                 GPU compute, recompute, the GPU's own optimizer step, and copies that compute waits for
     h2d, d2h, pcie          bytes up / down / both over their rates
@@ -9,31 +9,30 @@ several micro-steps have, is one phase and takes the largest of
     cpu optimizer, disk, collectives
     tail k                  the cycle through chunk k, below
 
-A stepped chunk k is due again at its next forward. Between its gradient and that is the rest of the backward and the
-start of the forward; this window must hold the CPU's work on all chunks whose gradient comes no earlier and which are
-due no later (the condition of earliest-deadline-first scheduling). So a step is no shorter than the cycle
+A stepped chunk k is due again at its next forward. Between its gradient and that use are the rest of the backward and the start of
+the forward. This window must hold the CPU's work on all chunks whose gradient comes no earlier and which are due no later (the
+condition of earliest-deadline-first scheduling). So a step is no shorter than the cycle
 
     forward from k on + backward until k's gradient + work of those chunks + k's own copies down and up
 
 which is short when the earliest chunks, whose gradients come last and which are needed first, are stepped on the GPU.
 
-If gradients go through a ring of buffers instead, backward waits for the step that frees one: no more than the ring holds is
-left for the forward, and none of it is assumed there. Such a step is two phases, a forward in which nothing is stepped and a
-backward with the whole step in it.
+If gradients go through a ring of buffers instead, backward waits for the step that frees one. At most the ring's contents are left
+for the forward, and the plan assumes none. Such a step is two phases, a forward in which nothing is stepped and a backward with the
+whole step in it.
 
-In a forward after a step, chunks that the optimizer may still be stepping are not prefetched, so copies of chunks that the
-host steps alternate with compute: they are one sum.
+In a forward after a step, chunks that the optimizer may still be stepping are not prefetched. Copies of chunks that the host steps
+then alternate with compute: they are one sum.
 
-With clipping a step is two phases, each the largest of its own sums: the forward with the pass that writes new masters
-inside it, ``max(forward, (18 B · host elements + forward's h2d bytes) / host memory)`` in regime A, and the backward with
-the pass that writes the moments. Of state on disk the whole step, 26 B an element, comes before the forward.
-If the device steps some of the host's chunks by GPU streaming, both work until nothing is left: the shares of the cores and
-the device are proportional to their rates, and only the cores' share leaves moments. If the backward has time for it, the
-device leaves its moments too: a third fewer bytes go through the host's memory before the forward, and the cores write all
-moments during the backward.
-With several micro-steps per step, each later one adds a forward and a backward in which nothing is stepped.
-A speculative step takes (1 - q) of the first form and q of the second, with the wasted step in its backward; q is the share of
-steps that clip. There too the device steps a share of the host's chunks, in proportion to the rates of device and cores.
+With clipping a step has two phases, each the largest of its own sums. The forward includes the pass that writes new master weights:
+``max(forward, (18 B · host elements + forward's h2d bytes) / host memory)`` in regime A. The backward includes the pass that writes
+the moments. Of state on disk the whole step, 26 B an element, comes before the forward. If the device steps some of the host's
+chunks by GPU streaming, both work until nothing is left. The shares of the cores and the device are proportional to their rates,
+and only the cores' share leaves moments. If the backward has time for it, the device leaves its moments too. A third fewer bytes
+then go through the host's memory before the forward, and the cores write all moments during the backward. With several micro-steps
+per step, each later one adds a forward and a backward in which nothing is stepped. A speculative step takes (1 - q) of the first
+form and q of the second, with the wasted step in its backward; q is the share of steps that clip. There too the device steps a
+share of the host's chunks, in proportion to the rates of device and cores.
 """
 
 from __future__ import annotations

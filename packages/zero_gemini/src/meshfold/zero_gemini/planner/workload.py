@@ -54,7 +54,7 @@ REGIMES = {
         second_pass=6.0625,
         overwritten=6.03125,
     ),
-    # a full fp32 master besides the fp16 parameter, which a step only writes
+    # a full fp32 master weight in addition to the fp16 parameter, which a step only writes
     "fp16": Regime(name="fp16", parameter=2, state=12, gradient=2, step=28, first_pass=20, second_pass=18),
     # the parameter is its own master
     "fp32": Regime(name="fp32", parameter=4, state=8, gradient=4, step=28, first_pass=20, second_pass=20),

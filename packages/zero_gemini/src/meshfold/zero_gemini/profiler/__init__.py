@@ -1,4 +1,4 @@
-"""Profile of one micro-step: when each unit was entered, which bytes besides model data were alive, how long it computed.
+"""Profile of one micro-step: when each unit was entered, how many bytes other than model data were alive, how long it computed.
 
 Without a device, on meta tensors::
 

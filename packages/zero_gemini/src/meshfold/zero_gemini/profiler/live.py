@@ -1,4 +1,4 @@
-"""Probes of live bytes besides model data: counted operator by operator, or read from a GPU's allocator."""
+"""Probes of live bytes other than model data: counted operator by operator, or read from a GPU's allocator."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class LiveBytes(TorchDispatchMode):
 
     Views are free. Existing tensors are left out: parameters, buffers, the batch. Memory inside an operator is not seen.
 
-    Source: the technique of ``torch.distributed._tools.mem_tracker``: a Python storage object lives as long as the C++
-    one, so a finalizer on it shows when memory is given back, also memory that autograd alone keeps.
+    Source: the technique of ``torch.distributed._tools.mem_tracker``: a Python storage object lives as long as the C++ one. A
+    finalizer on it shows when memory is freed, including memory that only autograd keeps.
     """
 
     def __init__(self, *, base_bytes: int = 0, round_bytes: int = 1) -> None:

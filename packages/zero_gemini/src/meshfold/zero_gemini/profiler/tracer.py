@@ -1,11 +1,11 @@
 """Tracer of one micro-step, unit by unit.
 
-A unit is *reached*, then *entered* (in between, the hooks that gather parameters wait for them), and *left*, in the forward
-through hooks on its module, in the backward through hooks on its outputs and inputs. The runtime gathers and releases at the same
+A unit is *reached*, then *entered*, and *left*. In between the first two, the hooks that gather parameters wait for them. Hooks on
+its module mark these moments in forward, hooks on its outputs and inputs in backward. The runtime gathers and releases at the same
 points: timesteps of a trace are timesteps of the executor.
 
-Time in which the host waits within a timestep (:mod:`meshfold.zero_gemini.memory.copies`) is subtracted, so that a plan is
-made from what the model needs wherever its chunks are, and not from their placement during the trace.
+Time in which the host waits within a timestep (:mod:`meshfold.zero_gemini.memory.copies`) is subtracted. A plan then depends on the
+model's needs, and not on the placement of chunks during the trace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepTracer:
         model: to be run.
         memory: counts bytes; entered and left with the tracer.
         clock: measures seconds; entered and left with the tracer.
-        units: of the model; those of ``find_units`` by default.
+        units: of the model; by default ``find_units``'s.
         """
         self._units = find_units(model) if units is None else list(units)
         self._memory, self._clock = memory, clock

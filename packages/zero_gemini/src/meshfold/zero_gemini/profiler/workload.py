@@ -1,4 +1,4 @@
-"""The planner's workload, from a trace and the chunks; the chunks and the units that use them, from shapes alone."""
+"""The planner's workload, from a trace and the chunks; the chunks and the units that use them, only from shapes."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def workload_of(
 ) -> Workload:
     """Return the workload of one optimizer step.
 
-    A chunk is on the device at every timestep in which a unit that uses it runs. A unit's seconds are divided among its
-    chunks by elements; those of units without chunks go to the unit before. A chunk that was never used has a placement and
-    state nevertheless. Activations can be chosen for layers that were recomputed in the trace; all others are as in the trace.
+    A chunk is on the device at every timestep in which a unit that uses it runs. A unit's seconds are divided among its chunks by
+    elements; seconds of units without chunks go to the unit before. A chunk that was never used has a placement and state
+    nevertheless. Activations can be chosen for layers that were recomputed in the trace; all others are as in the trace.
 
     Args:
         trace: of one micro-step.
         chunks: in any order; every element of every unit in one of them.
         name: of the model, for display.
-        regime: bytes an element; its ``gradient`` is that of the dtype in which gradients are summed.
+        regime: bytes an element; its ``gradient`` is in the dtype in which gradients are summed.
         tokens: of this rank in a step.
         stage: 1 and 2 keep parameters on the device.
         accumulation: micro-steps of a step.
@@ -81,7 +81,7 @@ def workload_of(
         prefetch: units gathered ahead.
         reshards: chunks are released between two uses.
         clipping: gradients are held until all have arrived; else chunks are stepped in the backward.
-        whole_gradients: those of whole chunks wait for the end of the step.
+        whole_gradients: gradients of whole chunks wait for the end of the step.
 
     Raises:
         SpecError: for a trace without a forward or without a chunk's unit.

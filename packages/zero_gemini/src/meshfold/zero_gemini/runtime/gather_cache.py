@@ -1,8 +1,8 @@
 """Cache of gathered chunks: some stay gathered between two uses, in memory that is free.
 
-A step of many micro-batches uses each chunk many times. A chunk that stays gathered until its next use saves an all-gather.
-The chunk whose next use is latest is evicted first (Belady 1966); the order is that of the step before. All ranks that
-share chunks must have the same limit and see the same steps: gathering is a collective.
+A step of many micro-batches uses each chunk many times. A chunk that stays gathered until its next use saves an all-gather. The
+chunk with the latest next use is evicted first (Belady 1966), by the order of the previous step. All ranks that share chunks must
+have the same limit and see the same steps: gathering is a collective.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def watch_output(output: Any, begin: Callable[[Tensor], None]) -> None:
 def watch_inputs(args: Any, kwargs: Any, say: Callable[[], None]) -> Any:
     """Return a module's arguments for a forward hook to return; ``say`` is called when backward reaches its inputs.
 
-    None if gradients are off, or nothing that was given wants one.
+    None if gradients are off, or no input requires one.
     """
     if not torch.is_grad_enabled():
         return None

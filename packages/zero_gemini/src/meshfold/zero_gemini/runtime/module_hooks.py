@@ -1,9 +1,9 @@
 """Gathering and releasing while a model runs: hooks on its units and on the autograd graph.
 
-A unit is *entered* before its forward and, through a hook on what it returned, before its backward; it is *left* after
-its forward, and when the gradients of its inputs are there. Entering gathers its chunks, and starts on those of the
-unit that came next the last time; what no entered unit needs is released then. The order of units is learned from each
-step for the next: a step with another order gathers later than possible, and is correct nevertheless.
+A unit is *entered* before its forward and, through a hook on its output, before its backward. It is *left* after its forward, and
+when the gradients of its inputs exist. Entering gathers its chunks, and starts to gather the chunks of the unit that came next in
+the last step. Chunks that no entered unit needs are then released. The order of units is learned from each step for the next: a
+step with another order gathers later than possible, and is correct nevertheless.
 
 :mod:`~meshfold.zero_gemini.runtime.open_calls` counts how often each unit is called and left again in backward.
 """
@@ -252,7 +252,7 @@ class Runtime:
     # -- what is held -------------------------------------------------------------------------------------------
 
     def _read_in_backward(self, unit: Unit) -> Operands:
-        """Return which operands a unit's backward reads: a recomputed one reads those of its forward, too."""
+        """Return the operands that a unit's backward reads: a recomputed unit's backward also reads its forward's."""
         again = unit in self._called_again or self._recomputes(unit.name)
         return Operands.BOTH if again else Operands.BACKWARD
 

@@ -1,9 +1,8 @@
 """Counts of the calls in a step: units that backward still has to reach, and units that are called several times.
 
-A unit that backward has left as often as it was called is not read again before the next step. Reentrant checkpointing hides
-how often that is: forward calls its units without gradients, and backward *repeats* each of these hidden calls with them,
-in a backward of its own inside of the one that runs. A recomputation comes between the beginning of backward of a call and
-its end.
+If backward has left a unit as often as it was called, the unit is not read again before the next step. Reentrant checkpointing
+hides this number: forward calls its units without gradients, and backward *repeats* each of these hidden calls with gradients, in a
+separate backward inside the running one. A recomputation comes between the beginning of backward of a call and its end.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class OpenCalls:
         # No gradients inside a forward with gradients: reentrant checkpointing, or a call that backward never reaches.
         if not torch.is_grad_enabled():
             self._unsure.add(unit)
-            # Inputs of checkpointing require gradients; those of `no_grad` code (recycling, a teacher) do not.
+            # Inputs of checkpointing require gradients; inputs of `no_grad` code (recycling, a teacher) do not.
             self._hidden[unit] += graph_task() < 0 and any(
                 isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten((args, kwargs))[0]
             )

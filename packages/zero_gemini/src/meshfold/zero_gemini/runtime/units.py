@@ -33,11 +33,11 @@ class Unit:
 def find_units(model: nn.Module) -> list[Unit]:
     """Return the units of a model in order of registration; every parameter is in at least one.
 
-    A list counts if its elements are called by themselves, which is what an ``nn.ModuleList`` is for; of nested lists
-    the innermost whose elements are more than single layers makes the units.
+    A list counts if its elements are called separately, as in an ``nn.ModuleList``. In nested lists, the innermost list whose
+    elements are more than single layers gives the units.
 
-    What a module without a forward of its own holds, such as an ``nn.ParameterList``, belongs to the module around it
-    that has one: it is the one whose call hooks see.
+    Parameters of a module without its own forward, such as an ``nn.ParameterList``, belong to the nearest module around it that has
+    one: hooks see calls of that module.
     """
     units: list[Unit] = []
     _collect("", model, units)
