@@ -116,6 +116,8 @@ def test_prompts_keep_their_columns() -> None:
         (preference_of, dict(prompt="p", chosen="a", rejected="a"), "the same tokens"),
         (preference_of, dict(chosen="a", rejected=[say("user", "x")]), "two of a kind"),
         (prompt_of, dict(text="a"), "give 'prompt'"),
+        (completion_of, dict(promt="a", completion="b"), "has 'promt' and no 'prompt': write 'prompt'"),
+        (preference_of, dict(prompts="p", chosen="a", rejected="b"), "has 'prompts' and no 'prompt': write 'prompt'"),
         (prompt_of, dict(prompt=""), "empty prompt"),
     ],
 )

@@ -240,6 +240,8 @@ def _not_installed(name: str) -> str:
         (["plan", "data=2,tensor=3"], "unrecognized arguments: data=2,tensor=3. Write --parallel data=2,tensor=3. See"),
         (["plan", "gpt2"], "unrecognized arguments: gpt2. Write --model gpt2. See"),
         ([*TRAIN, "t"], "unrecognized arguments: t. Write --data t. See"),
+        (["generate", "nowhere", "--prompt", "x"], "FOLDER 'nowhere': there is no such folder; give a local folder"),
+        ([*TRAIN, "--set", "layers=x"], "is neither a number nor true or false; write --set layers=4, say"),
         (["doctor", "all"], "unrecognized arguments: all. See meshfold doctor --help"),
         (["doctor", "--all"], "unrecognized arguments: --all"),
     ],

@@ -188,7 +188,10 @@ def test_validation_is_what_was_set_aside() -> None:
 
 
 def test_too_few_tokens_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"100 tokens are too few to train on, .* 8 windows of 16: it takes 143 at"):
+    with pytest.raises(
+        SpecError,
+        match=r"100 tokens are too few to train on, .* it takes 143 at least; use more text, --batch-size 5 or --seq-len 11",
+    ):
         Batches(corpus_of(100), batch_size=8, seq_len=16)
     with pytest.raises(SpecError, match="142 tokens are too few"):
         Batches(corpus_of(142), batch_size=8, seq_len=16)

@@ -12,6 +12,7 @@ JSON object a line.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,7 +158,8 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        raise SpecError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise SpecError(f"{str(path)!r} cannot be read: {reason}; give a file of JSON lines") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -198,6 +200,7 @@ def completion_of(record: Record, tokenizer: TextTokenizer) -> Completion:
     if "messages" in record:
         return _of_messages(record["messages"], tokenizer)
     if "completion" in record:
+        _check_spelling(record, "prompt")
         prompt, whole = _prompt_and_whole(record.get("prompt", ""), record["completion"], tokenizer)
         return _behind(prompt, whole, good)
     if isinstance(record.get("text"), str):
@@ -215,6 +218,7 @@ def preference_of(record: Record, tokenizer: TextTokenizer) -> Preference:
     missing = [name for name in ("chosen", "rejected") if name not in record]
     if missing:
         raise SpecError(f"has {_keys(record)}: give 'prompt', 'chosen' and 'rejected'")
+    _check_spelling(record, "prompt")
     prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
     if prompt is None:
         prompt, chosen, rejected = _shared_prompt(chosen, rejected)
@@ -318,6 +322,14 @@ def _text(value: Any) -> str:
             f"{value!r} is a {type(value).__name__}: give text, or messages {{'role': ..., 'content': ...}}"
         )
     return value
+
+
+def _check_spelling(record: Record, key: str) -> None:
+    """Raise a SpecError if a record lacks an optional key and has one that is spelled almost like it."""
+    if key not in record:
+        for name in record:
+            if difflib.get_close_matches(name.casefold(), [key], cutoff=0.85):
+                raise SpecError(f"has {name!r} and no {key!r}: write {key!r}")
 
 
 def _keys(record: Record) -> str:

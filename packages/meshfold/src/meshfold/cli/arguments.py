@@ -99,7 +99,9 @@ def read_changes(words: list[str]) -> dict[str, Any]:
         try:
             found[key] = ast.literal_eval(value.capitalize() if value in ("true", "false", "none") else value)
         except (SyntaxError, ValueError):
-            raise Failure(f"--set {word!r}: {value!r} is neither a number nor true or false") from None
+            raise Failure(
+                f"--set {word!r}: {value!r} is neither a number nor true or false; write --set {key}=4, say"
+            ) from None
     return found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from meshfold.data.corpus import Corpus, Tokens
 from meshfold.mesh import SpecError
 from meshfold.mesh.random import key_of
+from meshfold.mesh.spec import join_choices
 
 
 class Batches:
@@ -39,12 +40,13 @@ class Batches:
         self.windows = (corpus.train_tokens - seq_len + 1) // seq_len
         if self.windows < batch_size:
             tokens, least = corpus.train_tokens, (batch_size + 1) * seq_len - 1
-            most = (tokens + 1) // seq_len - 1
-            change = f"a --batch-size of {most} at most" if most > 0 else "a shorter --seq-len"
+            most, longest = (tokens + 1) // seq_len - 1, (tokens + 1) // (batch_size + 1)
+            changes = [f"--batch-size {most}"] if most > 0 else []
+            changes += [f"--seq-len {longest}"] if longest > 1 else []
             raise SpecError(
                 f"{tokens} token{' is' if tokens == 1 else 's are'} too few to train on, for a batch of {batch_size} "
-                f"window{'' if batch_size == 1 else 's'} of {seq_len}: it takes {least} at least; use more text, "
-                f"or {change}"
+                f"window{'' if batch_size == 1 else 's'} of {seq_len}: it takes {least} at least; "
+                f"{join_choices(['use more text', *changes])}"
             )
         self._order = lru_cache(maxsize=2)(self._order_of)
 

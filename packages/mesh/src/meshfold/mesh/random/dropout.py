@@ -191,7 +191,9 @@ _current: ContextVar[DropoutStream | None] = ContextVar("meshfold_dropout_stream
 
 
 _drawn: OrderedDict[tuple[int, str], Draw] = OrderedDict()
-"""Draws of forwards, by name and a number of torch's CPU generator that was drawn with them."""
+"""Draws of forwards, by name and a number of torch's CPU generator that was drawn with them.
+
+torch's recomputation restores that generator when it repeats a forward, in any order and thread of backward."""
 _MOST_DRAWN = 1 << 16
 
 
