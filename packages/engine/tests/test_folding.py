@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshfold.engine import Engine
 from meshfold.folding import EvoformerStack
-from meshfold.mesh import SpecError
+from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.testing import fake_world, run_on_ranks
 
 ROWS, SEQUENCES, RESIDUES, C = 4, 5, 7, 8
@@ -75,12 +75,12 @@ def batch() -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def train(
-    spec: dict[str, Any], steps: int = 3, folder: str = "", resume: str = ""
+    spec: dict[str, Any], steps: int = 3, folder: str = "", resume: str = "", recompute: str | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return losses and the weights after some steps."""
     example = batch() if "pipeline" in spec else None
-    optimizer = dict(name="adamw", lr=0.05)
-    engine = Engine(Fold, spec, loss_fn=loss, precision="fp64", optimizer=optimizer, seed=3, example=example)
+    asked = dict(precision="fp64", optimizer=dict(name="adamw", lr=0.05), recompute=recompute)
+    engine = Engine(Fold, spec, loss_fn=loss, seed=3, example=example, **asked)
     if resume:
         engine.load(resume)
     losses = [float(engine.train_step(engine.shard_batch(batch()))) for _ in range(steps)]
@@ -97,6 +97,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "zero 1 and dap": dict(data=2, axial=2, zero=dict(stage=1)),
     "zero 3 and grid": dict(data=1, axial=dict(mode="grid", rows=2, columns=2), zero=dict(stage=3)),
     "pipeline and dap": dict(pipeline=2, axial=2),
+    "recomputed, zero 3 and dap": dict(axial=2, zero=dict(stage=3)),
 }
 
 
@@ -115,8 +116,9 @@ def serial() -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_it_trains_as_on_one_process(name: str, serial: tuple[list[float], dict[str, Tensor]]) -> None:
-    size = 2 if name == "dap" else 4
-    for found in run_on_ranks(size, train, SPECS[name]):
+    size = ParallelSpec.parse(SPECS[name]).world_size
+    recompute = "blocks" if name.startswith("recomputed") else None
+    for found in run_on_ranks(size, train, SPECS[name], recompute=recompute):
         check(found, serial)
 
 
@@ -135,3 +137,8 @@ def test_a_model_without_folding_blocks_is_refused() -> None:
         pytest.raises(SpecError, match=r"axial=2.*Linear has no folding block: use those of meshfold.folding"),
     ):
         Engine(lambda: nn.Linear(2, 2), dict(axial=2))
+
+
+def test_compiled_blocks_are_refused() -> None:
+    with fake_world(2), pytest.raises(SpecError, match="compile under axial: the collectives of folding blocks"):
+        Engine(Fold, dict(axial=2), compile=True)
