@@ -71,6 +71,7 @@ class GRPO:
         scale: str | None = None,
         beta: float = 0.0,
         kl: str = "k3",
+        unbiased_kl: bool = False,
         mask_truncated: bool = False,
         reward_weights: Sequence[float] | None = None,
         reference: str = "copy",
@@ -100,6 +101,8 @@ class GRPO:
             scale: of :func:`meshfold.align.group_advantages`; None: ``"none"`` for dr_grpo, else ``"group"``.
             beta: factor of the KL penalty to the reference; 0: there is no reference.
             kl: of :func:`meshfold.align.kl_penalties`.
+            unbiased_kl: multiply the penalty by the probability ratio of each token, whose gradient makes that of the KL divergence
+                unbiased (DeepSeek-V3.2, arXiv 2512.02556; ``use_bias_correction_kl``, True by default in TRL 1.16). Not of rloo.
             mask_truncated: completions that did not end within their tokens do not count in the loss (DAPO).
             reward_weights: factor of each reward.
             memory: limits of a plan of phases, see :class:`meshfold.align.Phases`: ``dict(gpu="80GiB", host="120GiB")``.
@@ -117,6 +120,10 @@ class GRPO:
             raise SpecError(f"kind={kind!r}: use {', '.join(map(repr, GRPO_KINDS))}{did_you_mean(kind, GRPO_KINDS)}")
         if group < 2:
             raise SpecError(f"group={group}: completions of a prompt are compared with each other, so 2 or more")
+        if unbiased_kl and kind == "rloo":
+            raise SpecError(
+                "unbiased_kl=True with kind='rloo', whose KL penalty is in the reward: leave unbiased_kl out"
+            )
         if not beta >= 0:
             raise SpecError(f"beta={beta!r}: a factor from 0 up")
         if updates < 1 or batch_size * group % updates:
@@ -128,6 +135,7 @@ class GRPO:
         self._scale = cast(Literal["group", "batch", "none"], scale or ("none" if kind == "dr_grpo" else "group"))
         self._clip: dict[str, Any] = dict(low=low, high=high, ratio_of=ratio_of)
         self._beta, self._kl, self._mask_truncated = beta, kl, mask_truncated
+        self._unbiased_kl = unbiased_kl
         self._correction = Correction(importance, max_staleness=max_staleness)
         one = torch.zeros(1, 1)
         clipped_policy_losses(one, one, one, one, **self._clip)  # checks the settings before anything starts
@@ -281,7 +289,7 @@ class GRPO:
             penalty = kl_penalties(logs, batch["reference"].to(logs), self._kl)  # type: ignore[arg-type]  # checked
             metrics["kl"] = mean_of_tokens(penalty.detach(), mask)
             if self._kind != "rloo":
-                losses = losses + self._beta * penalty
+                losses = losses + self._beta * (penalty * (logs - old).exp() if self._unbiased_kl else penalty)
         return Terms(loss=[self._mean(losses, mask)], metrics=metrics)
 
     def _mean(self, losses: Tensor, mask: Tensor) -> Mean:
