@@ -113,6 +113,15 @@ def warm_python(warm: WarmPython) -> str:
     return warm.python
 
 
+@pytest.fixture(scope="session")
+def torch_python() -> Iterator[str]:
+    """A stand-in for ``sys.executable`` that starts with torch imported and nothing else, to see what an import brings along."""
+    from integration_tests.warm_python import WarmPython
+
+    with WarmPython(["torch"]) as server:
+        yield server.python
+
+
 @pytest.fixture
 def warm_commands(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``sys.executable`` be that, for tests of what commands and ranks do and not of how they start."""

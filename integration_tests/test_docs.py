@@ -31,6 +31,7 @@ TIMEOUT = 240.0
 
 SLOW = {
     "choosing.md",
+    "command-line.md",
     "finetune-opt.md",
     "long-runs.md",
     "multi-node.md",
@@ -39,6 +40,8 @@ SLOW = {
     "sequence.md",
     "testing.md",
     "training.md",
+    "zero-fit.md",
+    "zero-optimizers.md",
     "zero-plan.md",
 }
 """Pages that start many processes or plan large models; what they show has quick tests of its own, and `make test-all` runs them"""

@@ -39,7 +39,7 @@ def _far(have: str, want: str) -> bool:
     return len(have.partition(".")[2]) != digits or abs(float(have) - float(want)) > 2.5 * 10**-digits
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @each_example
 def test_an_example_prints_what_the_table_says(example: Example, warm: WarmPython, tmp_path: Path) -> None:
     printed = run(example.command, tmp_path, warm.environment())

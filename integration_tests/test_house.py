@@ -409,13 +409,11 @@ print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - before)
 """
 
 
-def test_import_of_mesh_is_light() -> None:
+def test_import_of_mesh_is_light(torch_python: str) -> None:
     """Under 0.3 s of a CPU on top of torch, the best of three fresh interpreters: a busy machine can only add to it."""
     seconds = []
     for _ in range(3):
-        output = subprocess.run(
-            [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=120
-        )
+        output = subprocess.run([torch_python, "-c", MEASURE], capture_output=True, text=True, check=True, timeout=120)
         took, loaded = json.loads(output.stdout)
         heavy = [name for name in loaded if f"{name}.".startswith(tuple(f"{module}." for module in HEAVY))]
         assert heavy == []

@@ -114,7 +114,7 @@ def agree(runs: list[Run]) -> Run:
     return runs[0]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("member", "following", "steps", "more"), members())
 def test_it_trains_as_one_process_and_goes_on_under_another_spec(
     member: Member, following: Member, steps: int, more: int, tmp_path: Path, found: list[Found]
@@ -158,6 +158,7 @@ def mixture_members() -> list[Any]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("member", "following", "steps", "more"), mixture_members())
 def test_a_mixture_trains_as_one_process_and_goes_on_with_experts_on_other_ranks(
     member: Member, following: Member, steps: int, more: int, tmp_path: Path

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from select import select
 from types import ModuleType, TracebackType
@@ -56,12 +57,15 @@ _IMPORTED = (
 class WarmPython:
     """Starts the process that forks; closing it ends that and what it forked.
 
+    Args:
+        imported: modules that its programs find imported.
+
     Attributes:
         folder: to be put first on the path of commands: ``python`` and ``meshfold`` are in it.
         python: what to call instead of ``sys.executable``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str] = _IMPORTED) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="meshfold-warm-"))
         self.python = str(self.folder / "python")
         address = str(self.folder / "socket")
@@ -75,7 +79,7 @@ class WarmPython:
             command.chmod(0o755)
         environment = dict(os.environ, MPLBACKEND="agg", PYTHONUNBUFFERED="1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, address, self.python],
+            [sys.executable, "-m", __name__, address, self.python, *imported],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -236,7 +240,7 @@ def _end(error: BaseException | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    for name in _IMPORTED:
+    for name in sys.argv[3:]:
         with contextlib.suppress(ImportError):  # an extra that is not installed
             importlib.import_module(name)
     # Each program would do once what these do: register what numba knows, and scan all modules.

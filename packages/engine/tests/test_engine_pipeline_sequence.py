@@ -182,7 +182,7 @@ def test_with_more_tensor_modes() -> None:
     compare(8, MORE_OF_EIGHT, batches(4, length=10))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_schedules_modes_and_zero(case: Case) -> None:
     compare(4, [case], batches(2, length=7))

@@ -50,7 +50,7 @@ DIAGONAL: list[Case] = [
 ]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("count", "model", "parallel"), DIAGONAL, ids=str)
 def test_losses_norms_and_gradients_are_serial(count: int, model: str, parallel: dict[str, Any]) -> None:
     """SGD without momentum: weights after a step are the gradients, clipped by the norm of all of them."""

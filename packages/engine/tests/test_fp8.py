@@ -82,7 +82,7 @@ def losses(
     return found, report
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [llama, gpt])
 def test_losses_are_those_of_bf16_to_one_percent(model: Callable[[], nn.Module], recipe: str) -> None:
@@ -165,7 +165,7 @@ def compare(model: Callable[[], nn.Module], recipe: str, parallel: dict[str, Any
     assert found == pytest.approx(wanted, rel=0.004)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_several_ranks_train_as_one(spec: str, recipe: str) -> None:
@@ -284,7 +284,7 @@ def test_operands_of_data_ranks_are_blocks_of_the_serial_ones(spec: str, recipe:
     run_on_ranks(2, compare_operands, recipe, SPECS[spec][1], first_operands(recipe, {}))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "given", [dict(recompute="blocks"), dict(kernels="off"), dict(compile=dict(backend="aot_eager"))], ids=str
 )

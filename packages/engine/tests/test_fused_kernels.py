@@ -184,6 +184,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("spec", ALONE)
 @pytest.mark.parametrize("model", MODELS)
 @ranks(1)

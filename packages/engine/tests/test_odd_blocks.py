@@ -36,7 +36,7 @@ IN_FOUR = [name for name in IN_STAGES if name not in IN_TWO]
 SHARED = ("0101", "0120", "0000", "0011", "one inside", "outside too")
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", IN_STAGES)
 @ranks(2)
 def test_in_two_stages(name: str) -> None:
@@ -77,7 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

@@ -333,6 +333,7 @@ HOOKED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HOOKED)
 @ranks(4)
 def test_hooks_stay(name: str) -> None:
@@ -349,6 +350,7 @@ def counting() -> nn.Module:
     return Model(Counting, blocks=8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "more", "settings"),
     [

@@ -277,7 +277,7 @@ def test_data_and_ring(model: str) -> None:
     compare(4, model, dict(data=2, sequence=ring(2)))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "parallel", "settings"),
     [
@@ -298,7 +298,7 @@ def test_modes_lengths_and_accumulation(model: str, parallel: dict[str, Any], se
     compare(4, model, parallel, **settings)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
@@ -335,7 +335,7 @@ def test_eight_ranks(parallel: dict[str, Any]) -> None:
     compare(8, "dropping gpt", parallel)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "parallel", "settings"),
     [
@@ -393,7 +393,7 @@ SPECS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("way", "parallel"),
     [

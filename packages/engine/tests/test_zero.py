@@ -141,7 +141,7 @@ def described(case: tuple[int, str, tuple[int, ...], int]) -> str:
     return f"{MESHES[case[0]][1]}-{case[1]}-{case[3]}".translate(str.maketrans("", "", "'{}() "))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     [

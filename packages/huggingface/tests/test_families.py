@@ -134,7 +134,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "how"), cases())
 def test_a_family_is_that_of_one_process(kind: str, how: str, tmp_path: Path) -> None:
     """Loss, logits, and every gradient: parameters after a step of gradient descent."""

@@ -95,6 +95,7 @@ def compare(kind: str, base: str, adapter: str, spec: dict[str, Any], out: str) 
     assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -151,6 +151,7 @@ def test_dropout_drops_the_same_elements_when_the_seed_changes(backend: str, see
         assert torch.equal(compiled(x, seed, key), K.dropout(x, 0.5, seed, key))
 
 
+@pytest.mark.slow  # compiles C++
 def test_inductor_keeps_one_rounding() -> None:
     x, w = X.detach().bfloat16(), W.detach().bfloat16()
     compiled = torch.compile(lambda x, w: K.swiglu(K.rms_norm(x, w)), fullgraph=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,26 +23,15 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
 
 
-def python(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_import_is_light() -> None:
+def test_import_is_light(torch_python: str) -> None:
     code = (
         "import torch, sys; before = set(sys.modules); import meshfold.kernels, meshfold.kernels.dispatch as d; "
         "d.available(); print(sorted({m.split('.')[0] for m in set(sys.modules) - before} & "
         "{'numba', 'triton', 'transformers'}), [m for m in set(sys.modules) - before if m.startswith('torch._dynamo') "
         "or m.startswith('torch._inductor') or m.startswith('torch.distributed.tensor')])"
     )
-    assert python(code) == "[] []"
+    done = subprocess.run([torch_python, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "[] []"), done.stderr
 
 
 def test_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:

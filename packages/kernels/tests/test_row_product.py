@@ -48,8 +48,18 @@ def packed(weight: Tensor, form: str) -> PackedWeight:
     return PackedWeight(codes=made.codes, scale=scale, zero=zero)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *([] if INTERPRETED else [torch.float16])])
-@pytest.mark.parametrize("form", FORMS)
+# Triton's interpreter takes seconds for each of these.
+_INT4_AGAIN = [("int4", torch.bfloat16), ("int4 zero", torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, marks=pytest.mark.slow if (form, dtype) in _INT4_AGAIN else ())
+        for form in FORMS
+        for dtype in (torch.float32, torch.bfloat16, *([] if INTERPRETED else [torch.float16]))
+    ],
+)
 def test_one_row(form: str, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     for (n, k), biased in ((size, biased) for size in SIZES for biased in (False, True)):

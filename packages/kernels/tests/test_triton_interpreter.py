@@ -20,10 +20,14 @@ FILES = (
 )
 
 
-@pytest.mark.parametrize("chosen", ["not torch.float16", pytest.param("torch.float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chosen",
+    [("-k", "not torch.float16", "-m", "not slow"), pytest.param((), marks=pytest.mark.slow)],
+    ids=["quick", "all"],
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: the file runs on it by itself")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_kernels_agree_with_the_reference_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
+def test_triton_kernels_agree_with_the_reference_in_the_interpreter(chosen: tuple[str, ...], tmp_path: Path) -> None:
     """All files in one process: Triton takes longer to import than many of them take to run."""
     files = [str(Path(__file__).with_name(name)) for name in FILES]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -39,7 +43,7 @@ def test_triton_kernels_agree_with_the_reference_in_the_interpreter(chosen: str,
         "no:cacheprovider",
     ]
     done = subprocess.run(
-        [*command, f"--basetemp={tmp_path}/inner", "-k", chosen, *files],
+        [*command, f"--basetemp={tmp_path}/inner", *chosen, *files],
         env=environment,
         capture_output=True,
         text=True,

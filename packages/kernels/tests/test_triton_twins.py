@@ -84,8 +84,18 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.mark.parametrize("shape", [(5, 32), (1, 1), (260, 9), (1, 4200), (24, 300)], ids=str)
-@dtypes
+# Triton's interpreter takes seconds for several blocks of rows or of columns.
+_LARGE = [((260, 9), torch.bfloat16), ((1, 4200), torch.float32), ((24, 300), torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(shape, dtype, marks=pytest.mark.slow if (shape, dtype) in _LARGE else (), id=f"{dtype}-{shape}")
+        for dtype in DTYPES
+        for shape in [(5, 32), (1, 1), (260, 9), (1, 4200), (24, 300)]
+    ],
+)
 def test_fp8_casts_have_the_bits_of_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = seeded(*shape, dtype=dtype)
     x *= torch.logspace(-30, 4, shape[0], base=2.0, device=DEVICE)[:, None].to(dtype)

@@ -82,9 +82,9 @@ OLD_NAMES = [
 ]
 
 
-def test_importing_the_engine_does_not_import_lightning() -> None:
+def test_importing_the_engine_does_not_import_lightning(torch_python: str) -> None:
     code = "import sys, meshfold.engine.engine, meshfold.engine.model.roots; sys.exit('lightning' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([torch_python, "-c", code], check=False).returncode == 0
 
 
 def test_both_names_are_known_to_the_trainer_with_the_old_arguments_and_methods() -> None:
@@ -217,6 +217,7 @@ class Stages(Characterwise):
         super().__init__(late=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("parallel", "precision"),
     [

@@ -67,16 +67,19 @@ def await_end(pids: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a process of its own, once its four ranks sleep; or run another body with other options."""
-    body, options = getattr(request, "param", ("", ""))
+def launcher(tmp_path: Path, request: pytest.FixtureRequest, warm_python: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, once its four ranks sleep; or run another body with other options.
+
+    It has torch imported when it starts, unless it is to be cold; its ranks start from nothing.
+    """
+    body, options, *cold = getattr(request, "param", ("", ""))
     program = script(tmp_path, body + "note(0, f'asleep{rank}')\ntime.sleep(300)\n")
+    code = (
+        f"import sys; from meshfold.mesh.processes import launch; sys.executable = {sys.executable!r}; "
+        f"sys.exit(launch([{program!r}], 4{options}))"
+    )
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; from meshfold.mesh.processes import launch; sys.exit(launch([{program!r}], 4{options}))",
-        ],
+        [sys.executable if cold else warm_python, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -406,6 +409,7 @@ def test_what_meshfold_refuses_is_a_sentence_with_the_programs_line(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can tie a process's life to its parent's")
+@pytest.mark.parametrize("launcher", [("", "", "cold")], indirect=True)  # the warm Python would end its ranks too
 def test_a_launcher_that_is_killed_takes_its_ranks_along(launcher: subprocess.Popen[str], tmp_path: Path) -> None:
     ranks = [int((tmp_path / f"rank{i}.pid").read_text()) for i in range(4)]
     launcher.kill()

@@ -49,6 +49,8 @@ def own_pools() -> Iterator[pool.Pools]:
 @pytest.fixture
 def pools(own_pools: pool.Pools, monkeypatch: pytest.MonkeyPatch) -> pool.Pools:
     monkeypatch.setattr("meshfold.mesh.testing.run.POOLS", own_pools)
+    # What this process has imported for all tests takes seconds, and no test here needs it on its ranks.
+    monkeypatch.setattr(fork_server.ForkServer, "preload", lambda self: 0.0)
     return own_pools
 
 

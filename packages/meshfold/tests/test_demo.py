@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,23 +126,28 @@ def test_dots_lie_on_the_line_that_has_the_name(tmp_path: Path, monkeypatch: pyt
     assert all(float(tick).is_integer() for tick in short.get_xticks())
 
 
-def test_a_short_demo(tmp_path: Path, warm_python: str) -> None:
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("warm_commands")
+def test_a_short_demo(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """That of a machine without GPUs, and its tensor part alone."""
+    here = demo.scene(0)
+    assert here.ranks == 8 and "8 processes share the CPU" in here.why
+    if ranks == 4:
+        here = replace(here, parallel=dict(tensor=demo.TENSOR))
+    monkeypatch.setattr(demo, "scene", lambda gpus: here)
+    monkeypatch.chdir(tmp_path)
     words = ["demo", "--steps", "3", "--serial-steps", "2", "--sample-tokens", "4"]
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "sample.txt").write_text("of the demo before")
     demo.list_files(tmp_path / "demo")
-    found = subprocess.run(
-        [warm_python, "-m", "meshfold.cli", *words],
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert found.returncode == 0, found.stderr
+    code = main(words)
+    printed, errors = capfd.readouterr()
+    assert code == 0, errors
     out = tmp_path / "demo"
-    for part in ("8 processes share the CPU", "mode 2d places", "step 3/3  loss", "tokens/s", "MiB", "def "):
-        assert part in found.stdout
+    for part in (here.why, "mode 2d places", "step 3/3  loss", "tokens/s", "MiB", "def "):
+        assert part in printed
     for name in ("checkpoint/state.json", "metrics.jsonl", "sample.txt"):
         assert (out / name).stat().st_size
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -154,7 +159,7 @@ def test_a_short_demo(tmp_path: Path, warm_python: str) -> None:
     assert losses["serial"] == pytest.approx(losses[""][:2], abs=1e-4)
     assert demo.foreign_files(out) == []  # so that the next may begin
     largest = max(abs(a - b) for a, b in zip(losses[""], losses["serial"], strict=False))
-    assert f"largest difference in these 2 steps {largest:.1e}" in found.stdout
+    assert f"largest difference in these 2 steps {largest:.1e}" in printed
 
 
 def test_metrics_survive_a_run_that_was_killed(tmp_path: Path) -> None:

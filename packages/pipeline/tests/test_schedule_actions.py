@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -93,14 +92,14 @@ def test_what_a_schedule_says_about_itself() -> None:
     assert issubclass(ScheduleError, MeshfoldError)
 
 
-def test_import_is_light() -> None:
+def test_import_is_light(torch_python: str) -> None:
     """What only pictures or other parts need is not imported for a schedule."""
     code = (
         "import sys, meshfold.mesh; before = set(sys.modules); import meshfold.pipeline, meshfold.pipeline.scheduling.search; "
         "new = {name.split('.')[0] for name in set(sys.modules) - before}; print(*sorted(new & {'matplotlib', 'numba', "
         "'transformers', 'triton', 'scipy'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([torch_python, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 

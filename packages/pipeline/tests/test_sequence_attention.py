@@ -57,6 +57,7 @@ def test_ring_times_ulysses(dtype: torch.dtype) -> None:
         compare(mesh, "ring_ulysses", dtype=dtype, **mask)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["ring", "ulysses", "ring_self", "ring_ulysses"])
 @ranks(8)
 def test_eight_ranks(mode: str) -> None:

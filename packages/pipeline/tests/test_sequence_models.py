@@ -133,6 +133,7 @@ def compare(name: str, mesh: Mesh, mode: str, length: int, documents: tuple[int,
 MODELS = ["Tiny", "Tiny recomputed", "own GPT", "own Llama", "Llama", "Llama inside", "GPT2", "Qwen2"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2)
 def test_ring_on_two_ranks(name: str) -> None:
@@ -140,6 +141,7 @@ def test_ring_on_two_ranks(name: str) -> None:
     compare(name, Mesh({"seq": 2}), "ring", 21)  # with padding
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 @ranks(4)
 def test_ring_on_four_ranks(name: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 
-def test_estimate_is_the_function_whatever_was_imported_before() -> None:
+def test_estimate_is_the_function_whatever_was_imported_before(torch_python: str) -> None:
     code = (
         "import warnings\n"
         "with warnings.catch_warnings(record=True) as heard:\n"
@@ -19,7 +18,7 @@ def test_estimate_is_the_function_whatever_was_imported_before() -> None:
         "from meshfold.planner.planner import estimate as c\n"
         "assert a is b and estimate is c and times is step_times\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([torch_python, "-c", code], check=True, timeout=120)
 
 
 def test_machine_is_find_machine_now() -> None:

@@ -179,6 +179,7 @@ def compare_with_eager(cases: tuple[Case, ...]) -> None:
         assert_gradients_equal(gradients, exact, mode)
 
 
+@pytest.mark.slow  # `make test` compiles the blocks of such a model: packages/engine/tests/test_compile_blocks.py
 def test_compiled_is_eager() -> None:
     """A whole model in one graph, dropout included."""
     run_on_ranks(2, compare_with_eager, (case("2d", row=2, col=1),))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -128,6 +127,6 @@ def test_a_notebook_shows_a_figure() -> None:
     assert drawn._repr_png_() == again._repr_png_()
 
 
-def test_matplotlib_is_imported_when_something_is_drawn() -> None:
+def test_matplotlib_is_imported_when_something_is_drawn(torch_python: str) -> None:
     code = "import sys; from meshfold.tensor_parallel import draw_mesh; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([torch_python, "-c", code], check=True)

@@ -196,7 +196,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
         draw(planned, tmp_path / "plan.svg")
 
 
-def test_planning_does_not_import_matplotlib() -> None:
+def test_planning_does_not_import_matplotlib(torch_python: str) -> None:
     code = "import sys, meshfold.zero_gemini.planner; print('matplotlib' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    out = subprocess.run([torch_python, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
