@@ -124,7 +124,7 @@ def transformers_grpo(method: str, **options: Any) -> GRPO:
     return GRPO(theirs, PROMPTS, [small], Numbers(), rollout=make, **settings)
 
 
-@pytest.mark.parametrize("method", ["generate", "generate_batch"])
+@pytest.mark.parametrize("method", ["generate", pytest.param("generate_batch", marks=pytest.mark.slow)])
 def test_transformers_samples_the_policy(method: str) -> None:
     """Ratios are 1 to rounding after a step too, samples repeat with their seed and differ with another."""
     trainer = transformers_grpo(method)

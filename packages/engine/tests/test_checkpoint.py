@@ -500,6 +500,7 @@ def save_in_pieces(parallel: dict[str, Any], path: str, fail_on: int) -> tuple[s
     return message, engine.full_state_dict(), sorted(p.name for p in Path(path).glob("*")), len(written)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "parallel",
     [

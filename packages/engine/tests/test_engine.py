@@ -404,7 +404,9 @@ def test_dropout_differs_from_batch_to_batch() -> None:
 
 
 @pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "rest"])
-@pytest.mark.parametrize("world", DROPPING_SPECS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=pytest.mark.slow if world == 8 else ()) for world in DROPPING_SPECS]
+)
 def test_dropout_is_the_same_under_every_spec(world: int, rest: bool) -> None:
     """One of the cases for each spec; on other worlds than four ranks without gpt2, for which ranks import transformers."""
     cases, part = (4, 4) if world == 4 else (3, 3)

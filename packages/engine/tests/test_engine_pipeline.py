@@ -80,7 +80,7 @@ MORE_COMPOSED: list[Case] = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", COMPOSED, ids=str)
 def test_with_other_dimensions(case: Case) -> None:
     compare(4, [case], batches(4))

@@ -256,6 +256,7 @@ def test_a_hugging_face_model() -> None:
 # -- how many micro-batches -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("tensor", "rows", "sizes"),
     [

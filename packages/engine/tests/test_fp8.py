@@ -226,6 +226,7 @@ def test_operands_of_stages_are_those_of_the_micro_batches_in_one_process() -> N
         assert sorted(set(first + second)) == serial
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["zero 3", "tensor"])
 def test_several_ranks_train_a_hugging_face_model_as_one(spec: str) -> None:
     size, parallel = SPECS[spec]

@@ -191,7 +191,7 @@ def broken_on_one_rank(name: str, mode: str) -> tuple[str, int, float]:
     return result
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(SPECS))
 def test_all_ranks_say_the_same_and_go_on(name: str) -> None:
     """A hook of ours looks at the module after the one that spoils it, on that rank alone."""

@@ -166,7 +166,7 @@ def named(parallel: dict[str, Any]) -> str:
     return re.sub(r"[^\w.]+", "-", str(parallel)).strip("-")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -68,7 +68,7 @@ def test_one_rank(case: str, reads: bool) -> None:
     check(case, reads)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reads", [False, True], ids=["loss", "loss and logits"])
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][2] == 2])
 @ranks(2)

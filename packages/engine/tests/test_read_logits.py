@@ -102,6 +102,7 @@ FOUR: tuple[Spec, ...] = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loss_of_the_logits_trains_as_one_process_does(name: str) -> None:
     run_on_ranks(2, compare, name, TWO)

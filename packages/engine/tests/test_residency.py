@@ -351,7 +351,7 @@ def test_every_placement_within_a_limit() -> None:
         trained(dict(placement="cuda", gpu_memory_limit=4 * MiB))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings",
     [dict(gradient_accumulation=2), dict(optimizer=dict(name="sgd", lr=0.1)), dict(precision="fp32")],

@@ -267,7 +267,7 @@ def test_the_serial_engine_is_a_plain_loop() -> None:
         torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "model",
     [pytest.param(model, marks=pytest.mark.slow) if model in ("gpt", "llama") else model for model in list(MODELS)[:6]],

@@ -233,6 +233,7 @@ def compare_labels(kind: str, spec: dict[str, Any]) -> None:
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["t5", "bert-classes"])
 @pytest.mark.parametrize("spec", [dict(data=4), dict(data=2, pipeline=2)], ids=["data", "data × pipeline"])
 def test_labels_that_are_not_one_a_token(kind: str, spec: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ def test_greedy_texts_are_those_of_transformers(kind: str) -> None:
         assert torch.allclose(torch.tensor(logprobs), exact, atol=2e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ahead", [1, 5])
 def test_requests_in_random_order_are_those_one_by_one(ahead: int) -> None:
     model = own("llama").eval()

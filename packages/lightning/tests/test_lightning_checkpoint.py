@@ -153,6 +153,7 @@ def two_optimizers(parallel: dict[str, Any], folder: str) -> None:
     again.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parallel", [TENSOR, ZERO], ids=["data 2 × tensor 2", "zero 3"])
 def test_several_optimizers_are_kept_apart(parallel: dict[str, Any], tmp_path: Path) -> None:
     run_on_ranks(4, two_optimizers, parallel, str(tmp_path / "pair.ckpt"))

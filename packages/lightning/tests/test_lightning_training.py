@@ -125,6 +125,7 @@ def with_options(parallel: dict[str, Any]) -> dict[str, Any]:
     return {name: parallel_run("transformer", parallel, strategy=rules, **options) for name, options in OPTIONS.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", SPECS)
 def test_accumulation_and_clipping_are_those_of_one_device(spec: str) -> None:
     found = run_on_ranks(4, with_options, SPECS[spec])[1]

@@ -79,6 +79,7 @@ def test_eight_ranks_every_mask(mode: str, dtype: torch.dtype) -> None:
         compare(mesh, mode, heads=8, dtype=dtype, **mask)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("length", [1, 5, 21, 23])
 @ranks(4)
@@ -98,6 +99,7 @@ def test_ring_times_ulysses_with_padding() -> None:
         compare(mesh, "ring_ulysses", length=length, causal=False, order="contiguous")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @ranks(4)
 def test_orders(order: str) -> None:

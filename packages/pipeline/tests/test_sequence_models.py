@@ -148,6 +148,7 @@ def test_ring_on_four_ranks(name: str) -> None:
     compare(name, Mesh({"seq": 4}), "ring", 24)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["Tiny", "own GPT", "Qwen2"])
 @ranks(4)
 def test_the_other_modes(name: str) -> None:

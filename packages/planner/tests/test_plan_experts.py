@@ -52,6 +52,7 @@ SHARED: dict[str, Any] = dict(data=4, expert=dict(size=2, tensor=2))
 SPARSE: dict[str, Any] = dict(size=2, exchange="all_to_all")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("parallel", [dict(data=4, expert=2), dict(data=2, expert=SPARSE, tensor=2), SHARED], ids=str)
 def test_memory_and_traffic_are_those_of_a_run(parallel: dict[str, Any]) -> None:
     held, sent = run_on_ranks(4, run, parallel)[0]

@@ -248,6 +248,7 @@ def chunk_bytes(parallel: dict[str, Any]) -> tuple[int, int]:
         return engine.mesh.index("pipe"), max(seen)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_chunks_take_what_was_planned(stage: int) -> None:
     parallel = dict(

@@ -90,6 +90,7 @@ def check_report(report: Report, model: nn.Module, serial: nn.Module, mesh: Mesh
         assert metadata(parameter).placement.shape == serial.get_parameter(name).shape
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("place", "kind"), list(enumerate(KINDS)))
 def test_model_is_the_serial_one(place: int, kind: str) -> None:
     """Three rows fit no split of the batch: they are filled up. 101 words fit no split of the vocabulary.
@@ -99,7 +100,7 @@ def test_model_is_the_serial_one(place: int, kind: str) -> None:
     run_on_ranks(4, compare, kind, {}, COVERING[place % 4 :][:1], 3)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("place", "kind", "settings"), [(n, *variant) for n, variant in enumerate(VARIANTS)])
 def test_variant_is_the_serial_one(place: int, kind: str, settings: dict[str, Any]) -> None:
     """In 1d or in 2d; where a model stands here twice, in both."""

@@ -206,6 +206,7 @@ def whole_ones(cases: tuple[Case, ...], settings: dict[str, Any], change: Change
         assert_gradients_equal(whole_gradients(model, mesh), gradients(serial), (mode, settings))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [dict(num_heads=2), dict(add_bias_kv=True, add_zero_attn=True)], ids=str)
 def test_one_that_cannot_be_split_stays_whole(settings: dict[str, Any]) -> None:
     run_on_ranks(4, whole_ones, (MODES[0], MODES[2], MODES[4]), settings, None)
