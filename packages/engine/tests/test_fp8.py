@@ -414,10 +414,8 @@ def test_mistakes(precision: object, said: str) -> None:
 
 
 def refused(parallel: dict[str, Any], keys: dict[str, Any], said: str) -> None:
-    compiles = keys.get("compile", False)
-    precision = in_fp8(**{key: value for key, value in keys.items() if key != "compile"})
     with pytest.raises(SpecError, match=said):
-        Engine(llama, parallel, precision=precision, compile=compiles)
+        Engine(llama, parallel, precision=in_fp8(**keys))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +425,6 @@ def refused(parallel: dict[str, Any], keys: dict[str, Any], said: str) -> None:
         (dict(data=2), dict(gather="fp8"), "only zero stage 3 gathers weights"),
         (dict(data=2, zero=dict(stage=3, placement="cpu")), dict(gather="fp8"), "placement='cuda'"),
         (dict(data=2, zero=dict(stage=3)), dict(gather="fp8", recipe="block128"), "write recipe='rowwise'"),
-        (dict(data=2, zero=dict(stage=3)), dict(gather="fp8", compile=True), "Leave gather or compile out"),
     ],
 )
 def test_specs_that_cannot_are_refused(parallel: dict[str, Any], keys: dict[str, Any], said: str) -> None:

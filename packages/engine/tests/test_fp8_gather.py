@@ -95,6 +95,12 @@ def test_operands_are_pushed_with_the_same_bits() -> None:
         ("rowwise_hp_dw", dict(recompute="blocks")),
         ("tensorwise", {}),
         ("rowwise_hp_dw", dict(gradient_accumulation=2)),
+        pytest.param("rowwise", dict(compile=dict(backend="aot_eager")), marks=pytest.mark.slow),
+        pytest.param(
+            "rowwise_hp_dw", dict(compile=dict(backend="aot_eager"), recompute="blocks"), marks=pytest.mark.slow
+        ),
+        pytest.param("tensorwise", dict(compile=dict(backend="aot_eager")), marks=pytest.mark.slow),
+        pytest.param("rowwise", dict(compile=True, gradient_accumulation=2), marks=pytest.mark.slow),
         pytest.param("rowwise", dict(optimizer=dict(name="muon", lr=1e-3)), marks=pytest.mark.slow),
     ],
     ids=str,

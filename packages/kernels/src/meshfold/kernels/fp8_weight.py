@@ -127,8 +127,25 @@ class Fp8Weight:
         return self.operands if torch.compiler.is_compiling() else self.refresh(weight)
 
 
-def fp8_operand(values: Tensor, inverse: Tensor, recipe: Fp8Recipe) -> Fp8Tensor:
-    """Return a weight's operand of its parts; values that are a view of the transpose are turned."""
+def fp8_operand(values: Tensor, inverse: Tensor, recipe: Fp8Recipe, behind: Tensor | None = None) -> Fp8Tensor:
+    """Return a weight's operand of its parts; values that are a view of the transpose are turned.
+
+    ``behind``: a gradient that is there once the operand may be read. A compiler sees that the operand depends on nothing else of a
+    backward, and would turn it in the forward, where a gathered one is not there yet.
+    """
     if not values.is_contiguous():
-        values = dispatch.twin(turn, inverse)(values.t(), inverse)
+        if behind is not None and torch.compiler.is_compiling():
+            values, inverse = _turned_behind(values.t(), inverse, behind)
+        else:
+            values = dispatch.twin(turn, inverse)(values.t(), inverse)
     return Fp8Tensor(values=values, inverse=inverse, tile=(recipe.block, recipe.block) if recipe.block else None)
+
+
+@torch.library.custom_op("meshfold::fp8_turned_behind", mutates_args=())
+def _turned_behind(values: Tensor, inverse: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    return dispatch.twin(turn, inverse)(values, inverse), inverse.clone()
+
+
+@_turned_behind.register_fake
+def _(values: Tensor, inverse: Tensor, behind: Tensor) -> tuple[Tensor, Tensor]:
+    return values.new_empty(values.shape[1], values.shape[0]), torch.empty_like(inverse)

@@ -55,7 +55,7 @@ def bind_fp8_cast_products(recipe: Fp8Recipe, forward: Forward, backward: Backwa
         def backward(ctx: Any, dy: Tensor) -> Any:
             x, turned, turned_inverse = ctx.saved_tensors
             wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-            dx, dw = backward(x, fp8_operand(turned, turned_inverse, recipe), dy, wants, ctx.source)
+            dx, dw = backward(x, fp8_operand(turned, turned_inverse, recipe, behind=dy), dy, wants, ctx.source)
             return dx, dw, None, None, None, None
 
     class DeferredCastMatmul(torch.autograd.Function):
@@ -72,7 +72,7 @@ def bind_fp8_cast_products(recipe: Fp8Recipe, forward: Forward, backward: Backwa
             x, turned, turned_inverse, ticket = ctx.saved_tensors
             dx = None
             if ctx.needs_input_grad[0]:
-                dx, _ = backward(x, fp8_operand(turned, turned_inverse, recipe), dy, (True, False), None)
+                dx, _ = backward(x, fp8_operand(turned, turned_inverse, recipe, behind=dy), dy, (True, False), None)
             return dx, None, None, None, None, defer_weight_grad(ticket, x, dy)
 
     def product(x: Tensor, w: Tensor, operands: Fp8Operands) -> Tensor:

@@ -105,7 +105,7 @@ def build(
     if asked.compile is not None:
         asked.compile.check(world.spec)
     if asked.precision.fp8 is not None:
-        check_fp8(world, asked.precision.fp8, compiles=asked.compile is not None)
+        check_fp8(world, asked.precision.fp8)
         if asked.precision.fp8.dispatch:
             check_fp8_dispatch(world)
 

@@ -64,13 +64,12 @@ class Fp8Layers:
             self._undo.pop()()
 
 
-def check_fp8(world: World, settings: Fp8Settings, *, compiles: bool = False) -> None:
+def check_fp8(world: World, settings: Fp8Settings) -> None:
     """Check that layers can multiply in fp8 under a spec.
 
     Args:
         world: whose spec it is.
         settings: of the layers.
-        compiles: blocks are compiled.
 
     Raises:
         SpecError: with an overlap of collectives and matmuls that sends an operand in pieces, or ``gather="fp8"`` where nothing is
@@ -86,11 +85,6 @@ def check_fp8(world: World, settings: Fp8Settings, *, compiles: bool = False) ->
         raise SpecError(
             "precision=dict(matmul='fp8', gather='fp8'): only zero stage 3 gathers weights, and in fp8 those on the device. Leave "
             "gather out, or write zero=dict(stage=3, placement='cuda')"
-        )
-    if settings.gather == "fp8" and compiles:
-        raise SpecError(
-            "precision=dict(matmul='fp8', gather='fp8') with compile: compiled code may read an operand after backward has "
-            "gathered the other one in its place. Leave gather or compile out"
         )
     if tensor is not None and tensor.overlap in ("stream", "ring", "push"):
         raise SpecError(
