@@ -139,7 +139,7 @@ def _not_installed(name: str) -> str:
         ),
         (
             [*TRAIN, "--parallel", "mode=2d", "size=4"],
-            "'mode' goes into tensor or sequence, as tensor=dict(mode='2d', ...)",
+            "'mode' goes into tensor, sequence or axial, as tensor=dict(mode='2d', ...)",
         ),
         ([*TRAIN, "--parallel", "gone.py"], "--parallel 'gone.py': there is no such file"),
         ([*TRAIN, "--parallel", "bad.py"], "running it raised ZeroDivisionError"),
