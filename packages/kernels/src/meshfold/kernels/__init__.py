@@ -1,11 +1,11 @@
 """Kernels for CPU and GPU, each with a torch reference.
 
-Every function of the model works on any device and floating dtype, computes in float32 (float64 for float64) and
-rounds once at the output. Those of the optimizer (Adam, the pass over gradients) work on flat tensors in place, compute
-in float32, and give the same bits in every implementation. :mod:`meshfold.kernels.dispatch` decides whether a function
-runs as plain torch, Triton or numba; :func:`use` chooses by hand; :func:`available` says what there is. Inside
-torch.compile every function of the model is traced as plain torch, in one graph, and fused by Inductor. Importing this
-package imports torch alone: Triton and numba come with the first kernel that needs them.
+Every function of the model works on any device and floating dtype, computes in float32 (float64 for float64) and rounds once at the
+output. Those of the optimizer (Adam, the pass over gradients) work on flat tensors in place, compute in float32, and give the same
+bits in every implementation. :mod:`meshfold.kernels.dispatch` decides whether a function runs as plain torch, Triton or numba;
+:func:`use` chooses by hand; :func:`available` lists what is installed. Inside torch.compile every function of the model is traced
+as plain torch, in one graph, and fused by Inductor. Importing this package imports only torch. The first kernel that needs Triton
+or numba imports it.
 """
 
 from __future__ import annotations

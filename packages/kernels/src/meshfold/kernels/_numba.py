@@ -77,9 +77,10 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def torch_threads() -> Iterator[None]:
-    """Context manager: kernels inside use as many threads as torch, so that one setting controls both.
+    """Context manager: kernels inside use torch's number of threads, so one setting controls both.
 
-    Blocks do not nest. Those of several threads run in parallel if numba's threading layer allows it, else in turns.
+    Blocks do not nest. Kernels of several threads run in parallel if numba's threading layer allows it, otherwise one after the
+    other.
     """
     wanted = torch.get_num_threads()
     before = numba.get_num_threads()
@@ -126,7 +127,7 @@ def _write_line(typingctx: Any, target: Any, at: Any, source: Any, of: Any) -> A
 
 @intrinsic
 def _address(typingctx: Any, array: Any) -> Any:
-    """Return the address of an array, as ``ctypes.data``, which takes as long as a thousand elements."""
+    """Return the address of an array, as ``ctypes.data`` does, which costs as much as a thousand elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -150,8 +151,8 @@ def written_out(typingctx: Any) -> Any:
 def stream(target: Any, at: int, source: Any, count: int) -> None:
     """Copy the first elements of a flat array to another of the same dtype, from ``at`` on.
 
-    ``written_out`` must follow before another thread reads. No views: making one of memory shared between threads takes as
-    long as copying hundreds of elements.
+    ``written_out`` must follow before another thread reads. No views: creating one of memory shared between threads costs as much
+    as copying hundreds of elements.
     """
     each = LINE // target.itemsize
     ahead = (-(_address(target) + at * target.itemsize) % LINE) // target.itemsize  # before the first whole line

@@ -58,7 +58,7 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, filled: Tensor | None = No
     Args:
         gate_up: rows of gate and up side by side.
         weights: of the rows.
-        filled: [1] whole number: rows from this one on need not be computed, nor their gradients. None: all are.
+        filled: [1] whole number: rows from this one on, and their gradients, need not be computed. None: all are.
 
     Raises:
         ValueError: if the last dim is odd, or there is not a weight for each row.
@@ -255,7 +255,7 @@ def weighted_gated(gate: Tensor, up: Tensor, weights: Tensor, filled: Tensor | N
 def weighted_gradients(
     dy: Tensor, gate: Tensor, up: Tensor, weights: Tensor, dgate: Tensor, dup: Tensor, filled: Tensor | None = None
 ) -> Tensor:
-    """Write the gradients of gate and up into dgate and dup, and return that of the weights ``m`` in float32 (float64)."""
+    """Write the gradients of gate and up into dgate and dup, and return the weights' gradient ``m`` in float32 (float64)."""
     dtype = compute_dtype(gate)
     dy, gate, up = dy.to(dtype), gate.to(dtype), up.to(dtype)
     activated = F.silu(gate)

@@ -60,7 +60,7 @@ def _gated_cast(
     CONVERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute a row, which stays in registers, and write it twice: as it is, and in e4m3 with the inverse of its scale."""
+    """Compute a row, which stays in registers, and write it twice: unchanged, and in e4m3 with the inverse of its scale."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     mask = column < columns

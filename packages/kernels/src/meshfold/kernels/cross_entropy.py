@@ -9,9 +9,9 @@ with ls the label smoothing and zl the weight of the z-loss. Computed in float32
 rounded once to the dtype of the logits. The kernels of :mod:`meshfold.kernels.linear_cross_entropy` take z from scaled and
 capped logits, and find the entropy of softmax(z) as well; :class:`Terms` has what they need to know.
 
-**Split vocabulary.** A rank holds the columns ``vocab_start`` onwards; the first ``vocab_valid`` of them are words
-and the rest is padding, which takes no part and gets a gradient of zero. One all-reduce MAX, one fused all-reduce
-SUM, and no communication in the backward::
+**Split vocabulary.** A rank holds the columns ``vocab_start`` onwards; the first ``vocab_valid`` of them are words. The rest is
+padding: it does not count and gets a gradient of zero. One all-reduce MAX, one fused all-reduce SUM, and no communication in the
+backward::
 
     m    = all_reduce_max(local_max(logits, valid))
     sums = all_reduce_sum(sum_exp_and_target(logits, m, labels, start, valid, logit_sum=ls > 0))
@@ -168,7 +168,7 @@ def sum_exp_and_target(
     Args:
         logits: local columns of the logits.
         row_max: the row's maximum over all ranks, float32 (float64).
-        labels: global word numbers, int64; those of other ranks or of none are ignored.
+        labels: global word numbers, int64; labels of other ranks or of no rank are ignored.
         vocab_start: global number of the first local column.
         vocab_valid: number of local columns that are words; None for all.
         logit_sum: add the third row, which label smoothing needs.
@@ -197,7 +197,7 @@ def loss_per_row(
         sums: :func:`sum_exp_and_target` added up over all ranks; three rows if ``label_smoothing`` is not 0.
         label_smoothing: share of the target that is spread evenly over the vocabulary.
         z_loss: weight of lse**2.
-        vocab_size: words in the whole vocabulary; needed for label smoothing alone.
+        vocab_size: words in the whole vocabulary; only label smoothing needs it.
     """
     lse = row_max + sums[0].log()
     loss = lse - sums[1]

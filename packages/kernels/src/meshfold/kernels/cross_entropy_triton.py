@@ -1,8 +1,8 @@
 """Cross entropy in Triton: a program walks along one row of logits; the gradient goes block by block.
 
-For the loss of a whole vocabulary with its gradient, one kernel does both. A multiprocessor works on one long row at a time, so
-that the second pass over a row finds it in the L2 cache: 132 rows of 128,256 words are 34 MB. Device memory then moves each logit
-twice (read, written) instead of three times.
+For the loss of a whole vocabulary with its gradient, one kernel does both. A multiprocessor works on one long row at a time, so the
+second pass over a row reads it from the L2 cache: 132 rows of 128,256 words are 34 MB. Device memory then moves each logit twice
+(read, written) instead of three times.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _sums(
         value = tl.where(mask, _z(value, scale, softcap, CAPPED), float("-inf"))
         if not MAX_GIVEN:
             grown = tl.maximum(largest, tl.max(value, axis=0))
-            # As long as the row has only been -inf the sum is zero; keep -inf - -inf (NaN) out of it.
+            # While the row has only been -inf, the sum is zero; keep -inf - -inf (NaN) out of it.
             step = tl.where(largest == float("-inf"), 0.0, largest - grown)
             if ENTROPY:
                 below = (below + step * sum_exp) * tl.exp(step)

@@ -6,9 +6,9 @@ Every family of kernels is a module, or the folder ``adam``. The functions that 
 - ``norms_triton.py``: functions of the same names in Triton, for CUDA tensors in float32, bfloat16 and float16.
 - ``norms_numba.py``, where torch operations are slow: the same in numba, for CPU tensors.
 
-``"auto"`` takes Triton on a GPU, numba on a CPU where the family has it, and the reference otherwise. Inside
-torch.compile it is the reference: Inductor turns it into Triton itself and fuses it with its neighbours (``fp8_casts`` may differ).
-:func:`use` or the environment variable ``MESHFOLD_KERNELS`` chooses by hand.
+``"auto"`` uses Triton on a GPU, numba on a CPU if the family has it, and the reference otherwise. Inside torch.compile it is the
+reference: Inductor turns it into Triton itself and fuses it with its neighbours (``fp8_casts`` may differ). :func:`use` or the
+environment variable ``MESHFOLD_KERNELS`` chooses by hand.
 """
 
 from __future__ import annotations
@@ -121,9 +121,8 @@ def choice() -> str:
 def use(implementation: str) -> AbstractContextManager[None]:
     """Choose the implementation of kernels from now on; as a context manager, until its block ends.
 
-    ``with use("reference"): ...`` or simply ``use("reference")``. A family without the chosen implementation uses
-    its reference; one that has it but cannot run it on the tensor at hand raises :class:`KernelError`. A backward
-    runs where its forward ran.
+    ``with use("reference"): ...`` or simply ``use("reference")``. A family without the chosen implementation uses its reference. A
+    family that has it but cannot run it on the given tensor raises :class:`KernelError`. A backward runs where its forward ran.
 
     Args:
         implementation: ``"auto"``, ``"reference"``, ``"triton"`` or ``"numba"``.
@@ -188,7 +187,7 @@ def implementation(family: str, device: str, dtype: torch.dtype) -> str:
 def twin(reference: F, x: Tensor) -> F:
     """Return the function that computes ``reference`` on ``x``: itself, or the function of the same name in a twin module.
 
-    Modules beside ``norms.py`` are ``norms_triton.py`` and ``norms_numba.py``; their functions have the reference's signature.
+    ``norms_triton.py`` and ``norms_numba.py`` are next to ``norms.py``; their functions have the reference's signature.
     """
     # A subclass (fake, functional, DTensor) has no memory of its own to pass to a kernel.
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
@@ -235,7 +234,7 @@ def piece(reference: F, x: Tensor, *others: Tensor | None) -> F:
 
 
 def available() -> tuple[Availability, ...]:
-    """Return what can be used, family by family, for ``meshfold doctor``. Imports neither numba nor Triton unless asked for."""
+    """Return what can be used, family by family, for ``meshfold doctor``. Imports numba or Triton only if it is chosen."""
     cuda_seen = torch.cuda.is_available()
 
     def state(name: str) -> str:

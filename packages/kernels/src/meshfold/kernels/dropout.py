@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of (seed, key, global element index), so that every layout drops the same elements.
 
 Element (r, c) of the local rows has the global index ``row(r) * global_cols + col_offset + c``. Its 64 bits come from
-:mod:`meshfold.kernels.random_bits`; the top 24 of them over 2**24 are a uniform number; the element is kept where that
-is >= p, and then scaled by 1 / (1 - p). The reference, numba and Triton keep the very same elements. The mask is never
+:mod:`meshfold.kernels.random_bits`; the top 24 of them over 2**24 are a uniform number. The element is kept if that is >= p, and
+then scaled by 1 / (1 - p). The reference, numba and Triton keep the very same elements. The mask is never
 stored: the backward recomputes it. Source of dropout: Srivastava et al., JMLR 2014.
 """
 
@@ -36,8 +36,8 @@ def dropout(
         p: share of elements to drop, 0 to 1.
         seed: the run's seed; an integer or a 0-d int64 tensor.
         key: identifies the dropout, for example a hash of the layer's name and the step; an integer or a 0-d int64 tensor.
-        rows: global number of the first local row if they follow one another, else an int64 tensor with the global
-            number of every local row, as many as there are.
+        rows: global number of the first local row if rows are consecutive, otherwise an int64 tensor with the global number of
+            every local row.
         col_offset: global number of the first local column.
         global_cols: width of a global row, in elements; None for c.
         training: False returns ``x`` itself, as p = 0 does.
@@ -46,7 +46,7 @@ def dropout(
         The shape and dtype of ``x``; computed in float32 (float64) and rounded once.
 
     Raises:
-        ValueError: if p is not in [0, 1], the columns do not lie in the global row, or ``rows`` has another length.
+        ValueError: if p is not in [0, 1], the columns are not in the global row, or ``rows`` has another length.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p is {p}; give the fraction of elements to drop, from 0 to 1")

@@ -1,8 +1,8 @@
 """Steps of Adafactor and CAME over lists of tensors: passes over all of them in a launch each, nothing of their size in between.
 
-The last two dims of a tensor are matrices, whose second moments are estimated by means of rows and of columns: V = R · C / mean
-of R. An update is u = g / √max(V, floor), divided by its root mean square over ``clip_threshold`` where that is above 1.
-Lists have one tensor for each parameter; ``rows`` are of shape ``[..., m]``, ``columns`` of ``[..., n]``.
+The last two dims of a tensor are matrices. Means of rows and of columns estimate their second moments: V = R · C / mean of R. An
+update is u = g / √max(V, floor), divided by its root mean square over ``clip_threshold`` where that is above 1. Lists have one
+tensor for each parameter; ``rows`` are of shape ``[..., m]``, ``columns`` of ``[..., n]``.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def factored_apply_lists(
         gradients: of them.
         rows: means of rows.
         columns: means of columns.
-        copies: parameters in lower precision that are written besides, or None.
+        copies: parameters in lower precision that are also written, or None.
         limited: what each update counts times, ``(tensors,)``.
         rates: of each, ``(tensors,)``.
         decays: of each, ``(tensors,)``.

@@ -1,7 +1,7 @@
 """Floating-point numbers as bits: the split master weight, stochastic rounding and 8-bit codes, in plain torch.
 
-The numba and Triton twins of these functions are next to this file and give the same bits. Here the bits of a float32
-are an int64 from 0 to 2**32 - 1, because torch has no unsigned arithmetic; products are cut back to 32 bits by a mask.
+The numba and Triton twins of these functions are next to this file and give the same bits. Here the bits of a float32 are an int64
+from 0 to 2**32 - 1, because torch has no unsigned arithmetic; a mask cuts products to 32 bits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SMALLEST_SCALED = 2.0**-100  # a block whose largest magnitude is below this is 
 class Minifloat:
     """An 8-bit code of the numbers 0 to 1 whose spacing grows with the number, as a float's does.
 
-    Code ``q`` stands for ``w(q) - w(0)``, where ``w(q)`` is the float32 with the bits ``(q << shift) + BASE``: 16
-    octaves of ``2**mantissa`` codes. Subtracting ``w(0)`` makes 0 the first code and gives gradual underflow. Between
-    neighbouring codes a float is linear in its bits, so adding uniform noise to the bits that are cut off rounds
-    stochastically without bias, in integer arithmetic that every device does alike.
+    Code ``q`` stands for ``w(q) - w(0)``, where ``w(q)`` is the float32 with the bits ``(q << shift) + BASE``: 16 octaves of
+    ``2**mantissa`` codes. Subtracting ``w(0)`` makes 0 the first code and gives gradual underflow. Between neighbouring codes a
+    float is linear in its bits. Adding uniform noise to the bits that are cut off thus rounds stochastically without bias, in
+    integer arithmetic that is the same on every device.
 
     Attributes:
         mantissa: bits of the mantissa.
@@ -148,9 +148,9 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
 def noise(state: int, start: int, count: int, device: torch.device) -> Tensor:
     """32 random bits, as int64, for each of the elements ``start`` to ``start + count`` of a stream.
 
-    The 64 bits of random_bits at the number of the element's block of 64 Ki key a 32-bit mixer of its place in the
-    block: four times cheaper on a CPU than 64 bits an element. The mixer is lowbias32 (C. Wellons, "Prospecting for
-    hash functions", 2018) with the key's second half added between its rounds.
+    The 64 bits of random_bits at the number of the element's block of 64 Ki are the key. A 32-bit mixer combines it with the place
+    in the block: four times cheaper on a CPU than 64 bits an element. The mixer is lowbias32 (C. Wellons, "Prospecting for hash
+    functions", 2018) with the key's second half added between its rounds.
     """
     index = torch.arange(start, start + count, device=device)
     key = bits_of(state, index >> 16)

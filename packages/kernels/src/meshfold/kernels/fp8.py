@@ -17,14 +17,14 @@ block128       powers of 2, tiles e4m3         e4m3             fp8
 ============== ================== ============ ================ ==========
 
 A tile of ``block128`` is 1 x 128 elements along the summed dim of x and dy, and 128 x 128 of w, as in DeepSeek-V3 (arXiv
-2412.19437, section 3.3); its scale is a power of 2, so that rounded operands are exact in bf16. In a block of a larger operand
-whose sides are multiples of 128 the tiles are those of the whole: nothing is reduced.
+2412.19437, section 3.3); its scale is a power of 2, so rounded operands are exact in bf16. If a block of a larger operand has sides
+that are multiples of 128, its tiles are the whole operand's: nothing is reduced.
 
-Formulas and recipes are those of torchao's float8 training (pytorch/ao, torchao/float8), with two exceptions: the least amax that
-is told from zero is 1e-30 (there 1e-12), and a row with nan or infinity becomes nan, all of it. Casts saturate.
+Formulas and recipes follow torchao's float8 training (pytorch/ao, torchao/float8), with two exceptions. The smallest amax that
+differs from zero is 1e-30 (there 1e-12). A row with nan or infinity becomes nan completely. Casts saturate.
 
-The operands may be blocks of larger ones: a function ``maximum`` then takes the largest amax over the ranks that hold the rest, and
-the rounded operands are those of the whole, bit for bit.
+The operands may be blocks of larger ones: a function ``maximum`` then takes the largest amax over the ranks that hold the rest. The
+rounded operands equal the whole operand's, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from meshfold.kernels.fp8_casts import LEAST_AMAX, cast_matrix, cast_matrix_both
 Fp8Dim = Literal["m", "k", "n"]
 """Dim of a matmul ``y[m, n] = x[m, k] w[k, n]``."""
 Fp8Maximum = Callable[[Tensor, tuple[Fp8Dim, ...]], Tensor]
-"""Function of a block's amax over the named dims that returns that of the whole tensor: the maximum over ranks.
+"""Function that maps a block's amax over the named dims to the whole tensor's: the maximum over ranks.
 
 It may have a method ``reduces(dims)``, which returns False where a rank has all of these dims.
 """
@@ -91,7 +91,7 @@ class Fp8Tensor:
 
     Attributes:
         values: ``r c``, row-major; ``c`` is the dim that is summed over.
-        inverse: float32, ``r 1``, a scalar, or one for each tile: ``values * inverse`` is what they stand for.
+        inverse: float32, ``r 1``, a scalar, or one for each tile: ``values * inverse`` are the decoded values.
         tile: sides of a tile; None without tiles.
     """
 
@@ -120,7 +120,7 @@ def to_fp8(
         x: floating point.
         rows: a scale for each row, rounded down to a power of 2; else one for the matrix.
         dtype: float8_e4m3fn or float8_e5m2.
-        tile: a scale for each tile with these sides, which divide those of the matrix, rounded down to a power of 2.
+        tile: a scale for each tile with these sides, which divide the matrix's sides, rounded down to a power of 2.
         maximum: from this block's amax to the amax of the whole.
     """
     if rows and tile is None and maximum is None and dtype is torch.float8_e4m3fn and x.numel():
@@ -195,7 +195,7 @@ class Fp8Casts:
         """Args:
         matrix: ``m c``.
         recipe: scales and formats.
-        maximum: from a block's amax to that of the whole.
+        maximum: maps a block's amax to the whole tensor's.
         dim: c: ``"n"`` for a gradient, which has the recipe's format of gradients.
         rows: the cast that sums over c, if it is there already.
         """
@@ -292,7 +292,7 @@ def fp8_weight_gradient(
 def fp8_gradient_casts(
     dy: Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None, *, wants: tuple[bool, bool] = (True, True)
 ) -> Fp8Casts:
-    """Return the casts of a gradient ``m n``, both at once if dx and dw are wanted and both are products in fp8."""
+    """Return the casts of a gradient ``m n``, both at once if dx and dw are needed and both are products in fp8."""
     casts = Fp8Casts(dy, recipe, maximum, dim="n")
     return casts.make_both() if all(wants) and recipe.weight_gradient else casts
 

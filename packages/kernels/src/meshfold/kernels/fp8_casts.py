@@ -7,8 +7,8 @@
 In Triton a cast reads the matrix once, or twice for the transpose, whose rows run across memory, and writes one byte an element.
 :func:`cast_both` reads it twice for both. The reference makes several passes over memory. All give the same bits.
 
-In compiled code Inductor makes kernels of the reference and fuses what is in front of it. Casts of a transpose are these kernels
-there, too, if ``"triton"`` is chosen (:func:`meshfold.kernels.use`).
+In compiled code Inductor compiles the reference and fuses it with earlier operations. Casts of a transpose are these kernels there,
+too, if ``"triton"`` is chosen (:func:`meshfold.kernels.use`).
 """
 
 from __future__ import annotations

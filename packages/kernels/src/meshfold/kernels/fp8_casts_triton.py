@@ -1,6 +1,6 @@
 """Casts to fp8 in Triton: a program takes a row, or a tile of the matrix that it turns.
 
-Where the amax runs across memory, a first kernel takes it of all columns, and of all rows if both are wanted; a second one casts.
+If the amax runs across memory, a first kernel takes it of all columns, and of all rows if both are needed. A second one casts.
 
 GPUs of compute capability 8.9 and later round two numbers in one instruction. Elsewhere rounding is computed on integers, which
 gives the same bits on every GPU and in the interpreter.
@@ -59,7 +59,7 @@ def _e4m3(value):
     size = bits & 0x7FFFFFFF
     not_nan = tl.minimum(size, 0x43E00000)  # 448
     normal = ((not_nan + 0x7FFFF + ((not_nan >> 20) & 1)) >> 20) - 960
-    # Below 2**-6 steps are of 2**-9, which are those of a float32 from 2**14 on.
+    # Below 2**-6 the step is 2**-9, the step of a float32 from 2**14 on.
     small = (not_nan.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     found = tl.where(size < 0x3C800000, small, normal)
     found = tl.where(size > 0x7F800000, 0x7F, found)
@@ -93,7 +93,7 @@ def _rows(x, values, inverse, columns, stride, COLUMNS: tl.constexpr, CONVERTS: 
 
 @triton.jit(do_not_specialize=["rows"])
 def _amax(x, amax, rows, columns, stride, each, BOTH: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """Raise the amax of columns, and behind them of rows, to those of a part; as bits, which are in the order of their numbers."""
+    """Raise the amax of columns, and after them of rows, to a part's amax; as bits, which have the order of their numbers."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     first = tl.program_id(1) * each
     last = tl.minimum(first + each, rows)

@@ -1,8 +1,8 @@
 """Time that fp8 saves, or costs, in a linear layer, by a roofline.
 
 A layer of n outputs and k inputs on a rank multiplies three times, ``2 m n k`` operations each for m tokens, in fp8 as often as its
-recipe says. A compiled cast reads an operand and writes it in one byte an element; where the amax runs along the other dim, or
-over all of a tensor, it reads the operand twice. Weights are cast once for all tokens::
+recipe says. A compiled cast reads an operand and writes it in one byte an element. If the amax runs along the other dim, or over a
+whole tensor, it reads the operand twice. Weights are cast once for all tokens::
 
     bf16   6 n k / BF16
     fp8    (4 or 6) n k / FP8 + (2 or 0) n k / BF16 + (bytes cast a token + bytes of the weight's casts / m) / BANDWIDTH

@@ -1,8 +1,8 @@
 """A run of a weight's elements, cast to fp8 with the scales of the whole weight: what one of several ranks sends of it.
 
-A weight ``n k`` lies flat, row by row, and ranks share its elements; a rank's run may begin and end inside of a row. The amax of
-each row and column (or of all) of the run is the rank's part of the weight's: the maximum over the ranks gives the weight's scales,
-and runs that are cast with them are parts of what :func:`meshfold.kernels.fp8.fp8_cast_weight` makes of the whole, bit for bit.
+A weight ``n k`` is flat, row by row, and ranks share its elements. A rank's run may begin and end inside a row. Each rank takes the
+amax of each row and column (or of all) of its run. The maximum over the ranks gives the weight's scales. Runs that are cast with
+them equal parts of :func:`meshfold.kernels.fp8.fp8_cast_weight` of the whole, bit for bit.
 
 =========== ========================== ==================================
 recipe      for y = x wᵀ               for dx = dy w
@@ -77,7 +77,7 @@ class Fp8Shard:
         self.scales = sum(shape) if recipe.rows else 1
 
     def add_amax(self, values: Tensor, amax: Tensor) -> None:
-        """Raise the amax of the weight's rows and columns, or of all, to that of the run.
+        """Raise the amax of the weight's rows and columns, or of all, to the run's.
 
         Args:
             values: the run, flat.
@@ -98,7 +98,7 @@ class Fp8Shard:
         Args:
             values: the run, flat.
             scale: float32, ``scales``, from :func:`weight_scales`.
-            out: e4m3, as many as ``values``: is written.
+            out: e4m3, with the length of ``values``: is written.
             columns: with the scale of each column, for dx; else of each row, for y.
         """
         for one in self._rectangles:

@@ -1,8 +1,8 @@
-"""A weight in fp8 that several products of a step read: cast once for all of them, by micro-batches and recomputed forwards alike.
+"""A weight in fp8 that several products of a step read: cast once for all of them, including micro-batches and recomputed forwards.
 
 A weight is an operand of two products, each with a cast of its own: y sums over k, dx over n. Both together take two bytes an
 element. They are kept from :meth:`Fp8Weight.open` on, and made again if the weight has changed. They hold no views of the weight,
-which may move. A compiled graph reads them as inputs, and must find them there: call :meth:`Fp8Weight.refresh` in front of it.
+which may move. A compiled graph reads them as inputs, so they must exist: call :meth:`Fp8Weight.refresh` before it.
 
 Or somebody else supplies them (:meth:`Fp8Weight.supply`): ranks that share a weight gather it in fp8, and none has the weight
 itself.
@@ -98,7 +98,7 @@ class Fp8Weight:
     def refresh(self, weight: Tensor) -> Fp8Operands | None:
         """Return the operands of a weight, cast now if they are not yet; None while closed.
 
-        Ranks that share the weight call alike: scales are reduced over them.
+        All ranks that share the weight must call: scales are reduced over them.
 
         Raises:
             Fp8WeightError: for supplied operands that are not there.

@@ -1,10 +1,10 @@
 """The pass over a gradient: partial norms from one read of the memory, and casts.
 
-A partial norm belongs to a block of 64 Ki elements of the *global* flat gradient and is a float64. Inside a block the
-order of additions is fixed: element ``j`` is added to lane ``j % 1024``, lanes from first to last, and then the lanes
-are added in halves, lane ``i`` to lane ``i + 512``, then ``i + 256``, and so on. The square of a float32 is exact in
-float64. So the reference, numba and Triton give the same bits, and so does every sharding at multiples of the block,
-on any number of ranks; add the blocks' numbers in global order, and the norm is the same everywhere.
+A partial norm belongs to a block of 64 Ki elements of the *global* flat gradient and is a float64. Inside a block the order of
+additions is fixed: element ``j`` is added to lane ``j % 1024``, lanes from first to last, and then the lanes are added in halves,
+lane ``i`` to lane ``i + 512``, then ``i + 256``, and so on. The square of a float32 is exact in float64. So the reference, numba
+and Triton give the same bits, and so does every sharding at multiples of the block, on any number of ranks. If the blocks' numbers
+are added in global order, the norm is the same on all ranks.
 """
 
 from __future__ import annotations

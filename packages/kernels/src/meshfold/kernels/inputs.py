@@ -39,8 +39,8 @@ def as_rows(x: Tensor) -> Tensor:
 def contiguous_like(x: Tensor) -> Tensor:
     """Return memory for a result of the same shape, dtype and device, contiguous.
 
-    ``empty_like`` and not ``empty``: layout tracking, as in tensor parallelism, then sees that the result has the layout of
-    ``x``, while the writes of a Triton kernel cannot be tracked.
+    ``empty_like``, not ``empty``: layout tracking, as in tensor parallelism, then gives the result the layout of ``x``. It cannot
+    track the writes of a Triton kernel.
     """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -62,7 +62,7 @@ def check_alike(name: str, x: Tensor, y: Tensor) -> None:
 def check_flat(
     name: str, x: Tensor, dtypes: Sequence[torch.dtype], like: Tensor | None = None, size: int | None = None
 ) -> None:
-    """Raise unless ``x`` is flat, contiguous, of one of ``dtypes``, and as long as and on the device of ``like``.
+    """Raise unless ``x`` is flat, contiguous, of one of ``dtypes``, and has the length and the device of ``like``.
 
     Raises:
         TypeError: for a wrong dtype.

@@ -4,25 +4,25 @@ With W the head's weight, b its bias, s a scale and c a soft cap, the logits of 
 
     z = s * (W x + b),  or  c * tanh(s * (W x + b) / c)
 
-The loss of z and its gradient are those of :mod:`meshfold.kernels.cross_entropy`. Tokens come in chunks. For each::
+The loss of z and its gradient are defined in :mod:`meshfold.kernels.cross_entropy`. Tokens come in chunks. For each::
 
     logits  = rows @ W.T                        one chunk of them, in the dtype of the rows
     losses  = cross_entropy(logits)             scale and cap are computed here, in float32
     dlogits = share * d losses / d logits       in the place of the logits
     dx      = dlogits @ W,   dW += dlogits.T @ rows
 
-**Gradients in the forward.** A loss that is one number has its gradients computed in the forward, up to the factor that the
-backward brings: three matmuls, and one chunk of logits is all that is ever held. The backward multiplies by that factor; on a
-GPU a kernel reads it there and stops if it is 1, so that the host waits for nothing.
+**Gradients in the forward.** For a scalar loss, forward computes the gradients, up to the factor that backward provides. This takes
+three matmuls, and at most one chunk of logits is held. The backward multiplies by that factor; on a GPU a kernel reads it there and
+stops if it is 1, so that the host waits for nothing.
 
-**Gradients in the backward.** Where each row's factor is known only then (``reduction="none"``, :func:`linear_log_probs`), or
-where gradients would have to wait long (``recompute=True``), the forward keeps two or three numbers a row and the backward makes
-the chunk's logits again: four matmuls. Float16 is always computed so, because a loss scale must be in dlogits before they are
+**Gradients in the backward.** If each row's factor is known only then (``reduction="none"``, :func:`linear_log_probs`), or
+gradients would have to wait long (``recompute=True``), forward keeps two or three numbers a row and backward computes the chunk's
+logits again. This takes four matmuls. Float16 is always computed so, because a loss scale must be in dlogits before they are
 rounded.
 
 **Split vocabulary.** Each chunk takes one all-reduce MAX and one all-reduce SUM of two to four numbers a row, and reads its logits
-once: sums about the rank's own maximum are rescaled to that of all. A single exchange would have to gather from all ranks. Two are
-cheap, because a rank has few of the words and therefore few, large chunks.
+once: sums relative to the rank's own maximum are rescaled to the maximum of all ranks. A single exchange would have to gather from
+all ranks. Two are cheap, because a rank has few of the words and therefore few, large chunks.
 
 Sources: Hsu et al., "Liger Kernel", 2024 (chunks, gradients in the forward); Bello et al., "Neural Combinatorial Optimization",
 2016, and Gemma 2 (soft caps).
@@ -90,8 +90,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of the logits ``x @ weight.T + bias``: ``... k, v k, ... -> scalar`` (or ``...``).
 
-    Under autocast the operands are cast as those of ``F.linear``. Packed documents need no more than ``ignore_index`` at their
-    ends. A second backward through the same loss, or one of the gradient, is refused.
+    Under autocast the operands are cast as for ``F.linear``. Packed documents need no more than ``ignore_index`` at their ends. A
+    second backward through the same loss, or one of the gradient, is refused.
 
     Args:
         x: rows of k elements.

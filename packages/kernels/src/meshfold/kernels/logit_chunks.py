@@ -53,7 +53,7 @@ class ChunkSettings:
         kernels: that compute it.
         reduction: of the losses.
         chunk: rows at a time.
-        grad_enabled: gradients may be wanted; inside of an autograd function torch does not tell.
+        grad_enabled: gradients may be needed; torch does not show this inside an autograd function.
         shard: the words of this rank; None: all.
         recompute: gradients are computed in the backward, from logits that are made again.
         entropy: find the entropy of each row too.
@@ -72,7 +72,7 @@ class ChunkSettings:
 
 
 def chunk_rows(rows: int, words: int, item_bytes: int) -> int:
-    """Return the number of rows in a chunk: so few that their logits fit, in whole tiles of a GPU, and chunks alike."""
+    """Return the number of rows in a chunk: few enough that their logits fit, in whole tiles of a GPU, and in equal chunks."""
     row_bytes = max(words * item_bytes, 1)
     # Each chunk reads and writes the weight's gradient once, so if there would be many, larger chunks are worth their memory.
     limit = CHUNK_BYTES if rows * row_bytes <= 8 * CHUNK_BYTES else LARGE_CHUNK_BYTES
@@ -140,7 +140,7 @@ class LogitChunks:
         return loss_per_row(row_max, sums, terms.label_smoothing, terms.z_loss, terms.vocab_size)
 
     def write_gradient(self, statistics: Tensor, share: Tensor, towards: Tensor | None = None) -> None:
-        """Overwrite the logits with their gradient, given those of the rows' losses and entropies."""
+        """Overwrite the logits with their gradient, given the gradients of the rows' losses and entropies."""
         self._kernels.gradient(
             self._logits,
             statistics[0],
@@ -158,7 +158,7 @@ class LogitChunks:
         return self._kernels.write_losses_and_gradient(self._logits, self._labels[self._at], share, self._terms)
 
     def operands(self) -> ChunkOperands:
-        """Return the operands of this chunk's gradients, after that of the logits was written."""
+        """Return the operands of this chunk's gradients, after the logits' gradient was written."""
         return ChunkOperands(self._rows[self._at], self._logits, self._padded, self._weight)
 
 
@@ -181,8 +181,8 @@ class ChunkOperands(NamedTuple):
 def product_alignment(weight: Tensor) -> int:
     """Return the multiple of words at which cuBLAS takes its fast products; 1: it does not matter.
 
-    An odd vocabulary in a dtype of two bytes runs at a fourth of the speed, whatever the strides: GPT-2's 50,257 words on
-    an H100 take 11.6 ms in two products instead of 3. Rows of 0 behind the weight cost one copy of it.
+    An odd vocabulary in a dtype of two bytes runs at a quarter of the speed, for any strides: GPT-2's 50,257 words on an H100 take
+    11.6 ms in two products instead of 3. Rows of 0 after the weight cost one copy of it.
     """
     fast = weight.is_cuda and weight.element_size() == 2 and not torch.compiler.is_compiling()
     return 8 if fast else 1

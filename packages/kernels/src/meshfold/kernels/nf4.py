@@ -1,8 +1,8 @@
 """NF4: weights in four bits, for a frozen base with trained adapters (Dettmers et al. 2023, arXiv 2305.14314).
 
-A block of 64 elements of a row is divided by its largest absolute value and each element rounded to the nearest of sixteen
-levels, the quantiles of a normal distribution between -1 and 1, zero among them. A matrix becomes one tensor of bytes, row by
-row, so that it can be sharded, moved and written like any other tensor::
+A block of 64 elements of a row is divided by its largest absolute value. Each element is rounded to the nearest of sixteen levels:
+quantiles of a normal distribution between -1 and 1, including zero. A matrix becomes one tensor of bytes, row by row, so that it
+can be sharded, moved and written like any other tensor::
 
     row of k elements  ->  k/2 bytes of codes, the first element of a pair in the upper half,
                            then k/64 scales, float32, four bytes each

@@ -284,7 +284,7 @@ def layer_norm_sum(x: Tensor) -> Tensor:
 def layer_norm_centred_sum(x: Tensor, mean: Tensor) -> Tensor:
     """Return the sum of (x - mean)**2 over every row's local columns: ``... h, ... -> ...``.
 
-    A second pass, because E[x**2] - E[x]**2 loses all its digits where the mean is large beside the deviation.
+    A second pass, because E[x**2] - E[x]**2 loses all its digits if the mean is much larger than the deviation.
     """
     run = dispatch.piece(row_sums, x, mean)
     return run(as_rows(x), mean.reshape(-1), True).reshape(x.shape[:-1])

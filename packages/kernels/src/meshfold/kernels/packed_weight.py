@@ -100,7 +100,7 @@ def pack_weight(weight: Tensor, form: str, group: int, largest: Tensor) -> Packe
         weight: what to pack.
         form: one of :data:`PACKED_FORMATS`.
         group: elements of a row that share a scale in int4; it divides k.
-        largest: float32, the magnitudes that the largest code stands for: ``n 1``, or ``n k/group`` in int4.
+        largest: float32, the magnitudes that the largest code represents: ``n 1``, or ``n k/group`` in int4.
     """
     scale = torch.where(largest > 0, largest / PACKED_FORMATS[form], 1.0)
     if form == "int4":

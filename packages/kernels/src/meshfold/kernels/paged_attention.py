@@ -2,7 +2,7 @@
 
 Keys and values of a layer are one tensor ``2 pages kv_heads size d``; a table says which pages a sequence has. The new token's are
 written first, then it attends to all up to its own position. In eight bits the keys of a token and a head share a scale, and so do
-its values; attention sees what the codes stand for, of the newest token too.
+its values; attention reads the decoded values, also of the newest token.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class KeyValuePages:
 
 
 def to_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return codes ``.. d`` and scales ``..``, float32: the largest code stands for the largest magnitude of each d."""
+    """Return codes ``.. d`` and scales ``..``, float32: the largest code is the largest magnitude of each d."""
     top = next(largest for kind, largest in CACHE_FORMS.values() if kind == dtype)
     wide = x.float()
     largest = wide.abs().amax(-1)
@@ -105,7 +105,7 @@ def attend_and_keep(
         q: ``b heads d``; k, v: ``b kv_heads d``.
         kept, scales: of :class:`KeyValuePages`.
         page, offset: int64 ``b``, where the new keys go.
-        positions: int64 ``b``, of the tokens; page and offset are those of the table.
+        positions: int64 ``b``, of the tokens; the table gives page and offset.
         tables: int64 ``b w``, the pages of each sequence.
         scale: of the scores.
         window: a token sees itself and ``window - 1`` before.
@@ -125,8 +125,8 @@ def _contiguous(*args: Any) -> Tensor:
     return attend_and_keep(*args).contiguous()
 
 
-# That it writes to the pool is not said of it: compiled code would keep a copy of the pool if it could not see that nobody else
-# reads it meanwhile. Nobody does, and what it returns is needed, so it is neither left out nor moved.
+# It is not declared to write to the pool: compiled code would copy the pool unless it could see that nothing else reads
+# it meanwhile. Nothing does, and its result is needed, so the call is neither removed nor moved.
 attend_pages = torch.library.custom_op(
     "meshfold::attend_pages",
     _contiguous,
@@ -164,7 +164,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale
     """Attend: ``b heads m d``, with keys ``b kv_heads n d``, to what is seen (bool), or to all before."""
     groups = q.shape[1] // k.shape[1]
     if seen is not None and groups > 1 and q.is_cuda:
-        # There the kernel that takes a mask wants as many heads of keys; without it all scores would be kept.
+        # There the kernel that takes a mask needs equally many heads of keys; without it all scores would be kept.
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         groups = 1
     return F.scaled_dot_product_attention(

@@ -1,8 +1,8 @@
 """Attention of single tokens over pages in Triton: a program reads a part of the pages of one sequence, for one head of keys.
 
-All query heads that share a head of keys are computed together (GQA), and a long sequence is split over several programs, whose
-results a second kernel combines (flash decoding: Dao et al., 2023). The keys and values of the new token are written by the
-program that reads its page; so the pool is read once, and nothing else runs before.
+All query heads that share a head of keys are computed together (GQA). A long sequence is split over several programs, and a second
+kernel combines their results (flash decoding: Dao et al., 2023). The keys and values of the new token are written by the program
+that reads its page; so the pool is read once, and nothing else runs before.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ pseudorandom number generators", OOPSLA 2014)::
 The state is symmetric in seed and key: (1, 2) and (2, 1) are one stream, and so are all (s, s). So make keys by hashing
 a name, never from small numbers that may be another run's seed.
 
-torch has no unsigned 64-bit arithmetic, so the reference computes in int64, which wraps alike; a logical shift is an
-arithmetic one with the copies of the sign masked off. The numba and Triton twins of the hash lie beside this file.
+torch has no unsigned 64-bit arithmetic, so the reference computes in int64, which wraps in the same way. A logical shift is an
+arithmetic one with the copies of the sign masked off. The numba and Triton versions of the hash are next to this file.
 """
 
 from __future__ import annotations

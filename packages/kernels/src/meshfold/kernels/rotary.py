@@ -26,8 +26,8 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Args:
         q: ``b s heads d``, any strides: slices of a fused QKV tensor and transposed views are fine.
         k: ``b s kv_heads d``, the same.
-        cos, sin: ``s r`` or ``b s r`` (b may be 1), r <= d and even: the first r features turn and the rest pass
-            through. Both halves are read, so Hugging Face's doubled tables fit as they are. No gradient flows to them.
+        cos, sin: ``s r`` or ``b s r`` (b may be 1), r <= d and even: the first r features turn and the rest pass through. Both
+            halves are read, so Hugging Face's doubled tables work unchanged. No gradient flows to them.
 
     Returns:
         The turned q and k, contiguous, in their own dtypes.

@@ -1,4 +1,4 @@
-"""Rotary position embedding in Triton: a program turns all heads of one token, queries and keys alike."""
+"""Rotary position embedding in Triton: a program rotates all heads of one token, of queries and keys."""
 
 from __future__ import annotations
 

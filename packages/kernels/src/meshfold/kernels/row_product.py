@@ -1,4 +1,4 @@
-"""Products of one row with a weight, or with its codes, and what stands around them: a Triton kernel on a GPU.
+"""Products of one row with a weight, or with its codes, and the operations around them: a Triton kernel on a GPU.
 
     y = silu(r gate^T + b) * (r weight^T + b) + add,   r = rms_norm(x)
 
@@ -63,7 +63,7 @@ def row_product(
     Args:
         x: of k elements in all.
         layer: what it is multiplied with.
-        gate: a layer alike, whose result gates the other by SiLU.
+        gate: a layer of the same form; its result gates the other by SiLU.
         norm: gain ``k`` and epsilon of an RMSNorm of x before.
         add: is added to the result; of its shape.
     """

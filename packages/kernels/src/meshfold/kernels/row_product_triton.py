@@ -1,7 +1,7 @@
 """Products of one row with a weight in Triton, which read the weight, or its codes, at the speed of memory.
 
-A program takes a few outputs and goes along their rows of the weight; sums are in float32. What stands in front of a product, and
-behind it, is done in the same launch: RMSNorm of the row, a second product that gates, a bias, a residual.
+A program takes a few outputs and goes along their rows of the weight; sums are in float32. Operations before and after a product
+run in the same launch: RMSNorm of the row, a second product that gates, a bias, a residual.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A segment attends to itself causally, and to some tokens before it in its row: a completion to its prompt. Queries of a segment are
 the last of its keys, so this is causal attention aligned at the lower right, ``score_ij`` for ``j <= i + keys - queries``. All
 segments of all rows are one call of FlashAttention for sequences of various lengths (Dao, arXiv 2307.08691); keys that several
-segments see are there once for each, and their gradients are added up in a fixed order. There is no mask: time and memory are
-those of the pairs that see each other.
+segments see are copied for each, and their gradients are added in a fixed order. There is no mask: time and memory are proportional
+to the pairs that see each other.
 
 ===================== ============================== ==================================
 kernel                runs                           takes
@@ -45,11 +45,11 @@ class _Packed(NamedTuple):
     """The segments of all rows behind one another.
 
     Attributes:
-        queries: int64 ``t``: the token, of rows that lie behind one another, of each packed query.
+        queries: int64 ``t``: the token of each packed query, numbered through consecutive rows.
         keys: int64 ``u``: of each packed key.
         query_ends, key_ends: int32 ``n + 1``: cumulative lengths.
         most_queries, most_keys: of a segment.
-        own: int64 ``t``: where among the packed keys the segments' own tokens lie, in the order of ``queries``.
+        own: int64 ``t``: the places of the segments' own tokens among the packed keys, in the order of ``queries``.
         shared: of each turn the packed keys ``w`` that segments see of others, and their tokens: no token twice in a turn.
     """
 
@@ -68,7 +68,7 @@ class Segments:
 
     def __init__(self, rows: Sequence[Sequence[Segment]], length: int, device: torch.device) -> None:
         """Args:
-        rows: the segments of each row, in their order; of one row, if those of all are alike.
+        rows: the segments of each row, in order; of one row, if all rows have the same.
         length: tokens of a row.
         device: of the tensors that they are used with.
         """
@@ -85,7 +85,7 @@ class Segments:
         )
 
     def seen(self) -> Tensor:
-        """Return who sees whom, ``b s s`` bool: query, key."""
+        """Return the pairs that see each other, ``b s s`` bool: query, key."""
         if self._seen is None:
             seen = torch.zeros(len(self.rows), self.length, self.length, dtype=torch.bool)
             for row, segments in zip(seen, self.rows, strict=True):
@@ -156,7 +156,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale
         scale: of the scores; 1/√d by default.
 
     Raises:
-        ValueError: for tensors of another batch than that of the segments.
+        ValueError: for tensors of another batch than the segments'.
     """
     segments = segments.of(q.shape[0])
     if q.shape[1] != segments.length or k.shape[:2] != q.shape[:2]:

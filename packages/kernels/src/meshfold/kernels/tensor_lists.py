@@ -1,7 +1,7 @@
 """Steps of optimizers over lists of tensors: one launch for all tensors of a list, however many and whatever their shapes.
 
-Every list has one tensor for each parameter, of its shape. ``copies`` are parameters in lower precision that are written
-besides, or None. Numbers are those of float64 without Triton; Triton computes in float32.
+Every list has one tensor for each parameter, of its shape. ``copies`` are parameters in lower precision that are also written, or
+None. Without Triton, numbers are computed in float64; Triton computes in float32.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def apply_lists(parameters: Tensors, updates: Tensors, copies: Tensors | None, *
 
 
 def _widest(tensors: Tensors, others: Tensors) -> Tensor:
-    """Return the tensor that decides who steps on lists of two dtypes: one of float64 if there is one."""
+    """Return the tensor that decides the implementation for lists of two dtypes: a float64 one if there is one."""
     return max(tensors[0], others[0], key=lambda one: one.dtype == torch.float64)
 
 
@@ -251,7 +251,7 @@ STEP_KERNELS: Mapping[str, Callable[..., Any]] = {
     "average_lists": average_lists,
     "apply_lists": apply_lists,
 }
-"""These functions, and those of one tensor on the host, by name: what the optimizers of ``meshfold.optimizers`` are given."""
+"""These functions, and the functions of one tensor on the host, by name: ``meshfold.optimizers`` gets these."""
 
 
 # The reference, in plain torch: defines every result, and what Triton is given in its place.

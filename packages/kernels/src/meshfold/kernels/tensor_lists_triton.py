@@ -118,7 +118,7 @@ def _lamb_moments(
     tl.store(at_v, v, mask=mask)
     u = tl.where(
         mask, _direction(p, m, v, eps, weight_decay, inverse1, inverse2), 0.0
-    )  # without eps 0 / 0 behind the end
+    )  # without eps 0 / 0 after the end
     tl.store(partials + tl.program_id(0), tl.sum(p * p, 0))
     tl.store(partials + tiles + tl.program_id(0), tl.sum(u * u, 0))
 
@@ -301,7 +301,7 @@ _tables: OrderedDict[tuple[torch.device, tuple[int, ...]], Tensor] = OrderedDict
 
 
 def addresses_on(device: torch.device, addresses: tuple[int, ...]) -> Tensor:
-    """Return addresses on a device; those of late are kept."""
+    """Return addresses on a device; recent ones are cached."""
     key = device, addresses
     if key not in _tables:
         _tables[key] = torch.tensor(addresses).to(device, non_blocking=True)

@@ -27,8 +27,8 @@ def _take(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    # By tokens: each is read once. Rows in their own order would read it for each of its experts, from memory, since all tokens
-    # together do not stay in the L2 cache from one expert to the next.
+    # By tokens: each is read once. Rows in their own order would read it from memory for each of its experts: all
+    # tokens together do not stay in the L2 cache from one expert to the next.
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     real = token < tokens

@@ -107,14 +107,13 @@ class SplitState:
 class QuantizedState:
     """Regime C: a master weight in two planes and 8-bit moments, 6.03 bytes a parameter.
 
-    Blocks of 256 elements share a float32 scale, their largest magnitude over that of the code. The codes are
-    :class:`~meshfold.kernels.float_bits.Minifloat`: ``exp_avg`` a sign, 4 bits of exponent and 3 of mantissa,
-    ``exp_avg_sq`` 4 and 4 bits; both are rounded stochastically. To the nearest, an ``exp_avg_sq`` whose gradient
-    shrank would never fall: one step changes it by a share of 1 - beta2 = 0.001, less than half the distance of
-    codes, here as in the 8-bit Adam this follows (Dettmers et al., arXiv 2110.02861, block-wise quantization). An
-    ``exp_avg_sq`` that is not 0 never becomes 0, so no step is divided by eps alone: where gradients are some
-    thousand times smaller than the largest of their block, steps are shorter than Adam's. A moment that is not
-    finite makes its block's moments NaN.
+    Blocks of 256 elements share a float32 scale: their largest magnitude divided by the code's. The codes are
+    :class:`~meshfold.kernels.float_bits.Minifloat`: ``exp_avg`` a sign, 4 bits of exponent and 3 of mantissa, ``exp_avg_sq`` 4 and
+    4 bits; both are rounded stochastically. If codes were rounded to the nearest, an ``exp_avg_sq`` whose gradient shrank would
+    never fall. One step changes it by a share of 1 - beta2 = 0.001, which is less than half the distance of codes, as in the 8-bit
+    Adam that this follows (Dettmers et al., arXiv 2110.02861, block-wise quantization). An ``exp_avg_sq`` that is not 0 never
+    becomes 0, so no step is divided by only eps. If gradients are a few thousand times smaller than the largest of their block,
+    steps are shorter than Adam's. A moment that is not finite makes its block's moments NaN.
 
     Attributes:
         hi: bfloat16 ``n``, the master rounded half up: the parameter that the model computes with.

@@ -2,8 +2,8 @@
 
 All tensors are flat and contiguous, checked before, and updated in place. ``grad_scale`` multiplies the gradient first: a float
 that float32 holds, or a float32 tensor of one element. ``noise`` is the state of the stream of random bits, ``start`` the global
-number of the first element, ``writes`` a sum of ``PARAMETERS`` and ``MOMENTS``. ``before`` is None, or what a whole step reads in
-place of ``state``, which it then only writes.
+number of the first element, ``writes`` a sum of ``PARAMETERS`` and ``MOMENTS``. ``before`` is None, or the state that a whole step
+reads instead of ``state``, which it then only writes.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def step_quantized(
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """``n -> blocks 256``, zeros behind the end."""
+    """``n -> blocks 256``, zeros after the end."""
     return F.pad(x, (0, -x.numel() % fb.QUANTIZED_BLOCK)).view(-1, fb.QUANTIZED_BLOCK)
 
 
@@ -233,13 +233,12 @@ def adam_step(
         step: number of the step, from 1; with ``seed`` it also chooses the noise of stochastic rounding.
         grad_scale: initial factor of the gradient: clip factor over loss scale; a number, or a float32
             tensor of one element on the gradient's device, which is read without a host synchronisation.
-        start: global number of the shard's first element. With it, shards of a flat parameter round stochastically as
-            the whole would; for 8-bit moments it must be a multiple of 256, and so must the length of every shard but
-            the last.
+        start: global number of the shard's first element. With it, shards of a flat parameter round stochastically as the whole
+            parameter would. For 8-bit moments it must be a multiple of 256, and so must the length of every shard but the last.
         seed: the run's seed.
-        before: None, or a state of the same kind and length in memory of its own, which is stepped from and left as it is:
-            ``state`` is only written. On a CPU that is one pass too, of as many bytes: what is written goes past the caches
-            (but for 8-bit moments).
+        before: None, or a state of the same kind and length in separate memory: the step reads it and leaves it unchanged, and only
+            writes ``state``. On a CPU that is one pass too, of as many bytes: what is written goes past the caches (but for 8-bit
+            moments).
 
     Raises:
         TypeError: for a gradient or scale of another dtype, or another kind of state ``before``.
@@ -285,8 +284,8 @@ def adam_update_parameters(
     :func:`adam_update_moments` with the same arguments completes the step, at any later time, to the same bits.
 
     Raises:
-        ValueError: with ``adamw_mode=False`` and weight decay, where the second half would need the parameter as it
-            was; and as :func:`adam_step`.
+        ValueError: with ``adamw_mode=False`` and weight decay, where the second half would need the old parameter; and as
+            :func:`adam_step`.
     """
     _refuse_l2(settings)
     _run(state, grad, settings, step, grad_scale, start, seed, PARAMETERS)

@@ -1,9 +1,8 @@
 """Adam on the CPU: one pass over the memory, in blocks of 64 Ki elements that threads share.
 
-Kernels are compiled for the dtypes they are called with. ``before`` is None, or the arrays that a whole step reads in place of
-those that it writes: that is another type, so what only it needs is compiled only for it. Blocks of the states
-that need noise lie at multiples of 64 Ki of the *global* element number, as its keys do. As many threads work as
-torch.get_num_threads() says.
+Kernels are compiled for the dtypes they are called with. ``before`` is None, or the arrays that a whole step reads instead of the
+ones that it writes. It is another type, so its code is compiled only for it. Blocks of states that need noise start at multiples of
+64 Ki of the *global* element number, like the noise's keys. As many threads work as torch.get_num_threads() says.
 """
 
 from __future__ import annotations

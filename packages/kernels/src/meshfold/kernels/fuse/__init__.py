@@ -7,9 +7,9 @@
     rotary embedding        a function (q, k, cos, sin) of the Hugging Face kind that a module's forward calls
     linear + cross entropy  a head whose logits only the loss reads: they are never held whole
 
-Each rule tries a module out on small random tensors before it touches it, and each replacement goes back to the model's own
-code wherever it cannot do better: under torch.compile, in another dtype than its weights', on a device without Triton. Names,
-parameters and state dicts do not change. Nothing is patched outside of the model's own modules.
+Each rule tests a module on small random tensors before it changes it. Each replacement falls back to the model's own code where it
+is not better: under torch.compile, in another dtype than its weights', on a device without Triton. Names, parameters and state
+dicts do not change. Nothing is patched outside of the model's own modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activations that a module composes of several operations, such as Hugging Face's ``NewGELUActivation``, in one launch.
 
 ``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`` is eight passes over the activations forward, and as many backward.
-Torch has the same function as one kernel. An activation that is one operation already stays as it is.
+Torch has the same function as one kernel. An activation that is already one operation stays unchanged.
 """
 
 from __future__ import annotations

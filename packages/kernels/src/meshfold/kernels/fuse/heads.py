@@ -1,10 +1,10 @@
-"""Heads whose logits wait for their loss: a layer that is called returns a stand-in, and is run when the loss is computed.
+"""Heads whose logits wait for their loss: a called layer returns a stand-in, and runs when the loss is computed.
 
     logits = model.head(x)                                # LazyLogits: x, and which head
     F.cross_entropy(logits.float().view(-1, v), labels)   # linear_cross_entropy(x, head.weight, labels)
 
-The head is *called* when the loss is computed, and only then, so hooks on it, such as those that gather its weights, run
-round the computation that needs them.
+The head is *called* only when the loss is computed. Hooks on it, such as hooks that gather its weights, thus run around the
+computation that needs them.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Head:
         return bool(self._layer.weight.requires_grad)
 
     def stand_in(self, x: Tensor) -> LazyLogits:
-        """Return the logits of ``x``, to be computed when they are wanted."""
+        """Return the logits of ``x``, which are computed when they are needed."""
         return LazyLogits.make(self, x, self.shape(x), self._layer.weight.dtype, ())
 
     def logits(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Logits that were not computed: a tensor that stands for a head's output.
+"""Logits that were not computed: a stand-in for a head's output.
 
-What a loss usually does to logits on the way is kept in mind and not carried out: casts, views of the rows, slices of them,
-a scale, a soft cap. Cross entropy is computed with the head. Whatever else a program does with them computes them as the head
-would have, once, with their gradient.
+The usual operations of a loss on logits are recorded and not carried out: casts, views of the rows, slices of them, a scale, a soft
+cap. Cross entropy is computed with the head. Whatever else a program does with them computes them as the head would have, once,
+with their gradient.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LazyLogits(Tensor):
         return self._like(self.rows, tuple(self.shape), dtype, (*self.changes, (what, by)))
 
     def of_rows(self, take: Callable[[Tensor], Tensor]) -> LazyLogits | None:
-        """Return the logits of the rows that ``take`` makes of these, with the same changes; None if rows are not alike."""
+        """Return the logits of the rows that ``take`` selects, with the same changes; None if rows differ in their changes."""
         if self.rows.shape[:-1] != self.shape[:-1]:
             return None  # a sharded layer has other rows in its output than in its input
         rows = take(self.rows)

@@ -81,7 +81,7 @@ class OffersNorm(Protocol):
 
 
 def offered_norms(model: nn.Module) -> dict[nn.Module, Norm]:
-    """Return what the modules of a model offer to the rule ``residual``, without those of another rank's pipeline stage."""
+    """Return the modules of a model for the rule ``residual``, without modules of another rank's pipeline stage."""
     offers = ((module, module.fused_norm()) for _, module in candidates(model) if isinstance(module, OffersNorm))
     return {
         module: norm

@@ -48,7 +48,7 @@ class ReplacedForward:
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Return True if a module is called through the forward of its class, neither replaced nor compiled."""
+    """Return True if a call of a module runs its class's forward, neither replaced nor compiled."""
     return "forward" not in module.__dict__ and not is_compiled(module)
 
 
@@ -67,7 +67,7 @@ def is_compiled(module: nn.Module) -> bool:
 def names_of(forward: object) -> Mapping[str, Any]:
     """Return the global names that a forward's code uses, with their values; none for a forward that a decorator has wrapped.
 
-    A decorator's names are not those of the forward inside.
+    A decorator's names differ from the names of the forward inside.
     """
     if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
         return {}
@@ -101,7 +101,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_watched() -> bool:
-    """Return True while a mode that wants to see the model's own operations is on, such as one that checks their layouts.
+    """Return True while a mode that needs the model's own operations is on, such as one that checks their layouts.
 
     It says so with an attribute ``wants_own_operations``.
     """
@@ -109,7 +109,7 @@ def is_watched() -> bool:
 
 
 def runs_fused(x: Tensor, always: bool) -> bool:
-    """Return True if a kernel is worth while for a tensor: on a GPU, or anywhere if it is wanted ``always``.
+    """Return True if a kernel pays off for a tensor: on a GPU, or on any device with ``always``.
 
     Never under torch.compile, which fuses the model's own operations with their neighbours.
     """

@@ -1,11 +1,11 @@
 """Residual add and norm: ``x = x + branch(...); y = norm(x)`` inside of one module's forward, where branch and norm are children.
 
-The forward's own code runs on a view of the module, whose children do two things more: what a branch returns waits for the sum
-that it goes into, and a norm that is given such a sum makes it in its own kernel. Who uses the sum otherwise gets it as a tensor.
-Hooks of the children, and who calls the module, see tensors alone.
+The forward's own code runs on a view of the module, and its children do two more things. The output of a branch waits for the sum
+that it is added to. A norm of such a sum computes the sum in its own kernel. Any other use of the sum gets it as a tensor. Hooks of
+the children, and callers of the module, see only tensors.
 
-Which children are branches and norms is found by trial: the forward runs on small random tensors with other children that are
-cheap, once unchanged and once with sums that wait. Results and gradients must be equal.
+A trial finds the children that are branches and norms: the forward runs on small random tensors with cheap other children, once
+unchanged and once with sums that wait. Results and gradients must be equal.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Call:
                     module.__dict__[name] = results(value)
 
     def waits(self) -> bool:
-        """Return False inside activation checkpointing and its recomputation, which must return and save the same tensors."""
+        """Return False inside recomputation of activations and its first forward: both must return and save the same tensors."""
         return not self._over and self._mode() == self._around
 
     def _mode(self) -> tuple[bool, Any]:
@@ -235,7 +235,7 @@ def _inputs(forward: Any, hidden: int, random: torch.Generator) -> Iterator[list
 
 
 def _equal(got: Any, want: Any) -> bool:
-    """Return True if tensors, alone or in tuples, are equal up to rounding."""
+    """Return True if tensors, or tuples of them, are equal up to rounding."""
     if isinstance(want, tuple):
         return type(got) is tuple and len(got) == len(want) and all(map(_equal, got, want))
     if isinstance(want, Tensor):

@@ -1,6 +1,6 @@
 """Rotary embedding of the Hugging Face kind: a function ``(q, k, cos, sin)`` that a module's forward calls by its global name.
 
-The forward is copied with that one name bound to the kernel, for the modules of this model alone.
+The forward is copied with that one name bound to the kernel, only for the modules of this model.
 """
 
 from __future__ import annotations

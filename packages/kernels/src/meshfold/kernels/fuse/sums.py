@@ -13,7 +13,7 @@ _ADDS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 
 
 class Waiting:
-    """A tensor that waits; any use but a sum has it made."""
+    """A tensor that waits; any use other than a sum computes it."""
 
     __slots__ = ()
 
@@ -139,7 +139,7 @@ def _versions(*each: Tensor) -> list[int]:
 
 
 def tensors(given: Any) -> Any:
-    """Return arguments with waiting tensors computed, alone or in tuples, lists and dicts."""
+    """Return arguments with waiting tensors computed, also in tuples, lists and dicts."""
     if isinstance(given, Waiting):
         return given.value()
     if type(given) in (tuple, list):

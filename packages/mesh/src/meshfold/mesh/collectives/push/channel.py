@@ -81,7 +81,7 @@ class Exchange:
         """Start copying a block into this rank's row of the memory of ``target``, in parallel with compute.
 
         Args:
-            target: the place of a rank in the group; this rank's own, if it reads its block beside the others'.
+            target: the place of a rank in the group; this rank's own if it reads its block with the others'.
             block: contiguous memory that has the block.
             first: the element of it that the block begins at.
         """

@@ -1,7 +1,7 @@
 """The protocol of pushes, without any tensor: numbers of calls, slots, flags, and the order of what each rank does.
 
-The calls of a channel are numbered from 1, alike on all of its ranks. Call ``n`` uses slot ``n % 2`` of two. Each rank has,
-in memory that its peers can write, one row a rank in each slot, and two flags a rank:
+The calls of a channel are numbered from 1, with the same numbers on all of its ranks. Call ``n`` uses slot ``n % 2`` of two. Each
+rank has, in memory that its peers can write, one row a rank in each slot, and two flags a rank:
 
 - ``arrived[s]``: the last call whose block rank ``s`` has written here. Raised by ``s``, after the block.
 - ``released[r]``: the last call whose blocks rank ``r`` has read. Raised by ``r``; a writer looks at it before it writes.
@@ -9,9 +9,9 @@ in memory that its peers can write, one row a rank in each slot, and two flags a
 A slot is written again two calls later, so a writer of call ``n`` waits until its reader has released call ``n − 2``: one
 call behind, where it does not delay the reader. There is no barrier. Flags only grow, so nothing is ever reset.
 
-No order of the streams makes the ranks wait for each other in a circle: every wait of call ``n`` is for something that
-its peer has queued earlier in the program (a push of call ``n`` before any read of it, the release of call ``n − 2``). So a
-GPU that runs the streams of a rank one after another, in program order, is not stuck either.
+No order of the streams makes the ranks wait for each other in a circle. Every wait of call ``n`` is for work that its peer has
+queued earlier in the program: a push of call ``n`` before any read of it, or the release of call ``n − 2``. So a GPU that runs the
+streams of a rank one after another, in program order, is not stuck either.
 
 Flags are words of 32 bits that wrap around; they are compared by their distance, as ``cuStreamWaitValue32`` does.
 """
@@ -27,12 +27,12 @@ _WORD = 1 << 32
 
 
 def word(number: int) -> int:
-    """Return the flag that stands for a call: its number in 32 bits. Calls up to 0 have always happened."""
+    """Return the flag of a call: its number in 32 bits. Calls up to 0 have always happened."""
     return number % _WORD
 
 
 def is_reached(flag: int, number: int) -> bool:
-    """Return True if a flag stands at a call or a later one; the two are less than 2³¹ calls apart."""
+    """Return True if a flag has reached a call or a later one; the two are less than 2³¹ calls apart."""
     return (flag - number) % _WORD < _WORD // 2
 
 

@@ -1,11 +1,11 @@
 """The transport of GPUs that reach each other's memory: symmetric memory, copy engines, and waits of streams on flags.
 
-A block is copied by ``cuMemcpyAsync`` into the mapped memory of its target, which a copy engine does: no multiprocessor
-takes part. The flag behind it is a ``cuStreamWriteValue32`` on the same stream, which orders it after the copy, and the
-reader's stream waits by ``cuStreamWaitValue32``: no kernel spins. NVLink multicast is neither used nor prepared.
+A block is copied by ``cuMemcpyAsync`` into the mapped memory of its target, which a copy engine does: no multiprocessor takes part.
+The flag after it is a ``cuStreamWriteValue32`` on the same stream, which orders it after the copy. The reader's stream waits by
+``cuStreamWaitValue32``: no kernel spins. NVLink multicast is neither used nor prepared.
 
-A flag that never comes keeps the reader's stream waiting, not its host: the watchdog sees that the call's event is not
-reached, and says which rank has not come (:mod:`meshfold.mesh.watchdog.monitor`).
+A flag that never comes keeps the reader's stream waiting, not its host. The watchdog sees that the call's event is not reached, and
+names the missing rank (:mod:`meshfold.mesh.watchdog.monitor`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The sum of the parts that ranks have pushed: in float32 for half precision, in the order of the ranks, rounded once.
 
-The same pass can add up the squares of the sum, which a norm needs: those of every 65,536 elements in float64, in a fixed order
-of additions. Element ``j`` is added to lane ``j % 1024``, and the lanes are added in halves. It is the order of
+The same pass can sum the squares of the result, which a norm needs: for every 65,536 elements in float64, in a fixed order of
+additions. Element ``j`` is added to lane ``j % 1024``, and the lanes are added in halves. It is the order of
 ``meshfold.kernels.sum_of_squares``, so that a norm has the same bits whatever has carried its gradient.
 """
 

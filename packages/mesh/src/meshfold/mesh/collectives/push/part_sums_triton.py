@@ -23,7 +23,7 @@ def _total(parts, own, elements, at, mask, INDEX: tl.constexpr, RANKS: tl.conste
     for rank in tl.static_range(RANKS):
         if rank == INDEX:
             total += tl.load(own + at, mask=mask, other=0.0).to(tl.float32)
-        else:  # .cg: a peer wrote it, so nothing that this multiprocessor has read before may stand for it
+        else:  # .cg: a peer wrote it, so data that this multiprocessor has cached must not be used
             row = parts + tl.cast(elements, tl.int64) * rank
             total += tl.load(row + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     return total

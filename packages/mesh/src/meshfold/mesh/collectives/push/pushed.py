@@ -1,8 +1,8 @@
 """All-gather and reduce-scatter by pushes: drop-in transports of the collectives of the same names.
 
-Blocks go in pieces, so that a channel of fixed size serves messages of any. What arrives is copied out, or summed, on a
-stream of its own, and the slot released at once: results may be waited for in any order, or late. Recorded bytes, calls that
-the watchdog counts and results are those of the collectives; only reduce-scatter's sum is better, in float32 and rounded once.
+Blocks go in pieces, so that a channel of fixed size serves messages of any. Arriving data is copied out, or summed, on a separate
+stream, and the slot is released at once. Results may be waited for in any order, or late. Recorded bytes, the calls that the
+watchdog counts, and results equal the collectives'. Only reduce-scatter's sum is more precise: in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshfold.mesh.group import Group
 from meshfold.mesh.recording.flight_recorder import Call
 
 PUSHED_FROM_BYTES = 16 * 2**20
-"""Least bytes of a block that ``transport="auto"`` pushes: beside a matmul of an H100 smaller ones are no faster than NCCL's."""
+"""Smallest block in bytes that ``transport="auto"`` pushes: during a matmul on an H100 smaller ones are no faster than NCCL's."""
 
 
 def pushes(transport: str, block_bytes: int, device: torch.device) -> bool:
@@ -82,14 +82,14 @@ def all_gather_push(x: Tensor, group: Group, out: Tensor | None = None) -> Pendi
 def reduce_scatter_push(x: Tensor, group: Group, *, dtype: torch.dtype | None = None) -> Pending:
     """Start summing over the group by pushes, in parallel with compute: this rank's block along dim 0, ``[g·n, ..] -> [n, ..]``.
 
-    Each rank pushes its part of a block to the block's rank, in the dtype of x; that rank sums the parts in float32 (those of
-    float64 in float64), in the order of the ranks, and rounds once. Where the ranks cannot push to each other it is the
-    ordinary reduce-scatter, on all of them.
+    Each rank pushes its part of a block to the block's rank, in the dtype of x. That rank sums the parts in float32 (float64 parts
+    in float64), in the order of the ranks, and rounds once. Where the ranks cannot push to each other it is the ordinary
+    reduce-scatter, on all of them.
 
     Args:
         x: contiguous. It must not change before the result has been waited for.
         group: all of its ranks must call.
-        dtype: of the result; by default that of x.
+        dtype: of the result; by default the dtype of x.
 
     Raises:
         CollectiveError: if the group's size does not divide dim 0, or x is not contiguous.

@@ -55,11 +55,11 @@ class Transport(Protocol):
         ...
 
     def await_flag(self, place: int, number: int) -> None:
-        """Wait until a flag in this rank's memory stands at a call or a later one, before what is queued from now on."""
+        """Make work that is queued from now on wait until a flag in this rank's memory has reached a call or a later one."""
         ...
 
     def follow(self, *streams: Stream) -> None:
-        """Let what is queued on streams of the transport from now on come after what the current stream has now."""
+        """Make work that is queued on the transport's streams from now on wait for the current work of the current stream."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
