@@ -140,6 +140,7 @@ def test_on_two_ranks(data: Path) -> None:
         (["dpo", "--data", "chats"], "record 1: has 'prompt', 'completion'"),
         (["dpo", "--data", "pairs", "--loss", "sigmod"], "Did you mean 'sigmoid'"),
         (["sft", "--data", "nothing"], "cannot be read"),
+        (["sft", "--data", "chats", "--start", "nowhere"], "--start 'nowhere': there is no such folder"),
         (["grpo", "--data", "prompts", "--reward", "rewards.py"], "write FILE.py:NAME"),
         (["grpo", "--data", "prompts", "--reward", "nowhere.py:letters"], "there is no file"),
         (["sft", "--data", "chats", "--resume"], "no checkpoint to resume from"),

@@ -72,7 +72,7 @@ def kind_of(folder: Path) -> str:
     if has_weights(folder):
         return "hf"
     if not folder.exists():
-        what = "there is no such folder"
+        what = "there is no such folder; give a checkpoint or a Hugging Face model"
     elif not folder.is_dir():
         what = "it is a file; give the folder of a checkpoint or of a Hugging Face model"
     else:
@@ -83,8 +83,7 @@ def kind_of(folder: Path) -> str:
             latest(folder / "checkpoints"),
         )  # written by `meshfold train --out`
         inside = next((path for path in places if path is not None and (path / STATE_FILE).is_file()), None)
-        if inside is not None:
-            what += f". Did you mean {inside}?"
+        what += f". Did you mean {inside}?" if inside is not None else "; give a folder that has one of these"
     raise CheckpointError(f"cannot convert {folder}: {what}")
 
 

@@ -294,6 +294,11 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.gpu_memory is not None and name not in ("dpo", "grpo", "ppo"):
         raise Failure(f"--gpu-memory with {name}, which has one model: write --parallel zero.gpu_memory_limit=SIZE")
+    for option, folder in (("--start", arguments.start), ("--critic-start", arguments.critic_start)):
+        if folder is not None and not Path(folder).is_dir():
+            raise Failure(
+                f"{option} {folder!r}: there is no such folder; give --out of an earlier run, or a checkpoint"
+            )
     if not arguments.importance_high:
         raise Failure("--importance-high 0 leaves no token a weight: write a number above 0")
     rollout, addressed = arguments.rollout, arguments.rollout.startswith(("http://", "https://"))

@@ -24,9 +24,14 @@ FOLDER = "experiments"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold reproduce`` and ``meshfold bench``."""
     parser.usage = f"{parser.prog} NAME ... | --list"
-    parser.add_argument("--list", action="store_true", help="list the experiments")
+    parser.add_argument("--list", action="store_true", help="list the names, each with what it does")
     parser.add_argument("--json", action="store_true", help="with --list: names as JSON")
-    parser.add_argument("name", nargs=argparse.REMAINDER, metavar="NAME ...", help="which one, and its own arguments")
+    parser.add_argument(
+        "name",
+        nargs=argparse.REMAINDER,
+        metavar="NAME ...",
+        help="a name of --list, then its own arguments (NAME --help)",
+    )
 
 
 def run(arguments: argparse.Namespace, folder: str = FOLDER) -> int:
