@@ -59,7 +59,7 @@ class Router(nn.Module):
         raise NotImplementedError
 
     def keep(self, routing: Routing) -> None:
-        """Keep what the losses need of a forward."""
+        """Keep the sums of a forward that the losses need."""
         self.sums = routing_sums(routing) if not self.training or torch.is_grad_enabled() else None
 
     def extra_repr(self) -> str:
@@ -136,7 +136,7 @@ class SigmoidRouter(Router):
         )
 
     def keep(self, routing: Routing) -> None:
-        """Keep what the losses and the bias need of a forward."""
+        """Keep the sums of a forward that the losses and the bias need."""
         super().keep(routing)
         if self.training and self.sums is not None:
             self.counts = self.counts + self.sums.counts.to(self.counts.dtype)
@@ -149,8 +149,8 @@ def update_selection_bias(model: nn.Module, rate: float = 0.001, group: Group | 
     Args:
         model: all ranks of the group must call with the same routers in the same order; the bias is then the same on each.
         rate: of a move, for each expert up or down.
-        group: the ranks that share the batch: their counts are summed, all layers in one all-reduce. None: those that an
-            engine has split it over; without one, this rank has all of it.
+        group: the ranks that share the batch: their counts are summed, all layers in one all-reduce. None: the ranks that an engine
+            has split it over; without an engine, this rank has all of it.
     """
     routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
     if not routers:

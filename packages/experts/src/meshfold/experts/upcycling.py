@@ -43,7 +43,7 @@ def upcycle(
     Args:
         model: trained; its feed-forwards have gate, up and down projections without biases, as Llama's, Qwen's and Mistral's.
         experts: of each mixture.
-        top_k: experts a token; weights are divided by their sum, so that the output stays what it was.
+        top_k: experts a token; weights are divided by their sum, so the output does not change.
         where: is given the name of each feed-forward; True if it is to be replaced. None: all are.
         capacity: see :func:`meshfold.experts.dispatch`.
 

@@ -259,7 +259,7 @@ def pretrained(
         folder: with ``config.json`` and weights.
         model_class: one of transformers' classes or its name, such as ``"AutoModelForSequenceClassification"``; by default the
             configuration's ``architectures``.
-        dtype: of the parameters; what the engine computes in is its ``precision``.
+        dtype: of the parameters; the engine computes in its ``precision``.
         ignore_mismatched_sizes: initialise tensors that have another shape in the folder.
         adapter: train only low-rank adapters: peft's ``LoraConfig(...)`` for new ones, or the folder of trained ones.
         quantize: ``"nf4"``: keep linear layers except the head in four bits, packed while reading (QLoRA); with ``adapter``.

@@ -44,7 +44,7 @@ class RowsOfBatches(Sampler[list[int]]):
             yield rows[mine.start : mine.stop] or [~rows[0]]
 
     def set_epoch(self, epoch: int) -> None:
-        """Before each; asked of the sampler itself where the Trainer goes on inside of an epoch."""
+        """Before each; the sampler itself is asked if the Trainer resumes inside an epoch."""
         self.epoch = epoch
 
 

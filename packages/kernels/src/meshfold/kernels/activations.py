@@ -53,7 +53,8 @@ def swiglu(gate_up: Tensor, *, source: Fp8Source | None = None) -> Tensor:
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, filled: Tensor | None = None) -> Tensor:
     """silu(gate) * up * weight of a fused projection: ``m (2 f), m -> m f``, in the dtype of ``gate_up``.
 
-    What a linear layer without bias makes of it is weighted too: so a token's experts are, without a pass over their outputs.
+    The output of a linear layer without bias is then weighted too. This weights a token's experts without a pass over their
+    outputs.
 
     Args:
         gate_up: rows of gate and up side by side.

@@ -99,8 +99,8 @@ def cross_entropy(
         ignore_index: label of rows whose loss and gradient are 0.
         label_smoothing: share of the target that is spread evenly over the v words.
         z_loss: weight of lse**2.
-        inplace_backward: let the backward overwrite ``logits`` with their gradient. For logits that nobody else
-            reads, such as the output of a head whose backward does not need them.
+        inplace_backward: let the backward overwrite ``logits`` with their gradient. For logits that nothing else reads, such as the
+            output of a head whose backward does not need them.
 
     Raises:
         ValueError: if there is not one label a row.

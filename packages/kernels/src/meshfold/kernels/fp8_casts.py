@@ -82,7 +82,7 @@ def cast_scaled(x: Tensor, scale: Tensor, out: Tensor, along: Literal["rows", "c
         x: floating point.
         scale: float32, ``r``, ``c`` or ``1``.
         out: e4m3, ``r c``, row-major: is written.
-        along: what has a scale of its own.
+        along: the rows or the columns, each with its own scale.
     """
     each = {"rows": scale.view(-1, 1), "columns": scale.view(1, -1), "none": scale}[along]
     out.copy_((x.float() * each).clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn))

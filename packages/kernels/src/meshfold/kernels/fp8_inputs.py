@@ -1,8 +1,8 @@
 """Inputs that fp8 products share: cast once for all layers that read one, and by the kernel that makes it where there is one.
 
 Queries, keys and values read the same input, as gate and up do. An input is recognized by its memory and version, not by names, so
-that it works for any model. A norm or a gated activation with an :class:`Fp8Source` notices in one forward how many fp8 products
-read its result; from the next forward on its kernel writes the operand beside the result. Bits are those of a cast of each product.
+that it works for any model. A norm or a gated activation with an :class:`Fp8Source` counts in one forward how many fp8 products
+read its result. From the next forward on its kernel writes the operand with the result. Bits are those of a cast of each product.
 
 =================== ==================================== =======================================
 cast                apart                                shared and fused
@@ -11,8 +11,8 @@ x for y             read by each product                 written with x, or read
 x for dw            read twice by each product           read twice by the first
 =================== ==================================== =======================================
 
-At most one operand of each kind is kept, and none once all known readers have had it. Compiled code takes no part: there the
-compiler finds what is computed twice, and fuses.
+At most one operand of each kind is kept, and none once all known readers have had it. Compiled code does not use this: the compiler
+finds repeated computations, and fuses.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _apart: list[None] = []
 
 @contextmanager
 def casts_apart() -> Iterator[None]:
-    """Context manager: each product casts its own operands meanwhile."""
+    """Context manager: inside, each product casts its own operands."""
     global _backward
     _close()
     _backward = None

@@ -4,8 +4,7 @@ A weight is an operand of two products, each with a cast of its own: y sums over
 element. They are kept from :meth:`Fp8Weight.open` on, and made again if the weight has changed. They hold no views of the weight,
 which may move. A compiled graph reads them as inputs, so they must exist: call :meth:`Fp8Weight.refresh` before it.
 
-Or somebody else supplies them (:meth:`Fp8Weight.supply`): ranks that share a weight gather it in fp8, and none has the weight
-itself.
+Or other code supplies them (:meth:`Fp8Weight.supply`): ranks that share a weight gather it in fp8, and none has the weight itself.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Fp8Weight:
         self._of: tuple[int, int] | None = None  # address and version of the weight that was cast
 
     def supply(self, operands: Fp8Operands | None, fetch: Callable[[], None] = lambda: None) -> None:
-        """Use these operands from now on, whose contents somebody else changes; None: cast the weight again.
+        """Use these operands from now on; other code changes their contents; None: cast the weight again.
 
         ``fetch``: makes the operand for y readable, where a forward is repeated in a backward that has only that for dx.
         """

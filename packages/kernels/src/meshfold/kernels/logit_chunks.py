@@ -168,8 +168,8 @@ class ChunkOperands(NamedTuple):
     Attributes:
         rows: ``m k``.
         dlogits: gradient of the logits, ``m v``.
-        padded: the same with columns of 0 behind it, ``m p``.
-        weight: with rows of 0 behind it, ``p k``.
+        padded: the same followed by columns of 0, ``m p``.
+        weight: followed by rows of 0, ``p k``.
     """
 
     rows: Tensor

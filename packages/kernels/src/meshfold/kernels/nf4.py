@@ -105,7 +105,7 @@ class _Multiply(torch.autograd.Function):
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer with its weight in four bits: ``.. k -> .. n``, in the dtype of what it is given.
+    """A frozen linear layer with its weight in four bits: ``.. k -> .. n``, in the dtype of its input.
 
     ``weight`` is the packed tensor, of bytes; the bias is not changed.
     """

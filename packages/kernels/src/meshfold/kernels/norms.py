@@ -93,7 +93,7 @@ def add_rms_norm(
 
     Args:
         x: a block's output, rows of h elements.
-        residual: the residual stream, of the same shape; may be wider than ``x`` (float32 beside bfloat16).
+        residual: the residual stream, of the same shape; may be wider than ``x`` (float32 with bfloat16).
         weight: [h] or None.
         eps: added to the mean square.
         source: as of :func:`rms_norm`.

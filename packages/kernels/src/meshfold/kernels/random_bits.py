@@ -89,7 +89,7 @@ def random_bits(seed: int | Tensor, key: int | Tensor, index: Tensor) -> Tensor:
     Args:
         seed: the run's seed (any Python integer counts modulo 2**64; inside torch.compile it must fit int64), or a
             0-d int64 tensor, so that a compiled step or a CUDA graph need not be rebuilt for each seed.
-        key: what the numbers are for, hashed: a parameter's name, a dropout layer at a step.
+        key: hash of the numbers' purpose: a parameter's name, a dropout layer at a step.
         index: global element indices, int64, any shape.
 
     Returns:

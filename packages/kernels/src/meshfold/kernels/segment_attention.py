@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """The segments of all rows behind one another.
+    """The segments of all rows, one row after the other.
 
     Attributes:
         queries: int64 ``t``: the token of each packed query, numbered through consecutive rows.
@@ -112,7 +112,7 @@ class Segments:
         return self._all
 
     def packed(self) -> _Packed:
-        """Return the segments of all rows behind one another."""
+        """Return the segments of all rows, one row after the other."""
         if self._packed is None:
             self._packed = self._pack()
         return self._packed

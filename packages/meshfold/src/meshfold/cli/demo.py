@@ -2,7 +2,7 @@
 
 It runs under parallel=dict(data=2, tensor=dict(mode="2d", size=4)) on 8 local processes: on GPUs if there are 8 (with 4, only the
 tensor part), otherwise on the CPU, which takes a few minutes. It prints the plan and the progress, and ends with a checkpoint, a
-plot of the loss, a sample of text, and the parallel loss beside the serial one.
+plot of the loss, a sample of text, and the parallel and the serial loss side by side.
 """
 
 from __future__ import annotations

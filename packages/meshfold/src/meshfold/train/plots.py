@@ -40,7 +40,7 @@ def plot_loss(path: Path, curves: Mapping[str, Curve], title: str) -> None:
             # Open circles leave the first curve's line visible.
             axes.plot(steps, losses, "o", markersize=5, fillstyle="none", zorder=4, label=label)
             continue
-        # Label the measured loss: the average lags behind it and does not meet the circles while the loss falls.
+        # Label the measured loss: the average lags behind it and differs from the circles while the loss falls.
         axes.plot(steps, losses, linewidth=1.2, label=label)
         if len(losses) >= _MANY:
             average = _smooth(losses)

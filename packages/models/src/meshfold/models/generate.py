@@ -59,7 +59,7 @@ def generate(
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest alone.
         generator: a CPU generator or a seed; seed 0 by default.
-        eos_token_id: a row that has drawn it goes on with nothing else; ends early when all rows have.
+        eos_token_id: a row that has drawn it repeats it; generation ends early when all rows have drawn it.
         use_cache: False: keep no keys and values, to save their memory.
 
     Returns:

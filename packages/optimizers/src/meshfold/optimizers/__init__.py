@@ -1,4 +1,4 @@
-"""Optimizers in plain torch that declare what they need of a tensor: elements, norms, sums over dims, or all of it."""
+"""Optimizers in plain torch that declare their view of a tensor: elements, norms, sums over dims, or all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of the optimizers: what they need of a tensor, its gradient, its step count."""
+"""Base of the optimizers: the view of a tensor that they need, its gradient, its step count."""
 
 from __future__ import annotations
 

@@ -230,8 +230,7 @@ class Pipeline:
     def rehearse(self, work: Microbatch) -> None:
         """Run F of this rank's stages on a micro-batch, then B and W from the last one back, on noise; send nothing.
 
-        For profiling a single rank: hooks see what they see in a step. The gradients are computed, and left to the
-        caller.
+        For profiling a single rank: hooks see the same calls as in a step. The gradients are computed, and left to the caller.
         """
         plan = self._plans.of(work)
         with preserved_buffers(self.module):

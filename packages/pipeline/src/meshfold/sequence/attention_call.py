@@ -68,7 +68,7 @@ class AttentionSettings:
         Args:
             q, k, v: this rank's tokens.
             masked: the model passes a mask of its own.
-            causal, window, scale, dropout: what the model asks for.
+            causal, window, scale, dropout: the model's own.
 
         Raises:
             LayoutError: for a mask of unknown meaning, and for what attention itself refuses.

@@ -28,11 +28,11 @@ from meshfold.sequence.sharding import SequenceSharding, sequence_mode, sequence
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Lists of blocks of a kind of denoiser, and what a block returns.
+    """Lists of blocks of a kind of denoiser, and the outputs of a block.
 
     Attributes:
         lists: names of its lists of blocks, in the order of their calls.
-        output: index of the image in what a block returns; None: it returns the image alone.
+        output: index of the image in a block's outputs; None: it returns the image alone.
     """
 
     lists: tuple[str, ...] = ("transformer_blocks",)
@@ -45,7 +45,7 @@ _FORMS = {
     "FluxTransformer2DModel": _Form(lists=("transformer_blocks", "single_transformer_blocks"), output=1),
 }
 _PROCESSORS = {"AttnProcessor2_0": "", "JointAttnProcessor2_0": "behind", "FluxAttnProcessor": "in front"}
-"""Attention whose code is known: where the text's tokens are beside the image's."""
+"""Attention whose code is known: the place of the text's tokens among the image's."""
 _IMAGE, _TEXT, _ROTARY = "hidden_states", "encoder_hidden_states", "image_rotary_emb"
 
 

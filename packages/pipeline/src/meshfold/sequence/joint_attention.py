@@ -1,4 +1,4 @@
-"""Attention over tokens of an image that are split over ranks, beside tokens of a text that every rank has.
+"""Attention over an image's tokens, which are split over ranks, and a text's tokens, which every rank has.
 
 Each rank computes the text's queries itself. The sum of the ranks' losses depends on P copies of the text, each through its own
 rank, so gradients of all copies add up to the text's; those of the image's tokens are of its own rank, in full.

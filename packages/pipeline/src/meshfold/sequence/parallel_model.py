@@ -229,8 +229,8 @@ def sequence_parallel(
     Args:
         model: any module with self-attention; its attention dropout must be 0 unless ``draw`` is given.
         mesh, mode, order, kernel: as in :func:`meshfold.sequence.attention`.
-        causal: None: what the model asks for at each call; if given, it replaces the model's own masks.
-        window: None: what the model asks for (Hugging Face's ``sliding_window``, own models' ``window``).
+        causal: None: the model decides at each call; if given, it replaces the model's own masks.
+        window: None: the model's own (Hugging Face's ``sliding_window``, our models' ``window``).
         documents: cumulative lengths of packed documents, one for all rows, or one for each row (then rows attend one after
             another). Positions restart at each document.
         length: tokens of the whole sequence if it does not divide evenly; ``set_batch`` changes it for other batches.

@@ -64,7 +64,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device, as if all were alive at once; under ``zero`` they are, at the fullest moment."""
+        """Bytes on the device, assuming all are alive at once; under ``zero`` they are, at the fullest moment."""
         return self.parameters + self.masters + self.gradients + self.optimizer + self.activations
 
     @classmethod

@@ -1,8 +1,8 @@
 """Errors of a model's memory, and how one rank reports its own to all ranks before any waits for it forever.
 
-A rank whose disk fails while the others compute cannot raise at once: they wait for it in a collective. It *keeps* the
-error and goes on through the same collectives, with NaN in place of what it lost. All ranks raise together where they next
-*agree*, at the latest before the optimizer's next step. Until then lost values are NaN, never a valid number.
+A rank whose disk fails while the others compute cannot raise at once: they wait for it in a collective. It *keeps* the error and
+continues through the same collectives, with NaN instead of the lost values. All ranks raise together where they next *agree*, at
+the latest before the optimizer's next step. Until then lost values are NaN, never a valid number.
 """
 
 from __future__ import annotations

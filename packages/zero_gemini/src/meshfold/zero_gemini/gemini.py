@@ -250,7 +250,7 @@ class Gemini(ChunkedModel):
     def _gathers_early(self) -> dict[Chunk, Operands]:
         """Return the chunks that the next forward needs first, to be gathered while others are stepped.
 
-        Not where memory is limited, or some chunks are stepped in the background: plans count nothing gathered beside a step.
+        Not if memory is limited, or some chunks are stepped in the background: plans count no gathered chunks during a step.
         """
         if self.memory.compute.free_bytes is not None or any(map(self._steps_in_background, self.chunks)):
             return {}
@@ -319,7 +319,7 @@ class Gemini(ChunkedModel):
             chunk.publish()
 
     def move(self, placements: Mapping[Chunk, ChunkPlacement]) -> None:
-        """Move chunks to other placements, between steps; training goes on with the same bits. All ranks must call.
+        """Move chunks to other placements, between steps; training continues with the same bits. All ranks must call.
 
         They move one by one, so that memory does not run out on the way. A chunk that cannot be moved on
         one of the ranks stays where it was on all, and all raise.

@@ -237,7 +237,7 @@ def adam_step(
             parameter would. For 8-bit moments it must be a multiple of 256, and so must the length of every shard but the last.
         seed: the run's seed.
         before: None, or a state of the same kind and length in separate memory: the step reads it and leaves it unchanged, and only
-            writes ``state``. On a CPU that is one pass too, of as many bytes: what is written goes past the caches (but for 8-bit
+            writes ``state``. On a CPU this is also one pass, with the same bytes: writes bypass the caches (except for 8-bit
             moments).
 
     Raises:

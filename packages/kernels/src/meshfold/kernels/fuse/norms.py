@@ -61,7 +61,7 @@ class Norm:
         return add_rms_norm(x, residual, weight, self.eps, source=source)
 
     def takes(self, x: Tensor, parameters: Mapping[str, Tensor | None]) -> bool:
-        """Return True for a tensor in the dtype of the parameters: in another the module's own code says what the result's is."""
+        """Return True for a tensor in the dtype of the parameters: in another dtype the module's own code decides the result's."""
         own = (parameters[name] for name in (self.weight, self.bias) if name)
         return all(p is not None and p.dtype == x.dtype for p in own) and not is_autocast(x)
 

@@ -31,7 +31,7 @@ class ReplacedForward:
         """Args:
         name: of the module.
         module: called through ``forward`` from now on.
-        forward: takes what the module's own forward takes, without ``self``.
+        forward: takes the arguments of the module's own forward, without ``self``.
         """
         self.name = name
         self._module, self._forward, self._before = module, forward, module.__dict__.get("forward")

@@ -83,7 +83,7 @@ class Branch(Waiting):
 
 
 class Sum(Waiting):
-    """Residual stream plus branch, which the norm behind it makes.
+    """Residual stream plus branch, which the next norm computes.
 
     Attributes:
         residual, branch: of one shape, dtype and device; gone once the sum is made.

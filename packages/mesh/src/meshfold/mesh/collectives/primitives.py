@@ -232,6 +232,6 @@ def non_view_result(y: Tensor, x: Tensor) -> Tensor:
         return traceable_result(y)
     if y._base is (x._base if x._is_view() else x):
         return y.clone()
-    # Safe: nobody else holds the base of the view y.
+    # Safe: nothing else holds the base of the view y.
     found: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
     return found

@@ -28,8 +28,8 @@ class ShardedBlocks:
 
     A parameter that is not among those given counts as whole. ``sums`` takes one all-reduce of the numbers that come out.
     ``through_whole`` takes two all-to-alls, or one if blocks are already whole. Each matrix goes to one rank, the largest first,
-    always to the rank with the least work. Blocks of the results go to all ranks. What a rank keeps does not travel; pairs of ranks
-    are padded to the largest.
+    always to the rank with the least work. Blocks of the results go to all ranks. Blocks that a rank keeps are not sent; pairs of
+    ranks are padded to the largest.
 
     A parameter of three dims is a stack of matrices, such as the weights of experts. Where a rank has whole ones of them it
     computes these by itself. All parameters of a call are of one of the lists of ``families``.

@@ -115,7 +115,7 @@ def _end() -> None:
 
 
 def refusal_sentence(error: BaseException) -> str:
-    """Return ``SpecError at train.py:4 in <module>: ...``, where Meshfold refused what the program asked for; else nothing.
+    """Return ``SpecError at train.py:4 in <module>: ...``, if Meshfold refused the program's request; otherwise nothing.
 
     Such an error says by itself what to change, and its traceback is Meshfold's. An error from a collective is not one of these:
     the program is not wrong.
@@ -132,7 +132,7 @@ def refusal_sentence(error: BaseException) -> str:
 def _leave(record: str, code: int, text: str, sentence: str = "") -> None:
     """Write the record atomically, so that the launcher never reads half of it."""
     moment = time.monotonic()  # shared by all processes of a machine: shows which rank failed first
-    with contextlib.suppress(OSError):  # without the folder the launcher has exited, and nobody reads it
+    with contextlib.suppress(OSError):  # without the folder the launcher has exited, and nothing reads it
         with open(record + ".part", "w", encoding="utf-8") as file:
             json.dump({"time": moment, "code": code, "traceback": text, "sentence": sentence}, file)
         os.replace(record + ".part", record)

@@ -219,7 +219,7 @@ def launch_node(
     Args:
         argv: as for :func:`launch`; the same on every node.
         ranks: how many processes on this node; the same on every node.
-        nodes: the least and the largest number of nodes. A job that has lost some goes on with the least at least.
+        nodes: the least and the largest number of nodes. A job that has lost some continues while the minimum remains.
         rendezvous: ``host:port`` of one of them, which serves the store where the agents meet.
         job: a name that the agents of one job have in common.
         restarts: how often all ranks are restarted after a failure.

@@ -63,8 +63,9 @@ class ExpertSpec:
     def fold(self, axes: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Return three groups of axes: their ranks hold different experts, parts of the same experts, and copies.
 
-        All are axes of the mesh or factors of them (:class:`meshfold.mesh.Mesh`). Earlier axes give what they can first; of an
-        axis that gives a factor, neighbours hold different experts. Those that share an expert are the nearest neighbours of all.
+        All are axes of the mesh or factors of them (:class:`meshfold.mesh.Mesh`). Earlier axes are used first, as far as they can
+        be. In an axis that gives a factor, neighbours hold different experts. Those that share an expert are the nearest neighbours
+        of all.
 
         Args:
             axes: name to size of those that experts are folded out of, outermost first.

@@ -55,9 +55,8 @@ class ParallelSpec:
     def parse(cls, parallel: object, world_size: int | None = None) -> ParallelSpec:
         """Check ``parallel=dict(data=..., pipeline=..., tensor=..., zero=..., ...)``; return the spec.
 
-        Pure: needs no process group and accepts the whole grammar whatever is installed. With ``world_size``
-        (ranks) given, ``data`` is inferred where it was left out, and the product must be the world size.
-        Raises SpecError for anything that is wrong with it.
+        Pure: needs no process group and accepts the whole grammar whatever is installed. With ``world_size`` (ranks) given,
+        ``data`` is inferred where it was left out, and the product must be the world size. Raises SpecError for any mistake.
         """
         if not isinstance(parallel, dict):
             raise SpecError(

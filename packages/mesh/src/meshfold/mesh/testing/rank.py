@@ -63,7 +63,7 @@ class Answer:
         traceback: the error in full.
         time: ``time.monotonic()`` at the end, which is one clock for all processes of a machine.
         groups: how many process groups this rank has open.
-        imported: what the call has had rank 0 import of the slow packages; functions often do so when they first need them.
+        imported: the slow packages that the call made rank 0 import; functions often import them at their first use.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Layouts of local tensors: which of a tensor's dims are split, over which axes, and what a view makes of them.
+"""Layouts of local tensors: the split dims of a tensor, the axes that split them, and how a view changes them.
 
 A dim is a row of factors, major first. ``view`` merges dims and separates them again. The dim ``b·s`` of a batch with split
 sequences therefore has two factors, a whole one and a split one.
@@ -121,7 +121,7 @@ def is_split(dim: Dim) -> bool:
 
 
 def is_open(dim: Dim) -> bool:
-    """Return True if the dim may be whole or a piece; only what it is combined with decides."""
+    """Return True if the dim may be whole or a shard; only the tensors that it is combined with decide."""
     return not is_split(dim) and any(factor.split is not None for factor in dim)
 
 
@@ -141,7 +141,7 @@ def is_whole(dim: Dim) -> bool:
 
 
 def distinct_splits(several: Iterable[Dim]) -> list[Dim]:
-    """Return the different ways in which a dim is split, where what is open of one may be as in another."""
+    """Return the different splits of a dim; open parts of one may be as in another."""
     found: list[Dim] = []
     for dim in sorted(several, key=_has_open):
         if not any(dim == other or _may_be(dim, other) for other in found):

@@ -4,7 +4,7 @@ Sharded layers mark the layouts of their results (:meth:`Tracker.mark`); every t
 rule, or by a trial if it has no rule. Within :func:`untracked`, where ranks communicate, nothing is tracked.
 
 Gradients are checked as well. Backward gives each rank the gradient of its own piece, and a tensor that is the same on all ranks
-needs the sum of these. Layers that are split sum what they must; a model's own code does not.
+needs the sum of these. Split layers do the sums that they need; a model's own code does not.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Tracker(TorchDispatchMode):
         moved: the dims that tokens had before layers moved them to other ranks, by the number of the move less 1.
         flat: the residual stream has its tokens in one dim, where the model's code expects two.
         random_axes: axes along which ranks have the same data, or parts of it, and may draw different random numbers.
-        overlooked: ends of the names of files whose operations may mix pieces, since nothing is made of what they compute.
+        overlooked: ends of the names of files whose operations may mix shards, since their results are not used.
         inferred: which size of the ``unflatten`` under way the user has left open.
         asked: the sizes of the current view, as written.
         rows: where tensors have the rows of the batch.

@@ -16,7 +16,7 @@ class LocalSize(int):
     model means the number of all elements.
 
     Attributes:
-        axes: mesh axes that split what it counts.
+        axes: mesh axes that split the counted elements.
         dim: the dim it is the size of; None for a number computed from such sizes.
         refuse: raises the LayoutError of the line that computes with it.
     """

@@ -25,7 +25,7 @@ _TRACKING = "_meshfold_watch"
 
 
 class TrackingHooks(Protocol):
-    """Callbacks through which code that splits a model tells the tracker what it has split."""
+    """Callbacks that tell the tracker what the code that splits a model has split."""
 
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Begin a forward that is tracked, with these arguments by name or number."""

@@ -1,15 +1,14 @@
 """An error on one rank: the others are told, and do not wait for that rank until the watchdog's limit.
 
-The rank leaves its error in the store in which all met, under a key of its own. Whoever waits for it, directly or through
-others, finds it there and ends with it (:mod:`meshfold.mesh.watchdog` looks once a second). Two kinds of errors are no reason
-to end:
+The rank leaves its error in the store in which all met, under a key of its own. Ranks that wait for it, directly or through others,
+find it there and end with it (:mod:`meshfold.mesh.watchdog` looks once a second). Two kinds of errors are no reason to end:
 
 - one that all ranks raise, and may catch. The optimizer step and the calls made until then identify its place in the program. A
   rank that has had equally many errors of that type there ignores it. Errors that a rank had elsewhere, or of other types, do not
   count.
 - one after which the rank continues: it withdraws its error as soon as a later collective has ended, before it does anything else.
 
-An error that ended the program of its rank is always heeded: that rank goes on nowhere.
+An error that ended its rank's program always counts: that rank does not continue.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class OutputForm:
     def fill(self, given: Tensor, others: Sequence[Tensor] = ()) -> Any:
         """Return the output of a block that passes its input through.
 
-        ``others``: what else travels into the block; an output of the same shape (the text beside an image) has its layout.
+        ``others``: other inputs of the block; an output of the same shape (the text next to an image) has the same layout.
         """
         made = [leaf.make(given.requires_grad) if isinstance(leaf, TensorPlaceholder) else leaf for leaf in self.leaves]
         for place, leaf in enumerate(made):

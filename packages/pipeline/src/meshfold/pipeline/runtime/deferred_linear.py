@@ -38,7 +38,7 @@ class _Product(torch.autograd.Function):
         ctx.turned = turned
         y = F.linear(x, weight.t() if turned else weight, bias)
         # With more than two dims y is a view, and autograd forbids changing a view returned by a Function in place, as
-        # nn.ReLU(inplace=True) after the layer would. Here that is safe: nobody else holds the base of y.
+        # nn.ReLU(inplace=True) after the layer would. Here that is safe: nothing else holds the base of y.
         unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return unviewed
 
@@ -88,8 +88,8 @@ _classes: dict[type, type] = {}
 def defer_weight_gradients(module: nn.Module, *, batched: bool = False) -> WeightGradQueue:
     """Switch the linear layers of a module to deferred weight gradients, in place.
 
-    nn.Linear, transformers' Conv1D and layers that know how (tensor-parallel ones). A layer with a forward of its own, or
-    whose weight is computed rather than a parameter, stays what it is.
+    nn.Linear, transformers' Conv1D and layers that know how (tensor-parallel ones). A layer with its own forward, or with a
+    computed weight instead of a parameter, stays unchanged.
 
     Args:
         module: it, and everything in it.

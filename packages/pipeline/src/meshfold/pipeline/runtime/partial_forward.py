@@ -141,7 +141,7 @@ class ObservedForward:
 
 
 class StageEnd(Exception):
-    """Ends a forward with what the next stage needs. It is an Exception, since hooks with always_call run for no other kind."""
+    """Ends a forward with the next stage's inputs. It is an Exception, since hooks with always_call run for no other kind."""
 
     ends_forward = True
 

@@ -79,8 +79,8 @@ def _offer(analysis: Analysis) -> str:
 
 
 def _check_rules_fit(analysis: Analysis) -> None:
-    """Raise a LayoutError for a linear layer whose rule does not fit its neighbours: a row layer must read what a column layer
-    writes.
+    """Raise a LayoutError for a linear layer whose rule does not fit its neighbours: a row layer must read the output of a column
+    layer.
     """
     for name in analysis.roles.by_rule:
         if not is_linear(analysis.modules[name]):

@@ -48,7 +48,7 @@ class Adapters:
     """The adapters of a model while they are removed from it.
 
     Attributes:
-        model: the model without them, which is within the one that was given.
+        model: the model without adapters, a part of the given one.
     """
 
     def __init__(self, root: nn.Module, mode: Mode) -> None:

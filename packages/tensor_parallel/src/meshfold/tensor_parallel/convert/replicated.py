@@ -32,7 +32,7 @@ from meshfold.tensor_parallel.layers.base import BatchShape, StreamAdapter
 from meshfold.tensor_parallel.modes import Mode
 
 MASK = "attention_mask"
-"""What the model's own code makes for the rows that it sees of the stream: it is joined as the stream is."""
+"""Tensors that the model's own code makes for the rows of the stream that it sees: they are gathered like the stream."""
 _OF_ROWS = (MASK, "position_ids", "position_embeddings")
 
 _NOWHERE = StreamDims(None, None)

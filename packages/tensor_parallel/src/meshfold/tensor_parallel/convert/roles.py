@@ -213,8 +213,8 @@ def _is_source(module: nn.Module, hidden: int) -> bool:
 def offered_rules(model: nn.Module, roles: Roles) -> dict[str, str]:
     """Return rules for linear layers that neither their name nor their shape places, if they come in pairs within a module.
 
-    The first of a pair writes what the second reads, and the second is as wide as the stream or the last of the model.
-    Empty if anything was refused that is in no pair.
+    The second of a pair reads the output of the first, and is as wide as the stream or the last layer of the model. Empty if
+    anything was refused that is in no pair.
     """
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     refused, found = list(roles.refused), dict[str, str]()

@@ -49,7 +49,7 @@ class DimFinder:
 
     def __init__(self, module: nn.Module, batch: BatchShape, hidden: int, row_blocks: int, column_blocks: int) -> None:
         """Args:
-        module: it may say by its class or sizes what it takes.
+        module: its class or sizes may show which tensors it takes.
         batch: of the forward that runs.
         hidden: size of the whole stream.
         row_blocks, column_blocks: into how many its rows and its columns are split.

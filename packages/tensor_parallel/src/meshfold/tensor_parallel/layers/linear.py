@@ -88,7 +88,7 @@ class Linear(ShardedLayer):
             mesh: where the layer lies.
             mode: a built-in mode's name or a Mode.
             role: what it reads and writes, see the module's table.
-            parts: what the output is made of, where several outputs are fused (QKV; gate and up).
+            parts: the parts of the output, if several outputs are fused (QKV; gate and up).
             lowering: how the matmul is computed.
 
         Raises:
@@ -123,7 +123,7 @@ class Linear(ShardedLayer):
         """Return a sharded layer with the blocks of a module with ``weight`` (and ``bias``); real or meta weights.
 
         Args:
-            input_parts: what the input of a row layer is made of, where outputs of several layers are concatenated.
+            input_parts: the parts of a row layer's input, if outputs of several layers are concatenated.
             stored: dims of the weight: ``"nk"`` as in nn.Linear, ``"kn"`` as in transformers' Conv1D.
             matmul: of a layer with a role that the mode does not have: ``"adapter"``.
             by_tokens: the layer belongs to attention in a mode with ``attention="tokens"``: its weight is whole, and it exchanges
@@ -287,7 +287,7 @@ class Linear(ShardedLayer):
         """Leave the gradients of weight and bias to the code that sums them during backward, if the product sends nothing else.
 
         Returns:
-            the axes that they are to be summed over from now on; none if the layer goes on as before.
+            the axes over which they must be summed from now on; none if nothing changes.
         """
         if self.exchange is None:
             return ()
@@ -388,7 +388,7 @@ class Linear(ShardedLayer):
         return (*lead_shape(lead, rows), words)
 
     def loss_operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what the local matmul multiplies: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
+        """Return the operands of the local matmul: rows ``m k``, weight ``v k`` and bias ``v``, each with its gradient."""
         rows = bind_enter_operand(self.plan, self.mesh, "x")(x.reshape(-1, x.shape[-1]))
         weight = bind_enter_operand(self.plan, self.mesh, "w")(self._sum_weight(self.weight))
         bias = None if self.bias is None else self._enter_bias(self._sum_bias(self.bias))

@@ -1,9 +1,9 @@
-"""The push lowering: rows are gathered and scattered by copy engines, under products of the rows that are there.
+"""The push lowering: copy engines gather and scatter rows during products of the rows that have arrived.
 
-It carries out plans in which x alone is gathered, or y alone scattered, along its rows over one axis: the column and row layers
-of mode 1d whose stream is split by tokens. NCCL takes multiprocessors from the products that run beside it, a copy engine none;
-and parts of a sum travel in their own dtype and are added up in float32, which rounds once. The collectives and their bytes are
-those of the gather lowering, which also does what the ranks cannot push to each other.
+It carries out plans that gather only x, or scatter only y, along rows over one axis: the column and row layers of mode 1d with a
+stream split by tokens. NCCL takes multiprocessors from simultaneous products, a copy engine takes none. Parts of a sum are sent in
+their own dtype and added in float32, which rounds once. The collectives and their bytes equal the gather lowering's, which also
+handles ranks that cannot push to each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GATHER = Gather()
 
 
 class Push:
-    """Products of rows as they arrive, and of rows that are sent meanwhile."""
+    """Products of rows as they arrive, and of rows that are sent at the same time."""
 
     def refuses(self, plan: MatmulPlan) -> str:
         """Return a reason for plans that gather or scatter anything but the rows of x or y over one axis."""

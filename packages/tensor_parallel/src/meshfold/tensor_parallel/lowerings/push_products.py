@@ -1,11 +1,11 @@
-"""The products of the push lowering: each multiplies what has arrived while copy engines move the rest.
+"""The products of the push lowering: each multiplies the rows that have arrived while copy engines move the rest.
 
-A gathered operand is multiplied rank by rank, in the order of arrival, this rank's rows first: they need no wait. A result that
-is scattered is made rank by rank, this rank's rows last: the others' are pushed meanwhile. Weight gradients read the gathered
+A gathered operand is multiplied rank by rank, in the order of arrival, this rank's rows first: they need no wait. A scattered
+result is computed rank by rank, this rank's rows last: the others' are pushed at the same time. Weight gradients read the gathered
 rows where they arrived, as one matrix.
 
-Between two ranks a sum takes no kernel of its own: what arrives is copied to where the result will be, beside a product, and the
-product of the own rows adds to it, in float32 like all of a product's sums. That rounds once, and the own part never on its own.
+Between two ranks a sum needs no separate kernel. Arriving rows are copied into the result during a product, and the product of this
+rank's rows adds to them, in float32 like all sums of a product. That rounds once, and the own part never on its own.
 
 In a compiled graph each is one operation, which the compiler does not look into.
 """
@@ -65,7 +65,7 @@ def column_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute dx and dw of ``y = gathered(x) wᵀ`` from ``x [m, k]``, ``w [n, k]`` and ``dy [g·m, n]``.
 
-    x is gathered under the product of dx, and dx is sent under that of dw.
+    x is gathered during the product of dx, and dx is sent during the product of dw.
     """
     dx = dw = None
     if open_channel.size == 2 and not wants[1]:
@@ -182,7 +182,7 @@ def _sum(open_channel: Channel, exchange: Exchange, own: Tensor) -> Tensor:
 
 
 def _whole(open_channel: Channel, exchange: Exchange) -> Tensor:
-    """Return all rows where they arrived, those of this rank included."""
+    """Return all rows at the place where they arrived, including this rank's."""
     exchange.arrive()
     open_channel.transport.after(exchange.sent)
     return exchange.blocks().flatten(0, 1)

@@ -7,9 +7,8 @@ Its life, with N ranks in the group (states are those of :class:`~meshfold.zero_
    (*gathered*). The parameters are views of that tensor: the model computes with the all-gather's output, without a copy.
 3. ``release`` gives the memory back. The tensor stays the same object with an empty storage, so that views which
    autograd saved for backward are whole again when the chunk is gathered for it.
-4. Gradients are collected beside it (:mod:`meshfold.zero_gemini.chunks.gradient`), and the optimizer changes the shard: at
-   once, or in the background after ``promise_step`` (*step pending*). ``wait_step``, which the next ``gather`` calls, waits
-   for it.
+4. Gradients are collected separately (:mod:`meshfold.zero_gemini.chunks.gradient`), and the optimizer changes the shard: at once,
+   or in the background after ``promise_step`` (*step pending*). ``wait_step``, which the next ``gather`` calls, waits for it.
 
 If only products in fp8 read a chunk's parameters, their operands are gathered instead, in one byte an element
 (:mod:`meshfold.zero_gemini.chunks.fp8_gather`). The parameters themselves are then NaN while the shard is on the device.

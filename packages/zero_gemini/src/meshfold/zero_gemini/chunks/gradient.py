@@ -327,7 +327,7 @@ class ChunkGradient:
 
     @property
     def _sent_dtype(self) -> torch.dtype:
-        """Dtype of whole gradients: a backward has made them in the parameters', and what is pushed is summed after it arrived."""
+        """Dtype of whole gradients: a backward computes them in the parameters', and pushed ones are summed on arrival."""
         return self.chunk.dtype if self._is_pushed and not self._is_wide else self.dtype
 
     def _keep(self, arrived: Block, squares: Tensor | None = None) -> None:

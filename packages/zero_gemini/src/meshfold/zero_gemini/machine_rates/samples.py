@@ -27,7 +27,7 @@ from meshfold.zero_gemini.optimizer.master_weights import Plane, planes_of, stat
 from meshfold.zero_gemini.planner import H200, REGIMES, GiB, Machine, MiB, Regime
 
 _BYTES, _BYTES_ON_HOST = 256 * MiB, 64 * MiB  # of copies with a GPU, and of copies between two places in host memory
-# Of an optimizer step: 900 MB beside a GPU, larger than caches. Without a GPU the rates only serve a rehearsal's plan,
+# Of an optimizer step: 900 MB with a GPU, larger than caches. Without a GPU the rates only serve a rehearsal's plan,
 # many ranks share the host, and 115 MB each is more than their share of a cache.
 _ELEMENTS, _ELEMENTS_BESIDE_GPU = 2**23, 2**26
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}

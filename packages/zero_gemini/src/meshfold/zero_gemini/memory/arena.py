@@ -105,7 +105,7 @@ class Arena:
     Args:
         name: what to call it in errors: "gpu", "host", ...
         device: where its memory lies.
-        budget_bytes: the most that may be in use at once; None for what the device has. May be changed at any time.
+        budget_bytes: the most that may be in use at once; None for all of the device. May be changed at any time.
         pinned: page-locked host memory, for copies that overlap with computation; every page is touched at once, by
             all of torch's threads. Without CUDA the same memory, not locked.
 

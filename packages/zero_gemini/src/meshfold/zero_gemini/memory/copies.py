@@ -48,7 +48,7 @@ def queue_behind(event: torch.cuda.Event | None, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Arrival:
-    """Callable that lets the host wait for a point on a stream; does nothing without one."""
+    """Callable that makes the host wait for a point on a stream; without a stream it does nothing."""
 
     event: torch.cuda.Event | None = None
 

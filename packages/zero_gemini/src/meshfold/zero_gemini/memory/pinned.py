@@ -52,8 +52,8 @@ class _Pages(mmap.mmap):
 def page_locked(nbytes: int) -> Tensor:
     """Return zeros, uint8 ``nbytes``, on separate pages, locked if CUDA is available.
 
-    ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and keeps in a cache what was
-    freed. These are exact, and return to the system with the last tensor on them.
+    ``torch.empty(..., pin_memory=True)`` rounds up to a power of two (17 GiB cost 32) and caches freed memory. These are exact, and
+    return to the system with the last tensor on them.
 
     Tensors of equal size follow each other in the address space. If the size is a power of two, a kernel that reads several of them
     would hit the same memory bank or cache set each time. (A step of Adam on planes 256 MiB apart reached 10 to 12 GB/s of a core's

@@ -31,8 +31,8 @@ def bench(
 ) -> DiskRates:
     """Write a file of at least `nbytes` bytes once to claim its blocks, then time writing it again and reading it back.
 
-    Needs ``nbytes`` of disk and ``in_flight × chunk_bytes`` of memory; leaves nothing behind. Where there is no direct I/O
-    the page cache is emptied of the file before reading, so that the disk is measured (memory file systems: memory).
+    Needs ``nbytes`` of disk and ``in_flight × chunk_bytes`` of memory; leaves nothing behind. Without direct I/O the file is
+    removed from the page cache before reading, so the disk is measured (on memory file systems: memory).
 
     Raises:
         DiskError: as `DiskStore`.

@@ -12,7 +12,7 @@ bfloat16  C         split master; 8 bits and a scale every 256 elements         
 float16   A         float32; float32                                                   14
 ========= ========= ================================================================== =====
 
-Everything goes to disk except what the model computes with, the first 2 bytes (4 in float32).
+Everything goes to disk except the weights that the model computes with, the first 2 bytes (4 in float32).
 
 Neighbours with equal settings are stepped in one run of the kernel, including the padding between them (it is zero and
 stays so).
@@ -49,7 +49,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def suits(optimizer: torch.optim.Optimizer, dtype: torch.dtype, master_dtype: torch.dtype) -> bool:
-    """Return True if our Adam computes what a torch optimizer would: Adam or AdamW without extras, in float32 throughout."""
+    """Return True if our Adam computes the same as a torch optimizer: Adam or AdamW without extras, only in float32."""
     return (
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and dtype in _FLOATS

@@ -27,7 +27,7 @@ class Held:
         chunk: of the state.
         place: its memory tier.
         planes: stored in addition to the weights.
-        weights: what the model computes with, as the optimizer left it.
+        weights: the weights that the model computes with, after the last step.
         second: the shadow copy, which a step can write to; None without.
     """
 

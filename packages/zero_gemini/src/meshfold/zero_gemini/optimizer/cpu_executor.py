@@ -5,9 +5,9 @@ stepped *just in time*. Its parameters are updated right before the next forward
 Its moments are updated after all parameters, while the device runs backward. Both halves together give the bits of the plain step.
 A chunk that is stepped at once has no second half.
 
-Speculative steps begin in the backward, and what is left of them overlaps with the next forward. Backward completes gradients in
-the reverse of the order in which forward needs parameters, so of these the last goes first. In the order of their gradients the
-first chunk of the forward would wait for all others, and then the cores for the next backward.
+Speculative steps begin in the backward, and their rest overlaps with the next forward. Backward completes gradients in the reverse
+of the order in which forward needs parameters, so of these the last goes first. In the order of their gradients the first chunk of
+the forward would wait for all others, and then the cores for the next backward.
 
 One thread uses the cores. If the device steps some of the host's chunks, another thread feeds it: each takes the next
 chunk when it is free.
@@ -38,7 +38,7 @@ class Halves(NamedTuple):
         on_device: instead of both, or of the first: starts it on the device, and returns what waits for its end; None if
             impossible.
         device_does_all: ``on_device`` replaces both.
-        is_ready: returns True if what it reads is there.
+        is_ready: returns True if its inputs have arrived.
     """
 
     parameters: Work

@@ -69,7 +69,7 @@ class SpeculativeSteps:
             self._sums[gradient] = gradient.sums
 
     def check(self) -> None:
-        """Before a step, give up if gradients have changed since they were used."""
+        """Before a step, discard speculative steps if gradients have changed since they were used."""
         if any(gradient.sums != sums for gradient, sums in self._sums.items()):
             self.give_up()
 

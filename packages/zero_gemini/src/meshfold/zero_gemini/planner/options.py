@@ -25,7 +25,7 @@ NONE = "none"
 SPLIT_STEP = "just_in_time_split"
 """Strategy: clip, write the new master weights before the next forward, and the moments in its backward."""
 SPLIT_STEP_ON_DEVICE = "just_in_time_split_on_device"
-"""Strategy: a split step, with the moments in the backward also of what the device steps."""
+"""Strategy: a split step; moments of chunks that the device steps are also written in the backward."""
 SPECULATIVE_STEP = "out_of_place"
 """Strategy: step in the backward into a second buffer, and keep it if the clipping factor is 1."""
 STRATEGIES = {

@@ -66,7 +66,7 @@ def branch_and_bound(problem: Problem, worst: float, *, most_looked_at: int = 40
 
     Args:
         worst: the best known value: only better ones are searched; inf if none is known.
-        most_looked_at: number of partial choices after which the search gives up and says so.
+        most_looked_at: number of partial choices after which the search ends and says so.
     """
     items = _Items(problem)
     count = len(items.time)

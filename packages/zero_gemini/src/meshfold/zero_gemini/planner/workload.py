@@ -32,7 +32,7 @@ class Regime:
     second_pass: float
     """read and written by the pass that writes the moments afterwards."""
     overwritten: float = 0.0
-    """read more by a pass into a second copy, where it is not written past the caches: what it will write over."""
+    """also read by a pass into a second copy that is not written past the caches: the old values there."""
 
     @property
     def out_of_place(self) -> float:

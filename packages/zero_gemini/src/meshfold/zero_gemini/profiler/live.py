@@ -99,8 +99,8 @@ class LiveBytes(TorchDispatchMode):
 class CudaBytes:
     """Bytes that the caching allocator has allocated, without model data.
 
-    It resets the allocator's peak at every timestep, so ``torch.cuda.max_memory_allocated`` is meaningless to others
-    meanwhile.
+    It resets the allocator's peak at every timestep, so ``torch.cuda.max_memory_allocated`` is meaningless to others during the
+    trace.
     """
 
     round_bytes = 512

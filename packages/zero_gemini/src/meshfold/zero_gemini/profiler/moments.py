@@ -36,7 +36,7 @@ class TracedLayer:
 
     name: str
     kept_bytes: int
-    """what autograd would keep of it: each storage once, without parameters, buffers and what the layer is given"""
+    """storages that autograd would keep of it, each once, without parameters, buffers and the layer's inputs"""
     seconds: float
     """of compute that went into recomputing"""
     first: int

@@ -110,7 +110,7 @@ class Runtime:
         }
 
     def gathers_first(self) -> dict[Chunk, Operands]:
-        """Return the chunks that a step with the order of this one gathers at its first unit, with what it reads of them."""
+        """Return the chunks that a step with this order gathers at its first unit, with the operands that it reads."""
         coming = [*islice(self._seen, 1, None)]
         last = 1 + reach((unit in self._light for unit in coming), self._prefetch)
         return self._read((unit, Operands.FORWARD) for unit in self._seen[:last])
@@ -300,7 +300,7 @@ class Runtime:
         return 0 < place <= len(self.order) and self.order[place - 1] is unit
 
     def _next(self) -> list[tuple[Unit, Operands]]:
-        """Return the units that come next, with what they read of their chunks."""
+        """Return the next units, with the operands of their chunks that they read."""
         place = self.place
         coming = (unit in self._light for unit in islice(self.order, place, None))
         last = place + reach(coming, self._prefetch)

@@ -1,8 +1,8 @@
 """Collectives by pushes: blocks go by copy engine into memory of the peers, flags say what has arrived, one kernel sums.
 
-NCCL's kernels take multiprocessors from the matmuls that run beside them; a push takes none. See
-:mod:`~meshfold.mesh.collectives.push.epochs` for the protocol, :mod:`~meshfold.mesh.collectives.push.gpu` for what carries it
-between GPUs, and :mod:`~meshfold.mesh.collectives.push.host` between CPUs.
+NCCL's kernels take multiprocessors from simultaneous matmuls; a push takes none. See :mod:`~meshfold.mesh.collectives.push.epochs`
+for the protocol, :mod:`~meshfold.mesh.collectives.push.gpu` for what carries it between GPUs, and
+:mod:`~meshfold.mesh.collectives.push.host` between CPUs.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _driver() -> _Driver:
 
 
 class GpuTransport:
-    """Symmetric memory of a group's GPUs, and two streams beside the current one."""
+    """Symmetric memory of a group's GPUs, and two streams in addition to the current one."""
 
     def __init__(self, group: Group, slot_bytes: int, device: torch.device) -> None:
         """Args:

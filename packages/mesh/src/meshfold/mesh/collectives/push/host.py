@@ -1,7 +1,7 @@
 """The transport of ranks on the CPUs of one machine: files in shared memory that all of them have mapped.
 
-It is the same protocol as between GPUs, for tests without a GPU and for models that run on CPUs. A wait gives up at the limit
-of the group's collectives, or once the watchdog breaks off; the call that waits then says which rank is missing.
+It is the same protocol as between GPUs, for tests without a GPU and for models that run on CPUs. A wait ends at the limit of the
+group's collectives, or once the watchdog stops it. The waiting call then names the missing rank.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ FLAG_BYTES = 4096
 """Room for the flags behind the slots."""
 
 Stream = Literal["send", "receive"]
-"""A stream of a transport beside the current one."""
+"""A stream of a transport in addition to the current one."""
 
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 
@@ -75,5 +75,5 @@ class Transport(Protocol):
         ...
 
     def after(self, point: torch.cuda.Event | None) -> None:
-        """Let what is queued on the current stream from now on come after a point."""
+        """Make work that is queued on the current stream from now on wait for a point."""
         ...
