@@ -5,9 +5,9 @@ the rows that pad a batch. In bytes that is ``2 · (pages + 1) · size · Σ lay
 of a token and a head share a scale in float32, and so do its values: d + 4 bytes instead of ``d · itemsize``. Attention reads the
 decoded values, also of the newest token, so a text does not depend on when its tokens were computed.
 
-In a forward every token is a row of its own, ``t 1``: rows of sequences that go on come first, then chunks of prompts. Attention
-first writes the keys and values of all rows. Then each row reads its sequence's, up to its own position. Rows of sequences that go
-on attend by :mod:`meshfold.kernels.paged_attention`.
+In a forward every token is a separate row, ``t 1``: first the rows of running sequences, then chunks of prompts. Attention first
+writes the keys and values of all rows. Then each row reads its sequence's, up to its own position. Rows of running sequences attend
+by :mod:`meshfold.kernels.paged_attention`.
 """
 
 from __future__ import annotations

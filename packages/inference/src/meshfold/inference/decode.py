@@ -1,4 +1,4 @@
-"""The step of sequences that go on, a token each, for a batch of a fixed number of rows: nothing of it leaves the device.
+"""The step of running sequences, one token each, for a batch with a fixed number of rows: all of it stays on the device.
 
 Ids, positions, page tables, settings and results are in buffers with fixed addresses. The device feeds a token's id back,
 increments its position and looks up its page, so several tokens are computed in a row before the host reads any. On a GPU all of
@@ -40,7 +40,7 @@ class DecodeBatch:
         """Args:
         rows: of the batch.
         width: pages of the longest sequence.
-        most: tokens that are computed behind one another.
+        most: tokens that are computed in a row.
         size: tokens of a page.
         spare: the page for keys and values that no sequence needs.
         device: of the buffers.
@@ -57,7 +57,7 @@ class DecodeBatch:
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
         self._listed: list[list[int]] = []
-        self._next: list[tuple[Request, int]] = []  # whose the rows are, and where each goes on
+        self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
         self._captures = device.type == "cuda"
         self._whole = whole or self._captures
@@ -86,7 +86,7 @@ class DecodeBatch:
         self._step.zero_()
 
     def _fill(self, spans: Sequence[Span], seen: Tensor | None) -> None:
-        """Fill what the steps themselves carry on, and the settings."""
+        """Fill the buffers that steps carry on, and the settings."""
         idle = self._rows - len(spans)
         numbers = torch.tensor(
             [
@@ -152,7 +152,7 @@ class DecodeBatch:
         self._step.add_(1)
 
     def _capture(self, logits: Logits) -> None:
-        """Make a graph of a step; what the model cannot do in one keeps running step by step."""
+        """Make a graph of a step; a model that cannot run in a graph keeps running step by step."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads watch ranks

@@ -53,7 +53,7 @@ def ready(model: nn.Module, *, eager: bool = True) -> Iterator[None]:
 
 
 def _uncompiled() -> Any:
-    """Return a context in which compiled modules run uncompiled, as each new length would be compiled anew."""
+    """Return a context in which compiled modules run uncompiled: each new length would be compiled again."""
     # Without dynamo nothing was compiled, and its import takes long.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -84,7 +84,7 @@ class PagedForward:
         device: of the model.
         longest: tokens of the longest sequence.
         most: tokens that are computed in a row before the host reads them.
-        compile: backend of torch.compile for the blocks, when sequences go on with a token each; None for none.
+        compile: backend of torch.compile for the blocks, when running sequences take one token each; None for none.
         cache: form of the keys and values, as for :class:`meshfold.inference.cache.Pool`.
 
         Raises:
@@ -283,7 +283,7 @@ class PagedForward:
             )
 
     def _try_row_kernels(self, ids: Tensor, rows: Rows, wanted: Tensor) -> None:
-        """Compute a row by its kernels; do without them where it is another, or Triton cannot make them."""
+        """Compute a row by its kernels; drop them if the result differs, or if Triton cannot compile them."""
         try:
             with self.entered(single=True):
                 error = _distance(self.logits(ids, rows), wanted)
@@ -302,7 +302,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 @dataclass
 class WholeForward:
-    """Forward that computes all tokens of every sequence anew, for any causal model under any spec.
+    """Forward that computes all tokens of every sequence again, for any causal model under any spec.
 
     Attributes:
         model: a module, or a pipeline of its stages.

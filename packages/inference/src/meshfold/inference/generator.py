@@ -85,8 +85,8 @@ class Generator:
         page_size: tokens of a page.
         most_rows: sequences that run at once.
         chunk: tokens of prompts and sequences that one forward computes at most.
-        ahead: tokens of running sequences that are computed before the host reads any; what a sequence gets behind its end is
-            dropped. By default 8 on a GPU, else 1.
+        ahead: tokens of running sequences that are computed before the host reads any; tokens after a sequence's end are dropped.
+            By default 8 on a GPU, else 1.
         compile: compile blocks for running sequences, by Inductor or another backend: the first token of each number of rows takes
             long, later ones are faster on a GPU.
         cache: "fp8" or "int8": keys and values in eight bits, with a scale for each token and head; None: in the model's dtype.
@@ -95,7 +95,7 @@ class Generator:
         share_prefixes: requests in flight that begin with the same tokens share their pages.
         device: of the keys and values; by default the device of the model's first parameter. Give ``engine.device`` where
             parameters wait on the host.
-        decode: makes text of token ids, as a tokenizer's method does; needed for stop strings and text.
+        decode: turns token ids into text, as a tokenizer's method does; needed for stop strings and text.
 
         Raises:
             SpecError: for settings out of range, and for ``cache`` or ``host_tokens`` where there are no pages.

@@ -40,7 +40,7 @@ class Quantized:
 
     @classmethod
     def of(cls, model: nn.Module) -> Quantized:
-        """Return the report of a model, whoever packed it: :func:`quantize`, or a folder that had packed weights."""
+        """Return the report of a packed model, from :func:`quantize` or from a folder that had packed weights."""
         layers, held, before = [], 0, 0
         for name, module in model.named_modules():
             packed = packed_weight_of(module)

@@ -1,7 +1,7 @@
 """Attention of a model, routed to a pool of pages: our own models, and transformers' by the registry of its attention functions.
 
-No model has a file here. While :func:`routed` is entered, each attention layer hands its queries, keys and values, of tokens
-that are a row each, to a function, and a model's own masks are not made. Outside of it the model is what it was.
+No model has a file here. While :func:`routed` is entered, each attention layer hands its queries, keys and values, of tokens that
+are a row each, to a function, and a model's own masks are not made. Outside of it the model is unchanged.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Rules, not a class for each model, find these modules: linear layers, an RMSNorm before the only layers that read it, and gated
 MLPs, under the names in our models and in transformers'. While :class:`RowKernels` is entered, the forward of such a norm returns
 its input, and the layers after it include the norm in their product. Inputs with more than one row run as before. Names prove
-nothing: whoever makes the kernels compares a row by them with the same row without (``PagedForward``).
+nothing: the code that makes the kernels compares a row with and without them (``PagedForward``).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RowKernels:
                 self._forwards[module] = partial(self._gated_mlp, module, names)
         for norm in set(self._norms.values()):
             self._forwards[norm] = _as_given
-        self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that is to add it to what it returns
+        self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that adds it to its output
         for block in model.modules():
             ends = [_submodule(block, path) for path in ("attn.out", "mlp.down")]
             if type(block).__module__.startswith("meshfold.models.") and all(_layer(end) is not None for end in ends):
@@ -118,7 +118,7 @@ class RowKernels:
         return row_product(x, known, norm=None if norm is None else _gain(norm), add=self._added.pop(layer, None))
 
     def _sharded(self, layer: Linear, given: Tensor) -> Tensor:
-        """Compute a layer that is split over ranks by one local product, and a sum over ranks behind it where there is one."""
+        """Compute a layer that is split over ranks by one local product, followed by its sum over ranks if it has one."""
         known = _sharded_layer(layer)
         if given.numel() != given.shape[-1] or known is None:
             return type(layer).forward(layer, given)

@@ -105,7 +105,7 @@ class SamplingRows:
 
     @property
     def parts(self) -> tuple[bool, bool, bool]:
-        """The parts of the work that are done: what a captured graph depends on."""
+        """The parts of the work that are done; a captured graph depends on them."""
         return self.draws, self.truncates, self.penalizes
 
 
@@ -141,7 +141,7 @@ def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, seen: Tensor |
 
     Returns:
         Tokens ``b`` int64, and their log-probs ``b`` in float32 (float64 for float64 logits): those of the model at the row's
-        temperature (at 1 where it is 0), before any penalty and truncation. They are what a trainer computes for these tokens.
+        temperature (at 1 where it is 0), before any penalty and truncation. A trainer computes the same for these tokens.
     """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     divisor = torch.where(rows.temperature > 0, rows.temperature, 1.0).to(wide.dtype).unsqueeze(1)

@@ -1,8 +1,8 @@
 """Continuous batching: which tokens of which sequences the next forward computes.
 
-Sequences that run get a token each in every step; prompts are computed in chunks in the room that is left, so a long prompt stops
-nobody. A waiting sequence is admitted when the pages for its tokens are there. When pages run out, the sequence that came last
-gives its own back and waits again, in front. Its keys and values wait on the host if there is room; otherwise its tokens are
+Running sequences get one token in every step. Prompts are computed in chunks in the remaining room, so a long prompt does not stop
+other sequences. A waiting sequence is admitted when the pages for its tokens are there. When pages run out, the sequence that came
+last gives its own back and waits again, in front. Its keys and values wait on the host if there is room; otherwise its tokens are
 computed again later (Kwon et al., arXiv 2309.06180, section 4.5). Neither changes any token.
 
 Plain Python and deterministic: ranks that make the same calls make the same plans.
@@ -23,7 +23,7 @@ from meshfold.mesh.spec import argument_checks as settings
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what has been generated after it.
+    """A prompt and the tokens generated after it.
 
     Attributes:
         number: of the request, counted from 0 in the order of submission.
@@ -189,9 +189,9 @@ class Scheduler:
         return span
 
     def ahead(self, step: Step, most: int) -> int:
-        """Return for how many steps in a row, up to ``most``, the sequences of a step can go on without a new plan.
+        """Return the number of steps, up to ``most``, that the sequences of a step can continue without a new plan.
 
-        Pages for their tokens are taken. 1 where a prompt is being computed, or someone waits who could come in soon.
+        Pages for their tokens are taken. 1 if a prompt is being computed, or a waiting sequence could start soon.
         """
         if step.prefill or (self.waiting and len(self.running) < self.most_rows):
             return 1
