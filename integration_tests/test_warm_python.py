@@ -138,3 +138,12 @@ def _runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_one_that_has_torch_alone_brings_nothing_that_an_import_could_be_blamed_for(torch_python: str) -> None:
+    code = (
+        "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}), 'torch._dynamo' in sys.modules)"
+    )
+    *names, compiler = subprocess.run([torch_python, "-c", code], capture_output=True, text=True).stdout.split()
+    assert "torch" in names and compiler == "False"
+    assert not {*names} & {"meshfold", "numba", "triton", "transformers", "lightning", "matplotlib", "scipy"}
