@@ -275,3 +275,14 @@ def test_more_microbatches_are_told_where_they_help(capsys: pytest.CaptureFixtur
     count = said.partition("pipeline.microbatches=")[2].split()[0]
     parallel = f"dict(pipeline=dict(size=2, microbatches={count}))"
     assert main([*MODEL, "--batch-size", "16", "--gpu-memory", "12MiB", "--parallel", parallel]) == 0
+
+
+def test_the_published_palm_has_a_plan_in_2_5d(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install meshfold[hf]")
+    parallel = "dict(tensor=dict(mode='2.5d', size=4, depth=1))"
+    small = ["--set", "layers=1", "hidden=64", "heads=4", "vocab_size=256"]
+    words = ["plan", "--model", "palm-8b", *small, "--seq-len", "16", "--parallel", parallel]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 4
+    assert main(["plan", "--model", "palm-8x"]) == 1
+    assert "Did you mean 'palm-8b'?" in capsys.readouterr().err

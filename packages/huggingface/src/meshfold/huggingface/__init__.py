@@ -12,17 +12,23 @@ if TYPE_CHECKING:
     from meshfold.huggingface.export import save_hugging_face
     from meshfold.huggingface.folder_config import NO_REMOTE_CODE, require_config
     from meshfold.huggingface.from_folder import Pretrained, pretrained
+    from meshfold.huggingface.palm_presets import PALM, palm, palm_config, palm_sizes, rotary_rows
     from meshfold.huggingface.trainer import EngineTrainer
 
 __all__ = [
     "NO_REMOTE_CODE",
+    "PALM",
     "EngineTrainer",
     "HuggingFaceModel",
     "Pretrained",
     "convert_folder",
     "open_model",
+    "palm",
+    "palm_config",
+    "palm_sizes",
     "pretrained",
     "require_config",
+    "rotary_rows",
     "save_adapter",
     "save_hugging_face",
     "silence_transformers",
@@ -32,9 +38,14 @@ _MODULES = {
     "EngineTrainer": "trainer",
     "HuggingFaceModel": "causal_lm",
     "NO_REMOTE_CODE": "folder_config",
+    "PALM": "palm_presets",
     "Pretrained": "from_folder",
     "convert_folder": "conversion",
     "open_model": "causal_lm",
+    "palm": "palm_presets",
+    "palm_config": "palm_presets",
+    "palm_sizes": "palm_presets",
+    "rotary_rows": "palm_presets",
     "pretrained": "from_folder",
     "require_config": "folder_config",
     "save_adapter": "adapter",

@@ -53,7 +53,7 @@ def add_model(parser: argparse._ActionsContainer) -> None:
     which.add_argument(
         "--model",
         metavar="NAME",
-        help="a preset: gpt-tiny, llama-small, gpt2, ... (default: gpt-tiny), or a folder as for --hf",
+        help="a preset: gpt-tiny, llama-small, gpt2, palm-8b, ... (default: gpt-tiny), or a folder as for --hf",
     )
     which.add_argument(
         "--hf",

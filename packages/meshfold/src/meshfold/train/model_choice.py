@@ -63,9 +63,19 @@ def check_name(name: str | None, changes: Mapping[str, Any]) -> None:
     Raises:
         SpecError: if not.
     """
+    if _is_palm(name):
+        from meshfold.huggingface import palm_sizes
+
+        palm_sizes(str(name), **changes)
+        return
     from meshfold.models import preset
 
     preset(name or "gpt-tiny", **changes)
+
+
+def _is_palm(name: str | None) -> bool:
+    """Return True for the name of a PaLM, which is a model of transformers."""
+    return name is not None and name.startswith("palm-")
 
 
 def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) -> int:
@@ -74,6 +84,10 @@ def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) ->
     Raises:
         SpecError: if there is no such model.
     """
+    if folder is None and _is_palm(name):
+        from meshfold.huggingface import palm_sizes
+
+        return palm_sizes(str(name), **changes)["max_positions"]
     if folder is None:
         from meshfold.models import preset
 
@@ -84,18 +98,26 @@ def longest(name: str | None, folder: str | None, changes: Mapping[str, Any]) ->
 
 
 def _own(name: str | None, changes: Mapping[str, Any], vocab_size: int | None, seq_len: int) -> ModelChoice:
-    from meshfold.models import build, preset
-
     changed = dict(changes)
     if vocab_size is not None:
         changed.setdefault("vocab_size", vocab_size)
+    shown = name or "gpt-tiny"
+    if changes:
+        shown += f" with {', '.join(f'{key}={value}' for key, value in changes.items())}"
+    if _is_palm(name):
+        from meshfold.huggingface import palm, palm_sizes
+
+        sizes = palm_sizes(str(name), **changed)
+        if "max_positions" not in changed:
+            sizes["max_positions"] = max(sizes["max_positions"], seq_len)
+        _check(str(name), sizes["vocab_size"], sizes["max_positions"], vocab_size, seq_len)
+        return ModelChoice(name=shown, vocab_size=sizes["vocab_size"], build=lambda: palm(str(name), **sizes))
+    from meshfold.models import build, preset
+
     config = preset(name or "gpt-tiny", **changed)
     if "max_positions" not in changed and seq_len > config.max_positions:
         config = preset(name or "gpt-tiny", **changed, max_positions=seq_len)
     _check(name or "gpt-tiny", config.vocab_size, config.max_positions, vocab_size, seq_len)
-    shown = name or "gpt-tiny"
-    if changes:
-        shown += f" with {', '.join(f'{key}={value}' for key, value in changes.items())}"
     return ModelChoice(name=shown, vocab_size=config.vocab_size, build=lambda: build(config))
 
 

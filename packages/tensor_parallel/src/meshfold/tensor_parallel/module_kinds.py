@@ -44,9 +44,27 @@ def norm_kind(module: nn.Module) -> str:
     if not isinstance(weight, Tensor) or weight.dim() != 1:
         return ""
     kind = type(module).__name__
-    # T5 calls its RMSNorm LayerNorm. check_norm tests by a trial that a norm computes what its name says.
+    # check_norm tests by a trial that a norm computes what its name says. Cohere's LayerNorm is one, T5's an RMSNorm.
     alone = [name for name, _ in module.named_parameters()] == ["weight"] and hasattr(module, "variance_epsilon")
-    return "rms" if kind.endswith("RMSNorm") or (kind.endswith("LayerNorm") and alone) else ""
+    if kind.endswith("LayerNorm") and alone:
+        return "layer" if _centres(module) else "rms"
+    return "rms" if kind.endswith("RMSNorm") else ""
+
+
+_centring: dict[type, bool] = {}
+
+
+def _centres(module: nn.Module) -> bool:
+    """Return True if a norm subtracts the mean: it makes zeros of equal numbers."""
+    kind = type(module)
+    if kind not in _centring:
+        ones = torch.ones(1, *module.weight.shape, dtype=torch.float64, device="cpu")  # type: ignore[misc]
+        try:
+            y = torch.func.functional_call(module, {"weight": ones[0]}, (ones,))
+            _centring[kind] = bool(y.abs().max() < 0.5)
+        except Exception:  # check_norm reports what is wrong
+            return False
+    return _centring[kind]
 
 
 def norm_size(module: nn.Module) -> int:
