@@ -229,3 +229,11 @@ def test_casts_made_at_once_have_the_same_bits(compiled: bool, monkeypatch: pyte
     casts = [each.dequantize() for each in fp8_cast_weight(w, recipe)]
     assert torch.equal(casts[0], to_fp8(w, rows=True).dequantize())
     assert torch.equal(casts[1], to_fp8(w.t(), rows=True).dequantize())
+
+
+def test_compiled_code_on_a_gpu_casts_in_triton_unless_the_reference_is_chosen() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    for chosen, wanted in (("auto", True), ("triton", True), ("reference", False)):
+        with dispatch.use(chosen):
+            assert fp8_casts._in_triton() is wanted
+    assert not fp8_casts._compiles_kernels(draw(16, 16, 0))  # not on a CPU, nor in code that is not compiled

@@ -7,8 +7,9 @@
 In Triton a cast reads the matrix once, or twice for the transpose, whose rows run across memory, and writes one byte an element.
 :func:`cast_both` reads it twice for both. The reference makes several passes over memory. All give the same bits.
 
-In compiled code Inductor compiles the reference and fuses it with earlier operations. Casts of a transpose are these kernels there,
-too, if ``"triton"`` is chosen (:func:`meshfold.kernels.use`).
+In compiled code Inductor makes kernels of the reference for casts of rows and fuses what is in front of them. Casts of a transpose,
+and of both directions at once, are these kernels there, too, on a GPU with Triton: on one H200 eight blocks of Llama 8B take 219 ms
+with them and 231 with Inductor's. ``"reference"`` (:func:`meshfold.kernels.use`) leaves them to Inductor.
 """
 
 from __future__ import annotations
@@ -96,17 +97,18 @@ def turn(values: Tensor, inverse: Tensor) -> Tensor:
 # -- as operations of compiled graphs ---------------------------------------------------------------------------------
 
 
-def _triton_chosen() -> bool:
-    return dispatch.choice() == "triton"
+def _in_triton() -> bool:
+    """Return True if a matrix in bf16 on a GPU is cast in Triton."""
+    return dispatch.implementation("fp8_casts", "cuda", torch.bfloat16) == "triton"
 
 
 # torch.compile treats the result as a constant instead of tracing the choice.
-_triton_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_in_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _compiles_kernels(x: Tensor) -> bool:
     """Return True in code that is being compiled whose casts are to be these kernels."""
-    return torch.compiler.is_compiling() and x.is_cuda and _triton_chosen()
+    return torch.compiler.is_compiling() and x.is_cuda and x.dtype is torch.bfloat16 and _in_triton()
 
 
 @torch.library.custom_op("meshfold::fp8_cast_columns", mutates_args=())
