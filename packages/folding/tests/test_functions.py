@@ -21,13 +21,11 @@ def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, key_bias: Tensor) -> Te
     return torch.einsum("brhqk,brkhd->brqhd", weights, v)
 
 
-@pytest.mark.parametrize("most", [1 << 28, 40, 1])
-def test_attention_equals_autograd(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "MOST_ELEMENTS", most)
+def test_a_row_with_every_key_masked_attends_to_all() -> None:
     torch.manual_seed(0)
     q, k, v, bias = random(2, 3, 4, 2, 5), random(2, 3, 6, 2, 5), random(2, 3, 6, 2, 5), random(2, 2, 4, 6)
     mask = torch.rand(2, 3, 6) > 0.4
-    mask[0, 1] = False  # a row in which every key is masked attends to all
+    mask[0, 1] = False
     keys = key_bias_of(mask, torch.float64)
     weight = torch.randn(2, 3, 4, 2, 5, dtype=torch.float64)
     wanted, got = plain(q, k, v, bias, keys), attend(q, k, v, bias, keys)
@@ -41,12 +39,6 @@ def test_keys_that_are_padding_never_count() -> None:
     bias = key_bias_of(torch.tensor([[1, 0, 1], [0, 0, 0]]), torch.float32, padding=2)
     inf = math.inf
     assert bias.tolist() == [[0, -inf, 0, -inf, -inf], [0, 0, 0, -inf, -inf]]
-
-
-def test_attention_without_a_key_is_zero() -> None:
-    q, k = torch.randn(1, 1, 2, 1, 4), torch.randn(1, 1, 3, 1, 4)
-    out, lse = functions.attend_forward(q, k, k, None, torch.full((1, 1, 3), -math.inf))
-    assert out.abs().max() == 0 and torch.isneginf(lse).all()
 
 
 def test_half_precision_sums_in_float32() -> None:

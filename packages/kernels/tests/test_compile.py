@@ -19,6 +19,7 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
 X, R, W, B = seeded(6, 16), seeded(6, 16, seed=1), seeded(16, seed=2), seeded(16, seed=3)
 LABELS = torch.tensor([0, 3, -100, 15, 7, 7])
 Q, KEY = seeded(2, 3, 4, 8, seed=4), seeded(2, 3, 2, 8, seed=5)
+EDGES, NODES, PAIR_BIAS = seeded(1, 2, 3, 2, 4, seed=6), seeded(1, 2, 5, 2, 4, seed=7), seeded(1, 2, 3, 5, seed=8)
 COS, SIN = torch.randn(3, 8), torch.randn(3, 8)
 
 WHOLE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
@@ -31,6 +32,7 @@ WHOLE: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "swiglu2": (lambda x, r: K.swiglu2(x, r), (X, R)),
     "bias_gelu": (lambda x, b: K.bias_gelu(x, b, "tanh"), (X, B)),
     "apply_rotary": (lambda q, k: K.apply_rotary(q, k, COS, SIN), (Q, KEY)),
+    "pair_attention": (lambda q, k, b: K.pair_attention(q, k, k.exp(), b), (EDGES, NODES, PAIR_BIAS)),
     "cross_entropy": (lambda x: K.cross_entropy(x, LABELS, -100, 0.1, 1e-2), (X,)),
     "dropout": (lambda x: K.dropout(x, 0.5, 3, 4, 2, 1, 20), (X,)),
 }

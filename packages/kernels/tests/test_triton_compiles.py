@@ -141,6 +141,10 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
     K.dropout(x, 0.5, torch.tensor(3), 4, torch.arange(8)).sum().backward()
     q, k = (torch.zeros(2, 8, heads, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (32, 8))
     sum(t.sum() for t in K.apply_rotary(q, k, torch.zeros(8, 128), torch.zeros(8, 128))).backward()  # type: ignore[union-attr]
+    for dtype in (torch.bfloat16, torch.float32):
+        edges = [torch.zeros(1, 8, 64, 4, 32, dtype=dtype, requires_grad=True) for _ in range(3)]
+        pair_bias = torch.zeros(1, 4, 64, 64, dtype=dtype, requires_grad=True)
+        K.pair_attention(*edges, pair_bias, torch.zeros(1, 8, 64)).sum().backward()
     with torch.no_grad():
         K.merge_attention_(torch.zeros(2, 8, 32, 128), torch.zeros(2, 32, 8), q, torch.zeros(2, 32, 8))
         rstd = K.rms_norm_stats(x)
@@ -220,6 +224,10 @@ def test_all_kernels_compile(compiler: Compiler, monkeypatch: pytest.MonkeyPatch
         "activations._gelu_gradients",
         "rotary._rotate",
         "merge_attention._merge",
+        "pair_attention._attend",
+        "pair_attention._dq",
+        "pair_attention._dkv",
+        "pair_attention._dbias",
         "token_rows._take",
         "token_rows._sum",
         "token_rows._sum_gradients",

@@ -164,6 +164,32 @@ def same_cast(y: Tensor, want: Tensor, cast: tuple[Tensor, ...]) -> None:
     assert torch.equal(cast[0].view(torch.uint8), values.view(torch.uint8)) and torch.equal(cast[1], inverse)
 
 
+@pytest.mark.parametrize(("queries", "keys", "d"), [(37, 70, 8), (1, 3, 5), (64, 33, 32)], ids=str)
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
+@dtypes
+def test_pair_attention(queries: int, keys: int, d: int, biased: bool, dtype: torch.dtype) -> None:
+    """Views, masks, and a row in which no key counts; in half precision weights are rounded before each product."""
+    b, r, h = 2, 3, 2
+    q, dout = (seeded(b, r, queries, h, d, dtype=dtype, seed=i) for i in (0, 9))
+    k, v = seeded(b, r, keys, h, 2 * d, dtype=dtype, seed=1).chunk(2, -1)
+    bias = seeded(b, queries, keys, h, dtype=dtype, seed=2).permute(0, 3, 1, 2) if biased else None
+    key_bias = torch.zeros(b, r, keys, device=DEVICE).masked_fill_(seeded(b, r, keys, seed=3) > 0.8, -torch.inf)
+    key_bias[1, 2] = -torch.inf
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *([bias] if biased else []))]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    got = K.pair_attention(*leaves, key_bias=key_bias)
+    with K.use("reference"):
+        wanted = K.pair_attention(*exact, key_bias=key_bias.double())
+    assert not got[1, 2].any()
+    gradients = torch.autograd.grad(got, leaves, dout)
+    wanted_gradients = torch.autograd.grad(wanted, exact, dout.double())
+    allowed = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    for i, (x, y) in enumerate(zip((got, *gradients), (wanted, *wanted_gradients), strict=True)):
+        assert x.dtype is dtype
+        off = float((x.double() - y).detach().abs().max() / max(1.0, float(y.detach().abs().max())))
+        assert off <= allowed, f"{i}: {off}"
+
+
 @shapes
 @dtypes
 def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:

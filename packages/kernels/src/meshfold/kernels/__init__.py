@@ -107,6 +107,7 @@ from meshfold.kernels.paged_attention import (
     of_codes,
     to_codes,
 )
+from meshfold.kernels.pair_attention import pair_attention, pair_attention_backward, pair_attention_forward
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 from meshfold.kernels.row_product import RowWeight, row_product
@@ -215,6 +216,9 @@ __all__ = [
     "pack_nf4",
     "pack_weight",
     "packed_weight_of",
+    "pair_attention",
+    "pair_attention_backward",
+    "pair_attention_forward",
     "random_bits",
     "rms_norm",
     "rms_norm_apply",

@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "activations": ("swiglu, weighted_swiglu, swiglu2, geglu2, bias_gelu", ("triton",)),
     "rotary": ("apply_rotary", ("triton",)),
     "merge_attention": ("merge_attention_", ("triton",)),
+    "pair_attention": ("pair_attention, pair_attention_forward, pair_attention_backward", ("triton",)),
     "token_rows": ("take_rows, sum_rows", ("triton",)),
     "fp8_casts": ("to_fp8", ("triton",)),
     "cross_entropy": ("cross_entropy and its pieces, linear_cross_entropy, linear_log_probs", ("triton",)),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshfold.folding import functions
-from meshfold.kernels import merge_attention_
+from meshfold.kernels import merge_attention_, pair_attention_backward, pair_attention_forward
 from meshfold.mesh import Mesh, Pending, collectives
 from meshfold.tensor_parallel import CostEntry
 
@@ -81,7 +81,7 @@ class _Ring(torch.autograd.Function):
             if step + 1 < group.size:
                 coming = collectives.shift(both, group, async_op=True)
             bias_part, key_part = _parts(bias, key_bias, _source(mesh, axes, step), k.shape[2])
-            part, part_lse = functions.attend_forward(q, both[0], both[1], bias_part, key_part)
+            part, part_lse = pair_attention_forward(q, both[0], both[1], bias_part, key_part)
             merge_attention_(out, lse, part.reshape(out.shape), part_lse.reshape(lse.shape))
         found = out.view(q.shape).to(q.dtype)
         ctx.save_for_backward(q, k, v, bias, key_bias, found, lse.view(b, r, h, queries))
@@ -103,7 +103,7 @@ class _Ring(torch.autograd.Function):
                 coming = collectives.shift(both, group, async_op=True)
             source = _source(mesh, axes, step)
             bias_part, key_part = _parts(bias, key_bias, source, k.shape[2])
-            dq_part, dk, dv, dbias_part = functions.attend_backward(
+            dq_part, dk, dv, dbias_part = pair_attention_backward(
                 dout, q, both[0], both[1], bias_part, key_part, out, lse
             )
             dq += dq_part
