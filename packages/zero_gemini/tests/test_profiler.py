@@ -282,7 +282,7 @@ def test_what_keeping_takes(device: str) -> None:
 
 def test_seconds_are_those_of_the_operators() -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()).to("meta")
-    clock = OperatorClock(flops=1e12, bytes_per_second=1e12)
+    clock = OperatorClock(flops=1e12, bytes_per_second=1e12, attention=0.5)
     x = torch.empty(64, 256, device="meta")
     with clock:
         begin = clock.mark()
@@ -293,7 +293,7 @@ def test_seconds_are_those_of_the_operators() -> None:
     assert clock.seconds(begin, middle) == 2 * 64 * 256 * 256 / 1e12  # more than its bytes take
     assert clock.seconds(middle, end) == pytest.approx(2 * 4 * 64 * 256 / 1e12)  # reads and writes; views are free
     assert clock.flop == 2 * 64 * 256 * 256
-    clock.add(flop=10**12, efficiency=0.5)
+    clock.add_attention(10**12)
     assert clock.seconds(end, clock.mark()) == pytest.approx(2.0)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from meshfold.mesh import Entry, Mesh, ParallelSpec
+from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.machines import Machine
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ class Memory:
     def total(self) -> int:
         """Bytes on the device, assuming all are alive at once; under ``zero`` they are, at the fullest moment."""
         return self.parameters + self.masters + self.gradients + self.optimizer + self.activations
+
+    def update_bytes(self, *, clip: bool) -> int:
+        """Return the bytes that a step of the optimizer reads and writes, all on the device, without ``zero``.
+
+        It reads gradients (with ``clip`` once more, for their norm), reads and writes weights and moments, and writes the weights
+        in the precision of compute, if that is another.
+        """
+        weights = self.gradients  # as wide as the weights that it updates
+        return (2 if clip else 1) * self.gradients + 2 * weights + 2 * self.optimizer + (self.masters > 0) * self.parameters
 
     @classmethod
     def without_zero(
@@ -124,7 +134,8 @@ class Estimate:
         tokens: in the global batch of one optimizer step.
         memory: what rank 0 holds.
         traffic: bytes it sends, by kind.
-        flops: floating-point operations of matmuls and attention on rank 0, per step.
+        work: operators that rank 0 runs per step, without those of the optimizer.
+        update_bytes: that the optimizer's step on rank 0 reads and writes; 0 under ``zero``, whose plan has its seconds.
         shapes: name to global shape, of every tensor in a checkpoint.
         summary: what tensor parallelism did, in a line; empty without it.
         report: the same in full.
@@ -143,7 +154,8 @@ class Estimate:
     tokens: int
     memory: Memory
     traffic: tuple[Traffic, ...]
-    flops: int
+    work: Work
+    update_bytes: int
     shapes: dict[str, tuple[int, ...]]
     summary: str
     report: str
@@ -152,6 +164,11 @@ class Estimate:
     refusal: str = ""
     pipeline: PipelineEstimate | None = None
     fp8: str = ""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matmuls and attention on rank 0, per step, recomputation included."""
+        return self.work.flop
 
     @property
     def moved(self) -> int:
@@ -171,31 +188,41 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Least seconds of an optimizer step: compute and communication at full rate, nothing else."""
+    """Seconds of an optimizer step by what they are for.
+
+    Attributes:
+        compute: operators of forwards and backwards, one after the other.
+        tensor: traffic of activations and their gradients, which the next operator waits for.
+        data: traffic of gradients and parameters, which may run beside both.
+        optimizer: the step of the optimizer on the device; 0 under ``zero``, whose plan has it.
+    """
 
     compute: float
     tensor: float
     data: float
+    optimizer: float = 0.0
 
     @property
     def apart(self) -> float:
         """Seconds without overlap."""
-        return self.compute + self.tensor + self.data
+        return self.compute + self.tensor + self.data + self.optimizer
 
     @property
     def overlapped(self) -> float:
-        """Seconds with gradient traffic overlapped with the rest."""
-        return max(self.compute + self.tensor, self.data)
+        """Seconds with gradient traffic overlapped with the rest of forward and backward."""
+        return max(self.compute + self.tensor, self.data) + self.optimizer
 
 
 def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
-    """Return the least seconds that a step takes on a machine."""
+    """Return the seconds that a step takes on a machine, by what they are for."""
     mesh = Mesh(found.spec.axes, rank=0)
     spent = {"tensor": 0.0, "data": 0.0}
     for entry in found.traffic:
         seconds = entry.calls * machine.latency + entry.bytes / machine.slowest(mesh, entry.axes)
         spent["data" if entry.phase in ("weights", "gradients", "parameters") else "tensor"] += seconds
-    return Times(compute=found.flops / machine.flops[precision], **spent)
+    return Times(
+        compute=found.work.seconds(machine, precision), optimizer=optimizer_seconds(found.update_bytes, machine), **spent
+    )
 
 
 def summarize_traffic(entries: list[Entry], outer: tuple[str, ...]) -> Iterator[Traffic]:

@@ -35,6 +35,7 @@ from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
 from meshfold.pipeline import Costs, Simulation, simulate_costs
 from meshfold.pipeline.runtime import Microbatch
+from meshfold.planner.clock import Work
 from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import Machine
 from meshfold.planner.stage_costs import StageCosts, held_at_most, stage_costs
@@ -124,6 +125,7 @@ def estimate_pipeline(
     rules: Mapping[str, str] | None,
     recompute: str | None,
     machine: Machine,
+    clip: bool,
     name: str,
 ) -> Estimate:
     """Estimate a spec with ``pipeline``; see :func:`meshfold.planner.estimate`.
@@ -188,7 +190,10 @@ def estimate_pipeline(
         tokens=batch_size * seq_len,
         memory=memory[rank],
         traffic=tuple(summarize_traffic(entries[rank], seen[rank].outer_axes)),
-        flops=accumulate * seen[rank].microbatches * sum(sum(stage.flops) for stage in seen[rank].stages),
+        work=sum((work for stage in seen[rank].stages for work in stage.work), Work()) * (
+            accumulate * seen[rank].microbatches
+        ),
+        update_bytes=0 if spec.zero is not None else seen[rank].memory.update_bytes(clip=clip),
         seconds=whole.seconds + time.perf_counter() - begin,
         plan=plans[rank] if plans else None,
         refusal=refusals[0] if refusals else "",

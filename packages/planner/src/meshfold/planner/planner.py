@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.engine import Engine
 from meshfold.engine.model import check_recompute, fp8_cast_bytes, fp8_gathered
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, MeshfoldError, ParallelSpec, SpecError, all_reduce, record
-from meshfold.mesh.model_io import DryRun, saved_for_backward
+from meshfold.mesh.model_io import DryRun, OperatorCounter, saved_for_backward
 from meshfold.mesh.parameters import metadata_on
 from meshfold.mesh.processes import start_fake
 from meshfold.mesh.spec import format_bytes
+from meshfold.planner.clock import Work
 from meshfold.planner.estimates import MOMENTS, Estimate, Memory, summarize_traffic
 from meshfold.planner.machines import MACHINES, Machine
 from meshfold.tensor_parallel import Report
@@ -92,6 +92,7 @@ def estimate(
             rules=rules,
             recompute=recompute,
             machine=machine or MACHINES["h200x8"],
+            clip=clip,
             name=name,
         )
         alone = replace(spec, pipeline=None, zero=None)
@@ -118,7 +119,7 @@ def estimate(
         rows = engine.shard_batch(torch.empty(batch_size // accumulate, seq_len, dtype=torch.int64, device="meta"))
         zero: ZeroEstimate | None = None
         if spec.zero is None:
-            entries, flops, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
+            entries, work, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
         else:
             from meshfold.planner.zero_estimate import estimate_zero
 
@@ -137,7 +138,8 @@ def estimate(
                 recomputed=recompute == "blocks",
                 fp8_gather=fp8_gather,
             )
-            entries, flops, memory = zero.entries, zero.flops, zero.memory
+            entries, work, memory = zero.entries, zero.work, zero.memory
+        update_bytes = memory.update_bytes(clip=clip) if zero is None else 0
         cast = fp8_cast_bytes(engine.model, engine.precision.fp8, spec, accumulate)
         memory = replace(memory, parameters=memory.parameters + cast)
         report = engine.report
@@ -150,7 +152,8 @@ def estimate(
             tokens=batch_size * seq_len,
             memory=memory,
             traffic=tuple(summarize_traffic(entries, engine.world.outer_axes)),
-            flops=flops,
+            work=work,
+            update_bytes=update_bytes,
             shapes={name: source.shape for name, source in engine.model_state.sources().items()},
             summary="" if report is None else _in_a_line(report),
             report="" if report is None else str(report),
@@ -201,28 +204,27 @@ def plan_memory(
 
 def _plain_steps(
     engine: Engine, rows: Any, accumulate: int, stand_in: DryRun, optimizer: str
-) -> tuple[list[Entry], int, Memory]:
-    """Return the collectives and operations of an optimizer step without ``zero``, and the memory."""
+) -> tuple[list[Entry], Work, Memory]:
+    """Return the collectives and operators of a step without ``zero``, and the memory."""
     states = engine.states
     assert isinstance(states, PlainStates)  # there is no zero entry
     parameters = list(engine.model.parameters())
     targets = list(states.targets.values())
     earlier, last = Log(), Log()
-    flops = activations = 0
+    work, activations = Work(), 0
     for log, number in ((earlier, accumulate - 1), (last, 1)):
         if number:
-            stand_in.attention_flops = 0
             with (
-                FlopCounterMode(display=False) as counter,
+                stand_in.counting(OperatorCounter()) as counter,
                 saved_for_backward(parameters) as saved,
                 record() as found,
             ):
                 _micro_step(engine, rows, found, last=log is last)
             log.entries = found.entries * number
-            flops += number * (counter.get_total_flops() + stand_in.attention_flops)
+            work += Work.of(counter) * number
             activations = max(activations, saved.bytes)
     memory = Memory.without_zero(parameters, targets, optimizer, activations)
-    return [*earlier.entries, *last.entries], flops, memory
+    return [*earlier.entries, *last.entries], work, memory
 
 
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:

@@ -9,12 +9,12 @@ from math import prod
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshfold.mesh import Entry, Log, Mesh
-from meshfold.mesh.model_io import DryRun, saved_for_backward
+from meshfold.mesh.model_io import DryRun, OperatorCounter, saved_for_backward
 from meshfold.pipeline import Action, Op, Pipeline
 from meshfold.pipeline.runtime import Microbatch, Stage
+from meshfold.planner.clock import Work
 from meshfold.planner.machines import Machine
 
 _KEY = 0
@@ -28,7 +28,7 @@ class StageCosts:
         number: of the stage, counted over the whole model.
         rank: its coordinate on the pipeline axis.
         blocks: how many of the repeated blocks it has.
-        flops: of F, B and W: matmuls and attention.
+        work: of F, B and W.
         entries: collectives of F, B and W.
         activation_bytes: kept from F to B; the last stage's include logits.
         waiting_bytes: kept from B to W if W is separate: inputs of linear layers, and gradients of their outputs.
@@ -39,24 +39,29 @@ class StageCosts:
     number: int
     rank: int
     blocks: int
-    flops: tuple[int, int, int]
+    work: tuple[Work, Work, Work]
     entries: tuple[tuple[Entry, ...], ...]
     activation_bytes: int
     waiting_bytes: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
 
+    @property
+    def flops(self) -> tuple[int, int, int]:
+        """FLOP of F, B and W: matmuls and attention."""
+        forward, backward, weight = (work.flop for work in self.work)
+        return forward, backward, weight
+
     def seconds(self, machine: Machine, mesh: Mesh, precision: str) -> tuple[float, float, float]:
-        """Return the times of F, B and W: matmuls at full rate, then collectives over axes other than the
-        pipeline's."""
+        """Return the times of F, B and W: their operators, then collectives over axes other than the pipeline's."""
         forward, backward, weight = (
-            flops / machine.flops[precision]
+            work.seconds(machine, precision)
             + sum(
                 machine.latency + float(entry.bytes) / machine.slowest(mesh, entry.axes)
                 for entry in sent
                 if entry.group_size > 1
             )
-            for flops, sent in zip(self.flops, self.entries, strict=True)
+            for work, sent in zip(self.work, self.entries, strict=True)
         )
         return forward, backward, weight
 
@@ -81,14 +86,14 @@ def stage_costs(pipeline: Pipeline, work: Microbatch, log: Log, stand_in: DryRun
 def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stand_in: DryRun) -> StageCosts:
     plan = pipeline.plan_of(work)
     log.entries.clear()
-    counts: list[int] = []
+    done: list[Work] = []
     ends = [0]
 
     def counted(phase: str, action: Callable[[], object]) -> None:
-        log.phase, stand_in.attention_flops = phase, 0
-        with FlopCounterMode(display=False) as counter:
+        log.phase = phase
+        with stand_in.counting(OperatorCounter()) as counter:
             action()
-        counts.append(counter.get_total_flops() + stand_in.attention_flops)
+        done.append(Work.of(counter))
         ends.append(len(log.entries))
 
     given = stage.random_inputs(plan, pipeline.device)
@@ -100,12 +105,12 @@ def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stan
     counted("backward", lambda: stage.backward_input(_KEY, stage.random_gradients(plan, pipeline.device)))
     waiting = stage.queue.held_bytes
     counted("backward", lambda: stage.backward_weight(_KEY))
-    forward, backward, weight = counts
+    forward, backward, weight = done
     return StageCosts(
         number=stage.number,
         rank=pipeline.partition.rank,
         blocks=stage.stop - stage.first,
-        flops=(forward, backward, weight),
+        work=(forward, backward, weight),
         entries=tuple(tuple(log.entries[a:b]) for a, b in pairwise(ends)),
         activation_bytes=saved.bytes,
         waiting_bytes=waiting,

@@ -23,8 +23,9 @@ from meshfold.engine.zero import (
 )
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Entry, Log, Mesh, record
-from meshfold.mesh.model_io import DryRun
+from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
+from meshfold.planner.clock import ATTENTION, MATMULS, Work
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 66 * 2**20
 """Memory that cuBLAS keeps while it is used: two workspaces of 32 MiB and a little (measured on an H200)."""
-MATMULS = 0.86
-"""Fraction of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
-ATTENTION = 0.55
-"""Share of a large matmul's rate that attention reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +54,7 @@ class ZeroEstimate:
     """A spec with ``zero``, measured without running; fields as in :class:`meshfold.planner.estimates.Estimate`."""
 
     entries: list[Entry]
-    flops: int
+    work: Work
     memory: Memory
     workload: Workload
     plan: Plan | None
@@ -100,14 +97,14 @@ def estimate_zero(
     world, precision = engine.world, engine.precision
     ranks, local = world.data_size, min(machine.devices, world.mesh.world_size)
 
-    def traced() -> tuple[Trace, int, Log]:
+    def traced() -> tuple[Trace, OperatorCounter, Log]:
         with record() as log:
-            trace, flops = trace_without_values(
+            trace, counted = trace_without_values(
                 engine.model, lambda: micro_step(log), stand_in, machine, precision, blocks
             )
-        return with_collectives(trace, log, world.mesh, machine), flops, log
+        return with_collectives(trace, log, world.mesh, machine), counted, log
 
-    trace, flops, log = traced()
+    trace, counted, log = traced()
     workload = workload_of(
         trace,
         chunk_uses(
@@ -135,10 +132,10 @@ def estimate_zero(
     found, refusal, memory = fit(spec, workload, rates)
     if found is not None and blocks is not None:
         blocks.keep([layer.name for layer in found.layers if layer.kept])
-        _, flops, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
+        _, counted, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
     return ZeroEstimate(
         entries=[*log.entries * accumulation, *chunk_entries(workload, world, found)],
-        flops=flops * accumulation,
+        work=Work.of(counted) * accumulation,
         memory=memory,
         workload=workload,
         plan=found,
@@ -169,8 +166,8 @@ def trace_without_values(
     machine: Machine,
     precision: Precision,
     blocks: RecomputedBlocks | None = None,
-) -> tuple[Trace, int]:
-    """Return a trace of a model on the meta device with a machine's rates, and the operations that were counted.
+) -> tuple[Trace, OperatorCounter]:
+    """Return a trace of a model on the meta device with a machine's rates, and the operators that were counted.
 
     Args:
         model: on the meta device.
@@ -181,13 +178,15 @@ def trace_without_values(
         blocks: whose recomputation is observed.
     """
     base = sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
-    clock = OperatorClock(flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate)
+    clock = OperatorClock(
+        flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate, attention=ATTENTION
+    )
     handles = [
         parameter.register_post_accumulate_grad_hook(_release_gradient)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
-    stand_in.on_attention = lambda flop: clock.add(flop=flop, efficiency=ATTENTION)
+    stand_in.counter = clock  # the tracer enters it
     try:
         with ExitStack() as stack:
             tracer = StepTracer(model, memory=LiveBytes(base_bytes=base, round_bytes=512), clock=clock)
@@ -196,10 +195,10 @@ def trace_without_values(
             stack.enter_context(tracer)
             micro_step()
     finally:
-        stand_in.on_attention = None
+        stand_in.counter = None
         for handle in handles:
             handle.remove()
-    return tracer.trace(), clock.flop
+    return tracer.trace(), clock
 
 
 def _release_gradient(parameter: Tensor) -> None:

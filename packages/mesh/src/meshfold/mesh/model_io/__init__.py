@@ -19,11 +19,14 @@ from meshfold.mesh.model_io.labels import (
     visible,
 )
 from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
+from meshfold.mesh.model_io.operators import Operator, OperatorCounter
 
 __all__ = [
     "IGNORE_INDEX",
     "LABEL_NAMES",
     "DryRun",
+    "Operator",
+    "OperatorCounter",
     "ShardedOutput",
     "branch_starts",
     "check_position_ids",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+
+from meshfold.mesh.model_io.operators import OperatorCounter
+
+C = TypeVar("C", bound=OperatorCounter)
 
 
 class Saved:
@@ -86,16 +90,14 @@ class DryRun(TorchFunctionMode):
 
     Attributes:
         active: the one that is entered, if any.
-        attention_flops: operations of attention so far, of forwards and backwards.
-        on_attention: called with each as it comes.
+        counter: of the operators that run, given attention too; None: nothing is counted.
     """
 
     active: ClassVar[DryRun | None] = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention_flops = 0
-        self.on_attention: Callable[[int], None] | None = None
+        self.counter: OperatorCounter | None = None
         self._depth = 0
         self._handles: list[Any] = []
 
@@ -117,12 +119,25 @@ class DryRun(TorchFunctionMode):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context manager: as inside of a module, for code that is called in a backward without one."""
+        """Context manager around a forward that a backward runs again: as inside of a module."""
+        counter = self.counter or OperatorCounter()
+        before, counter.is_repeating = counter.is_repeating, True
         self._begin()
         try:
             yield
         finally:
             self._end()
+            counter.is_repeating = before
+
+    @contextmanager
+    def counting(self, counter: C) -> Iterator[C]:
+        """Context manager: counts the operators that run inside it, and attention."""
+        before, self.counter = self.counter, counter
+        try:
+            with counter:
+                yield counter
+        finally:
+            self.counter = before
 
     def _begin(self, *_: Any) -> None:
         self._depth += 1
@@ -160,9 +175,8 @@ class DryRun(TorchFunctionMode):
 
     def add_attention(self, flops: int) -> None:
         """Count operations of attention."""
-        self.attention_flops += flops
-        if self.on_attention is not None:
-            self.on_attention(flops)
+        if self.counter is not None:
+            self.counter.add_attention(flops)
 
 
 def map_tensors(

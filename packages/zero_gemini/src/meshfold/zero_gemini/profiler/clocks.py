@@ -8,17 +8,14 @@ the plan's placement. It registers no hooks on modules, so that blocks stay comp
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
+from meshfold.mesh.model_io import Operator, OperatorCounter
 from meshfold.zero_gemini.memory.copies import Waiting
 
 
@@ -72,21 +69,21 @@ class CudaClock:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-class OperatorClock(TorchDispatchMode):
+class OperatorClock(OperatorCounter):
     """Seconds that operators would take on a machine: each the longer of its FLOP and of the bytes it reads and writes.
 
-    Works on meta tensors. FLOP are those that ``torch.utils.flop_counter`` knows: matmuls, convolutions, attention.
+    Works on meta tensors.
     """
 
-    def __init__(self, *, flops: float, bytes_per_second: float) -> None:
+    def __init__(self, *, flops: float, bytes_per_second: float, attention: float = 1.0) -> None:
         """Args:
         flops: FLOP/s of a large matmul.
         bytes_per_second: of the device's memory, reads and writes together.
+        attention: share of a large matmul's rate that attention reaches.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._flops, self._rate = flops, bytes_per_second
+        super().__init__()
+        self._flops, self._rate, self._attention = flops, bytes_per_second, attention
         self._seconds = 0.0
-        self.flop = 0
 
     def mark(self) -> float:
         return self._seconds
@@ -94,50 +91,11 @@ class OperatorClock(TorchDispatchMode):
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
-    def add(self, *, flop: int, efficiency: float = 1.0) -> None:
-        """Count work that is not in any operator.
-
-        Args:
-            flop: of it.
-            efficiency: share of a large matmul's rate that it reaches.
-        """
-        self.flop += flop
-        self._seconds += flop / (self._flops * efficiency)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        if func.is_view or func.overloadpacket in _MAKES_NOTHING:
-            return made
-        formula = flop_registry.get(func.overloadpacket)
-        flop = 0 if formula is None else int(formula(*args, **kwargs, out_val=made))
-        touched = {id(x): x for x in tree_iter((args, kwargs, made)) if isinstance(x, Tensor)}
-        moved = sum(x.numel() * x.element_size() for x in touched.values())
-        self.flop += flop
-        self._seconds += max(flop / self._flops, moved / self._rate)
-        return made
-
-
-_MAKES_NOTHING = {
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.empty_strided,
-    torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-    torch.ops.aten.detach,
-    torch.ops.aten.alias,
-    torch.ops.aten.lift_fresh,
-    torch.ops.aten._unsafe_view,
-    torch.ops.aten._reshape_alias,
-    torch.ops.aten.is_same_size,
-}
-"""Operators that touch no memory."""
+    def note(self, operator: Operator) -> None:
+        """Count an operator once, and its seconds."""
+        super().note(operator)
+        rate = self._flops * (self._attention if operator.is_attention else 1.0)
+        self._seconds += max(operator.flop / rate, operator.bytes / self._rate)
 
 
 @dataclass(frozen=True, slots=True)
