@@ -282,7 +282,7 @@ def test_what_keeping_takes(device: str) -> None:
 
 def test_seconds_are_those_of_the_operators() -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()).to("meta")
-    clock = OperatorClock(flops=1e12, bytes_per_second=1e12, attention=0.5)
+    clock = OperatorClock(flops=1e12, bytes_per_second=1e12, attention=lambda head_dim: head_dim / 256)
     x = torch.empty(64, 256, device="meta")
     with clock:
         begin = clock.mark()
@@ -295,6 +295,8 @@ def test_seconds_are_those_of_the_operators() -> None:
     assert clock.flop == 2 * 64 * 256 * 256
     clock.add_attention(10**12)
     assert clock.seconds(end, clock.mark()) == pytest.approx(2.0)
+    clock.add_attention(10**12, head_dim=64, computed=0.5)  # causal: half of the pairs
+    assert clock.seconds(end, clock.mark()) == pytest.approx(2.0 + 2.0)
 
 
 def test_what_an_arena_gives_out_is_not_counted() -> None:

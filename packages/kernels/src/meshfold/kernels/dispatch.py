@@ -63,6 +63,7 @@ FAMILIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 F = TypeVar("F", bound=Callable[..., object])
+Counted = Callable[[Callable[..., object]], Callable[..., object]]
 
 
 class KernelError(RuntimeError):
@@ -193,10 +194,50 @@ def twin(reference: F, x: Tensor) -> F:
     # A subclass (fake, functional, DTensor) has no memory of its own to pass to a kernel.
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return reference
+    if x.is_meta:
+        return _as_counted(reference, x.dtype)
     name = implementation(_family(reference), x.device.type, x.dtype)
     if name == "reference":
         return reference
     return cast(F, getattr(_load(implementation_module(_family(reference), name)), reference.__name__))
+
+
+# A global like the choice: backward runs in threads of autograd.
+_counted: Counted | None = None
+
+
+class _Uncounted(AbstractContextManager[None]):
+    """Context manager that restores the earlier wrapper on exit."""
+
+    def __init__(self, before: Counted | None) -> None:
+        self._before = before
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _counted
+        _counted = self._before
+
+
+def count_kernels(counted: Counted) -> AbstractContextManager[None]:
+    """Context manager: on meta tensors, a function that a GPU has in Triton runs as ``counted(reference)``.
+
+    There the reference's many operators stand for one kernel, which reads its inputs and writes its outputs once.
+
+    Args:
+        counted: returns a function that calls the reference and counts it as one.
+    """
+    global _counted
+    before, _counted = _counted, counted
+    return _Uncounted(before)
+
+
+def _as_counted(reference: F, dtype: torch.dtype) -> F:
+    """Return the reference for meta tensors, counted as one kernel if a GPU would run one."""
+    has_kernel = "triton" in FAMILIES[_family(reference)][1] and choice() in ("auto", "triton")
+    if _counted is None or not has_kernel or dtype not in _TRITON_DTYPES:
+        return reference
+    return cast(F, _counted(reference))
 
 
 def reference_of(family: str) -> str:

@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         estimate,
         explain_misfit,
         find_machine,
+        step_speed,
         step_times,
         suggest_change,
     )
@@ -126,7 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = alike(spec)
     attention = choose_attention(found, machine, precision, alike)
-    took = step_times(found, machine, precision)
+    took, speed = step_times(found, machine, precision), step_speed(found, machine, precision)
+    reason = explain_misfit(found, machine)
     _write_pictures(found, arguments.timeline, arguments.trace)
     if arguments.json:
         words = {
@@ -135,19 +137,21 @@ def run(arguments: argparse.Namespace) -> int:
             "seq_len": seq_len,
             "precision": precision,
         }
-        answer = words | _answer(found, took, machine)
+        answer = words | _answer(found, took, machine) | {"speed": asdict(speed)}
         if attention is not None:
             answer["attention"] = {"by_tokens": attention.by_tokens, "why": str(attention)}
         print(json.dumps(answer, indent=1, default=str))
     else:
-        print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}\n")
+        from meshfold.planner.report import verdict_line
+
+        print(f"{model.name}, {arguments.batch_size} sequences of {seq_len} tokens, {precision}")
+        print(f"{verdict_line(found, speed, machine, fits=not reason)}\n")
         _show(found, took, machine, report=arguments.report)
         if found.fp8:
             print(f"\n{found.fp8}\ntimes are those of bf16")
         if attention is not None:
             print(f"\noverlap='auto': {attention}")
         _note_defaults(arguments, seq_len)
-    reason = explain_misfit(found, machine)
     if reason:
         rows = max(1, arguments.batch_size // arguments.accumulate // spec.axes["data"])
         change = suggest_change(found, machine, arguments.recompute, rows, estimated, accumulate=arguments.accumulate)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshfold.planner.attention_choice import AttentionChoice, choose_attention
-    from meshfold.planner.estimates import Estimate, Memory, Times, Traffic, step_times
+    from meshfold.planner.estimates import (
+        Estimate,
+        Memory,
+        StepSpeed,
+        Times,
+        Traffic,
+        step_speed,
+        step_times,
+    )
     from meshfold.planner.machines import (
         MACHINES,
         PEAK_TFLOPS,
@@ -28,6 +36,7 @@ __all__ = [
     "Host",
     "Machine",
     "Memory",
+    "StepSpeed",
     "Times",
     "Traffic",
     "choose_attention",
@@ -36,6 +45,7 @@ __all__ = [
     "find_machine",
     "fits",
     "plan_memory",
+    "step_speed",
     "step_times",
     "suggest_change",
     "unlimited_machine",
@@ -43,7 +53,7 @@ __all__ = [
 
 _MODULES = {
     "attention_choice": ("AttentionChoice", "choose_attention"),
-    "estimates": ("Estimate", "Memory", "Times", "Traffic", "step_times"),
+    "estimates": ("Estimate", "Memory", "StepSpeed", "Times", "Traffic", "step_speed", "step_times"),
     "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
     "planner": ("estimate", "explain_misfit", "fits", "plan_memory", "suggest_change"),
 }

@@ -7,16 +7,19 @@ the longer of its FLOP at the rate of matmuls and of the bytes that it reads and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from meshfold.mesh.model_io import Operator, OperatorCounter
+from meshfold.kernels import count_kernels
+from meshfold.mesh.model_io import DryRun, Operator, OperatorCounter
 from meshfold.planner.machines import Machine
 
 MATMULS = 0.86
 """Fraction of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
-ATTENTION = 0.55
-"""Share of a large matmul's rate that attention reaches."""
+_ATTENTION = {64: 0.58, 128: 0.70}
+"""Share of the matmuls' rate that attention reaches by the size of a head, forward and backward together, in the pairs that it
+computes (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
 OPTIMIZER = 0.82
 """Share of the rate of a plain copy that a fused optimizer step reaches (H200: 3.47 of 4.24 TB/s)."""
 
@@ -32,6 +35,13 @@ class Work:
 
     operators: Mapping[Operator, int] = field(default_factory=dict)
     repeated_flop: int = 0
+
+    @classmethod
+    @contextmanager
+    def counted(cls, stand_in: DryRun) -> Iterator[OperatorCounter]:
+        """Context manager: counts operators on meta tensors; one that a GPU has as a kernel of ours counts as one."""
+        with stand_in.counting(OperatorCounter()) as counter, count_kernels(counter.as_one):
+            yield counter
 
     @classmethod
     def of(cls, counted: OperatorCounter) -> Work:
@@ -60,6 +70,11 @@ class Work:
         )
 
 
+def attention_share(head_dim: int) -> float:
+    """Return the share of the matmuls' rate that attention with heads of this size reaches."""
+    return _ATTENTION[min(_ATTENTION, key=lambda size: abs(size - head_dim))]
+
+
 def compute_seconds(operators: Mapping[Operator, int], machine: Machine, precision: str) -> float:
     """Return the seconds that operators take one after the other.
 
@@ -72,7 +87,9 @@ def compute_seconds(operators: Mapping[Operator, int], machine: Machine, precisi
     return sum(
         count
         * max(
-            operator.flop / (matmuls * (ATTENTION if operator.is_attention else 1.0)),
+            operator.computed
+            * operator.flop
+            / (matmuls * (attention_share(operator.head_dim) if operator.head_dim else 1.0)),
             operator.bytes / machine.memory_rate,
         )
         for operator, count in operators.items()

@@ -75,7 +75,12 @@ class Memory:
         in the precision of compute, if that is another.
         """
         weights = self.gradients  # as wide as the weights that it updates
-        return (2 if clip else 1) * self.gradients + 2 * weights + 2 * self.optimizer + (self.masters > 0) * self.parameters
+        return (
+            (2 if clip else 1) * self.gradients
+            + 2 * weights
+            + 2 * self.optimizer
+            + (self.masters > 0) * self.parameters
+        )
 
     @classmethod
     def without_zero(
@@ -213,6 +218,37 @@ class Times:
         return max(self.compute + self.tensor, self.data) + self.optimizer
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSpeed:
+    """How fast a spec trains on a machine, as planned.
+
+    Attributes:
+        seconds: of an optimizer step.
+        tokens_per_second: of all ranks together.
+        mfu: model FLOP utilisation of rank 0: the FLOP of its matmuls and attention, without recomputation, by what the data sheet
+            allows in that time.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+
+
+def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
+    """Return how fast a spec trains: the one time of a step for every spec, by which specs can be compared."""
+    times = step_times(found, machine, precision)
+    if found.pipeline is not None:
+        seconds = max(found.pipeline.seconds, times.data) + times.optimizer
+    else:
+        seconds = times.overlapped if found.plan is None else found.plan.seconds
+    own = found.work.flop - found.work.repeated_flop
+    return StepSpeed(
+        seconds=seconds,
+        tokens_per_second=found.tokens / seconds if seconds else 0.0,
+        mfu=own / (seconds * machine.peak(precision)) if seconds else 0.0,
+    )
+
+
 def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     """Return the seconds that a step takes on a machine, by what they are for."""
     mesh = Mesh(found.spec.axes, rank=0)
@@ -221,7 +257,9 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
         seconds = entry.calls * machine.latency + entry.bytes / machine.slowest(mesh, entry.axes)
         spent["data" if entry.phase in ("weights", "gradients", "parameters") else "tensor"] += seconds
     return Times(
-        compute=found.work.seconds(machine, precision), optimizer=optimizer_seconds(found.update_bytes, machine), **spent
+        compute=found.work.seconds(machine, precision),
+        optimizer=optimizer_seconds(found.update_bytes, machine),
+        **spent,
     )
 
 

@@ -67,6 +67,11 @@ class Machine:
     latency: float
     source: str
 
+    def peak(self, precision: str) -> float:
+        """Return the FLOP/s of the data sheet, which MFU divides by; of a machine without one, those of a large matmul."""
+        known = PEAK_TFLOPS.get(self.name.removesuffix("x8").upper())
+        return self.flops[precision] if known is None else 1e12 * known[precision]
+
     def bandwidth(self, ranks: tuple[int, ...]) -> float:
         """Return the bytes a second that a rank sends in a collective of these ranks: the slowest link on the ring."""
         nodes = {rank // self.devices for rank in ranks}

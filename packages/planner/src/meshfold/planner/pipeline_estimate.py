@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from meshfold.engine.batches import Shares, prepare_batch, shard_batch
 from meshfold.engine.model import (
     PipelinedModel,
     PipelineSettings,
+    check_kernels,
     fp8_cast_bytes,
     fp8_gathered,
     recompute_blocks,
@@ -30,6 +31,7 @@ from meshfold.engine.sequence import counted_attention, split_sequence
 from meshfold.engine.states import PlainStates
 from meshfold.engine.world import PIPE, World, join_world
 from meshfold.kernels import Fp8Weight
+from meshfold.kernels.fuse import fuse
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
 from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
@@ -91,6 +93,7 @@ class _Asked:
     accumulate: int
     rules: Mapping[str, str] | None
     recompute: str | None
+    kernels: Mapping[str, Any] | None
     machine: Machine
     name: str
 
@@ -124,6 +127,7 @@ def estimate_pipeline(
     accumulate: int,
     rules: Mapping[str, str] | None,
     recompute: str | None,
+    kernels: object,
     machine: Machine,
     clip: bool,
     name: str,
@@ -150,6 +154,7 @@ def estimate_pipeline(
         accumulate=accumulate,
         rules=rules,
         recompute=recompute,
+        kernels=check_kernels(kernels),
         machine=machine,
         name=name,
     )
@@ -190,9 +195,8 @@ def estimate_pipeline(
         tokens=batch_size * seq_len,
         memory=memory[rank],
         traffic=tuple(summarize_traffic(entries[rank], seen[rank].outer_axes)),
-        work=sum((work for stage in seen[rank].stages for work in stage.work), Work()) * (
-            accumulate * seen[rank].microbatches
-        ),
+        work=sum((work for stage in seen[rank].stages for work in stage.work), Work())
+        * (accumulate * seen[rank].microbatches),
         update_bytes=0 if spec.zero is not None else seen[rank].memory.update_bytes(clip=clip),
         seconds=whole.seconds + time.perf_counter() - begin,
         plan=plans[rank] if plans else None,
@@ -214,6 +218,9 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
         if stages is None:
             raise SpecError(f"{asked.spec.written or asked.spec}: no pipeline to estimate")
         sequence = split_sequence(built.model, world, own_loss=False)
+        fused = None if asked.kernels is None else fuse(built.model, **asked.kernels)
+        if fused is not None and fused.logits is not None:
+            stages.pipeline.defer_logits(fused.logits)
         blocks = recompute_blocks(asked.recompute, built.model, sequence, stages)
         built.model.train()
         stages.pipeline.partition.set_absent_dtype(asked.precision.dtype)

@@ -22,7 +22,7 @@ from meshfold.engine.model import check_recompute, fp8_cast_bytes, fp8_gathered
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, MeshfoldError, ParallelSpec, SpecError, all_reduce, record
-from meshfold.mesh.model_io import DryRun, OperatorCounter, saved_for_backward
+from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.mesh.parameters import metadata_on
 from meshfold.mesh.processes import start_fake
 from meshfold.mesh.spec import format_bytes
@@ -91,12 +91,12 @@ def estimate(
             accumulate=accumulate,
             rules=rules,
             recompute=recompute,
+            kernels=kernels,
             machine=machine or MACHINES["h200x8"],
             clip=clip,
             name=name,
         )
         alone = replace(spec, pipeline=None, zero=None)
-        # Pipelines do not defer logits to their loss.
         without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off"}
         return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
     begin = time.perf_counter()
@@ -215,7 +215,7 @@ def _plain_steps(
     for log, number in ((earlier, accumulate - 1), (last, 1)):
         if number:
             with (
-                stand_in.counting(OperatorCounter()) as counter,
+                Work.counted(stand_in) as counter,
                 saved_for_backward(parameters) as saved,
                 record() as found,
             ):

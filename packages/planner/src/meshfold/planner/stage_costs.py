@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from meshfold.mesh import Entry, Log, Mesh
-from meshfold.mesh.model_io import DryRun, OperatorCounter, saved_for_backward
+from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.pipeline import Action, Op, Pipeline
 from meshfold.pipeline.runtime import Microbatch, Stage
 from meshfold.planner.clock import Work
@@ -91,7 +91,7 @@ def _costs_of(pipeline: Pipeline, stage: Stage, work: Microbatch, log: Log, stan
 
     def counted(phase: str, action: Callable[[], object]) -> None:
         log.phase = phase
-        with stand_in.counting(OperatorCounter()) as counter:
+        with Work.counted(stand_in) as counter:
             action()
         done.append(Work.of(counter))
         ends.append(len(log.entries))

@@ -21,11 +21,11 @@ from meshfold.engine.zero import (
     regime_of,
     workload_of_stages,
 )
-from meshfold.kernels import Fp8Weight
+from meshfold.kernels import Fp8Weight, count_kernels
 from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.planner.clock import ATTENTION, MATMULS, Work
+from meshfold.planner.clock import MATMULS, Work, attention_share
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
@@ -179,7 +179,9 @@ def trace_without_values(
     """
     base = sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
     clock = OperatorClock(
-        flops=MATMULS * machine.flops[precision.name], bytes_per_second=machine.memory_rate, attention=ATTENTION
+        flops=MATMULS * machine.flops[precision.name],
+        bytes_per_second=machine.memory_rate,
+        attention=attention_share,
     )
     handles = [
         parameter.register_post_accumulate_grad_hook(_release_gradient)
@@ -192,6 +194,7 @@ def trace_without_values(
             tracer = StepTracer(model, memory=LiveBytes(base_bytes=base, round_bytes=512), clock=clock)
             if blocks is not None:
                 stack.enter_context(blocks.watched(tracer.layers))
+            stack.enter_context(count_kernels(clock.as_one))
             stack.enter_context(tracer)
             micro_step()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshfold.engine.model.fp8_layers import use_fp8
 from meshfold.engine.model.fp8_weights import fp8_cast_bytes, fp8_gathered
+from meshfold.engine.model.fused_kernels import check_kernels
 from meshfold.engine.model.ownership import AsGiven
 from meshfold.engine.model.pipelined_model import PipelinedModel, PipelineSettings
 from meshfold.engine.model.recompute import RecomputedBlocks, check_recompute, recompute_blocks
@@ -19,6 +20,7 @@ __all__ = [
     "SourceValues",
     "WeightSource",
     "callable_parts",
+    "check_kernels",
     "check_recompute",
     "fp8_cast_bytes",
     "fp8_gathered",

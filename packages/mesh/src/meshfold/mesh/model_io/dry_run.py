@@ -58,14 +58,22 @@ class _Attention(torch.autograd.Function):
     """Attention on meta tensors that saves what flash attention saves: inputs, output, one number per row, mask."""
 
     @staticmethod
-    def forward(ctx: Any, count: Callable[[int], None], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        count: Callable[[int, int, float], None],
+        causal: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
         """``b n s d, b n' t d, b n' t e -> b n s e``"""
         *lead, heads, rows, _ = (1,) * (4 - q.dim()) + tuple(q.shape)
         # Heads contiguous per token, as the output projection expects them.
         out = q.new_empty((*lead, rows, heads, v.shape[-1])).transpose(-3, -2).view(*q.shape[:-1], v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), mask)
-        ctx.count = count
-        count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]))
+        ctx.count, ctx.computed = count, 0.5 if causal else 1.0
+        count(_pairs(q, k) * (q.shape[-1] + v.shape[-1]), q.shape[-1], ctx.computed)
         return out
 
     @staticmethod
@@ -73,8 +81,8 @@ class _Attention(torch.autograd.Function):
         """Return the gradients of the three inputs."""
         q, k, v, *_ = ctx.saved_tensors
         # Five matmuls, including recomputed scores.
-        ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]))
-        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        ctx.count(_pairs(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1]), q.shape[-1], ctx.computed)
+        return None, None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _pairs(q: Tensor, k: Tensor) -> int:
@@ -151,10 +159,11 @@ class DryRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask")
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             named = dict(zip(names, args, strict=False)) | (kwargs or {})
             if named["query"].is_meta:  # trials of modules use real values
-                return self._attention(*(named.get(name) for name in names))
+                causal = bool(named.get("is_causal"))
+                return self._attention(causal, *(named.get(name) for name in names[:4]))
         if func in (Tensor.__bool__, Tensor.item) and hasattr(args[0], "_holds"):
             return args[0]._holds
         if func is Tensor.__contains__ and args[0].is_meta:
@@ -169,14 +178,14 @@ class DryRun(TorchFunctionMode):
             found._holds = True
         return found
 
-    def _attention(self, *given: Tensor | None) -> Tensor:
-        found: Tensor = _Attention.apply(self.add_attention, *given)
+    def _attention(self, causal: bool, *given: Tensor | None) -> Tensor:
+        found: Tensor = _Attention.apply(self.add_attention, causal, *given)
         return found
 
-    def add_attention(self, flops: int) -> None:
-        """Count operations of attention."""
+    def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
+        """Count attention, forward or backward; see :meth:`OperatorCounter.add_attention`."""
         if self.counter is not None:
-            self.counter.add_attention(flops)
+            self.counter.add_attention(flop, head_dim, computed)
 
 
 def map_tensors(

@@ -1,9 +1,9 @@
-"""Operators of a step: what each computes and moves, counted on meta tensors, so that any machine can be asked how long it takes."""
+"""Operators of a step: what each computes and moves, counted on meta tensors, so that it can be timed for any machine."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,14 @@ class Operator:
     Attributes:
         flop: that ``torch.utils.flop_counter`` knows: matmuls, convolutions, attention.
         bytes: that it reads and writes.
-        is_attention: its matmuls are those of attention, which reach less of a device's rate.
+        head_dim: of attention, whose matmuls reach less of a device's rate; 0 of other operators.
+        computed: share of its FLOP that is computed: causal attention skips half of the pairs that are counted.
     """
 
     flop: int
     bytes: int = 0
-    is_attention: bool = False
+    head_dim: int = 0
+    computed: float = 1.0
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -44,6 +46,7 @@ class OperatorCounter(TorchDispatchMode):
         self.counts: Counter[Operator] = Counter()
         self.flop = self.repeated_flop = 0
         self.is_repeating = False
+        self._inside: int | None = None  # FLOP so far of what counts as one operator
 
     def note(self, operator: Operator) -> None:
         """Count an operator once."""
@@ -51,9 +54,26 @@ class OperatorCounter(TorchDispatchMode):
         self.flop += operator.flop
         self.repeated_flop += operator.flop * self.is_repeating
 
-    def add_attention(self, flop: int) -> None:
+    def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
         """Count attention that is in no operator: on the meta device :class:`DryRun` stands in for it."""
-        self.note(Operator(flop, is_attention=True))
+        self.note(Operator(flop, head_dim=head_dim, computed=computed))
+
+    def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, whose operators count as one that reads its arguments and writes what it returns or changes."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._inside is not None:
+                return function(*args, **kwargs)
+            self._inside = 0
+            try:
+                made = function(*args, **kwargs)
+                flop = self._inside
+            finally:
+                self._inside = None
+            self.note(Operator(flop, _bytes_of((args, kwargs, made))))
+            return made
+
+        return run
 
     def __torch_dispatch__(
         self,
@@ -67,9 +87,17 @@ class OperatorCounter(TorchDispatchMode):
         if not func.is_view and func.overloadpacket not in _MAKES_NOTHING:
             formula = flop_registry.get(func.overloadpacket)
             flop = 0 if formula is None else int(formula(*args, **kwargs, out_val=made))
-            touched = {id(x): x for x in tree_iter((args, kwargs, made)) if isinstance(x, Tensor)}
-            self.note(Operator(flop, sum(x.numel() * x.element_size() for x in touched.values())))
+            if self._inside is None:
+                self.note(Operator(flop, _bytes_of((args, kwargs, made))))
+            else:
+                self._inside += flop
         return made
+
+
+def _bytes_of(values: Any) -> int:
+    """Return the bytes of all tensors in nested values, each once."""
+    tensors = {id(x): x for x in tree_iter(values) if isinstance(x, Tensor)}
+    return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
 _MAKES_NOTHING = {

@@ -7,7 +7,7 @@ from meshfold.planner.report.pipeline import (
     schedule_trace,
     stage_table,
 )
-from meshfold.planner.report.tables import memory_table, mesh_picture, time_table, traffic_table
+from meshfold.planner.report.tables import memory_table, mesh_picture, time_table, traffic_table, verdict_line
 
 __all__ = [
     "memory_table",
@@ -19,4 +19,5 @@ __all__ = [
     "stage_table",
     "time_table",
     "traffic_table",
+    "verdict_line",
 ]

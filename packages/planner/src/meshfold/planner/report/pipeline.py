@@ -37,7 +37,7 @@ def rank_table(found: PipelineEstimate) -> str:
 
 
 def pipeline_time_table(found: Estimate, pipeline: PipelineEstimate, times: Times, machine: Machine, nodes: int) -> str:
-    """Return a table of the least time of a step."""
+    """Return a table of the time of a step."""
     simulation = pipeline.simulation
     schedule = simulation.schedule
     fits = not found.refusal and max(memory.total for memory in pipeline.memory) <= machine.memory
@@ -46,12 +46,17 @@ def pipeline_time_table(found: Estimate, pipeline: PipelineEstimate, times: Time
         f"{'chunks':<17}{format_seconds(pipeline.chunk_seconds):>12}  of the rank that moves and steps its own longest"
     )
     lines = [
-        f"a step takes at least, on {machine_line(machine, nodes)}",
+        f"a step takes, on {machine_line(machine, nodes)}",
         f"{'pipeline':<17}{format_seconds(pipeline.schedule_seconds):>12}  {schedule.name}, "
         f"{schedule.microbatches} micro-batches: {simulation.bubble:.1%} of the ranks' time is idle, a message takes {sends}",
         *[chunks] * (pipeline.chunk_seconds > 0),
         f"{'data traffic':<17}{format_seconds(times.data):>12}  may run as stages become complete",
-        total_row(max(pipeline.seconds, times.data), pipeline.seconds + times.data, found.tokens),
+        *[f"{'optimizer':<17}{format_seconds(times.optimizer):>12}"] * (times.optimizer > 0),
+        total_row(
+            max(pipeline.seconds, times.data) + times.optimizer,
+            pipeline.seconds + times.data + times.optimizer,
+            found.tokens,
+        ),
         f"{'memory':<17}{format_bytes(machine.memory):>12}  a device: {'it fits' if fits else 'it does NOT fit'}",
     ]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ the plan's placement. It registers no hooks on modules, so that blocks stay comp
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,11 +75,13 @@ class OperatorClock(OperatorCounter):
     Works on meta tensors.
     """
 
-    def __init__(self, *, flops: float, bytes_per_second: float, attention: float = 1.0) -> None:
+    def __init__(
+        self, *, flops: float, bytes_per_second: float, attention: Callable[[int], float] = lambda head_dim: 1.0
+    ) -> None:
         """Args:
         flops: FLOP/s of a large matmul.
         bytes_per_second: of the device's memory, reads and writes together.
-        attention: share of a large matmul's rate that attention reaches.
+        attention: returns the share of a large matmul's rate that attention with heads of this size reaches.
         """
         super().__init__()
         self._flops, self._rate, self._attention = flops, bytes_per_second, attention
@@ -94,8 +96,8 @@ class OperatorClock(OperatorCounter):
     def note(self, operator: Operator) -> None:
         """Count an operator once, and its seconds."""
         super().note(operator)
-        rate = self._flops * (self._attention if operator.is_attention else 1.0)
-        self._seconds += max(operator.flop / rate, operator.bytes / self._rate)
+        rate = self._flops * (self._attention(operator.head_dim) if operator.head_dim else 1.0)
+        self._seconds += max(operator.computed * operator.flop / rate, operator.bytes / self._rate)
 
 
 @dataclass(frozen=True, slots=True)
