@@ -210,8 +210,8 @@ def test_the_step_is_that_of_the_simulator_with_messages() -> None:
     parallel = dict(pipeline=dict(size=2, schedule="1f1b", microbatches=4))
     plan = planned(parallel, ranks=2, accumulate=2, machine=MACHINES["laptop"])
     found = pipeline_of(plan)
-    rate, link = MACHINES["laptop"].flops["bf16"], MACHINES["laptop"]
-    forward, backward, weight = ([stage.flops[op] / rate for stage in found.stages] for op in range(3))
+    link = MACHINES["laptop"]
+    forward, backward, weight = ([stage.work[op].seconds(link, "bf16") for stage in found.stages] for op in range(3))
     send = link.latency + sum(found.stages[0].sent) / link.inside
     same = simulate(found.simulation.schedule, forward, backward, weight, send)
     assert found.simulation.makespan == pytest.approx(same.makespan)

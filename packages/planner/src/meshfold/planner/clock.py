@@ -54,8 +54,9 @@ class Work:
         return sum(count * operator.flop for operator, count in self.operators.items())
 
     def seconds(self, machine: Machine, precision: str) -> float:
-        """Return how long it takes on a machine, without any wait."""
-        return compute_seconds(self.operators, machine, precision)
+        """Return how long it takes on a machine: its operators one after the other, or as long as the host needs to launch them."""
+        launches = sum(self.operators.values()) * machine.launch
+        return max(compute_seconds(self.operators, machine, precision), launches)
 
     def __add__(self, other: Work) -> Work:
         return Work(

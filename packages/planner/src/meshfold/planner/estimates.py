@@ -240,7 +240,7 @@ def step_speed(found: Estimate, machine: Machine, precision: str) -> StepSpeed:
     if found.pipeline is not None:
         seconds = max(found.pipeline.seconds, times.data) + times.optimizer
     else:
-        seconds = times.overlapped if found.plan is None else found.plan.seconds
+        seconds = times.overlapped if found.plan is None else max(found.plan.seconds, times.compute)
     own = found.work.flop - found.work.repeated_flop
     return StepSpeed(
         seconds=seconds,

@@ -54,6 +54,7 @@ class Machine:
         between: the same between nodes.
         latency: seconds of the smallest collective.
         source: where the numbers come from.
+        launch: seconds in which the host launches an operator (measured beside an H200: 9 µs from Python, 5 in a backward).
     """
 
     name: str
@@ -66,6 +67,7 @@ class Machine:
     between: float
     latency: float
     source: str
+    launch: float = 7e-6
 
     def peak(self, precision: str) -> float:
         """Return the FLOP/s of the data sheet, which MFU divides by; of a machine without one, those of a large matmul."""

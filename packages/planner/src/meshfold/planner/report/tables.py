@@ -138,10 +138,10 @@ def traffic_table(found: Estimate) -> str:
 
 
 def verdict_line(found: Estimate, speed: StepSpeed, machine: Machine, *, fits: bool) -> str:
-    """``fits: 72.3 of 79 GiB a device; 1.59 s a step, 41,300 tokens/s, MFU 46%``"""
+    """``fits: 72.31 GiB of 79.00 GiB a device; 1.59 s a step, 41,300 tokens/s, MFU 46% on h100x8``"""
     most = found.memory.total if found.pipeline is None else max(memory.total for memory in found.pipeline.memory)
     words = "fits" if fits else "does NOT fit"
-    room = f"{words}: {most / 2**30:.1f} of {machine.memory / 2**30:.0f} GiB a device"
+    room = f"{words}: {format_bytes(most)} of {format_bytes(machine.memory)} a device"
     if not speed.tokens_per_second or (found.spec.zero is not None and found.refusal):
         return room
     return (

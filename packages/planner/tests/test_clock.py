@@ -1,0 +1,128 @@
+"""The clock of plans: operators in seconds, by hand; one clock under every spec; what is counted as one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshfold.kernels import cross_entropy, rms_norm, swiglu
+from meshfold.mesh import ParallelSpec
+from meshfold.mesh.model_io import DryRun, Operator
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig
+from meshfold.planner import MACHINES, Estimate, estimate, step_speed, step_times
+from meshfold.planner.clock import Work, attention_share, optimizer_seconds
+
+H200 = MACHINES["h200x8"]
+BIG = LlamaConfig(vocab_size=32_000, hidden=1024, layers=4, heads=8, ffn=2816, max_positions=1024)
+
+
+ROWS = 128
+
+
+def planned(parallel: dict[str, Any], ranks: int = 4, **settings: Any) -> Estimate:
+    spec = ParallelSpec.parse(parallel, ranks)
+    return estimate(lambda: Llama(BIG), spec, batch_size=ROWS, seq_len=1024, precision="bf16", machine=H200, **settings)
+
+
+def test_an_operator_takes_the_longer_of_flop_and_bytes() -> None:
+    flat = replace(H200, flops={"bf16": 1e12}, memory_rate=1e9, launch=0.0)
+    matmuls = 0.86e12
+    work = Work(
+        operators={
+            Operator(10**12): 2,
+            Operator(10**3, bytes=10**9): 3,
+            Operator(10**12, head_dim=128, computed=0.5): 1,
+        }
+    )
+    assert work.seconds(flat, "bf16") == pytest.approx(2e12 / matmuls + 3 + 0.5e12 / (matmuls * attention_share(128)))
+    assert work.seconds(replace(flat, launch=100.0), "bf16") == 6 * 100.0  # the host needs longer
+    assert work.flop == 2 * 10**12 + 3 * 10**3 + 10**12
+    assert (work + work * 2).flop == 3 * work.flop
+    assert attention_share(64) < attention_share(128) == attention_share(256)
+    assert optimizer_seconds(82, replace(H200, memory_rate=100.0)) == pytest.approx(1.0)
+
+
+def test_a_kernel_counts_as_one_operator() -> None:
+    x = torch.empty(64, 256, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(256, dtype=torch.bfloat16, device="meta")
+    with DryRun() as run, Work.counted(run) as counter:
+        rms_norm(x, weight)
+        swiglu(x)
+    sizes = sorted(operator.bytes for operator in counter.counts.elements())
+    assert sizes == [64 * (256 + 128) * 2, pytest.approx(2 * 64 * 256 * 2 + 256 * 2 + 64 * 4, abs=256)]
+    with DryRun() as run, Work.counted(run) as counter:  # no kernel for float64: its operators
+        rms_norm(x.double(), weight.double())
+    assert counter.counts.total() > 2
+
+
+def test_a_loss_by_kernel_reads_its_logits_once() -> None:
+    logits = torch.empty(128, 1000, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    labels = torch.empty(128, dtype=torch.int64, device="meta")
+    with DryRun() as run, Work.counted(run) as counter:
+        cross_entropy(logits, labels).sum().backward()
+    moved = sum(operator.bytes * count for operator, count in counter.counts.items())
+    assert moved < 6 * 128 * 1000 * 2
+
+
+def test_attention_counts_the_pairs_that_it_computes() -> None:
+    q = torch.empty(2, 8, 32, 16, device="meta")
+    with DryRun() as run, Work.counted(run) as counter:
+        for causal in (True, False):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
+    flop = 2 * 2 * (2 * 8 * 32 * 32 * 16)
+    attention = {operator for operator in counter.counts if operator.head_dim}
+    assert attention == {Operator(flop, head_dim=16, computed=share) for share in (0.5, 1.0)}
+
+
+def test_a_step_takes_the_same_by_every_way_to_plan_it() -> None:
+    """Without zero, with it and in stages it is the same work: the compute of each is that of the same operators."""
+    plain = planned(dict(data=4))
+    zero = planned(dict(data=4, zero=dict(stage=1, placement="cuda")))
+    staged = planned(dict(data=2, pipeline=dict(size=2, microbatches=2)))
+    seconds = [step_times(found, H200, "bf16").compute for found in (plain, zero)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.05)
+    assert staged.pipeline is not None
+    both = sum(work.seconds(H200, "bf16") for stage in staged.pipeline.stages for work in stage.work)
+    # Two micro-batches on two ranks, which add to their gradients twice, and multiply for input and weight apart.
+    assert seconds[0] < both < 1.25 * seconds[0]
+    assert step_speed(zero, H200, "bf16").seconds == pytest.approx(step_speed(plain, H200, "bf16").seconds, rel=0.15)
+
+
+def test_recomputation_costs_time_and_no_utilisation() -> None:
+    plain, again = (planned(dict(data=4), recompute=how) for how in (None, "blocks"))
+    assert again.work.flop - again.work.repeated_flop == plain.work.flop and plain.work.repeated_flop == 0
+    fast, slow = (step_speed(found, H200, "bf16") for found in (plain, again))
+    assert slow.seconds > fast.seconds and slow.mfu < fast.mfu
+    assert fast.tokens_per_second == pytest.approx(ROWS * 1024 / fast.seconds)
+    peak = 4 * 989e12
+    assert fast.mfu == pytest.approx(4 * plain.flops / fast.seconds / peak)
+
+
+WORK = st.lists(
+    st.tuples(st.integers(0, 10**15), st.integers(0, 10**12), st.sampled_from([0, 64, 128]), st.integers(1, 50)),
+    max_size=6,
+)
+
+
+@given(WORK, st.floats(1.0, 100.0))
+def test_a_faster_machine_is_never_slower(rows: list[tuple[int, int, int, int]], factor: float) -> None:
+    work = Work(operators={Operator(flop, moved, head_dim): count for flop, moved, head_dim, count in rows})
+    free = replace(H200, launch=0.0)
+    before = work.seconds(free, "bf16")
+    faster = replace(free, memory_rate=factor * H200.memory_rate)
+    quicker = replace(faster, flops={"bf16": factor * H200.flops["bf16"]})
+    assert work.seconds(quicker, "bf16") <= work.seconds(faster, "bf16") <= before
+    assert work.seconds(quicker, "bf16") == pytest.approx(before / factor)
+
+
+def test_a_model_of_gelus_too() -> None:
+    config = GPTConfig(vocab_size=512, hidden=64, layers=2, heads=2, max_positions=64)
+    found = estimate(
+        lambda: GPT(config), ParallelSpec.parse({}, 1), batch_size=2, seq_len=64, precision="bf16", machine=H200
+    )
+    assert 0 < step_speed(found, H200, "bf16").mfu < 1
