@@ -206,7 +206,7 @@ def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_rank_needs_no_picture_and_one_number_no_range(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "gpt-tiny", "--machine", "h200"]) == 0
     shown = capsys.readouterr().out
-    assert "   data\n" not in shown and "world          1 " in shown
+    assert "   data\n" not in shown and "world      1 " in shown
     assert "on h200, 1 node of 1 device (" in shown
     assert re.search(
         r"\nfits: [\d.]+ MiB of 139.00 GiB a device; [\d.]+ ms a step, [\d,]+ tokens/s, MFU \d+% on h200\n", shown
