@@ -26,7 +26,7 @@ OPTIMIZER = 0.82
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a rank's device does in an optimizer step, apart from the step of the optimizer itself.
+    """Work of a rank's device in an optimizer step, without the step of the optimizer itself.
 
     Attributes:
         operators: each with its count.

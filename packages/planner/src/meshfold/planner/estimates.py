@@ -220,7 +220,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpeed:
-    """How fast a spec trains on a machine, as planned.
+    """Planned speed of a spec on a machine.
 
     Attributes:
         seconds: of an optimizer step.
