@@ -75,7 +75,8 @@ def to_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     top = next(largest for kind, largest in CACHE_FORMS.values() if kind == dtype)
     wide = x.float()
     largest = wide.abs().amax(-1)
-    scale = torch.where(largest > 0, largest / top, 1.0)
+    # Multiplied: torch divides by a number on a CPU, and multiplies by its inverse on a GPU.
+    scale = torch.where(largest > 0, largest * (1.0 / top), 1.0)
     levels = (wide / scale.unsqueeze(-1)).clamp(-top, top)
     return (levels.round() if dtype == torch.int8 else levels).to(dtype), scale
 

@@ -23,8 +23,9 @@ def _coded(x, like, TOP: tl.constexpr, WHOLE: tl.constexpr):
     """Return codes of a row, in the dtype of what ``like`` points to, and their scale: formulas of ``to_codes``."""
     wide = x.to(tl.float32)
     largest = tl.max(tl.abs(wide), 0)
-    scale = tl.where(largest > 0, largest / TOP, 1.0)
-    level = tl.minimum(tl.maximum(wide / scale, -TOP), TOP)
+    # A division by / is approximate on a GPU, and would give another code in a few of a million elements.
+    scale = tl.where(largest > 0, largest * (1.0 / TOP), 1.0)
+    level = tl.minimum(tl.maximum(tl.div_rn(wide, tl.broadcast_to(scale, wide.shape)), -TOP), TOP)
     if WHOLE:
         level = (level + 12582912.0) - 12582912.0  # rounds to the nearest whole number, half to even
     return level.to(like.dtype.element_ty), scale
