@@ -173,6 +173,18 @@ KERNELS = (
         1,
         of_shapes(lambda x, w: K.linear_cross_entropy(x, w, LABELS, reduction="none"), (ROWS, WIDTH), (WORDS, WIDTH)),
     ),
+    Case(
+        "kernels.pair_attention._PairAttention",
+        "",
+        1,
+        of_shapes(
+            lambda q, k, v, bias: K.pair_attention(q, k, v, bias),
+            (1, 2, ROWS, 2, WIDTH),
+            (1, 2, 3, 2, WIDTH),
+            (1, 2, 3, 2, WIDTH),
+            (1, 2, ROWS, 3),
+        ),
+    ),
     Case("kernels.activations._Fused", "", 1, of_shapes(lambda x: K.swiglu(x), X)),
     Case(
         "kernels.activations._Weighted",
@@ -373,7 +385,7 @@ MATRICES = (
 
 FP8 = (
     *(
-        Case("kernels.fp8.bind_fp8_matmul.Fp8Matmul", recipe, 1, partial(fp8_product, recipe))
+        Case("kernels.fp8_products.bind_fp8_matmul.Fp8Matmul", recipe, 1, partial(fp8_product, recipe))
         for recipe in K.FP8_RECIPES
     ),
     *(
@@ -458,6 +470,11 @@ NOT_COMPILED = {
     "experts.exchange._Routing": "the same",
     "experts.exchange._Finish": "the same",
     "experts.exchange._Start": "the same",
+    "folding.axial.overlap._Arrive": "blocks that are split over ranks are not compiled: axial refuses it",
+    "folding.axial.overlap._Begin": "the same",
+    "folding.axial.product._Product": "the same",
+    "folding.axial.ring._Ring": "the same",
+    "kernels.segment_attention._Attention": "segments are read on the host: compiled code keeps the mask",
     "mesh.model_io.dry_run._Attention": "it has no values: a plan's stand-in on the meta device, which counts",
     "mesh.model_io.lazy_tensor._Join": (
         "a model's output beside its loss, behind the compiled part: it gathers when the user's code reads it"

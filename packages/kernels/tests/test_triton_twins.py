@@ -169,6 +169,8 @@ def same_cast(y: Tensor, want: Tensor, cast: tuple[Tensor, ...]) -> None:
 @dtypes
 def test_pair_attention(queries: int, keys: int, d: int, biased: bool, dtype: torch.dtype) -> None:
     """Views, masks, and a row in which no key counts; in half precision weights are rounded before each product."""
+    if INTERPRETED and dtype is torch.bfloat16:
+        pytest.skip("the interpreter multiplies the bits of bfloat16; float16 takes the same way")
     b, r, h = 2, 3, 2
     q, dout = (seeded(b, r, queries, h, d, dtype=dtype, seed=i) for i in (0, 9))
     k, v = seeded(b, r, keys, h, 2 * d, dtype=dtype, seed=1).chunk(2, -1)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,10 @@ class OperatorCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # it imports Triton
+
         super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas = flop_registry
         self.counts: Counter[Operator] = Counter()
         self.flop = self.repeated_flop = 0
         self.is_repeating = False
@@ -85,7 +87,7 @@ class OperatorCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if not func.is_view and func.overloadpacket not in _MAKES_NOTHING:
-            formula = flop_registry.get(func.overloadpacket)
+            formula = self._formulas.get(func.overloadpacket)
             flop = 0 if formula is None else int(formula(*args, **kwargs, out_val=made))
             if self._inside is None:
                 self.note(Operator(flop, _bytes_of((args, kwargs, made))))
