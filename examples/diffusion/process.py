@@ -1,4 +1,4 @@
-"""What a denoiser is trained on: noise and timesteps, targets, weights, and the way back from noise to an image.
+"""Training of a denoiser: noise and timesteps, targets, weights, and the way back from noise to an image.
 
 Noise and timesteps of a row depend on the seed, the step and the row's number in the global batch, and on nothing else. So every
 spec trains on the same ones.

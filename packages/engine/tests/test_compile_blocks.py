@@ -171,7 +171,7 @@ SPECS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 APART = [("gpt", "ulysses")]
 """Its dropout cuts the graph where heads are exchanged: right, and in more graphs."""
 QUICK = [("plain", "alone"), ("gpt", "tensor")]
-"""What `make test` runs: a user's own blocks, and ours with dropout and collectives inside a graph"""
+"""Cases that `make test` runs: a user's own blocks, and ours with dropout and collectives inside a graph"""
 
 
 @pytest.mark.parametrize(

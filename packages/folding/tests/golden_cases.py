@@ -1,4 +1,4 @@
-"""What the golden numbers are computed from: weights and inputs by formula, so that only results are stored."""
+"""Sources of the golden numbers: weights and inputs by formula, so that only results are stored."""
 
 from __future__ import annotations
 

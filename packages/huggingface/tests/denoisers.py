@@ -90,7 +90,7 @@ def denoiser(kind: str, **changes: Any) -> Any:
 
 
 def batch_of(kind: str, rows: int = 4) -> dict[str, Tensor]:
-    """What a denoiser is called with, and the ``target`` of its output."""
+    """Arguments of a denoiser, and the ``target`` of its output."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:

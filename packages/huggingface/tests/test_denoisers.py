@@ -120,7 +120,7 @@ def test_products_of_entries(kind: str, how: str) -> None:
 
 
 def test_recomputed_blocks_attend_to_the_whole_image() -> None:
-    """Of Flux, whose blocks compute nothing in float32."""
+    """Flux only: its blocks compute nothing in float32."""
     run_on_ranks(2, compare, "flux", SPECS["ring"], recompute="blocks")
 
 

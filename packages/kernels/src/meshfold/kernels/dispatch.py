@@ -17,8 +17,8 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar, cast
@@ -168,6 +168,13 @@ def _obstacle(implementation: str, device: str, dtype: torch.dtype) -> str:
     return ""
 
 
+def _uses_triton(family: str) -> bool:
+    """Return True if a GPU runs the family's Triton kernels under the current choice."""
+    chosen = choice()
+    asked = chosen == "triton" or (chosen == "auto" and family not in ON_REQUEST)
+    return asked and "triton" in FAMILIES[family][1]
+
+
 def implementation(family: str, device: str, dtype: torch.dtype) -> str:
     """Return the implementation for a tensor under the current choice: "reference", "triton" or "numba".
 
@@ -178,7 +185,7 @@ def implementation(family: str, device: str, dtype: torch.dtype) -> str:
     chosen = choice()
     if chosen == "auto":
         best = {"cuda": "triton", "cpu": "numba"}.get(device, "reference")
-        if best == "triton" and family in ON_REQUEST:
+        if best == "triton" and not _uses_triton(family):
             return "reference"
         return best if best in twins and not _obstacle(best, device, dtype) else "reference"
     if chosen not in twins:
@@ -211,20 +218,8 @@ def twin(reference: F, x: Tensor) -> F:
 _counted: Counted | None = None
 
 
-class _Uncounted(AbstractContextManager[None]):
-    """Context manager that restores the earlier wrapper on exit."""
-
-    def __init__(self, before: Counted | None) -> None:
-        self._before = before
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        global _counted
-        _counted = self._before
-
-
-def count_kernels(counted: Counted) -> AbstractContextManager[None]:
+@contextmanager
+def count_kernels(counted: Counted) -> Iterator[None]:
     """Context manager: on meta tensors, a function that a GPU has in Triton runs as ``counted(reference)``.
 
     There the reference's many operators stand for one kernel, which reads its inputs and writes its outputs once.
@@ -234,15 +229,15 @@ def count_kernels(counted: Counted) -> AbstractContextManager[None]:
     """
     global _counted
     before, _counted = _counted, counted
-    return _Uncounted(before)
+    try:
+        yield
+    finally:
+        _counted = before
 
 
 def _as_counted(reference: F, dtype: torch.dtype) -> F:
     """Return the reference for meta tensors, counted as one kernel if a GPU would run one."""
-    family, chosen = _family(reference), choice()
-    asked = chosen == "triton" or (chosen == "auto" and family not in ON_REQUEST)
-    has_kernel = "triton" in FAMILIES[family][1] and asked
-    if _counted is None or not has_kernel or dtype not in _TRITON_DTYPES:
+    if _counted is None or not _uses_triton(_family(reference)) or dtype not in _TRITON_DTYPES:
         return reference
     return cast(F, _counted(reference))
 

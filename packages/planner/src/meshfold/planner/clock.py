@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 
 from meshfold.kernels import count_kernels
 from meshfold.mesh.model_io import DryRun, Operator, OperatorCounter
-from meshfold.planner.machines import Machine
+from meshfold.planner.machines import OPTIMIZER, Machine
 
 MATMULS = 0.86
 """Fraction of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
 _ATTENTION = {64: 0.58, 128: 0.70}
 """Share of the matmuls' rate that attention reaches by the size of a head, forward and backward together, in the pairs that it
 computes (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
-OPTIMIZER = 0.82
-"""Share of the rate of a plain copy that a fused optimizer step reaches (H200: 3.47 of 4.24 TB/s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,13 @@ class Work:
 
     def seconds(self, machine: Machine, precision: str) -> float:
         """Return how long it takes on a machine: its operators one after the other, or as long as the host needs to launch them."""
-        launches = sum(self.operators.values()) * machine.launch
-        return max(compute_seconds(self.operators, machine, precision), launches)
+        matmuls = MATMULS * machine.flops[precision]
+        in_turn = launches = 0.0
+        for operator, count in self.operators.items():
+            rate = matmuls * (attention_share(operator.head_dim) if operator.head_dim else 1.0)
+            in_turn += count * max(operator.computed * operator.flop / rate, operator.bytes / machine.memory_rate)
+            launches += count * machine.launch
+        return max(in_turn, launches)
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -74,27 +77,6 @@ class Work:
 def attention_share(head_dim: int) -> float:
     """Return the share of the matmuls' rate that attention with heads of this size reaches."""
     return _ATTENTION[min(_ATTENTION, key=lambda size: abs(size - head_dim))]
-
-
-def compute_seconds(operators: Mapping[Operator, int], machine: Machine, precision: str) -> float:
-    """Return the seconds that operators take one after the other.
-
-    Args:
-        operators: each with its count.
-        machine: whose device runs them.
-        precision: of the matmuls.
-    """
-    matmuls = MATMULS * machine.flops[precision]
-    return sum(
-        count
-        * max(
-            operator.computed
-            * operator.flop
-            / (matmuls * (attention_share(operator.head_dim) if operator.head_dim else 1.0)),
-            operator.bytes / machine.memory_rate,
-        )
-        for operator, count in operators.items()
-    )
 
 
 def optimizer_seconds(moved: int, machine: Machine) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -128,14 +128,12 @@ class DryRun(TorchFunctionMode):
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Context manager around a forward that a backward runs again: as inside of a module."""
-        counter = self.counter or OperatorCounter()
-        before, counter.is_repeating = counter.is_repeating, True
         self._begin()
         try:
-            yield
+            with nullcontext() if self.counter is None else self.counter.repeating():
+                yield
         finally:
             self._end()
-            counter.is_repeating = before
 
     @contextmanager
     def counting(self, counter: C) -> Iterator[C]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,7 @@ class OperatorCounter(TorchDispatchMode):
     Attributes:
         counts: how often each ran.
         flop: of all together.
-        repeated_flop: of these, while ``is_repeating``.
-        is_repeating: whether a backward runs a forward again, as recomputation does; a :class:`DryRun` sets it.
+        repeated_flop: of these, inside :meth:`repeating`.
     """
 
     def __init__(self) -> None:
@@ -47,18 +47,27 @@ class OperatorCounter(TorchDispatchMode):
         self._formulas = flop_registry
         self.counts: Counter[Operator] = Counter()
         self.flop = self.repeated_flop = 0
-        self.is_repeating = False
+        self._is_repeating = False
         self._inside: int | None = None  # FLOP so far of what counts as one operator
 
     def note(self, operator: Operator) -> None:
         """Count an operator once."""
         self.counts[operator] += 1
         self.flop += operator.flop
-        self.repeated_flop += operator.flop * self.is_repeating
+        self.repeated_flop += operator.flop * self._is_repeating
 
     def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
         """Count attention that is in no operator: on the meta device :class:`DryRun` stands in for it."""
         self.note(Operator(flop, head_dim=head_dim, computed=computed))
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Context manager around a forward that a backward runs again, as recomputation does."""
+        before, self._is_repeating = self._is_repeating, True
+        try:
+            yield
+        finally:
+            self._is_repeating = before
 
     def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, whose operators count as one that reads its arguments and writes what it returns or changes."""
