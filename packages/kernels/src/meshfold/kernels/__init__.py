@@ -73,21 +73,7 @@ from meshfold.kernels.linear_cross_entropy import (
 )
 from meshfold.kernels.merge_attention import merge_attention_
 from meshfold.kernels.nf4 import NF4_BLOCK, Nf4Linear, pack_nf4, unpack_nf4
-from meshfold.kernels.norms import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    layer_norm_apply,
-    layer_norm_backward_apply,
-    layer_norm_backward_stats,
-    layer_norm_centred_sum,
-    layer_norm_sum,
-    rms_norm,
-    rms_norm_apply,
-    rms_norm_backward_apply,
-    rms_norm_backward_stats,
-    rms_norm_stats,
-)
+from meshfold.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from meshfold.kernels.packed_weight import (
     PACKED_FORMATS,
     PackedWeight,
@@ -112,6 +98,17 @@ from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 from meshfold.kernels.row_product import RowWeight, row_product
 from meshfold.kernels.segment_attention import Segment, Segments, segment_attention
+from meshfold.kernels.split_norms import (
+    layer_norm_apply,
+    layer_norm_backward_apply,
+    layer_norm_backward_stats,
+    layer_norm_centred_sum,
+    layer_norm_sum,
+    rms_norm_apply,
+    rms_norm_backward_apply,
+    rms_norm_backward_stats,
+    rms_norm_stats,
+)
 from meshfold.kernels.tensor_lists import (
     STEP_KERNELS,
     adamw_lists,
