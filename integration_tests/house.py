@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import io
 import re
 import subprocess
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -177,6 +180,41 @@ PACKAGES = [Package(name) for name in SIBLINGS]
 # Which package brings a name under ``meshfold``.
 OWNERS = {source.name: package.name for package in PACKAGES for source in package.sources}
 DISTRIBUTIONS = {package.distribution: package for package in PACKAGES}
+
+
+def closure(roots: list[Requirement]) -> set[str]:
+    """Every distribution that pip brings for the requirements, read from what is installed here."""
+    found: set[str] = set()
+    seen: set[tuple[str, str]] = set()
+    todo = [(bare(root.name), extra) for root in roots for extra in ("", *root.extras)]
+    while todo:
+        name, extra = todo.pop()
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        found.add(name)
+        if name in DISTRIBUTIONS:
+            project = DISTRIBUTIONS[name].project
+            lines = project["optional-dependencies"].get(extra, []) if extra else project["dependencies"]
+            requirements = [Requirement(line) for line in lines]
+        else:
+            requirements = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+        for requirement in requirements:
+            marker = requirement.marker
+            if name in DISTRIBUTIONS or marker is None or marker.evaluate({"extra": extra}):
+                todo += [(bare(requirement.name), more) for more in ("", *requirement.extras)]
+    return found
+
+
+def absent_alone(package: Package) -> list[str]:
+    """Return the modules of siblings that are not there where a package is installed without extras."""
+    present = closure([Requirement(package.distribution)])
+    return [
+        f"meshfold.{source.name}"
+        for name, sibling in DISTRIBUTIONS.items()
+        if name not in present
+        for source in sibling.sources
+    ]
 
 
 def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:

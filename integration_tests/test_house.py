@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -23,6 +22,7 @@ from integration_tests.house import (
     TOP_LEVEL,
     Package,
     bare,
+    closure,
     deep_imports,
     formatter_comments,
     imports,
@@ -349,30 +349,6 @@ def test_siblings_are_required_within_one_minor_version(package: Package) -> Non
             version = DISTRIBUTIONS[requirement.name].project["version"]
             assert requirement.specifier.contains(version), f"{text}, but the sibling is {version}"
             assert not requirement.specifier.contains("1.0"), f"{text} has no upper bound"
-
-
-def closure(roots: list[Requirement]) -> set[str]:
-    """Every distribution that pip brings for the requirements, read from what is installed here."""
-    found: set[str] = set()
-    seen: set[tuple[str, str]] = set()
-    todo = [(bare(root.name), extra) for root in roots for extra in ("", *root.extras)]
-    while todo:
-        name, extra = todo.pop()
-        if (name, extra) in seen:
-            continue
-        seen.add((name, extra))
-        found.add(name)
-        if name in DISTRIBUTIONS:
-            project = DISTRIBUTIONS[name].project
-            lines = project["optional-dependencies"].get(extra, []) if extra else project["dependencies"]
-            requirements = [Requirement(line) for line in lines]
-        else:
-            requirements = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
-        for requirement in requirements:
-            marker = requirement.marker
-            if name in DISTRIBUTIONS or marker is None or marker.evaluate({"extra": extra}):
-                todo += [(bare(requirement.name), more) for more in ("", *requirement.extras)]
-    return found
 
 
 def test_everything_that_make_installs_is_pinned() -> None:

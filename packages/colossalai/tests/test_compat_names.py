@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -231,3 +232,14 @@ def test_prepared_loaders_are_loaders_of_torch() -> None:
         loader.sampler.set_epoch(epoch)
         orders.append(torch.cat(list(loader)).tolist())
     assert sorted(orders[0]) == list(range(8)) and orders[0] != orders[1] == orders[2]
+
+
+def test_a_name_that_needs_a_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "meshfold.zero_gemini", None)
+    for module in ("adam_classes", "init_contexts"):
+        monkeypatch.delitem(sys.modules, f"meshfold.colossalai.{module}", raising=False)
+    for name in ("HybridAdam", "ZeroInitContext"):
+        with pytest.raises(
+            ModuleNotFoundError, match=f"{name} needs meshfold.zero_gemini: pip install meshfold-zero-gemini"
+        ):
+            getattr(colossalai, name)

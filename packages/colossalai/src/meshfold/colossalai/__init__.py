@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from meshfold.colossalai.submodules import install, names_for
 
 if TYPE_CHECKING:
+    from meshfold.colossalai.adam_classes import CPUAdam, HybridAdam
     from meshfold.colossalai.arguments import MigrationNote
     from meshfold.colossalai.booster import Booster
     from meshfold.colossalai.context import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
         Lamb,
         Lars,
     )
-    from meshfold.colossalai.optimizers import CPUAdam, HybridAdam
     from meshfold.colossalai.plugins import (
         DPPluginBase,
         GeminiPlugin,
@@ -125,6 +125,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "adam_classes": (
+        "CPUAdam",
+        "HybridAdam",
+    ),
     "arguments": ("MigrationNote",),
     "booster": ("Booster",),
     "context": (
@@ -156,10 +160,6 @@ _MODULES = {
         "DistributedLamb",
         "Lamb",
         "Lars",
-    ),
-    "optimizers": (
-        "CPUAdam",
-        "HybridAdam",
     ),
     "plugins": (
         "DPPluginBase",

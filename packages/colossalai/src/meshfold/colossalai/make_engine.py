@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshfold.colossalai.arguments import Translation
 from meshfold.colossalai.context import gpc
 from meshfold.colossalai.loaders import example_of, shard_loader
-from meshfold.colossalai.optimizers import follow, take_over
+from meshfold.colossalai.optimizer_handover import follow, take_over
 from meshfold.colossalai.schedulers import check, hand_over
 from meshfold.colossalai.settings import Config, Settings, settings_of
 from meshfold.colossalai.training import TrainingEngine

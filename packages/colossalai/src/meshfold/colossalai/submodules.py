@@ -161,11 +161,19 @@ def find(name: str, module: str, defined_in: dict[str, str]) -> Any:
     Raises:
         AttributeError: for a name such as ``__wrapped__`` that Python itself looks up.
         ImportError: for any other unknown name, with what to write.
+        ModuleNotFoundError: for a name that needs a package of Meshfold that is not installed, with the line that installs it.
     """
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if name in defined_in:
-        return getattr(import_module(defined_in[name]), name)
+        try:
+            return getattr(import_module(defined_in[name]), name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if not missing.startswith("meshfold."):
+                raise
+            install = f"pip install {missing.replace('.', '-').replace('_', '-')}"
+            raise ModuleNotFoundError(f"{name} needs {missing}: {install}", name=missing) from error
     instead = instead_of(name)
     if instead is not None:
         raise ImportError(f"there is no {name} here; write {instead}", name=module)

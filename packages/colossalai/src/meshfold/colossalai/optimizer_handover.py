@@ -1,8 +1,8 @@
-"""Optimizers under Colossal-AI's names, and the handover to the engine of one made of a whole model's parameters.
+"""Handover of a script's optimizer to the engine.
 
-The engine replaces parameters by shards, so the optimizer is made again from these: its class, its groups, their settings.
-Groups are matched by the parameters' names. The script's object then shows the groups of the new one, so a scheduler that was
-not passed on still sets the rates; methods that would have no effect raise.
+The script made it from the whole model's parameters. The engine replaces these by shards, so it makes an optimizer of the same
+class and settings from the shards. Groups are matched by the parameters' names. The script's object then shows the groups of
+the new one, so that a scheduler of the script still sets the rates. Methods that would have no effect raise an error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from meshfold import zero_gemini
-from meshfold.colossalai.arguments import Translation
-from meshfold.colossalai.tables import LOSS_SCALE
 from meshfold.engine import Engine
 from meshfold.engine.optimizers import Factory
 from meshfold.mesh import SpecError
 from meshfold.mesh.parameters import uncompiled_name
-from meshfold.zero_gemini.optimizers import FlatAdam
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -166,48 +162,3 @@ def follow(old: object, engine: Engine, instead: str) -> None:
     vars(old).pop("step", None)  # a scheduler has put a wrapper there
     # Scripts keep references to it, in a scheduler for example, so it must stay the same object.
     old.__class__ = type(name, (type(old),), members)
-
-
-class _Taking(FlatAdam):
-    """Optimizer with arguments in Colossal-AI's order; also takes those that Colossal-AI ignored, such as ``initial_scale``."""
-
-    def __init__(
-        self,
-        model_params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adamw_mode: bool = True,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | None = None,
-        **others: Any,
-    ) -> None:
-        ours = {name: others.pop(name) for name in ("regime", "seed") if name in others}
-        super().__init__(
-            model_params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            adamw_mode=adamw_mode,
-            nvme_offload_fraction=nvme_offload_fraction,
-            nvme_offload_dir=nvme_offload_dir,
-            **ours,
-        )
-        words = [
-            f"{name}={value!r} does nothing"
-            + (": the plugin or the config says the loss scale" if name in LOSS_SCALE else "")
-            for name, value in others.items()
-        ]
-        Translation(words=words).say(type(self).__name__)
-
-
-class HybridAdam(_Taking, zero_gemini.HybridAdam):
-    """See :class:`meshfold.zero_gemini.HybridAdam`."""
-
-
-class CPUAdam(_Taking, zero_gemini.CPUAdam):
-    """See :class:`meshfold.zero_gemini.CPUAdam`."""
