@@ -269,6 +269,22 @@ def test_the_glossary_has_each_term_once() -> None:
     assert not set(bare_terms) & set(terms)
 
 
+def test_files_hold_one_idea() -> None:
+    """A file of more than 450 lines has several ideas; many files of a few lines have one idea between them."""
+    lines = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for package in PACKAGES
+        for path in package.modules
+        if path.name != "__init__.py"
+    }
+    long = {path: count for path, count in lines.items() if count > 450}
+    assert not long, f"split them by idea: {long}"
+    short = sorted(path for path, count in lines.items() if count < 60)
+    assert len(short) < 0.15 * len(lines), f"join those that are one idea: {short}"
+    [step] = [count for path, count in lines.items() if path.endswith("/engine/train_step.py")]
+    assert step <= 350, f"engine/train_step.py has {step} lines: a reader follows a step there from top to bottom"
+
+
 def test_nothing_in_the_root_by_mistake() -> None:
     """Outputs of examples (``adapter/``, ``checkpoint/``) were once committed: each entry of the root is listed."""
     paths = tracked()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshfold.engine.engine import Engine
     from meshfold.engine.errors import TrainingError
     from meshfold.engine.precision_names import precision_name
-    from meshfold.engine.train_step import StepMetrics
+    from meshfold.engine.step_metrics import StepMetrics
 
 __all__ = [
     "BackgroundSave",
@@ -42,7 +42,7 @@ _MODULES = {
     "CheckpointError": "meshfold.checkpoint.errors",
     "Engine": "meshfold.engine.engine",
     "ShardedLoader": "meshfold.engine.batches.loader",
-    "StepMetrics": "meshfold.engine.train_step",
+    "StepMetrics": "meshfold.engine.step_metrics",
     "TrainingError": "meshfold.engine.errors",
     "averaged_state_dict": "meshfold.engine.averages",
     "averaged_weights": "meshfold.engine.averages",

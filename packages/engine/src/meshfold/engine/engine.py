@@ -26,7 +26,7 @@ from meshfold.mesh.spec import reject_unknown_arguments
 from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
-    from meshfold.engine.train_step import StepMetrics
+    from meshfold.engine.step_metrics import StepMetrics
     from meshfold.engine.zero.residency import Residency
 
 _DATA_PARALLEL: Mapping[str, object] = {}
