@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial import AXIAL_MODES, Axes, AxialMode, find_axial_mode
 from meshfold.folding.dropout import SharedDropout
+from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldTrunk
 from meshfold.folding.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock, ExtraMSAStack, PairStack
 from meshfold.folding.functions import attend, gate, key_bias_of, layer_norm, multiply_edges
 from meshfold.folding.msa import (
@@ -29,6 +31,8 @@ __all__ = [
     "AttentionPairBias",
     "Axes",
     "AxialMode",
+    "EsmFoldBlock",
+    "EsmFoldTrunk",
     "EvoformerBlock",
     "EvoformerStack",
     "ExtraMSABlock",
@@ -51,6 +55,7 @@ __all__ = [
     "TriangleAttention",
     "TriangleMultiplicationIncoming",
     "TriangleMultiplicationOutgoing",
+    "adopt_models",
     "attend",
     "find_axial_mode",
     "folding_cost",

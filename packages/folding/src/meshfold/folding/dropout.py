@@ -1,4 +1,4 @@
-"""Dropout whose mask is shared along a dim, and the same under every layout."""
+"""Dropout that is the same under every layout, with a mask that is shared along a dim or with one for each element."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def name_dropouts(stack: nn.Module) -> None:
 
 
 class SharedDropout(nn.Module):
-    """Dropout of ``* i j c`` with one mask for all i (row-wise) or for all j (column-wise), times 1/(1−p).
+    """Dropout of ``* i j c`` with one mask for all i (row-wise), for all j (column-wise) or for each element, times 1/(1−p).
 
     In a ``with dropout_stream(seed, step)`` an element is kept by its global position, so every layout drops the same ones. Without
     a stream, which only one rank may do, torch's generator decides.
@@ -34,7 +34,7 @@ class SharedDropout(nn.Module):
     def __init__(self, p: float, shared: str = "rows") -> None:
         """Args:
         p: probability to drop.
-        shared: ``"rows"``: one mask for all i. ``"columns"``: one for all j.
+        shared: ``"rows"``: one mask for all i. ``"columns"``: one for all j. ``"nothing"``: each element has its own.
 
         Raises:
             ValueError: for another p or another word.
@@ -42,8 +42,8 @@ class SharedDropout(nn.Module):
         super().__init__()
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout p={p}: give a probability from 0 to 1")
-        if shared not in ("rows", "columns"):
-            raise ValueError(f"shared={shared!r}: use 'rows' or 'columns'")
+        if shared not in ("rows", "columns", "nothing"):
+            raise ValueError(f"shared={shared!r}: use 'rows', 'columns' or 'nothing'")
         self.p, self.shared, self.name = p, shared, ""
         self.axes: Axes = WHOLE
 
@@ -54,9 +54,9 @@ class SharedDropout(nn.Module):
         """``* i j c -> * i j c``; a local block."""
         if not self.training or self.p == 0.0:
             return x
-        dim, axes = (-3, self.axes.columns) if self.shared == "rows" else (-2, self.axes.rows)
         shape = list(x.shape)
-        shape[dim] = 1
+        if self.shared != "nothing":
+            shape[-3 if self.shared == "rows" else -2] = 1
         ones = torch.ones(shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         try:
             draw = next_dropout_draw(self.name)
@@ -64,10 +64,38 @@ class SharedDropout(nn.Module):
             if self.axes.is_split:
                 raise
             return x * functional.dropout(ones, self.p).to(x.dtype)
-        lead, length = x.shape[:-3].numel(), x.shape[-2] if dim == -3 else x.shape[-3]
+        lead = x.shape[:-3].numel()
         first_lead = draw.first_row * (lead // max(x.shape[0], 1)) if x.dim() > 3 else draw.first_row
-        first = self.axes.mesh.index(*axes) * length
-        rows = torch.arange(lead, device=x.device).add_(first_lead).mul_(_LINE).unsqueeze(1)
-        rows = rows + torch.arange(first, first + length, device=x.device)
-        mask = kernels.dropout(ones.flatten(0, -2), self.p, draw.seed, draw.key, rows.flatten())
+        lines = torch.arange(first_lead, first_lead + lead, device=x.device)
+        if self.shared != "rows":
+            lines = self._positions(lines, x.shape[-3], self.row_axes)
+        if self.shared != "columns":
+            lines = self._positions(lines, x.shape[-2], self.axes.columns)
+        mask = kernels.dropout(ones.flatten(0, -2), self.p, draw.seed, draw.key, lines.flatten())
         return x * mask.view(shape).to(x.dtype)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes that split i."""
+        return self.axes.rows
+
+    def _positions(self, lines: Tensor, length: int, axes: tuple[str, ...]) -> Tensor:
+        """Append a dim with the global positions of this rank's block: ``.. -> .. length``."""
+        first = self.axes.mesh.index(*axes) * length
+        return lines.mul(_LINE).unsqueeze(-1) + torch.arange(first, first + length, device=lines.device)
+
+
+class ResidueDropout(SharedDropout):
+    """Dropout of a single representation ``b r c``, r over all axes, times 1/(1−p); each element has its own mask."""
+
+    def __init__(self, p: float) -> None:
+        """``p``: probability to drop."""
+        super().__init__(p, "columns")
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        return self.axes.all
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``b r c -> b r c``; this rank's residues."""
+        return super().forward(x.unsqueeze(-2)).squeeze(-2)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from meshfold.folding import functions
-from meshfold.folding.axial.attention import BIAS
 from meshfold.folding.axial.axes import WHOLE, Axes
-from meshfold.folding.axial.overlap import begin, redistribute
+from meshfold.folding.axial.residues import attend_residues, attend_residues_cost, send_bias
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import name_dropouts
 from meshfold.folding.evoformer import PairStack
@@ -18,15 +15,9 @@ from meshfold.folding.primitives import Attention, LayerNorm, Linear, SwiGLUTran
 from meshfold.folding.shapes import flat, flat_mask
 from meshfold.tensor_parallel import CostEntry
 
-KEYS = {"a": 1, "n": 2}
-
 
 class AttentionPairBias(nn.Module):
-    """Attention over a single representation with a bias of pairs, Algorithm 24 without conditioning.
-
-    Queries are this rank's residues. Keys and values of all residues are gathered, which is little; the bias is not: an all-to-all
-    brings the rows of this rank's queries.
-    """
+    """Attention over a single representation with a bias of pairs, Algorithm 24 without conditioning."""
 
     def __init__(self, c_s: int, c_z: int, c_hidden: int, no_heads: int) -> None:
         """Args:
@@ -44,26 +35,16 @@ class AttentionPairBias(nn.Module):
     def traffic(self, sizes: Sizes) -> list[CostEntry]:
         """Return every collective of forward and backward."""
         axes = self.axes
-        bias = axes.move("q:rows k:columns", "q:rows,columns k", BIAS).cost("bias", sizes.pair(axes, self.mha.no_heads))
         keys = sizes.single(axes, self.mha.linear_o.in_features)
-        return bias + axes.move("a n:rows,columns", "a n", KEYS).cost("kv", 2 * keys)
+        return attend_residues_cost(axes, sizes.pair(axes, self.mha.no_heads), keys)
 
     def forward(self, s: Tensor, z: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update: ``* r c_s``, r over all axes; ``z``: this rank's block; ``mask``: ``* r``, whole on every rank."""
         lead, axes = s.shape[:-2], self.axes
         s, mask = flat(s, 2), flat_mask(mask, lead, 1)
-        bias = self.linear_z(self.layer_norm_z(flat(z, 3)))
-        coming = begin(axes.move("q:rows k:columns", "q:rows,columns k", BIAS), bias)
+        coming = send_bias(axes, self.linear_z(self.layer_norm_z(flat(z, 3))))
         x = self.layer_norm_a(s)
-        q, k, v = (part.unsqueeze(1) for part in self.mha.project(x))
-        together = torch.cat((k, v), -1)
-        k, v = redistribute(axes.move("a n:rows,columns", "a n", KEYS), together).chunk(2, -1)
-        key_bias = None
-        if mask is not None:
-            padding = axes.padded(mask.shape[-1]) - mask.shape[-1]
-            key_bias = functions.key_bias_of(mask, torch.promote_types(q.dtype, torch.float32), padding).unsqueeze(1)
-        out = functions.attend(q, k, v, coming.wait().permute(0, 3, 1, 2), key_bias)
-        y = self.mha.output(out.squeeze(1), x)
+        y = self.mha.output(attend_residues(axes, *self.mha.project(x), coming, mask), x)
         return y.view(*lead, *y.shape[1:])
 
 

@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
+from meshfold.folding.esmfold import EsmFoldTrunk
 from meshfold.folding.evoformer import EvoformerStack, ExtraMSAStack
 from meshfold.folding.pairformer import PairFormerStack
 from meshfold.folding.template import TemplatePairStack
 from meshfold.mesh import LayoutError, Mesh, all_reduce
 from meshfold.mesh.recording import weight_gradients
 
-WHOLE_TENSOR_STACKS = (EvoformerStack, ExtraMSAStack, PairFormerStack, TemplatePairStack)
+WHOLE_TENSOR_STACKS = (EvoformerStack, ExtraMSAStack, PairFormerStack, TemplatePairStack, EsmFoldTrunk)
 """Modules that split and join: their own layers see whole tensors."""
 
 
@@ -27,8 +29,10 @@ def parallelize_folding(
     Weights stay whole on every rank. Stacks (``EvoformerStack`` ...) still take and return whole tensors, the same on every
     rank; single blocks take and return this rank's block. After backward, call :func:`sum_gradients`.
 
+    Models of transformers get blocks of this package, with the same parameters: see :func:`adopt_models`.
+
     Args:
-        model: contains blocks of this package.
+        model: contains blocks of this package, or is a folding model of transformers.
         mesh: has the axes of the mode; one of size 1 may be missing.
         mode: name or row of the table :data:`meshfold.folding.AXIAL_MODES`.
         product_steps: pieces in which triangle multiplications send their operand; more take less memory.
@@ -44,10 +48,12 @@ def parallelize_folding(
         )
     if product_steps < 1:
         raise LayoutError(f"product_steps={product_steps}: give a whole number from 1 up")
+    adopt_models(model)
     modules: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "axes", None), Axes)]
     if not modules:
         raise LayoutError(
-            f"{type(model).__name__} has no folding block: use those of meshfold.folding, such as EvoformerStack"
+            f"{type(model).__name__} has no folding block: use those of meshfold.folding, such as EvoformerStack, or "
+            "EsmForProteinFolding of transformers"
         )
     axes = Axes.of(mesh, found, product_steps)
     mesh.prepare(*axes.all)

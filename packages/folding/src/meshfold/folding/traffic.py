@@ -9,13 +9,21 @@ from torch import nn
 
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.sizes import Sizes
+from meshfold.folding.esmfold import EsmFoldTrunk
 from meshfold.folding.parallelize import split_parameters
 from meshfold.folding.template import TemplatePairStack
 from meshfold.tensor_parallel import Cost, CostEntry
 
 
 def folding_cost(
-    model: nn.Module, *, residues: int, sequences: int = 1, batch: int = 1, templates: int = 1, itemsize: int = 4
+    model: nn.Module,
+    *,
+    residues: int,
+    sequences: int = 1,
+    batch: int = 1,
+    templates: int = 1,
+    recycles: int = 0,
+    itemsize: int = 4,
 ) -> Cost:
     """Return the collectives of a forward, a backward and :func:`.sum_gradients`, as each rank sees them.
 
@@ -27,10 +35,18 @@ def folding_cost(
         sequences: of the MSA, without padding.
         batch: samples.
         templates: of each sample.
+        recycles: passes of an ESMFold trunk before the last one; they have no backward.
         itemsize: bytes of an element.
     """
     sizes = Sizes(residues=residues, sequences=sequences, batch=batch, templates=templates, itemsize=itemsize)
-    return Cost((*_of(model, sizes), *_sums(model, itemsize)))
+    again = [
+        entry
+        for module in model.modules()
+        if isinstance(module, EsmFoldTrunk)
+        for entry in _of(module, sizes)
+        if entry.phase == "forward"
+    ]
+    return Cost((*again * recycles, *_of(model, sizes), *_sums(model, itemsize)))
 
 
 def _of(module: nn.Module, sizes: Sizes) -> Iterator[CostEntry]:

@@ -1,0 +1,119 @@
+"""ESMFold of transformers with our trunk: equal to transformers' own, on one rank and under every layout."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from esm_models import check_esmfold, differences, esmfold, esmfold_results
+from torch import nn
+
+from meshfold.folding import EsmFoldTrunk, adopt_models, folding_cost, parallelize_folding, sum_gradients
+from meshfold.mesh import LayoutError, Mesh, record
+from meshfold.mesh.testing import ranks
+
+
+def test_one_rank_equals_transformers_and_parameters_stay() -> None:
+    theirs = esmfold()
+    ours = copy.deepcopy(theirs)
+    before = dict(ours.named_parameters())
+    adopt_models(ours)
+    assert isinstance(ours.trunk, EsmFoldTrunk)
+    after = dict(ours.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert not ours.esm.embeddings.word_embeddings.weight.requires_grad
+    wanted, got = esmfold_results(theirs, 2), esmfold_results(ours, 2)
+    assert len(wanted) > 150
+    assert not differences(wanted, got, 1e-10)
+
+
+def test_no_recycles_in_the_call_means_those_of_the_configuration() -> None:
+    model = esmfold(max_recycles=2).eval()
+    types = torch.arange(5).unsqueeze(0)
+    with torch.no_grad():
+        wanted = model(types).s_z
+        adopt_models(model)
+        seen: list[tuple[int, int]] = []
+        model.trunk.on_recycle = lambda number, passes: seen.append((number, passes))
+        torch.testing.assert_close(model(types).s_z, wanted, rtol=1e-11, atol=1e-11)
+    assert seen == [(0, 2), (1, 2)]
+    with pytest.raises(ValueError, match="no_recycles=-1: the trunk needs at least one pass"):
+        model(types, num_recycles=-1)
+
+
+@ranks(3)
+def test_dap_3_with_residues_that_do_not_divide() -> None:
+    check_esmfold("dap", {"axial": 3}, recycles=0)
+
+
+@ranks(4)
+def test_grid_2x2() -> None:
+    check_esmfold("grid", {"row": 2, "col": 2})
+
+
+@ranks(2)
+def test_dropout_is_the_same_under_every_layout() -> None:
+    check_esmfold("grid", {"row": 1, "col": 2}, recycles=0, dropout=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recycles", [0, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@ranks(4)
+def test_every_layout_of_4(recycles: int, dropout: float) -> None:
+    for mode, axes in (
+        ("dap", {"axial": 4}),
+        ("grid", {"row": 2, "col": 2}),
+        ("grid", {"row": 4, "col": 1}),
+        ("grid+depth", {"depth": 2, "row": 1, "col": 2}),
+    ):
+        check_esmfold(mode, axes, recycles=recycles, dropout=dropout, residues=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residues", [8, 3])
+@ranks(2)
+def test_every_layout_of_2(residues: int) -> None:
+    for mode, axes in (("dap", {"axial": 2}), ("grid", {"row": 2, "col": 1}), ("grid", {"row": 1, "col": 2})):
+        check_esmfold(mode, axes, recycles=2, residues=residues)
+
+
+@pytest.mark.slow
+@ranks(6)
+def test_grid_2x3() -> None:
+    check_esmfold("grid", {"row": 2, "col": 3}, recycles=2, dropout=0.2)
+
+
+@ranks(4)
+def test_recorded_equals_planned() -> None:
+    model, mesh = esmfold(), Mesh({"row": 2, "col": 2})
+    parallelize_folding(model, mesh, "grid")
+    residues = 7
+    s, z = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((residues, 16), (residues, residues, 8)))
+    types, mask = torch.zeros(2, residues, dtype=torch.int64), torch.ones(2, residues)
+    index = torch.arange(residues).expand(2, -1)
+    with record() as log:
+        out = model.trunk(s.requires_grad_(), z.requires_grad_(), types, index, mask, 2)
+        log.phase = "backward"
+        (out["s_s"].square().sum() + out["s_z"].square().sum() + out["states"].square().sum()).backward()
+        log.phase = "gradients"
+        sum_gradients(model)
+    planned = folding_cost(model, residues=residues, batch=2, recycles=2, itemsize=8)
+    for phase in ("forward", "backward", "gradients"):
+        assert log.count(phase) == planned.count(phase), phase
+    assert log.bytes == planned.bytes > 0
+
+
+def test_what_cannot_be_replaced_is_refused() -> None:
+    model = esmfold()
+    with pytest.raises(
+        LayoutError, match="EsmFoldingTrunk cannot be replaced in place: give the model that contains it"
+    ):
+        adopt_models(model.trunk)
+    model.trunk.recycle_s_norm = nn.Linear(2, 2)
+    with pytest.raises(LayoutError, match=r"other parameters .* such as recycle_s_norm.bias: use a version"):
+        parallelize_folding(model, Mesh({"axial": 1}, rank=0))
+    with pytest.raises(LayoutError, match="Linear has no folding block"):
+        parallelize_folding(nn.Linear(2, 2), Mesh({"axial": 1}, rank=0))
