@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from integration_tests.composition import ADAMW, CLIP, MODELS, SIZES, Run, run, train_and_go_on
+from integration_tests.composition import ADAMW, CLIP, LENGTH, MODELS, ROWS, SIZES, Run, run, train_and_go_on
 from integration_tests.test_matrix import agree, check
 from meshfold.engine import Engine
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.mesh.spec import format_bytes
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.planner import estimate
+from meshfold.planner import choose_spec, estimate
 from meshfold.planner.report import traffic_table
 
 Spec = dict[str, Any]
@@ -52,6 +53,29 @@ def test_it_trains_as_one_process_and_goes_on_under_another_spec(
     runs = run_on_ranks(4, train_and_go_on, model, spec, then, str(tmp_path / "checkpoint"), 3, 1)
     check(agree([first for first, _ in runs]), model, 3)
     check(agree([second for _, second in runs]), model, 1, done=3)
+
+
+def train_as_chosen(spec: ParallelSpec) -> tuple[list[float], list[float], dict[str, torch.Tensor], str]:
+    """Two steps in float64, and what the engine's report says of the choice."""
+    with Engine(MODELS["llama"], spec, optimizer=ADAMW, precision="fp64", clip_grad_norm=CLIP, seed=5) as engine:
+        found = run(engine, 2)
+        return found.losses, found.norms, found.state, "" if engine.report is None else str(engine.report)
+
+
+def test_an_engine_of_ones_own_trains_as_the_plan_chose() -> None:
+    """The choice is the same in every process, the report lists it, and losses, norms and weights are those of one process."""
+    auto = dict(tensor=dict(mode="1d", size=2, overlap="auto"))
+    spec = choose_spec(MODELS["llama"], auto, 2, batch_size=ROWS, seq_len=LENGTH)
+    assert spec.tensor is not None and spec.tensor.chosen
+    tokens = ParallelSpec.parse(dict(tensor={**auto["tensor"], "attention": "tokens"}), 2)
+    as_tokens = replace(tokens, tensor=replace(spec.tensor, attention="tokens"))
+    serial = run_on_ranks(1, train_as_chosen, ParallelSpec.parse({}, 1))[0]
+    for each in (spec, as_tokens):
+        losses, norms, state, report = run_on_ranks(2, train_as_chosen, each)[0]
+        assert losses == pytest.approx(serial[0], rel=1e-9) and norms == pytest.approx(serial[1], rel=1e-9)
+        for name, value in serial[2].items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9, msg=name)
+        assert f"overlap='auto' chose {spec.tensor.chosen}" in report
 
 
 def hugging_face(kv_heads: int = 2) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 
 from meshfold.mesh import ParallelSpec, SpecError
 from meshfold.models import build
-from meshfold.planner import AttentionChoice, Estimate, choose_attention, estimate, find_machine
+from meshfold.planner import AttentionChoice, Estimate, choose_attention, choose_spec, estimate, find_machine
 
 AUTO: dict[str, Any] = dict(mode="1d", size=4, overlap="auto")
 
@@ -68,6 +68,7 @@ def test_what_cannot_be_is_named() -> None:
     [
         dict(tensor=4),
         dict(tensor={**AUTO, "attention": "tokens"}),
+        dict(tensor={**AUTO, "attention": "heads"}),
         dict(tensor=dict(mode="2d", size=4, overlap="auto")),
     ],
 )
@@ -75,3 +76,17 @@ def test_other_specs_leave_nothing_to_choose(parallel: dict[str, Any]) -> None:
     spec = ParallelSpec.parse(parallel, 4)
     given: Any = type("Found", (), {"spec": spec, "world_size": 4})()
     assert choose_attention(given, find_machine("h200x8"), "bf16", lambda _: pytest.fail("estimated again")) is None
+    assert choose_spec(lambda: pytest.fail("built"), parallel, 4, batch_size=4, seq_len=64) == spec
+
+
+@pytest.mark.parametrize(("rows", "attention"), [(4096, "tokens"), (8, "heads")])
+def test_the_spec_for_an_engine_has_the_choice_of_the_plan_and_its_reason(rows: int, attention: str) -> None:
+    sizes = dict(hidden=512, layers=2, heads=8, kv_heads=2, ffn=512, vocab_size=64, max_positions=64)
+    make = partial(build, "llama-tiny", **sizes)
+    asked: dict[str, Any] = dict(batch_size=rows, seq_len=64, precision="bf16", machine=find_machine("h200x8"))
+    spec = choose_spec(make, dict(tensor=AUTO), 4, **asked)
+    planned, _ = choice(dict(tensor=AUTO), rows)
+    assert planned is not None and spec.tensor is not None
+    assert spec == ParallelSpec.parse(dict(tensor={**AUTO, "attention": attention}), 4)
+    assert spec.tensor.chosen == planned.why
+    assert choose_spec(make, spec, 4, **asked) == spec, "a choice that was made stands"

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshfold.planner.attention_choice import AttentionChoice, choose_attention
+    from meshfold.planner.attention_choice import AttentionChoice, choose_attention, choose_spec
     from meshfold.planner.estimates import (
         Estimate,
         Memory,
@@ -40,6 +40,7 @@ __all__ = [
     "Times",
     "Traffic",
     "choose_attention",
+    "choose_spec",
     "estimate",
     "explain_misfit",
     "find_machine",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "attention_choice": ("AttentionChoice", "choose_attention"),
+    "attention_choice": ("AttentionChoice", "choose_attention", "choose_spec"),
     "estimates": ("Estimate", "Memory", "StepSpeed", "Times", "Traffic", "step_speed", "step_times"),
     "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
     "planner": ("estimate", "explain_misfit", "fits", "plan_memory", "suggest_change"),

@@ -7,14 +7,19 @@ only where they take longer than everything else (:attr:`meshfold.planner.Times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from meshfold.mesh import MeshfoldError, ParallelSpec
+import torch
+from torch import nn
+
+from meshfold.mesh import LaunchError, MeshfoldError, ParallelSpec
+from meshfold.mesh.processes import running_world
 from meshfold.mesh.spec import format_bytes
 from meshfold.planner.estimates import Estimate, step_times
-from meshfold.planner.machines import Machine
-from meshfold.planner.planner import explain_misfit
+from meshfold.planner.machines import Machine, unlimited_machine
+from meshfold.planner.planner import estimate, explain_misfit
 
 _MEGATRON = "megatron"
 
@@ -54,9 +59,7 @@ def choose_attention(
         again: estimates the same model under another spec.
     """
     spec, tensor = found.spec, found.spec.tensor
-    if tensor is None or tensor.size == 1 or tensor.overlap != "auto" or tensor.mode != "1d" or tensor.attention:
-        return None
-    if spec.sequence is not None and spec.sequence.mode != _MEGATRON:
+    if tensor is None or not _open(spec):
         return None
     changed = {**tensor.to_dict(), "attention": "tokens"}
     try:
@@ -78,3 +81,71 @@ def choose_attention(
             by_tokens=True, why=f"attention by tokens is faster: {compared}", found=other, tensor=changed
         )
     return AttentionChoice(by_tokens=False, why=f"attention by heads, not by tokens, where {compared}", found=other)
+
+
+def choose_spec(
+    build: Callable[[], nn.Module],
+    parallel: Mapping[str, object] | ParallelSpec,
+    world_size: int,
+    *,
+    batch_size: int,
+    seq_len: int,
+    precision: str = "fp32",
+    machine: Machine | None = None,
+    **settings: Any,
+) -> ParallelSpec:
+    """Return a spec for an engine of your own in which ``overlap="auto"`` has chosen how attention is computed.
+
+    The choice is that of ``meshfold plan`` and ``meshfold train``. It depends on shapes and the machine's data sheet alone, so it
+    is the same on every rank. ``Engine.report`` lists it with the reason. A spec that leaves nothing to choose comes back as it is;
+    write ``attention="heads"`` or ``attention="tokens"`` to choose yourself.
+
+    Args:
+        build: makes the model as for one device, which is never allocated.
+        parallel: as for the engine.
+        world_size: ranks of the job.
+        batch_size: sequences of a global batch.
+        seq_len: tokens of a sequence.
+        precision: as for the engine.
+        machine: whose links and memory count. None: H200s with the memory of this process's GPU, unlimited without one.
+        settings: other arguments of :func:`meshfold.planner.estimate`.
+
+    Raises:
+        SpecError: for anything that the engine refuses.
+        LaunchError: after the first engine: the process group is running.
+    """
+    spec = (parallel if isinstance(parallel, ParallelSpec) else ParallelSpec.parse(parallel)).with_world_size(
+        world_size
+    )
+    tensor = spec.tensor
+    if tensor is None or not _open(spec):
+        return spec
+    if running_world() is not None:
+        raise LaunchError(
+            "choose_spec simulates the ranks, and a process group is already running in this process: call it before the first "
+            "Engine, with the world size as a number"
+        )
+    if machine is None:
+        machine = unlimited_machine()
+        if torch.cuda.is_available():
+            machine = replace(machine, memory=torch.cuda.get_device_properties(0).total_memory)
+    on = machine
+
+    def estimated(spec: ParallelSpec) -> Estimate:
+        return estimate(
+            build, spec, batch_size=batch_size, seq_len=seq_len, precision=precision, machine=on, **settings
+        )
+
+    chosen = choose_attention(estimated(spec), machine, precision, estimated)
+    if chosen is None:
+        return spec
+    attention = "tokens" if chosen.by_tokens else "heads"
+    return replace(spec, tensor=replace(tensor, attention=attention, chosen=chosen.why))
+
+
+def _open(spec: ParallelSpec) -> bool:
+    """Return True if the spec leaves open how attention is computed."""
+    tensor = spec.tensor
+    if tensor is None or tensor.size == 1 or tensor.overlap != "auto" or tensor.mode != "1d" or tensor.attention:
+        return False
+    return spec.sequence is None or spec.sequence.mode == _MEGATRON

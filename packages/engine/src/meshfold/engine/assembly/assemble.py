@@ -267,7 +267,7 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
     if tensor is not None:
         lowering = tensor.overlap or "gather"
         try:
-            return parallelize(
+            report = parallelize(
                 model,
                 world.mesh,
                 world.mode,  # type: ignore[arg-type]
@@ -277,6 +277,9 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
             )
         except LayoutError as error:
             raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
+        if tensor.chosen:
+            report.notes.append(f"overlap='auto' chose {tensor.chosen}")
+        return report
     if rules is not None:
         try:
             check_rules(model, rules)  # report wrong rules under every spec, even if nothing is split

@@ -180,8 +180,8 @@ def join_world(
 def _mode(spec: ParallelSpec) -> object:
     if spec.tensor is None:
         return None
-    if spec.tensor.attention is not None:
-        return f"1d+{spec.tensor.attention}"
+    if spec.tensor.by_tokens:
+        return "1d+tokens"
     if spec.sequence is not None and spec.sequence.mode == "megatron":
         return "1d+sequence"
     return spec.tensor.mode

@@ -145,7 +145,7 @@ class ParallelSpec:
 
     def _check_attention(self, parallel: dict[str, object]) -> None:
         """Refuse attention by tokens together with a sequence that another axis splits."""
-        if self.tensor is None or self.tensor.attention is None:
+        if self.tensor is None or not self.tensor.by_tokens:
             return
         if self.sequence is not None and self.sequence.mode != "megatron":
             raise Entry(name="sequence", value=parallel["sequence"]).error(

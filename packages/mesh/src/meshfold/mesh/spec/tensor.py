@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from meshfold.mesh.spec.entry import (
@@ -33,7 +33,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "3d": ("a", "b", "c"),
 }
 OVERLAPS = ("auto", "gather", "stream", "ring", "push")
-ATTENTIONS = ("tokens",)
+ATTENTIONS = ("tokens", "heads")
 KEYS = ("mode", "size", "depth", "grid", "overlap", "attention")
 RESERVED = ("data", "pipe", "seq", "ring", "ulysses")  # axes of other entries
 
@@ -58,14 +58,21 @@ class TensorSpec:
     ``"auto"`` uses, for each matmul, the one of the first three that should be fastest. None is ``"gather"``.
 
     ``attention="tokens"``, in mode ``"1d"``: every rank has the whole weights of attention's linear layers and multiplies its own
-    tokens. The stream between layers is split by tokens, as under ``sequence=dict(mode="megatron")``. None: they are split by heads
-    as the mode says.
+    tokens. The stream between layers is split by tokens, as under ``sequence=dict(mode="megatron")``. ``"heads"``: they are split
+    by heads, as the mode says. None: the same, unless ``meshfold plan``, ``meshfold train`` or :func:`meshfold.planner.choose_spec`
+    chooses under ``overlap="auto"``. ``chosen`` is the reason of that choice, in words; the entry does not have it.
     """
 
     mode: str | TensorMode
     sizes: tuple[int, ...]
     overlap: str | None = None
     attention: str | None = None
+    chosen: str = field(default="", compare=False)
+
+    @property
+    def by_tokens(self) -> bool:
+        """True if attention's linear layers are computed by tokens."""
+        return self.attention == "tokens"
 
     @property
     def mode_name(self) -> str:
@@ -182,7 +189,7 @@ def _attention(entry: Entry, mode: str | TensorMode, name: str, fields: Mapping[
     if value is None:
         return None
     attention = entry.choice("attention", value, ATTENTIONS, ", or None")
-    if mode != "1d":
+    if attention == "tokens" and mode != "1d":
         raise entry.error(
             f"attention={attention!r} needs a stream split by tokens alone, as mode '1d' can have; mode is {name!r}.",
             f"Write mode='1d', or leave attention={attention!r} out.",
