@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EsmConfig, EsmForProteinFolding
+from transformers import EsmConfig, EsmFold2Config, EsmFold2Model, EsmForProteinFolding
 from transformers.utils import logging
 
 from meshfold.folding import adopt_models, parallelize_folding, sum_gradients
@@ -132,5 +132,106 @@ def check_esmfold(
     if dropout:
         adopt_models(serial)
     wanted, got = (esmfold_results(model, recycles, residues) for model in (serial, split))
+    wrong = differences(wanted, got, 1e-9)
+    assert not wrong, f"{len(wrong)} of {len(wanted)} differ:\n" + "\n".join(wrong)
+
+
+def esmfold2(**changed: Any) -> EsmFold2Model:
+    """Return a small ESMFold 2 in float32, with random parameters."""
+    atoms = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    rotary = dict(num_spatial_rope_pairs_per_axis=1, num_uid_rope_pairs=1)
+    config = EsmFold2Config(
+        hidden_size=8,
+        pairwise_hidden_size=8,
+        single_inputs_size=8 + 2 * 33 + 1,
+        pair_transition_intermediate_size=12,
+        sliding_window=16,
+        chunk_size=3,
+        num_loops=1,
+        folding_trunk_num_hidden_layers=2,
+        parcae_num_coda_layers=1,
+        atom_encoder=dict(output_dim=8, **atoms, **rotary),
+        structure_head=dict(
+            diffusion_module=dict(
+                hidden_size=8,
+                fourier_dim=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=8,
+                pair_intermediate_size=8,
+                atom_encoder=dict(output_dim=8, **atoms, **rotary),
+            ),
+            num_diffusion_samples=2,
+            num_distogram_bins=8,
+            inference_num_steps=3,
+        ),
+        confidence_head=dict(num_hidden_layers=1, num_plddt_bins=8, num_pde_bins=8, num_pae_bins=8, distogram_bins=8),
+        msa_encoder=dict(
+            hidden_size=6,
+            outer_hidden_size=3,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            head_dim=3,
+            intermediate_size=8,
+        ),
+        lm_encoder=dict(num_hidden_layers=1),
+        esmc_config=dict(
+            model_type="esmc", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        ),
+        **changed,
+    )
+    model = EsmFold2Model(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+class PairParts(nn.Module):
+    """What holds pair tensors in an ESMFold 2: a stack of pair updates and the MSA encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = esmfold2()
+        self.stack, self.encoder = model.folding_trunk, model.msa_encoder
+
+    def forward(self, z: Tensor, single: Tensor, types: Tensor, mask: Tensor, msa_mask: Tensor) -> Tensor:
+        """``b r r c -> b r r c``; ``single``: ``b r c``; the types of an MSA ``b r s``; masks ``b r`` and ``b r s``."""
+        nothing = torch.zeros_like(msa_mask)
+        z = self.stack(z, pair_attention_mask=mask.unsqueeze(1) * mask.unsqueeze(2))
+        one_hot = nn.functional.one_hot(types, 33).to(z.dtype) * msa_mask.unsqueeze(-1)
+        y: Tensor = self.encoder(z, single, one_hot, nothing, nothing, msa_mask)
+        return y
+
+
+def pair_parts_results(model: nn.Module, dtype: torch.dtype, residues: int = 7) -> dict[str, Tensor]:
+    """Return the output at pairs that count, and gradients of inputs and of every parameter."""
+    generator = torch.Generator().manual_seed(5)
+    z, single = (
+        torch.randn(2, residues, *shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((residues, 8), (8 + 2 * 33 + 1,))
+    )
+    types = torch.randint(0, 20, (2, residues, 3), generator=generator)
+    mask = torch.ones(2, residues, dtype=dtype)
+    mask[1, -2:] = 0
+    msa_mask = (torch.rand(2, residues, 3, generator=generator) > 0.3).to(dtype)
+    msa_mask[:, :, 0] = 1
+    msa_mask = msa_mask * mask.unsqueeze(-1)
+    counts = mask.bool().unsqueeze(1) & mask.bool().unsqueeze(2)
+    out = model(z, single, types, mask, msa_mask)[counts]
+    (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape).sin()).square().mean().backward()
+    sum_gradients(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    found = {"pairs": out, "dz": z.grad, "dsingle": single.grad, **gradients}
+    return {name: x.detach().clone() for name, x in found.items() if x is not None}
+
+
+def check_esmfold2(mode: str, axes: dict[str, int], residues: int = 7) -> None:
+    """Raise unless pairs and every gradient of the split parts equal those of one rank to 1e-9, in float64."""
+    whole = adopt_models(PairParts()).double()
+    split = copy.deepcopy(whole)
+    parallelize_folding(split, Mesh(axes), mode)
+    wanted, got = (pair_parts_results(model, torch.float64, residues) for model in (whole, split))
     wrong = differences(wanted, got, 1e-9)
     assert not wrong, f"{len(wrong)} of {len(wanted)} differ:\n" + "\n".join(wrong)

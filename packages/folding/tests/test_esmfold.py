@@ -11,7 +11,7 @@ from torch import nn
 
 from meshfold.folding import EsmFoldTrunk, adopt_models, folding_cost, parallelize_folding, sum_gradients
 from meshfold.mesh import LayoutError, Mesh, record
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import fake_world, ranks
 
 
 def test_one_rank_equals_transformers_and_parameters_stay() -> None:
@@ -86,24 +86,24 @@ def test_grid_2x3() -> None:
     check_esmfold("grid", {"row": 2, "col": 3}, recycles=2, dropout=0.2)
 
 
-@ranks(4)
 def test_recorded_equals_planned() -> None:
-    model, mesh = esmfold(), Mesh({"row": 2, "col": 2})
-    parallelize_folding(model, mesh, "grid")
-    residues = 7
-    s, z = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((residues, 16), (residues, residues, 8)))
-    types, mask = torch.zeros(2, residues, dtype=torch.int64), torch.ones(2, residues)
-    index = torch.arange(residues).expand(2, -1)
-    with record() as log:
-        out = model.trunk(s.requires_grad_(), z.requires_grad_(), types, index, mask, 2)
-        log.phase = "backward"
-        (out["s_s"].square().sum() + out["s_z"].square().sum() + out["states"].square().sum()).backward()
-        log.phase = "gradients"
-        sum_gradients(model)
-    planned = folding_cost(model, residues=residues, batch=2, recycles=2, itemsize=8)
-    for phase in ("forward", "backward", "gradients"):
-        assert log.count(phase) == planned.count(phase), phase
-    assert log.bytes == planned.bytes > 0
+    with fake_world(4):
+        model, mesh = esmfold(), Mesh({"row": 2, "col": 2})
+        parallelize_folding(model, mesh, "grid")
+        residues = 7
+        s, z = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((residues, 16), (residues, residues, 8)))
+        types, mask = torch.zeros(2, residues, dtype=torch.int64), torch.ones(2, residues)
+        index = torch.arange(residues).expand(2, -1)
+        with record() as log:
+            out = model.trunk(s.requires_grad_(), z.requires_grad_(), types, index, mask, 2)
+            log.phase = "backward"
+            (out["s_s"].square().sum() + out["s_z"].square().sum() + out["states"].square().sum()).backward()
+            log.phase = "gradients"
+            sum_gradients(model)
+        planned = folding_cost(model, residues=residues, batch=2, recycles=2, itemsize=8)
+        for phase in ("forward", "backward", "gradients"):
+            assert log.count(phase) == planned.count(phase), phase
+        assert log.bytes == planned.bytes > 0
 
 
 def test_what_cannot_be_replaced_is_refused() -> None:

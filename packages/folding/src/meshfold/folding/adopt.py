@@ -1,10 +1,12 @@
 """Folding models of transformers: the modules that hold pair tensors are replaced by ours, with the same parameters.
 
-==================== =================== ======================
-transformers         module              ours
-==================== =================== ======================
-EsmForProteinFolding ``EsmFoldingTrunk`` :class:`.EsmFoldTrunk`
-==================== =================== ======================
+==================== =========================== =========================
+transformers         module                      ours
+==================== =========================== =========================
+EsmForProteinFolding ``EsmFoldingTrunk``         :class:`.EsmFoldTrunk`
+EsmFold2Model        ``EsmFold2PairUpdateStack`` :class:`.PairUpdateStack`
+EsmFold2Model        ``EsmFold2MSAEncoder``      :class:`.MSAEncoder`
+==================== =========================== =========================
 
 Modules are told by the names of their classes, so transformers need not be installed. Parameters keep their names and stay the same
 objects: state dicts, optimizers and ``save_pretrained`` notice nothing.
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldTrunk
+from meshfold.folding.esmfold2 import MSAEncoder, MSAEncoderLayer, PairUpdateStack
 from meshfold.mesh import LayoutError
 
 
@@ -32,7 +35,7 @@ def adopt_models(model: nn.Module) -> nn.Module:
     """
     for name, module in list(model.named_modules()):
         make = _maker_of(module)
-        if make is None:
+        if make is None or next(module.parameters(), None) is None:
             continue
         if not name:
             raise LayoutError(f"{type(module).__name__} cannot be replaced in place: give the model that contains it")
@@ -90,5 +93,44 @@ def _esmfold_trunk(theirs: Any) -> nn.Module:
     )
 
 
-MAKERS: dict[str, Callable[[Any], nn.Module]] = {"EsmFoldingTrunk": _esmfold_trunk}
+def _pair_update_stack(theirs: Any) -> nn.Module:
+    c_z, c_transition, chunk_size = _pair_sizes(theirs.layers)
+    return PairUpdateStack(len(theirs.layers), c_z, c_transition, chunk_size)
+
+
+def _msa_encoder(theirs: Any) -> nn.Module:
+    c_z, c_transition, chunk_size = _pair_sizes(theirs.layers)
+    layers = []
+    for layer in theirs.layers:
+        outer = layer.outer_product_mean
+        averaging = getattr(layer, "msa_pair_weighted_averaging", None)
+        head_dim, heads = (1, 1) if averaging is None else (averaging.head_dim, averaging.num_attention_heads)
+        between = 1 if averaging is None else layer.msa_transition.mlp.down_proj.in_features
+        layers.append(
+            MSAEncoderLayer(
+                outer.hidden_size,
+                c_z,
+                outer.outer_hidden_size,
+                head_dim,
+                heads,
+                between,
+                c_transition,
+                chunk_size,
+                updates_msa=averaging is not None,
+            )
+        )
+    return MSAEncoder(theirs.embed, theirs.project_inputs, layers, c_z)
+
+
+def _pair_sizes(layers: Any) -> tuple[int, int, int | None]:
+    """Return the channels of pairs, those within transitions, and the rows of a transition at a time."""
+    transition = layers[0].pair_transition
+    return layers[0].tri_mul_out.dim, transition.mlp.down_proj.in_features, transition.chunk_size
+
+
+MAKERS: dict[str, Callable[[Any], nn.Module]] = {
+    "EsmFoldingTrunk": _esmfold_trunk,
+    "EsmFold2PairUpdateStack": _pair_update_stack,
+    "EsmFold2MSAEncoder": _msa_encoder,
+}
 """Makers of our modules, on the meta device, by the name of the class that they replace."""

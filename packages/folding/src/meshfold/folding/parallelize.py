@@ -11,13 +11,22 @@ from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
 from meshfold.folding.esmfold import EsmFoldTrunk
+from meshfold.folding.esmfold2 import MSAEncoder, PairUpdateStack
 from meshfold.folding.evoformer import EvoformerStack, ExtraMSAStack
 from meshfold.folding.pairformer import PairFormerStack
 from meshfold.folding.template import TemplatePairStack
 from meshfold.mesh import LayoutError, Mesh, all_reduce
 from meshfold.mesh.recording import weight_gradients
 
-WHOLE_TENSOR_STACKS = (EvoformerStack, ExtraMSAStack, PairFormerStack, TemplatePairStack, EsmFoldTrunk)
+WHOLE_TENSOR_STACKS = (
+    EvoformerStack,
+    ExtraMSAStack,
+    PairFormerStack,
+    TemplatePairStack,
+    EsmFoldTrunk,
+    PairUpdateStack,
+    MSAEncoder,
+)
 """Modules that split and join: their own layers see whole tensors."""
 
 
