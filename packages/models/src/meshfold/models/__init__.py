@@ -1,4 +1,4 @@
-"""Two families of decoders, GPT and Llama-like, as plain PyTorch modules that know nothing of parallelism.
+"""GPT, Llama-like decoders and vision transformers, as plain PyTorch modules that know nothing of parallelism.
 
 For code that shards them, ``flat_tokens = True`` says that the residual stream is ``m h``. m are the tokens of all sequences, one
 sequence after the other, so any split of m is a split of rows. For code that generates text, ``caches_keys = True`` says two
@@ -16,22 +16,29 @@ from meshfold.models.llama import Llama
 from meshfold.models.loss import CausalLMLoss, CausalLMOutput
 from meshfold.models.moe import MoELlamaConfig
 from meshfold.models.presets import PRESETS, build, preset
+from meshfold.models.vit import ImageClasses, ViT
+from meshfold.models.vit_config import VITS, ViTConfig, vit_preset
 
 __all__ = [
     "GPT",
     "PRESETS",
+    "VITS",
     "CausalLMLoss",
     "CausalLMOutput",
     "DecoderConfig",
     "GPTConfig",
+    "ImageClasses",
     "Llama",
     "LlamaConfig",
     "MoELlamaConfig",
+    "ViT",
+    "ViTConfig",
     "attention_layers",
     "attention_window",
     "build",
     "generate",
     "preset",
+    "vit_preset",
 ]
 
 redirect_imports({"meshfold.models.visible": "meshfold.models.attention"})

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from meshfold.mesh import SpecError, did_you_mean
 from meshfold.models.config import DecoderConfig, GPTConfig, LlamaConfig
 from meshfold.models.gpt import GPT
 from meshfold.models.llama import Llama
 from meshfold.models.moe import MoELlamaConfig
+from meshfold.models.vit import ViT
+from meshfold.models.vit_config import VITS, ViTConfig
 
 PRESETS: dict[str, GPTConfig | LlamaConfig] = {
     "gpt-tiny": GPTConfig(vocab_size=256, hidden=64, layers=2, heads=4, max_positions=128),
@@ -77,8 +79,10 @@ def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
     """Return the named configuration, with some fields changed: ``preset("gpt-tiny", layers=4)``.
 
     Raises:
-        SpecError: for an unknown name or field, or sizes that do not fit together.
+        SpecError: for an unknown name or field, a model of images, or sizes that do not fit together.
     """
+    if name in VITS:
+        raise SpecError(f"model {name!r} takes images, not tokens: write build(vit_preset({name!r}))")
     if name not in PRESETS:
         raise SpecError(f"there is no model {name!r}.{did_you_mean(str(name), PRESETS)} Known: {', '.join(PRESETS)}")
     known = PRESETS[name].__dataclass_fields__
@@ -90,7 +94,11 @@ def preset(name: str, **changes: Any) -> GPTConfig | LlamaConfig:
     return replace(PRESETS[name], **changes)
 
 
-def build(config: DecoderConfig | str, **changes: Any) -> GPT | Llama:
+@overload
+def build(config: ViTConfig, **changes: Any) -> ViT: ...
+@overload
+def build(config: DecoderConfig | str, **changes: Any) -> GPT | Llama: ...
+def build(config: DecoderConfig | ViTConfig | str, **changes: Any) -> GPT | Llama | ViT:
     """Return the model of a configuration, or of a preset's name, with some fields changed.
 
     Raises:
@@ -101,4 +109,6 @@ def build(config: DecoderConfig | str, **changes: Any) -> GPT | Llama:
         return GPT(found)
     if isinstance(found, LlamaConfig):
         return Llama(found)
-    raise SpecError(f"{type(found).__name__} is neither a GPTConfig nor a LlamaConfig: there is no model for it")
+    if isinstance(found, ViTConfig):
+        return ViT(found)
+    raise SpecError(f"{type(found).__name__} is no GPTConfig, LlamaConfig or ViTConfig: there is no model for it")

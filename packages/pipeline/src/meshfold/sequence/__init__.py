@@ -12,7 +12,7 @@ from typing import Any
 
 from meshfold.sequence.attention import attention, traffic
 from meshfold.sequence.dropout import WeightDropout
-from meshfold.sequence.image_tokens import ImageTokens, check_image_tokens, find_denoiser
+from meshfold.sequence.image_tokens import ImageTokens, check_image_tokens, find_image_model
 from meshfold.sequence.joint_attention import joint_attention
 from meshfold.sequence.kernels import count_attention_flops
 from meshfold.sequence.parallel_model import SequenceParallel, sequence_parallel
@@ -32,7 +32,7 @@ __all__ = [
     "attention",
     "check_image_tokens",
     "count_attention_flops",
-    "find_denoiser",
+    "find_image_model",
     "gather_sequence",
     "joint_attention",
     "kv_head_repeats",

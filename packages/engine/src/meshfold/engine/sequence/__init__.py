@@ -33,11 +33,11 @@ def split_sequence(model: nn.Module, world: World, *, own_loss: bool) -> SplitSe
     if spec is None or spec.size == 1:  # also of Megatron's mode
         return None
     from meshfold.engine.sequence.split import SplitImage, SplitSequence
-    from meshfold.sequence import find_denoiser
+    from meshfold.sequence import find_image_model
 
-    denoiser = find_denoiser(model)
-    if denoiser is not None:
-        return SplitImage(denoiser, world, spec)
+    of_images = find_image_model(model)
+    if of_images is not None:
+        return SplitImage(of_images, world, spec)
     return SplitSequence(model, world, spec, own_loss=own_loss)
 
 

@@ -47,13 +47,13 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
 
 
 def _splits_image(model: nn.Module, written: str) -> bool:
-    """Return True for a model with a denoiser, of which only image tokens are split, and only in its blocks."""
-    from meshfold.sequence import check_image_tokens, find_denoiser
+    """Return True for a model of images, of which only the tokens are split, and only in its blocks."""
+    from meshfold.sequence import check_image_tokens, find_image_model
 
     try:
-        if (denoiser := find_denoiser(model)) is None:
+        if (found := find_image_model(model)) is None:
             return False
-        check_image_tokens(denoiser)
+        check_image_tokens(found)
     except LayoutError as error:
         raise SpecError(f"{written}: {error}") from error
     return True

@@ -95,22 +95,22 @@ class SplitSequence:
 
 
 class SplitImage:
-    """A denoiser whose image tokens are split between its first block and its last; its output is whole on every rank."""
+    """A model of images whose tokens are split between its first block and its last; its output is whole on every rank."""
 
-    def __init__(self, denoiser: nn.Module, world: World, spec: SequenceSpec) -> None:
+    def __init__(self, model: nn.Module, world: World, spec: SequenceSpec) -> None:
         """Raises:
         SpecError: for a model, or another entry of the spec, with which they cannot be.
         """
         written = world.spec.written or str(world.spec)
         if world.pipelined:
             raise SpecError(
-                f"{written}: the image tokens of {type(denoiser).__name__} cannot be split in a pipeline, whose stages begin "
+                f"{written}: the image tokens of {type(model).__name__} cannot be split in a pipeline, whose stages begin "
                 "between its blocks: leave out pipeline, or sequence"
             )
         if not isinstance(spec.mode, str):
             raise SpecError(f"{written}: image tokens are split by mode 'ring', 'ulysses' or 'ring_ulysses'")
         try:
-            self._tokens = ImageTokens(denoiser, world.mesh, spec.mode)
+            self._tokens = ImageTokens(model, world.mesh, spec.mode)
         except LayoutError as error:
             raise SpecError(f"{written}: {error}") from error
 

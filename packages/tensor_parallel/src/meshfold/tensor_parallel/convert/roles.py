@@ -269,9 +269,11 @@ def _linear_role(name: str, leaf: str, module: nn.Module, model: nn.Module, hidd
 
 
 def _hidden_size(model: nn.Module) -> int:
-    """Return the width of the residual stream: of the norms, else of the token table, else of the first linear layer's input."""
+    """Return the width of the residual stream: of the norms (those of queries and keys last), else of the token table, else of the
+    first linear layer's input."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    sizes = [norm_size(m) for m in model.modules() if norm_kind(m)]
+    norms = {name: norm_size(m) for name, m in model.named_modules() if norm_kind(m)}
+    sizes = [size for name, size in norms.items() if not is_head_norm(name)] or [*norms.values()]
     linears = [m for m in model.modules() if is_linear(m)]
     if sizes:
         return max(set(sizes), key=sizes.count) if not tables else max(sizes)
