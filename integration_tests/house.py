@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from packaging.requirements import Requirement
 
@@ -331,6 +331,36 @@ def questions(source: str) -> Iterator[tuple[int, str]]:
             text = ast.get_docstring(node) or ""
             if re.match(rf"({'|'.join(QUESTIONS)})\b", text):
                 yield getattr(node, "lineno", 1), text.splitlines()[0]
+
+
+def documented(tree: ast.Module) -> set[str]:
+    """Return the names of the functions and methods of a module that have a docstring."""
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
+
+
+def undocumented(tree: ast.Module, elsewhere: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield the public functions, classes and methods of a module without a docstring, with lines.
+
+    A method that a protocol or a base class documents needs none, nor a kernel that its reference documents: ``elsewhere``
+    has these names. A property may be explained in the docstring of its class. Methods that every module of torch has need none.
+    """
+
+    def is_public(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            return False
+        decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+        return not decorators & {"overload", "setter"}
+
+    torch_calls = {"forward", "backward", "extra_repr"}
+    for node in filter(is_public, tree.body):
+        text = ast.get_docstring(node) or ""
+        if not text and not (isinstance(node, ast.FunctionDef) and node.name in elsewhere):
+            yield node.lineno, node.name
+        if isinstance(node, ast.ClassDef):
+            for method in filter(is_public, node.body):
+                known = ast.get_docstring(method) or method.name in elsewhere | torch_calls or method.name in text
+                if not known:
+                    yield method.lineno, f"{node.name}.{method.name}"
 
 
 def identifiers(source: str) -> Iterator[tuple[int, str]]:

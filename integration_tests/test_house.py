@@ -24,6 +24,7 @@ from integration_tests.house import (
     bare,
     closure,
     deep_imports,
+    documented,
     formatter_comments,
     imports,
     imports_of,
@@ -33,6 +34,7 @@ from integration_tests.house import (
     replaced,
     suspect_identifiers,
     tracked,
+    undocumented,
 )
 from meshfold.mesh import ParallelSpec
 from meshfold.mesh.spec.parallel import Need, why_missing
@@ -224,6 +226,31 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
         for line, opening in questions(path.read_text())
     ]
     assert not broken, "write what it does or is, instead of a question:\n" + "\n".join(broken)
+
+
+def test_the_rule_of_docstrings_sees_what_has_none() -> None:
+    source = """def f(): ...
+def _g(): ...
+class C:
+    'Has size.'
+    size = property()
+    def forward(self): ...
+    def known(self): ...
+    def h(self): ...
+"""
+    assert list(undocumented(ast.parse(source), {"known"})) == [(1, "f"), (8, "C.h")]
+
+
+@each_package
+def test_public_names_are_documented(package: Package) -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in package.modules}
+    elsewhere = set[str]().union(*map(documented, trees.values()))
+    missing = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in undocumented(tree, elsewhere)
+    ]
+    assert not missing, "write a docstring:\n" + "\n".join(missing)
 
 
 def test_the_rule_of_words_sees_every_identifier() -> None:

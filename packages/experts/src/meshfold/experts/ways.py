@@ -50,6 +50,7 @@ class ToSome:
 
     @property
     def arriving(self) -> int:
+        """Rows that arrive at this rank."""
         return sum(self.receives)
 
     def there(self, x: Tensor) -> Pending:

@@ -122,6 +122,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     # -- the loop's parts ------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: object = None) -> Tensor:
+        """Run a micro-step on the engine, and return its part of the step's loss; called by ``Trainer``."""
         steps = self.current_gradient_accumulation_steps  # the last step of an epoch may have fewer
         weight = next(self._weights, None)
         with self.engine.runner.accumulating(steps, weight):
@@ -313,6 +314,7 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a checkpoint of the engine in ``output_dir``; called by ``Trainer``."""
         self.engine.save(Path(output_dir or self.args.output_dir) / _FOLDER)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

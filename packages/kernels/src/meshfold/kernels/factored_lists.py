@@ -161,11 +161,13 @@ def factored_apply_lists(
 
 
 def square_sums(gradients: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    """Reference of :func:`square_sum_lists`."""
     squares = [one.square() for one in gradients]
     return [one.sum(-1) for one in squares], [one.sum(-2) for one in squares]
 
 
 def limits(gradients: Tensors, rows: Tensors, columns: Tensors, floor: float, clip_threshold: float) -> Tensor:
+    """Reference of :func:`factored_limit_lists`."""
     updates = [_update(*some, floor) for some in zip(gradients, rows, columns, strict=True)]
     return torch.stack([_limit(one, clip_threshold) for one in updates])
 
@@ -173,6 +175,7 @@ def limits(gradients: Tensors, rows: Tensors, columns: Tensors, floor: float, cl
 def distances(
     gradients: Tensors, means: Tensors, rows: Tensors, columns: Tensors, clip_threshold: float
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Reference of :func:`came_distance_lists`."""
     found, of_rows, of_columns = [], [], []
     for gradient, mean, row, column in zip(gradients, means, rows, columns, strict=True):
         update = _update(gradient, row, column, 0.0)
@@ -197,6 +200,7 @@ def apply(
     beta1: float,
     confidence: tuple[Tensors, Tensors] | None,
 ) -> None:
+    """Reference of :func:`factored_apply_lists`."""
     for place, parameter in enumerate(parameters):
         update = _update(gradients[place], rows[place], columns[place], floor) * limited[place]
         if means is not None:

@@ -76,6 +76,7 @@ def _vectors(lengths: Tensor, deep: Tensor, device: torch.device) -> Vectors:
 
 @functools.lru_cache(maxsize=64)
 def tiles_of(shapes: tuple[tuple[int, ...], ...], device: torch.device) -> Tiles:
+    """Return the tiles of matrices; tensors of more than two dims are batches of matrices."""
     matrices, tensors = [], []
     for place, shape in enumerate(shapes):
         batch = math.prod(shape[:-2])

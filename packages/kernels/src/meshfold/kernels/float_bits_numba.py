@@ -174,6 +174,7 @@ def floats(x: Tensor) -> Any:
 
 @njit(nogil=True, error_model="numpy")
 def store_master(hi, lo, i, p):
+    """Store a float32 number as the two halves of a master weight: bfloat16, and the 16 bits that it lacks."""
     u = canonical(bits(p))
     h = hi_of(u)
     hi[i] = np.uint16(h)

@@ -267,6 +267,7 @@ def lamb_moments(
     weight_decay: float,
     corrections: tuple[float, float],
 ) -> Tensor:
+    """Reference of :func:`lamb_moment_lists`."""
     _average(gradients, means, squares, betas)
     found = _directions(parameters, means, squares, eps, weight_decay, corrections)
     wide = parameters[0].dtype
@@ -284,6 +285,7 @@ def lamb_apply(
     weight_decay: float,
     corrections: tuple[float, float],
 ) -> None:
+    """Reference of :func:`lamb_apply_lists`."""
     updates = _directions(parameters, means, squares, eps, weight_decay, corrections)
     for update, rate in zip(updates, rates.unbind(), strict=True):
         update.mul_(rate)
@@ -303,6 +305,7 @@ def adamw(
     weight_decay: float,
     corrections: tuple[float, float],
 ) -> None:
+    """Reference of :func:`adamw_lists`."""
     _average(gradients, means, squares, betas)
     updates = _directions(parameters, means, squares, eps, 0.0, corrections)
     torch._foreach_mul_(list(parameters), 1 - lr * weight_decay)
@@ -319,6 +322,7 @@ def lion(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> None:
+    """Reference of :func:`lion_lists`."""
     updates = list(torch._foreach_lerp(list(means), list(gradients), 1 - betas[0]))
     torch._foreach_sign_(updates)
     if weight_decay:
@@ -329,6 +333,7 @@ def lion(
 
 
 def average(gradients: Tensors, means: Tensors, ahead: Tensors, momentum: float, nesterov: bool) -> None:
+    """Reference of :func:`average_lists`."""
     torch._foreach_lerp_(list(means), list(gradients), 1 - momentum)
     _copy(torch._foreach_lerp(list(gradients), list(means), momentum) if nesterov else means, ahead)
 

@@ -50,6 +50,7 @@ class WholePrecision(Precision):
 
     @property
     def master_dtype(self) -> torch.dtype:
+        """Dtype of the parameters, which the optimizer steps."""
         return self.dtype
 
 

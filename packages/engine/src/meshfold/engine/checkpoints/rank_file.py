@@ -146,6 +146,7 @@ class RankFile:
         self.rename()
 
     def rename(self) -> None:
+        """Close the file and give it its final name."""
         assert self._writer is not None
         self._writer.close()
         self._rename(self.path.name)

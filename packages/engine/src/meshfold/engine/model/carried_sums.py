@@ -53,9 +53,12 @@ class CarriedRoutingSums:
         pipeline.carry(self)
 
     def size(self, block: int) -> int:
+        """Return the number of values that the blocks before ``block`` have."""
         return sum(size for at, size in self._sizes.items() if at < block)
 
     def arrive(self, numbers: Tensor | None, first: int) -> None:
+        """Give each router of the blocks before ``first`` its sums; None: there are none."""
+
         from meshfold.experts import RoutingSums
 
         before = self._between(0, first)
@@ -68,6 +71,7 @@ class CarriedRoutingSums:
             )
 
     def leave(self, first: int, stop: int) -> Tensor:
+        """Return the sums of the routers in blocks ``first`` to ``stop - 1``, flat."""
         found = [self._flat(self._places[at].sums, self._sizes[at]) for at in self._between(first, stop)]
         return torch.cat([part.to(self._world.device, self.dtype) for part in found or [torch.empty(0)]])
 

@@ -352,6 +352,7 @@ class ShownGradients:
             self._states.clamp(places, low, high)
 
     def clear(self) -> None:
+        """Refuse to zero gradients that exist: the engine holds them."""
         if _call(self._are_there):
             raise TrainingError(
                 "zero_grad(set_to_none=False) on the model or an optimizer does not reach the gradients, which the engine holds: "
@@ -359,6 +360,7 @@ class ShownGradients:
             )
 
     def local(self, place: int, what: str) -> Tensor:
+        """Return this rank's gradient of a parameter by its number; ``what`` reads it, for errors."""
         with self.complete(what):
             gradient = self._states.gradient(place)
         if gradient is None:

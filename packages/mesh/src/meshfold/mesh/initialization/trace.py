@@ -44,6 +44,7 @@ class Geometry:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return torch.Size(self.size).numel()
 
     def covers(self, nbytes: int) -> bool:
@@ -97,6 +98,7 @@ class Write:
 
     @property
     def random(self) -> bool:
+        """True if the write draws random numbers."""
         return isinstance(self.func, str) or torch.Tag.nondeterministic_seeded in self.func.tags
 
     @property
@@ -109,6 +111,7 @@ class Write:
 
     @property
     def refs(self) -> list[Ref]:
+        """Traced tensors among the arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Ref)]
 
 
@@ -152,9 +155,11 @@ class Recording:
         return tensor.device == META and tensor.untyped_storage()._cdata in self._logs
 
     def log(self, storage: torch.UntypedStorage) -> Log:
+        """Return the writes into a storage, which may be none yet."""
         return self._logs.setdefault(storage._cdata, Log(storage))
 
     def log_of(self, ref: Ref) -> Log:
+        """Return the writes into the storage that a reference names."""
         return self._logs[ref.storage]
 
     def write(

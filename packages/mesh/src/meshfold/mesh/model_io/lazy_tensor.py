@@ -186,12 +186,15 @@ class LazyTensor(Tensor):
         return self._plain().__dlpack__(*args, **kwargs)
 
     def numpy(self, *, force: bool = False) -> Any:
+        """See :meth:`torch.Tensor.numpy`; gathers the values."""
         return self._plain().numpy(force=force)
 
     def tolist(self) -> Any:
+        """See :meth:`torch.Tensor.tolist`; gathers the values."""
         return self._plain().tolist()
 
     def data_ptr(self) -> int:
+        """See :meth:`torch.Tensor.data_ptr`; gathers the values."""
         return self._plain().data_ptr()
 
 

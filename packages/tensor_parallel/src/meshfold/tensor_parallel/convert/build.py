@@ -84,6 +84,7 @@ class LayerBuilder:
         )
 
     def dropout(self, name: str, p: float, mode: Mode, *, inner: int = 0, whole: bool = False) -> Dropout:
+        """Make a dropout that drops the same elements of the whole tensor on every mesh."""
         counts = {heads.heads for heads in self.analysis.heads.values()}
         return Dropout(
             p,

@@ -115,6 +115,7 @@ class BlockFile:
             done += count
 
     def sync(self) -> None:
+        """Wait until the blocks are on the disk."""
         os.fsync(self.data)
 
     def release(self, *, owner: int | None = None) -> None:

@@ -39,6 +39,7 @@ class Header:
     pid: int
 
     def pack(self) -> bytes:
+        """Return the page as bytes, with a checksum."""
         fixed = _HEADER.pack(MAGIC, VERSION, self.pid)
         return (fixed + _CHECK.pack(zlib.crc32(fixed))).ljust(ALIGN, b"\0")
 

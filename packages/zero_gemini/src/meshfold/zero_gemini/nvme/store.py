@@ -70,6 +70,7 @@ class DiskStore:
 
     @property
     def path(self) -> Path:
+        """Path of the file."""
         return self._file.path
 
     @property

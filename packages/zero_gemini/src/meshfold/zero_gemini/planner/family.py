@@ -95,6 +95,7 @@ class Family:
         self.host, self.disk = problem.limits[moments:]
 
     def choice(self, a: int, b: int, d: int, k: int) -> Choice:
+        """Return the choice with ``a`` chunks on the GPU, ``b`` resident ones, ``d`` on disk, and ``k`` layers that are kept."""
         chunks = np.full(len(self.order), HOST_STREAMED)
         last = self.order[::-1]
         chunks[last[:d]] = DISK_STREAMED

@@ -48,6 +48,7 @@ class Choice:
     layers: Ints
 
     def same(self, other: Choice) -> bool:
+        """Return True if both choose the same options."""
         return bool((self.chunks == other.chunks).all() and (self.layers == other.layers).all())
 
 

@@ -41,6 +41,7 @@ class Problem:
 
     @property
     def options(self) -> tuple[int, ...]:
+        """Options that a chunk has under this mode."""
         return MODES[self.mode]
 
     def value(self, rows: Floats) -> Floats:
@@ -95,6 +96,7 @@ class Case:
 
     @cached_property
     def bounds(self) -> Floats:
+        """Limits in the order of the rows of memory: GPU at every timestep, host, disk. Bytes."""
         gpu, host, disk = self.limits.as_tuple()
         return np.array([gpu] * self.workload.moments + [host, disk], dtype=float)
 
@@ -103,6 +105,7 @@ class Case:
         return {}
 
     def strategies(self) -> tuple[str, ...]:
+        """Strategies of the optimizer step that the workload and the machine allow."""
         found = self.workload.strategies
         if found is None:
             found = (SPLIT_STEP, SPECULATIVE_STEP) if self.workload.clipping else (NONE,)

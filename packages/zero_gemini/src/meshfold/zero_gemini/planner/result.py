@@ -84,14 +84,17 @@ class Plan:
 
     @property
     def peak_gpu_bytes(self) -> int:
+        """The most bytes on the GPU at any timestep."""
         return max(self.gpu_bytes)
 
     @property
     def peak_host_bytes(self) -> int:
+        """The most bytes on the host at any timestep."""
         return max(self.host_bytes)
 
     @property
     def peak_disk_bytes(self) -> int:
+        """The most bytes on disk at any timestep."""
         return max(self.disk_bytes)
 
     @property

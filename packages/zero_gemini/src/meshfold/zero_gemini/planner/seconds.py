@@ -341,6 +341,7 @@ class Loads:
         return seconds
 
     def disk_seconds(self) -> Floats:
+        """Seconds that reading and writing of each chunk's state on disk take; shape: chunk option."""
         seconds: Floats = self.disk / self.machine.disk_read + self.disk / self.machine.disk_write
         return seconds
 
@@ -357,6 +358,7 @@ class Loads:
         return copies
 
     def tails(self, resource: str) -> list[str]:
+        """Return the name of each chunk's tail on a resource."""
         return [f"{TAIL} {resource} {chunk.name}" for chunk in self.workload.chunks]
 
 
