@@ -57,6 +57,9 @@ class ShardedSequenceLayout:
             shape = tuple(made.shape)
             found.mark(made, (*whole_dims(shape[:-1]), (Factor(shape[-1], self._split),)))
 
+    def parameter_dims(self, parameter: Tensor) -> None:
+        """Return None: parameters are whole."""
+
     def communicates(self, module: nn.Module) -> bool:
         """Return True if a module is a loss that knows that its labels are sharded."""
         return bool(getattr(module, "causal_lm_loss", False))

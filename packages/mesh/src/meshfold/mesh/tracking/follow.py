@@ -89,11 +89,20 @@ class Tracker(TorchDispatchMode):
 
     wants_own_operations = True
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        module: Callable[[], str] = str,
+        remedy: Callable[[tuple[str, ...]], str] = lambda axes: "",
+        parameter_dims: Callable[[Tensor], Dims | None] = lambda parameter: None,
+    ) -> None:
+        """Args:
+        module, remedy: see above.
+        parameter_dims: returns the layout of a parameter that is sharded; None for one that is whole.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.records, self.rows = Records(), Rows(_RULES)
-        self.module: Callable[[], str] = str
-        self.remedy: Callable[[tuple[str, ...]], str] = lambda axes: ""
+        self.records, self.rows = Records(parameter_dims), Rows(_RULES)
+        self.module, self.remedy = module, remedy
         self.token_split: Split | None = None
         self.local_tokens = 0
         self.inferred: int | None = None

@@ -27,23 +27,20 @@ class _Memory:
 
 
 class Records:
-    """Layouts of tensors. An unknown tensor counts as whole on every rank.
+    """Layouts of tensors. An unknown tensor counts as whole on every rank."""
 
-    Attributes:
-        placed: the layout of a parameter, which may be a piece that a layer of ours reads; None for one that is whole.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, parameter_dims: Callable[[Tensor], Dims | None] = lambda parameter: None) -> None:
+        """Args:
+        parameter_dims: returns the layout of a parameter that is sharded; None for one that is whole.
+        """
         self._memory: dict[int, _Memory] = {}
-        self.placed: Callable[[Tensor], Dims | None] | None = None
+        self._parameter_dims = parameter_dims
 
     def dims(self, tensor: Tensor) -> Dims:
         """Return the layout of a tensor."""
         memory = self._memory.get(_storage(tensor))
-        if self.placed is not None and isinstance(tensor, nn.Parameter):
-            found = self.placed(tensor)
-            if found is not None:
-                return found
+        if isinstance(tensor, nn.Parameter) and (found := self._parameter_dims(tensor)) is not None:
+            return found
         if memory is None:
             return whole_dims(tensor.shape)
         if memory.views and (view := memory.views.get(id(tensor))) is not None and view[0]() is tensor:

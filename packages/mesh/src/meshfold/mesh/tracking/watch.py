@@ -30,6 +30,9 @@ class TrackingHooks(Protocol):
     def begin(self, tracker: Tracker, model: nn.Module, given: Mapping[str, Any]) -> None:
         """Begin a forward that is tracked, with these arguments by name or number."""
 
+    def parameter_dims(self, parameter: Tensor) -> Dims | None:
+        """Return the layout of a parameter of the forward that has begun; None if it is whole on every rank."""
+
     def communicates(self, module: nn.Module) -> bool:
         """Return True if a module's own code may communicate between ranks, so that it is not tracked."""
 
@@ -154,7 +157,7 @@ class TrackedForward:
 
     def __init__(self, model: nn.Module, hooks: Sequence[TrackingHooks], given: Mapping[str, Any]) -> None:
         self._model, self._hooks, self._given = model, hooks, given
-        self._tracker = Tracker()
+        self._tracker = Tracker(module=self._where, remedy=self._remedy, parameter_dims=self._parameter_dims)
         self._names = {id(module): uncompiled_name(name) for name, module in model.named_modules()}
         self._inside: list[nn.Module] = []
         self._exchanging: list[tuple[nn.Module, Any]] = []
@@ -162,7 +165,6 @@ class TrackedForward:
 
     def __enter__(self) -> Self:
         tracker = self._tracker
-        tracker.module, tracker.remedy = self._where, self._remedy
         # Skip placeholders of other stages' parameters, which must not be read.
         tracker.records.vary(p for p in self._model.parameters() if type(p) is nn.Parameter)
         for value in self._given.values():
@@ -250,6 +252,10 @@ class TrackedForward:
         name = next((self._names[id(m)] for m in reversed(self._own()) if id(m) in self._names), "")
         found = (hooks.remedy(name, axes) for hooks in self._hooks)
         return next((text for text in found if text), "")
+
+    def _parameter_dims(self, parameter: Tensor) -> Dims | None:
+        found = (hooks.parameter_dims(parameter) for hooks in self._hooks)
+        return next((dims for dims in found if dims is not None), None)
 
 
 def _objects(model: nn.Module) -> Iterator[Any]:

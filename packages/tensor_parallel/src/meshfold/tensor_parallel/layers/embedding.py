@@ -186,7 +186,7 @@ class HeadBias(ShardedLayer):
         super().__init__()
         refuse_options(module)
         hidden = mode.layout("hidden")
-        self.mesh = mesh
+        self.mesh, self.mode = mesh, mode
         self.num_embeddings, self.embedding_dim = module.num_embeddings, module.embedding_dim
         split_evenly(module.embedding_dim, hidden["n"], mesh, f"{module.embedding_dim} heads")
         place = Placement(shape=tuple(module.weight.shape), axes=((), hidden["n"]))
