@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from meshfold.checkpoint.files import parse_json
+from meshfold.checkpoint.files import read_json_lines
 from meshfold.mesh import SpecError
 
 __all__ = [
@@ -154,22 +154,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         SpecError: if it cannot be read, a line is no JSON object, or there is none.
     """
-    file, found = Path(path), []
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        reason = error.strerror or error
-        raise SpecError(f"{str(path)!r} cannot be read: {reason}; give a file of JSON lines") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise SpecError(f"{str(path)!r}, line {number}: is not JSON ({error})") from error
-        if not isinstance(record, dict):
-            raise SpecError(f"{str(path)!r}, line {number}: holds a {type(record).__name__}, not {{...}}")
-        found.append(record)
+    found = [record for _, record in read_json_lines(Path(path))]
     if not found:
         raise SpecError(f"{str(path)!r} has no records: give a file with a JSON object on each line")
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshfold.checkpoint.files import parse_json, parse_json_object
+from meshfold.checkpoint.files import parse_json_object, read_json_lines
 from meshfold.checkpoint.tensors import is_file_name
 from meshfold.mesh import SpecError
 
@@ -110,24 +110,15 @@ def texts_of(part: Part, column: str | None) -> Iterator[str]:
 
 def _of_lines(path: Path, column: str | None) -> Iterator[str]:
     name = column
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line)
-            except ValueError as error:
-                raise SpecError(f"{str(path)!r}, line {number}: is not JSON ({error})") from error
-            if not isinstance(record, dict):
-                raise SpecError(f"{str(path)!r}, line {number}: holds a {type(record).__name__}, not {{...}}")
-            if name is None:
-                name = _column(path, [key for key, value in record.items() if isinstance(value, str)], None)
-            if not isinstance(record.get(name), str):
-                raise SpecError(
-                    f"{str(path)!r}, line {number}: has no text under {name!r}, but {', '.join(record)}; say which field with "
-                    "--text-column"
-                )
-            yield record[name]
+    for number, record in read_json_lines(path):
+        if name is None:
+            name = _column(path, [key for key, value in record.items() if isinstance(value, str)], None)
+        if not isinstance(record.get(name), str):
+            raise SpecError(
+                f"{str(path)!r}, line {number}: has no text under {name!r}, but {', '.join(record)}; say which field with "
+                "--text-column"
+            )
+        yield record[name]
 
 
 def _load(path: Path, files: tuple[Path, ...], *, saved: bool) -> Any:

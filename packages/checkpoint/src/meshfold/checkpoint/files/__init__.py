@@ -8,7 +8,7 @@ import pickle
 import re
 import secrets
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from meshfold.checkpoint.errors import CheckpointError
+from meshfold.mesh import SpecError
 
 __all__ = [
     "fsync_path",
     "parse_json",
     "parse_json_object",
+    "read_json_lines",
     "read_torch_file",
     "write_atomically",
 ]
@@ -48,6 +50,29 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"it holds a {type(found).__name__}, not an object")
     return found
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line of a file, from 1, and the JSON object on it. Empty lines are skipped.
+
+    Raises:
+        SpecError: if the file cannot be read, or a line is not a JSON object.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    record = parse_json(line)
+                except ValueError as error:
+                    raise SpecError(f"{str(path)!r}, line {number}: is not JSON ({error})") from error
+                if not isinstance(record, dict):
+                    raise SpecError(f"{str(path)!r}, line {number}: holds a {type(record).__name__}, not {{...}}")
+                yield number, record
+    except OSError as error:
+        reason = error.strerror or error
+        raise SpecError(f"{str(path)!r} cannot be read: {reason}; give a file of JSON lines") from error
 
 
 def read_torch_file(path: Path, *, mapped: bool = False) -> Any:

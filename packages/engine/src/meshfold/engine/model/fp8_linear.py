@@ -102,12 +102,15 @@ class Fp8Linear(nn.Linear):
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self._parameters["weight"]  # may travel in fp8
-        wrong = x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16
-        if wrong or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+        if not self._is_in_fp8(x) or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
             return super().forward(x)
         y = self._multiply(x)
         return y if self.bias is None else y + self.bias
+
+    def _is_in_fp8(self, x: Tensor) -> bool:
+        """Return True if the product with an input is computed in fp8."""
+        weight: Any = self._parameters["weight"]  # may travel in fp8
+        return x.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16
 
     def _multiply(self, x: Tensor) -> Tensor:
         tracking = tracker()  # the product may mix tokens only in its amax
@@ -133,6 +136,19 @@ class Fp8Linear(nn.Linear):
             return products.product(x, weight)
         return products.deferred(x, weight.detach(), site.ticket)
 
+    def add_weight_gradients(self, pairs: Sequence[MatmulOperands], *, batched: bool) -> None:
+        """Add the weight gradients of deferred products; autograd computes the bias's.
+
+        The layer's own class does this for what it has multiplied itself.
+        """
+        weight: Any = self._parameters["weight"]  # may have been replaced
+        products: Fp8Products = self.__dict__[_PRODUCTS]
+        for x, dy in pairs:
+            if self._is_in_fp8(x):
+                accumulate_grad(weight, products.weight_gradient(dy, x))
+            else:
+                super().add_weight_gradients([(x, dy)], batched=batched)  # type: ignore[misc]
+
 
 _classes: dict[type, type] = {nn.Linear: Fp8Linear}
 
@@ -144,26 +160,15 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def use_fp8_products(layer: nn.Linear, products: Fp8Products) -> Callable[[], None]:
     """Let a layer multiply in fp8. Return what gives it its own product back."""
-    own, site = type(layer), WeightGradSite.of(layer)
+    own = type(layer)
     if own not in _classes:
         _classes[own] = type(own.__name__, (Fp8Linear, own), {"__module__": own.__module__})
     layer.__class__ = _classes[own]
     layer.__dict__[_PRODUCTS], layer.__dict__[WEIGHT] = products, products.weight()
-    add = None if site is None else site.add
-    if site is not None:  # autograd computes the bias's gradient
-
-        def add_in_fp8(pairs: Sequence[MatmulOperands]) -> None:
-            for x, dy in pairs:
-                weight: Any = layer._parameters["weight"]  # may have been replaced
-                accumulate_grad(weight, products.weight_gradient(dy, x))
-
-        site.add = add_in_fp8
 
     def restore() -> None:
         layer.__class__ = own
         layer.__dict__.pop(_PRODUCTS, None)
         layer.__dict__.pop(WEIGHT, None)
-        if site is not None and add is not None:
-            site.add = add
 
     return restore

@@ -74,6 +74,10 @@ class _Proxy(Tensor):
             )
         return owner
 
+    def computed(self, func: str) -> Tensor:
+        """Return the tensor that this stands for; ``func`` reads it, for errors."""
+        raise NotImplementedError
+
 
 class GradientProxy(_Proxy):
     """Stand-in for a parameter's gradient that its owner has."""
@@ -85,6 +89,9 @@ class GradientProxy(_Proxy):
         made = torch.Tensor._make_wrapper_subclass(GradientProxy, like.shape, **options)
         made._of, made.places = ref(owner), (place,)
         return made
+
+    def computed(self, func: str) -> Tensor:
+        return self.owner.local(self.places[0], func)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"GradientProxy(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -105,6 +112,9 @@ class NormProxy(_Proxy):
         made = torch.Tensor._make_wrapper_subclass(NormProxy, shape, **options)
         made._of, made.places, made.norm_type = like._of, tuple(places), norm_type
         return made
+
+    def computed(self, func: str) -> Tensor:
+        return self.each()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return repr(self.each())
@@ -235,8 +245,4 @@ def _moved(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _computed(value: Any, func: Any) -> Any:
     """Return the value behind a proxy; any other value unchanged."""
-    if isinstance(value, NormProxy):
-        return value.each()
-    if isinstance(value, GradientProxy):
-        return value.owner.local(value.places[0], str(func))
-    return value
+    return value.computed(str(func)) if isinstance(value, _Proxy) else value

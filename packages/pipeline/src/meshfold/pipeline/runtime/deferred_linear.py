@@ -77,6 +77,19 @@ class _Deferring:
         y: Tensor = _Product.apply(x, weight.detach(), free, site.ticket, self._turned)
         return y
 
+    def add_weight_gradients(self: Any, pairs: Sequence[MatmulOperands], *, batched: bool) -> None:
+        """Add the gradients of pairs to the parameters' own; batched: by one product for all pairs."""
+        # Looked up each time, since they may be replaced.
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if batched and len(pairs) > 1:
+            pairs = [(torch.cat([x for x, _ in pairs]), torch.cat([dy for _, dy in pairs]))]
+        for x, dy in pairs:
+            if weight is not None:
+                left, right = (x, dy) if self._turned else (dy, x)
+                accumulate_grad_product(weight, left.t(), right)
+            if bias is not None:
+                accumulate_grad(bias, dy.sum(0))
+
 
 class _DeferringTurned(_Deferring):
     _turned = True
@@ -123,27 +136,11 @@ def _site_of(layer: nn.Module, batched: bool) -> WeightGradSite | None:
         base = _DeferringTurned if turned else _Deferring
         _classes[kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
     layer.__class__ = _classes[kind]
-    site = WeightGradSite(_Adder(layer, turned, batched))
+    deferring: Any = layer
+    # The method is looked up at each call: a subclass that computes in fp8 has its own.
+    site = WeightGradSite(lambda pairs: deferring.add_weight_gradients(pairs, batched=batched))
     site.attach(layer)
     return site
-
-
-class _Adder:
-    """Accumulates the gradients of a layer. It looks the parameters up each time, since they may be replaced."""
-
-    def __init__(self, layer: nn.Module, turned: bool, batched: bool) -> None:
-        self._layer, self._turned, self._batched = layer, turned, batched
-
-    def __call__(self, pairs: Sequence[MatmulOperands]) -> None:
-        weight, bias = self._layer._parameters["weight"], self._layer._parameters["bias"]
-        if self._batched and len(pairs) > 1:
-            pairs = [(torch.cat([x for x, _ in pairs]), torch.cat([dy for _, dy in pairs]))]
-        for x, dy in pairs:
-            if weight is not None:
-                left, right = (x, dy) if self._turned else (dy, x)
-                accumulate_grad_product(weight, left.t(), right)
-            if bias is not None:
-                accumulate_grad(bias, dy.sum(0))
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
