@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshfold.engine import Engine
-from meshfold.kernels import Fp8Tensor, activations, casts_apart, fp8, norms
+from meshfold.engine.model.fp8_linear import Fp8Products, use_fp8_products
+from meshfold.kernels import FP8_RECIPES, Fp8Tensor, activations, casts_apart, fp8, norms
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import GPT, GPTConfig, build
+from meshfold.pipeline.runtime.deferred_linear import defer_weight_gradients
 
 WORDS, LENGTH = 64, 16
 RECIPES = ("rowwise_hp_dw", "rowwise", "tensorwise")  # those for narrow layers
@@ -429,3 +431,19 @@ def refused(parallel: dict[str, Any], keys: dict[str, Any], said: str) -> None:
 )
 def test_specs_that_cannot_are_refused(parallel: dict[str, Any], keys: dict[str, Any], said: str) -> None:
     run_on_ranks(2, refused, parallel, keys, said)
+
+
+def test_a_float32_layer_keeps_the_gradients_that_wait() -> None:
+    """A layer of float32 weights computes itself, and its bias's gradient waits with the weight's."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(16, 32), torch.randn(8, 16)
+    alone = nn.Linear(16, 32)
+    alone.load_state_dict(layer.state_dict())
+    queue = defer_weight_gradients(layer)
+    use_fp8_products(layer, Fp8Products.bind(FP8_RECIPES["rowwise"], None))
+    with queue.collecting(0):
+        layer(x).square().sum().backward()
+    queue.compute(0)
+    alone(x).square().sum().backward()
+    for mine, theirs in zip(layer.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
