@@ -1,4 +1,4 @@
-"""What a split model tells :mod:`meshfold.mesh.tracking` in the forward in which its own code is tracked.
+"""Callbacks of a split model for :mod:`meshfold.mesh.tracking`, in the forward in which its own code is tracked.
 
 The layouts around each sharded layer are in :mod:`meshfold.tensor_parallel.convert.layer_rules`.
 """
