@@ -1,6 +1,6 @@
 """The experiments gpipe, zero-bubble and hanayo: simulated anew, the committed numbers, and verdicts that can fail.
 
-What is common to them is checked of sequence-parallelism, too; its numbers are made anew in test_experiment_sequence.py.
+What is common to all is checked of the others, too; their numbers are made anew in files of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from experiments import report
+from experiments.fastfold import run as fastfold
 from experiments.gpipe import run as gpipe
 from experiments.gpipe.simulated import heaviest_stage, throughput
 from experiments.hanayo import run as hanayo
@@ -36,12 +37,14 @@ ALL = {
     "zero-bubble": zero_bubble.EXPERIMENT,
     "hanayo": hanayo.EXPERIMENT,
     "sequence-parallelism": sequence_parallelism.EXPERIMENT,
+    "fastfold": fastfold.EXPERIMENT,
 }
 MAINS: dict[str, Callable[..., int]] = {
     "gpipe": gpipe.main,
     "zero-bubble": zero_bubble.main,
     "hanayo": hanayo.main,
     "sequence-parallelism": sequence_parallelism.main,
+    "fastfold": fastfold.main,
 }
 
 
@@ -190,6 +193,10 @@ def spoil_sequence_parallelism(found: dict[str, Any]) -> None:
     found["runs"][4]["dK ratio"] = 0.25
 
 
+def spoil_fastfold(found: dict[str, Any]) -> None:
+    found["gradients"][0]["wrong"] = 1
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "claim"),
     [
@@ -197,6 +204,7 @@ def spoil_sequence_parallelism(found: dict[str, Any]) -> None:
         ("zero-bubble", spoil_zero_bubble, "table 5's 1F1B, ZB-H1, ZB-H2"),
         ("hanayo", spoil_hanayo, "more waves idle less"),
         ("sequence-parallelism", spoil_sequence_parallelism, "dQ, dK and dV whole"),
+        ("fastfold", spoil_fastfold, "every gradient of one process"),
     ],
 )
 def test_a_wrong_number_is_not_reproduced(

@@ -1,0 +1,30 @@
+"""``meshfold reproduce fastfold``: FastFold's training time, traffic, memory, lengths and gradients, published and ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
+
+from experiments.fastfold.claims import claims
+from experiments.fastfold.plot import draw
+from experiments.fastfold.simulated import everything
+from experiments.fastfold.tables import page
+from experiments.report import Experiment
+
+FOLDER = Path(__file__).resolve().parent
+
+EXPERIMENT = Experiment(
+    name="fastfold",
+    about="Put FastFold's published numbers beside computed, counted and simulated ones.",
+    folder=FOLDER,
+    simulate=everything,
+    claims=claims,
+    page=page,
+    draw=draw,
+)
+main = EXPERIMENT.main
+
+if __name__ == "__main__":
+    sys.exit(main())
