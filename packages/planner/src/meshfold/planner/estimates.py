@@ -51,6 +51,7 @@ class Memory:
         optimizer: the optimizer's state.
         activations: peak of what autograd keeps for backward, with flash attention; under ``zero`` all else that is
             alive at the fullest timestep.
+        channels: memory that peers write, of the channels of ``transport="push"`` and ``overlap="push"``.
         host: bytes of the host's memory, of all ranks there; only under ``zero``.
         disk: the same of its disk.
     """
@@ -60,13 +61,14 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    channels: int = 0
     host: int = 0
     disk: int = 0
 
     @property
     def total(self) -> int:
         """Bytes on the device, assuming all are alive at once; under ``zero`` they are, at the fullest moment."""
-        return self.parameters + self.masters + self.gradients + self.optimizer + self.activations
+        return self.parameters + self.masters + self.gradients + self.optimizer + self.activations + self.channels
 
     def update_bytes(self, *, clip: bool) -> int:
         """Return the bytes that a step of the optimizer reads and writes, all on the device, without ``zero``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,10 @@ class Machine:
         """Return the bytes a second that a rank sends in a collective of these ranks: the slowest link on the ring."""
         nodes = {rank // self.devices for rank in ranks}
         return self.inside if len(nodes) == 1 else self.between
+
+    def reaches(self, ranks: Iterable[int]) -> bool:
+        """Return True if the ranks are in one node, where copy engines reach each other's memory."""
+        return len({rank // self.devices for rank in ranks}) == 1
 
     def slowest(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
         """Return the lowest bandwidth of the groups along the axes, which other ranks wait for."""

@@ -33,6 +33,7 @@ from meshfold.engine.world import PIPE, World, join_world
 from meshfold.kernels import Fp8Weight
 from meshfold.kernels.fuse import fuse
 from meshfold.mesh import Entry, Mesh, ParallelSpec, SpecError, all_reduce, dropout_stream, record
+from meshfold.mesh.collectives.push import channel_bytes
 from meshfold.mesh.model_io import DryRun, labels_are_shifted
 from meshfold.mesh.processes import start_fake
 from meshfold.pipeline import Costs, Simulation, simulate_costs
@@ -271,7 +272,10 @@ def _seen(asked: _Asked, rank: int) -> _Rank:
                     log.phase = "norm"
                     states.norm()
             memory, step = (
-                Memory.without_zero(parameters, [*states.targets.values()], asked.optimizer),
+                replace(
+                    Memory.without_zero(parameters, [*states.targets.values()], asked.optimizer),
+                    channels=channel_bytes(asked.machine.reaches),
+                ),
                 log.entries,
             )
         if asked.fp8 is not None:

@@ -22,6 +22,7 @@ from meshfold.engine.model import check_recompute, fp8_cast_bytes, fp8_gathered
 from meshfold.engine.sequence import counted_attention
 from meshfold.engine.states import PlainStates
 from meshfold.mesh import Entry, Log, MeshfoldError, ParallelSpec, SpecError, all_reduce, record
+from meshfold.mesh.collectives.push import channel_bytes
 from meshfold.mesh.model_io import DryRun, saved_for_backward
 from meshfold.mesh.parameters import metadata_on
 from meshfold.mesh.processes import start_fake
@@ -100,6 +101,7 @@ def estimate(
         without = {**asked, "recompute": None if recompute is None else "blocks", "kernels": "off"}
         return estimate_pipeline(build, spec, estimate(build, alone, **without), **asked)
     begin = time.perf_counter()
+    on = machine or MACHINES["h200x8"]
     with (
         start_fake(spec.world_size),
         DryRun() as stand_in,
@@ -120,6 +122,7 @@ def estimate(
         zero: ZeroEstimate | None = None
         if spec.zero is None:
             entries, work, memory = _plain_steps(engine, rows, accumulate, stand_in, optimizer)
+            memory = replace(memory, channels=channel_bytes(on.reaches))
         else:
             from meshfold.planner.zero_estimate import estimate_zero
 
@@ -129,7 +132,7 @@ def estimate(
                 spec.zero,
                 lambda log: _forward_backward(engine, rows, log, nullcontext()),
                 stand_in,
-                machine=machine or MACHINES["h200x8"],
+                machine=on,
                 tokens=batch_size * seq_len // engine.world.data_size,
                 accumulation=accumulate,
                 moments=MOMENTS[optimizer],

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.engine.model import RecomputedBlocks, fp8_gathered
@@ -23,6 +24,7 @@ from meshfold.engine.zero import (
 )
 from meshfold.kernels import Fp8Weight, count_kernels
 from meshfold.mesh import Entry, Log, Mesh, record
+from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, pushes
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.planner.clock import MATMULS, Work, attention_share
@@ -114,6 +116,7 @@ def estimate_zero(
             other_dtypes=other_dtypes(engine.model, precision),
             slot_align_elems=slot_alignment(spec.regime),
             in_fp8=fp8_gathered(engine.model, precision.fp8, spec, fp8_gather) if ranks > 1 else {},
+            pushed=pushed_on(machine, world.mesh, spec.transport),
         ),
         name=name,
         regime=regime_of(spec, precision, accumulation=accumulation, ranks=ranks, moments=moments),
@@ -129,7 +132,7 @@ def estimate_zero(
     )
     workload = replace(workload, recomputed=recomputed, **largest_output(engine.model, tokens // accumulation))
     rates = machine.rates(precision.name, mesh=world.mesh, axes=world.outer_axes, ranks=local)
-    found, refusal, memory = fit(spec, workload, rates)
+    found, refusal, memory = fit(spec, workload, rates, channel_bytes(machine.reaches))
     if found is not None and blocks is not None:
         blocks.keep([layer.name for layer in found.layers if layer.kept])
         _, counted, log = traced()  # layers that keep activations are not recomputed, nor their collectives repeated
@@ -143,20 +146,37 @@ def estimate_zero(
     )
 
 
-def fit(spec: ZeroSpec, workload: Workload, rates: Rates) -> tuple[Plan | None, str, Memory]:
+def fit(spec: ZeroSpec, workload: Workload, rates: Rates, channels: int) -> tuple[Plan | None, str, Memory]:
     """Plan a workload within a spec's limits.
+
+    ``channels``: bytes of the push channels of tensor parallelism, beside those of chunks.
 
     Returns:
         The plan, or None and the reason; its memory, or that of everything on a device without limits.
     """
+    channels += workload.channels * bytes_of_channel()
+    limits = limits_of(spec)
+    if limits.gpu_bytes is not None:
+        limits = replace(limits, gpu_bytes=max(0, limits.gpu_bytes - channels))
+    rates = replace(rates, gpu_bytes=max(0, rates.gpu_bytes - channels))
     try:
-        found = plan_for(spec, workload, rates, limits_of(spec))
+        found = plan_for(spec, workload, rates, limits)
     except MemoryPlanError as error:
         plenty = 2**60
         roomy = replace(rates, gpu_bytes=plenty, host_bytes=plenty, disk_bytes=plenty)
         anywhere = plan_for(replace(spec, placement="cuda", offload_path=None), workload, roomy, Limits())
-        return None, str(error), memory_of(anywhere)
-    return found, "", memory_of(found)
+        return None, str(error), replace(memory_of(anywhere), channels=channels)
+    return found, "", replace(memory_of(found), channels=channels)
+
+
+def pushed_on(machine: Machine, mesh: Mesh, transport: str) -> Callable[[tuple[str, ...], int], bool]:
+    """Return which chunks copy engines of a machine carry, by the axes that share a chunk and the bytes of a shard."""
+    gpu = torch.device("cuda")
+
+    def pushed(axes: tuple[str, ...], block_bytes: int) -> bool:
+        return pushes(transport, block_bytes, gpu) and all(map(machine.reaches, mesh.groups(*axes)))
+
+    return pushed
 
 
 def trace_without_values(
@@ -245,7 +265,7 @@ def chunk_entries(workload: Workload, world: World, plan: Plan | None) -> list[E
         axes = mesh.spanned(*sharing.get(ranks, world.outer_axes))
         in_fp8 = chunk.fp8 and chunk.name not in on_host
         gathered = chunk.gathered_elems if in_fp8 else int(workload.regime.parameter * chunk.gathered_elems)
-        reduced = int(workload.regime.gradient * chunk.gathered_elems)
+        reduced = int(workload.collected(chunk) * chunk.gathered_elems)
         # Stages 1 and 2 gather parameters once, after the optimizer step.
         windows = gather_windows(chunk, workload)
         again = second_operands(windows, workload) if in_fp8 and chunk.fp8 > 1 else 0
@@ -307,6 +327,7 @@ class StageProblem:
     accumulation: int
     ranks_per_host: int
     name: str
+    channels: int = 0
     recomputed: bool = False
 
     def solved(self, live: int, stages: int, microbatches: int) -> Solved:
@@ -332,7 +353,7 @@ class StageProblem:
             reshards=self.spec.reshard_after_forward,
         )
         workload = replace(workload, recomputed=self.recomputed)
-        found, refusal, memory = fit(self.spec, workload, self.rates)
+        found, refusal, memory = fit(self.spec, workload, self.rates, self.channels)
         return Solved(
             plan=found,
             refusal=refusal,
@@ -384,6 +405,7 @@ def stage_problem(
         other_dtypes=other_dtypes(model, precision),
         slot_align_elems=slot_alignment(spec.regime),
         in_fp8=in_fp8,
+        pushed=pushed_on(machine, world.mesh, spec.transport),
     )
     return StageProblem(
         trace=with_collectives(trace, log, world.mesh, machine),
@@ -396,4 +418,5 @@ def stage_problem(
         accumulation=accumulation,
         ranks_per_host=local,
         name=name,
+        channels=channel_bytes(machine.reaches),
     )

@@ -13,6 +13,7 @@ from meshfold.engine.zero.memory import free_host_bytes, ranks_per_host, residen
 from meshfold.engine.zero.plan import plan_for
 from meshfold.engine.zero.watching import Watcher, as_words, of_words, worst
 from meshfold.mesh.collectives import all_gather_object
+from meshfold.mesh.collectives.push import channel_bytes
 from meshfold.mesh.spec import ZeroSpec
 from meshfold.zero_gemini import Gemini
 from meshfold.zero_gemini.machine_rates import (
@@ -189,7 +190,8 @@ class MeasuredPlans:
         spec, device = self._spec, self._world.device
         gpu = machine.gpu_bytes
         if spec.gpu_memory_limit is not None:
-            gpu = min(gpu, spec.gpu_memory_limit - (CONTEXT_BYTES if device.type == "cuda" else 0))
+            outside = channel_bytes() + (CONTEXT_BYTES if device.type == "cuda" else 0)  # of the allocator
+            gpu = max(0, min(gpu, spec.gpu_memory_limit - outside))
         limits = Limits(
             gpu_bytes=int(gpu * (1.0 - MARGIN - shrunk)) if gpu < UNLIMITED_BYTES else None,
             host_bytes=spec.host_memory_limit,

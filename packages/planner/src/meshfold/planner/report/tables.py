@@ -104,6 +104,7 @@ def memory_table(found: Estimate) -> str:
         ("gradients", memory.gradients, ""),
         ("optimizer state", memory.optimizer, "master weights with it" if zero else ""),
         ("activations", memory.activations, kept),
+        ("push channels", memory.channels, "memory that peers write"),
     ]
     lines = [f"{name:<17}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows if size]
     lines.append(f"{'together':<17}{format_bytes(memory.total):>12}")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Pending, with_old_names
 from meshfold.mesh.collectives import all_gather_into
-from meshfold.mesh.collectives.push import all_gather_push, pushes
+from meshfold.mesh.collectives.push import all_gather_push
 from meshfold.zero_gemini.chunks.fp8_gather import Fp8Gather, Operands
 from meshfold.zero_gemini.chunks.layout import ChunkSpec, ShardSlice
 from meshfold.zero_gemini.chunks.states import CHUNK_TRANSITIONS, ChunkState, check_transition
@@ -77,7 +77,7 @@ class Chunk:
         tier: MemoryTier,
         whole_group: bool,
         fp8: Sequence[Fp8Weight] = (),
-        transport: str = "nccl",
+        pushed: bool = False,
     ) -> None:
         """Args:
         spec: sizes and slots.
@@ -89,11 +89,11 @@ class Chunk:
         tier: memory of the shard while the chunk is not gathered: ``"device"`` or ``"host"``.
         whole_group: keep the whole chunk on the device, as stages 1 and 2 do, for any placement of its shard.
         fp8: how each parameter is multiplied in fp8, where nothing else reads any of them; else empty.
-        transport: what carries its gathers and the reductions of its gradient.
+        pushed: copy engines carry its gathers and the reductions of its gradient; the group can push.
         """
         self.spec, self.slices, self.parameters, self.group = spec, list(slices), list(parameters), group
         self.dtype, self.memory, self.tier = dtype, memory, tier
-        self.device, self.transport = memory.device, transport
+        self.device, self.is_pushed = memory.device, pushed
         self._stays = whole_group
         self._length = spec.shard_elems
         self._shapes = list(shapes)
@@ -230,7 +230,7 @@ class Chunk:
 
     def _start_gather(self, whole: Tensor, mine: Tensor) -> Pending:
         """Start the all-gather of every rank's part into a tensor."""
-        if pushes(self.transport, mine.numel() * mine.element_size(), self.device):
+        if self.is_pushed:
             return all_gather_push(mine, self.group, whole)
         return all_gather_into(whole, mine, self.group)
 

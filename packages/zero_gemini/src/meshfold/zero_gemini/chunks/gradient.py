@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshfold.kernels import write_gradient
 from meshfold.mesh import Pending, reduce_scatter
-from meshfold.mesh.collectives.push import pushes, reduce_scatter_push_squares
+from meshfold.mesh.collectives.push import reduce_scatter_push_squares
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.states import GRAD_TRANSITIONS, BackwardRole, GradState, check_transition
 from meshfold.zero_gemini.errors import ChunkError
@@ -204,7 +204,7 @@ class ChunkGradient:
             self._keep(whole)
 
     def _start_sum(self, whole: Tensor) -> Pending:
-        if self._is_pushed:
+        if self.chunk.is_pushed:
             pending, self._squares = reduce_scatter_push_squares(whole, self.chunk.group, dtype=self.dtype)
             return pending
         return reduce_scatter(whole, self.chunk.group, 0, async_op=True)
@@ -320,15 +320,9 @@ class ChunkGradient:
         return self.chunk.memory.allocate(elements, dtype or self.dtype, place, self._name)
 
     @property
-    def _is_pushed(self) -> bool:
-        """True if copy engines carry the gradients of one backward."""
-        size = self.chunk.spec.size_elems * self.chunk.dtype.itemsize // self.chunk.group.size
-        return self.chunk.group.size > 1 and pushes(self.chunk.transport, size, self.chunk.device)
-
-    @property
     def _sent_dtype(self) -> torch.dtype:
         """Dtype of whole gradients: a backward computes them in the parameters', and pushed ones are summed on arrival."""
-        return self.chunk.dtype if self._is_pushed and not self._is_wide else self.dtype
+        return self.chunk.dtype if self.chunk.is_pushed and not self._is_wide else self.dtype
 
     def _keep(self, arrived: Block, squares: Tensor | None = None) -> None:
         """Add the sum to the shard and offload it; after a final backward it stays on the device for the step.

@@ -61,7 +61,7 @@ def gpu_kinds(workload: Workload) -> dict[str, Floats]:
 def _gradient_bytes(chunk: ChunkCost, workload: Workload) -> Floats:
     """Return a chunk's gradient bytes on the GPU, (option, timestep): whole during its backward, then a shard until offloaded."""
     out = np.zeros((5, workload.moments))
-    whole = int(np.ceil(workload.regime.gradient * chunk.gathered_elems))
+    whole = int(np.ceil(workload.collected(chunk) * chunk.gathered_elems))
     shard = whole if workload.whole_gradients else int(np.ceil(workload.regime.gradient * chunk.elems))
     start, end = chunk.backward
     summed = workload.accumulation > 1  # the earlier micro-steps' sum is resident or fetched

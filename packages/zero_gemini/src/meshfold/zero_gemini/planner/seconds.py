@@ -305,8 +305,8 @@ class Loads:
                 backward += others * (len(uses) - sum(uses))
             else:  # once, after the step
                 forward += others * chunk.trainable
-            reduced += others * chunk.trainable
-        return width * forward / rate, width * backward / rate, self.regime.gradient * reduced / rate
+            reduced += workload.collected(chunk) * others * chunk.trainable
+        return width * forward / rate, width * backward / rate, reduced / rate
 
     def _host_share(self, strategy: str) -> tuple[float, float]:
         """Return the cores' fraction of the host's steps before a forward, and their host-memory bytes/s during it."""

@@ -88,6 +88,8 @@ class ChunkCost:
     fp8: int = 0
     """different operands in fp8 that forward and backward read of it, each gathered in a byte an element from a shard on the GPU;
     0: it is gathered as it is."""
+    channel: str = ""
+    """the group whose push channel carries its gathers and reductions; empty: the process group does."""
     visits: tuple[tuple[int, int], ...] | None = None
     """runs of moments, first and last, in which it is used, in order; None: ``forward`` and ``backward``. They say when it is
     gathered; ``forward`` and ``backward`` span them, and have a place for a chunk that is not used there at all."""
@@ -233,6 +235,19 @@ class Workload:
     @property
     def moments(self) -> int:
         return len(self.non_model_bytes)
+
+    def collected(self, chunk: ChunkCost) -> float:
+        """Return the bytes of an element of a whole chunk's gradient, as backward collects it and the ranks send it.
+
+        A pushed one is in the parameters' precision and summed on arrival, unless several backwards add to it before.
+        """
+        added_up = self.whole_gradients or (self.stage == 1 and self.accumulation > 1)
+        return self.regime.parameter if chunk.channel and not added_up else self.regime.gradient
+
+    @property
+    def channels(self) -> int:
+        """How many groups have a push channel for chunks."""
+        return len({chunk.channel for chunk in self.chunks if chunk.channel})
 
     def taking(self, *, forward: float, backward: float, kept: Collection[str]) -> Workload:
         """Return the same step with other compute times: scaled in each phase to the given sums.

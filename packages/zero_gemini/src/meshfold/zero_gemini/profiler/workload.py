@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from types import MappingProxyType
@@ -42,6 +42,8 @@ class ChunkUse:
     trainable: bool = True
     fp8: int = 0
     """operands in fp8 that forward and backward gather of it: 2, or 1 for both; 0: it is gathered as it is"""
+    channel: str = ""
+    """the group whose push channel carries it; empty: the process group does"""
 
 
 def workload_of(
@@ -115,6 +117,7 @@ def workload_of(
                 backward_seconds=backward[chunk.name],
                 trainable=chunk.trainable,
                 fp8=chunk.fp8,
+                channel=chunk.channel,
             )
         )
     return Workload(
@@ -224,6 +227,7 @@ class Named(NamedTuple):
     name: str
     spec: ChunkSpec
     trained: bool
+    channel: str = ""
 
 
 def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, ParameterFacts]) -> list[ChunkUse]:
@@ -253,6 +257,7 @@ def uses_of(chunks: Iterable[Named], units: Iterable[Unit], facts: Mapping[str, 
                 units=needed,
                 trainable=chunk.trained,
                 fp8=facts[chunk.spec.names[0]].kind.fp8,
+                channel=chunk.channel,
             )
         )
     return uses
@@ -266,6 +271,7 @@ def chunk_uses(
     other_dtypes: Mapping[Tensor, torch.dtype] = MappingProxyType({}),
     slot_align_elems: int = 64,
     in_fp8: Mapping[Tensor, Fp8Weight] = MappingProxyType({}),
+    pushed: Callable[[tuple[str, ...], int], bool] = lambda axes, block_bytes: False,
 ) -> list[ChunkUse]:
     """Return the chunks that :class:`~meshfold.zero_gemini.gemini.Gemini` would make of a model, named by their first parameter.
 
@@ -276,12 +282,14 @@ def chunk_uses(
         other_dtypes: parameters that it has in another dtype.
         slot_align_elems: 256 under regime C.
         in_fp8: parameters that are gathered in fp8, with what multiplies them.
+        pushed: tells whether copy engines carry a chunk from the axes that share it and the bytes of a shard.
     """
     facts = parameter_facts(model, mesh, dtype, other_dtypes, in_fp8)
     laid = lay_out_members(members_of(facts), mesh, slot_align_elems=slot_align_elems)
-    chunks = (
-        Named(chunk.names[0], chunk, facts[chunk.names[0]].kind.trained)
-        for _, layout in laid
-        for chunk in layout.chunks
-    )
+    chunks = []
+    for axes, layout in laid:
+        for chunk in layout.chunks:
+            kind = facts[chunk.names[0]].kind
+            pushes = mesh.size(*axes) > 1 and pushed(axes, chunk.shard_elems * kind.dtype.itemsize)
+            chunks.append(Named(chunk.names[0], chunk, kind.trained, ",".join(mesh.spanned(*axes)) if pushes else ""))
     return uses_of(chunks, find_units(model), facts)

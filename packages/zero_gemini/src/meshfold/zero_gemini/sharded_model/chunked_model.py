@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshfold.kernels import Fp8Weight
 from meshfold.mesh import Group, Mesh
+from meshfold.mesh.collectives.push import pushes, why_not
 from meshfold.mesh.parameters import metadata_on
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.gradient import ChunkGradient
@@ -211,7 +212,7 @@ class ChunkedModel(ParameterValues):
             memory=self.memory,
             tier=placement.parameters,
             whole_group=self._stage < 3,
-            transport=self._transport,
+            pushed=self._is_pushed(spec, group, kind.dtype),
             fp8=[self._fp8_weights[name] for name in spec.names] if kind.fp8 else (),
         )
         self.chunks.append(chunk)
@@ -230,6 +231,12 @@ class ChunkedModel(ParameterValues):
                 wait_for_reader=partial(self._stepper.done_with, chunk),
             )
         return chunk
+
+    def _is_pushed(self, spec: ChunkSpec, group: Group, dtype: torch.dtype) -> bool:
+        """Return True if copy engines are to carry a chunk, and the group's ranks can push. All of them must call."""
+        device = self.memory.device
+        wanted = group.size > 1 and pushes(self._transport, spec.shard_elems * dtype.itemsize, device)
+        return wanted and not why_not(group, device)
 
     def _fill(
         self,
@@ -322,7 +329,10 @@ class ChunkedModel(ParameterValues):
 
     def uses(self) -> list[ChunkUse]:
         """Return the chunks, in the order of ``chunks``, with the units that use them: the input of the planner."""
-        chunks = (Named(str(number), chunk.spec, chunk in self._gradients) for number, chunk in enumerate(self.chunks))
+        chunks = (
+            Named(str(number), chunk.spec, chunk in self._gradients, chunk.group.name if chunk.is_pushed else "")
+            for number, chunk in enumerate(self.chunks)
+        )
         return uses_of(chunks, self._units, self._facts)
 
     def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:

@@ -8,7 +8,13 @@ for the protocol, :mod:`~meshfold.mesh.collectives.push.gpu` for what carries it
 from __future__ import annotations
 
 from meshfold.mesh.collectives.push.channel import Channel, Exchange
-from meshfold.mesh.collectives.push.channels import LARGEST_SLOT_BYTES, channel, why_not
+from meshfold.mesh.collectives.push.channels import (
+    LARGEST_SLOT_BYTES,
+    bytes_of_channel,
+    channel,
+    channel_bytes,
+    why_not,
+)
 from meshfold.mesh.collectives.push.epochs import sources, targets
 from meshfold.mesh.collectives.push.part_sums import sum_parts
 from meshfold.mesh.collectives.push.pushed import (
@@ -23,7 +29,9 @@ __all__ = [
     "Channel",
     "Exchange",
     "all_gather_push",
+    "bytes_of_channel",
     "channel",
+    "channel_bytes",
     "pushes",
     "reduce_scatter_push",
     "reduce_scatter_push_squares",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from meshfold.mesh.collectives.operations import all_gather_object
+from meshfold.mesh.collectives.push import epochs
 from meshfold.mesh.collectives.push.channel import Channel
-from meshfold.mesh.collectives.push.transport import MOST_RANKS, Transport
+from meshfold.mesh.collectives.push.transport import FLAG_BYTES, MOST_RANKS, Transport
 from meshfold.mesh.errors import MeshfoldError
 from meshfold.mesh.group import Group
 from meshfold.mesh.processes import process_group
@@ -23,6 +25,7 @@ LARGEST_SLOT_BYTES = 2**30
 """The largest slot: blocks that need a larger one go in pieces, or by other means."""
 
 _channels: dict[tuple[str, str, int, bool], Channel | str] = {}
+_ranks: dict[str, tuple[int, ...]] = {}  # of the groups that have asked, by name
 _made_in: Any = None  # the world of the channels
 
 
@@ -51,17 +54,40 @@ def why_not(group: Group, device: torch.device) -> str:
     return found if isinstance(found, str) else ""
 
 
+def bytes_of_channel(slot_bytes: int = PIECE_SLOT_BYTES) -> int:
+    """Return the bytes of each rank's memory that a channel takes; by default one for pieces of messages."""
+    return epochs.SLOTS * slot_bytes + FLAG_BYTES
+
+
+def channel_bytes(reaches: Callable[[tuple[int, ...]], bool] | None = None) -> int:
+    """Return the bytes of this rank's memory that its channels take. On a GPU torch's allocator does not count them.
+
+    Args:
+        reaches: in a simulated world: tells from the ranks of a group whether they would reach each other's memory. The channels
+            that were asked for count as opened if so.
+    """
+    if _made_in is None or _made_in is not process_group.world_key():
+        return 0
+    total = 0
+    for (name, _, slot_bytes, _), found in _channels.items():
+        would = process_group.is_simulated() and reaches is not None and reaches(_ranks[name])
+        total += bytes_of_channel(slot_bytes) * (would or isinstance(found, Channel))
+    return total
+
+
 def _find(group: Group, device: torch.device, block_bytes: int | None) -> Channel | str:
     world = process_group.world_key()
     global _made_in
     if _made_in is not world:
         _channels.clear()
+        _ranks.clear()
         _made_in = world
     size = PIECE_SLOT_BYTES if block_bytes is None else _rounded(block_bytes * group.size)
     # Apart, as the flags of one stream only grow: collectives in pieces release slots on a stream of their own.
     key = (group.name, device.type, size, block_bytes is None)
     found = _channels.get(key)
     if found is None:
+        _ranks[group.name] = tuple(group.ranks)
         found = _channels[key] = _open(group, device, size)
     return found
 
