@@ -246,7 +246,7 @@ class Workload:
 
     @property
     def channels(self) -> int:
-        """How many groups have a push channel for chunks."""
+        """Number of groups that have a push channel for chunks."""
         return len({chunk.channel for chunk in self.chunks if chunk.channel})
 
     def taking(self, *, forward: float, backward: float, kept: Collection[str]) -> Workload:
