@@ -350,3 +350,16 @@ def test_a_fake_world_of_512_ranks_with_many_groups() -> None:
     assert time.monotonic() - begin < 30
     with pytest.raises(LaunchError, match="rank 4 is outside a fake world of 4"), fake_world(4, rank=4):
         pass
+
+
+def threads_of_four_groups() -> int:
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(4):
+        dist.all_reduce(torch.ones(1), group=dist.new_group([0, 1]))
+    return len(os.listdir("/proc/self/task")) - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_groups_share_one_thread_that_polls() -> None:
+    # Each group has two threads that wait for work. A third would be a device of its own, which polls.
+    assert run_on_ranks(2, threads_of_four_groups) == [8, 8]
