@@ -1,7 +1,8 @@
 """Training on own samples without a critic: GRPO, Dr. GRPO, DAPO and RLOO.
 
-A step, from top to bottom: sample a group of completions of each prompt, score them, compare each with its group, and train on them
-with the mean that the kind has. All ranks know all completions of the step, so every mean and deviation is global.
+A step, from top to bottom: sample a group of completions of each prompt, score them, compare each with its group, and train on
+them. The kind of loss says which mean is taken. All ranks know all completions of the step, so every mean and deviation is
+global.
 """
 
 from __future__ import annotations

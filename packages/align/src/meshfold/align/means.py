@@ -1,7 +1,7 @@
 """Means over the global batch: of tokens, of sequences, of groups; never a mean of the means of ranks.
 
-Ranks have sequences of different lengths, and some have none. A mean over all of them is the sum of all items over the number of
-all items, so a loss is kept as these two numbers, :class:`Mean`, until the ranks have added up the second one::
+Ranks have sequences of different lengths, and some have none. A mean over all of them is the sum of all items over the number
+of all items. So a loss is kept as these two numbers, :class:`Mean`, until the ranks have added up the second one::
 
     mean = mean_of_tokens(losses, mask)      # this rank's sum, and how many tokens it is of
     mean.part(group).backward()              # sum / tokens of all ranks: the ranks' parts add up to the mean

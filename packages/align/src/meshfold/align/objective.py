@@ -1,8 +1,8 @@
 """Objectives: losses that an engine trains on, of log-probabilities or of scores, with the means of :mod:`meshfold.align.means`.
 
 An engine runs a batch in parts: data ranks have some rows, stages of a pipeline see micro-batches of them, and an optimizer
-step may have several micro-steps. It adds up the parts' losses by the share of the labels that each has. :class:`Objective`
-turns that into the mean that the loss is, whatever that is over::
+step may have several micro-steps. It weights each part's loss by the part's share of the labels. :class:`Objective` turns that
+into the mean that the loss asks for::
 
     engine's share of a part  =  labels of the part / labels of the micro-step
     loss of the part          =  sum of its items / items of the step  ·  labels of the micro-step / labels of the part
@@ -211,8 +211,8 @@ class Objective:
     def _filled(self, batch: GlobalBatch) -> dict[str, Any]:
         """Return a batch that says which labels count, with a row at least for each data coordinate: further ones do not count.
 
-        Behind the last label that counts, rows are cut, to a length that attention is fast for: a causal model's tokens do not see
-        what comes after them.
+        Rows are cut behind the last label that counts, to a length for which attention is fast. A causal model's tokens do not
+        see what comes after them.
         """
         labels: Tensor = batch["labels"]
         rows, more = len(labels), max(0, self._attached().world.row_size - len(labels))

@@ -1,7 +1,7 @@
 """References: a frozen policy whose log-probabilities training is held to, without optimizer state and gradients.
 
-Either a copy of the policy as it was at the beginning, in an engine of its own without an optimizer; or the policy itself with its
-adapters switched off, which takes no memory.
+It is either a copy of the policy as it was at the beginning, in an engine without an optimizer, or the policy itself with its
+adapters switched off. The latter takes no memory.
 """
 
 from __future__ import annotations

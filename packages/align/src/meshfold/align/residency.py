@@ -1,7 +1,7 @@
 """The models of a trainer under one plan of memory: which of their chunks are on the GPU in each phase of a step.
 
-A trainer that is given ``memory=dict(gpu="80GiB", host="120GiB")`` plans the phases from the sizes of its models before it makes
-any of them (:mod:`meshfold.align.phases`), and makes each engine with the placement of the first training phase. Between
+A trainer that is given ``memory=dict(gpu="80GiB", host="120GiB")`` plans the phases from the sizes of its models, before it
+makes any model (:mod:`meshfold.align.phases`). It makes each engine with the placement of the first training phase. Between
 phases chunks move, with their optimizer state, by ZeRO's own moves, in an order that keeps both memories within the two ends.
 """
 

@@ -3,9 +3,9 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --weight-transfer-config '{"backend": "disk"}' \\
         --logprobs-mode processed_logprobs [--enable-sleep-mode]
 
-Before sampling from a policy that has been stepped, all ranks write its weights to a folder that the server sees under the same
-path, and the server reads them (``/start_weight_update``, ``/update_weights``, ``/finish_weight_update``). One rank talks to
-the server; all get what it said. The server's kernels are not the trainer's, so its samples are weighed
+After a step of the policy, all ranks write its weights to a folder before they sample again. The server sees this folder under
+the same path and reads the weights (``/start_weight_update``, ``/update_weights``, ``/finish_weight_update``). One rank talks
+to the server; all get what it said. The server's kernels are not the trainer's, so its samples are weighed
 (:func:`meshfold.align.importance_weights`).
 
 Source: vLLM's documentation, "OpenAI-Compatible Server", "Shared-disk weight updates" and "Sleep Mode".

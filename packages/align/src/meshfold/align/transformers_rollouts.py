@@ -22,8 +22,8 @@ _PAGE, _TOKENS = 256, 2048
 class TransformersRollouts:
     """Samples with ``generate_batch`` (continuous batching) or ``generate`` of transformers; data ranks share the prompts.
 
-    The modules are those that are trained, so no weights are sent. Transformers' attention over pages is not the trainer's, and its
-    random numbers are of a batch, so samples depend on the number of data ranks.
+    The modules are those that are trained, so no weights are sent. Transformers' attention over pages differs from the
+    trainer's, and its random numbers belong to a batch. So samples depend on the number of data ranks.
 
     Attributes:
         exact: False.

@@ -50,8 +50,8 @@ def shard_loader(loader: Any, engine: Engine, name: str) -> Any:
     """Return a script's loader, reduced to each data coordinate's rows.
 
     The batches of a plain loader are global ones, as in the script of one process. It is made again, so that each rank
-    reads only its own rows, shuffles like the others, and resumes where a checkpoint stopped. One with a distributed sampler
-    is already sharded, and is kept if that matches the spec; so is one of the engine's own, and one of
+    reads only its own rows, shuffles like the others, and resumes where a checkpoint stopped. A loader with a distributed
+    sampler is already sharded, and is kept if this matches the spec. So are the engine's own loaders and those of
     :func:`get_dataloader`. Batches of any other iterable are cut, and must be the same on every rank.
 
     Args:

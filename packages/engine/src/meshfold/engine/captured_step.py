@@ -1,9 +1,9 @@
 """Forward and backward of a micro-step as CUDA graphs: one per form of batch, replayed for every later batch of that form.
 
 A small model computes faster than the host can launch its kernels. A CUDA graph launches all of them at once. The first
-micro-steps with a form of batch run as usual, on the stream of the graph: kernels are compiled and tuned, and the model's
-one-time checks are done. The next one is captured and replayed. Inputs are copied into the tensors that were captured, and
-gradients come out in tensors of the graph's own, which go to the buckets as if they had just arrived.
+micro-steps with a form of batch run as usual, on the stream of the graph. They compile and tune kernels, and do the model's
+one-time checks. The next one is captured and replayed. Inputs are copied into the captured tensors. Gradients come out in the
+graph's own tensors, which go to the buckets as if they had just arrived.
 
 Collectives are not captured: data ranks sum the gradients after the replay. On a CPU nothing can be captured, and the same
 steps run one by one, with the same inputs and the same buckets.

@@ -230,8 +230,8 @@ class Engine:
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradient of a loss to those for the next :meth:`step`; call it once for each loss.
 
-        ``loss`` is a mean over this rank's own batch, and the engine averages over the data ranks: this equals the serial
-        gradient if all of them have the same number of rows. Gradients of several backwards are summed, as in torch.
+        ``loss`` is a mean over this rank's own batch, and the engine averages over the data ranks. This equals the serial
+        gradient if all data ranks have the same number of rows. Gradients of several backwards are summed, as in torch.
         Gradients that reach this model in another way, such as a backward of another engine through it, do not count.
 
         Gradients are summed over the data axes during backward, except inside :meth:`no_sync`. All ranks must call;
@@ -251,9 +251,9 @@ class Engine:
     def no_sync(self) -> AbstractContextManager[None]:
         """Context manager: backwards inside do not sum gradients over the data axes.
 
-        The first :meth:`backward` outside, or :meth:`step`, sums them. Until then every rank holds whole gradients; under
-        ``zero`` stages 2 and 3 these are stored with the optimizer state, and are as many times larger than a shard as there
-        are data ranks. ``gradient_accumulation`` keeps only the shard, and reduces in every micro-step.
+        The first :meth:`backward` outside, or :meth:`step`, sums them. Until then every rank holds whole gradients. Under
+        ``zero`` stages 2 and 3 they are stored with the optimizer state, and are larger than a shard by a factor of the data
+        ranks. ``gradient_accumulation`` keeps only the shard, and reduces in every micro-step.
         """
         check_own_loop(self.runner.stages, "engine.no_sync()")
         return self.runner.gradients.no_sync()

@@ -1,6 +1,6 @@
 """The spec's entry ``expert``: experts over the ranks of its axis, tokens on their way to them and back.
 
-Each rank keeps a block of every stacked parameter, ``[experts, ...]``, along dim 0. A block's metadata say that it is split
+Each rank keeps a block of every stacked parameter, ``[experts, ...]``, along dim 0. A block's metadata says that it is split
 over the expert axes, and that its gradient is summed over the axes whose ranks have the same experts. Tokens of the other ranks
 were sent to it, so its gradient includes theirs already. Reductions, ZeRO, norms and checkpoints go by that alone.
 

@@ -10,8 +10,8 @@ exchanges (:mod:`meshfold.experts.ways`):
 - all-gather: all tokens go to all ranks, so the host knows all sizes without waiting for the device. Rows of experts are counted on
   the device only; the host allocates the largest number possible. :func:`chosen_exchange` says when that is cheap.
 
-Ranks may also share each expert: its inner dim is split over neighbouring ranks. A token goes to all of them, each returns a
-partial sum of the output, and the partial sums are added with everything else that comes back.
+Ranks may also share each expert: its inner dim is split over neighbouring ranks. A token goes to all of them. Each returns a
+partial sum of the output, and these are added together with everything else that comes back.
 
 Gradients are exact for the sum of the ranks' losses: an expert's parameters sum them over the tokens of all ranks of the group.
 """

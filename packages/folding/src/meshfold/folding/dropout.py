@@ -15,7 +15,7 @@ _LINE = 1 << 24  # positions that a line of a mask may have: masks do not depend
 
 
 def name_dropouts(stack: nn.Module) -> None:
-    """Give every dropout of a stack a stream of its own, which is the same in any model and on any stage of a pipeline."""
+    """Give every dropout of a stack its own random stream, which is the same in any model and on any stage of a pipeline."""
     for name, module in stack.named_modules():
         if isinstance(module, SharedDropout):
             module.name = f"{type(stack).__name__}.{name}"

@@ -95,8 +95,8 @@ class MSAColumnAttention(nn.Module):
 class MSAColumnGlobalAttention(nn.Module):
     """Algorithm 19: one query a column, the mean over its sequences.
 
-    Ranks that share a column's sequences sum their parts of the mean and of the softmax, ``b r h d`` numbers, and exchange no
-    sequence.
+    Ranks that share a column's sequences sum their parts of the mean and of the softmax, ``b r h d`` numbers. No sequence is
+    exchanged.
     """
 
     def __init__(self, c_in: int, c_hidden: int, no_heads: int, eps: float = 1e-10) -> None:

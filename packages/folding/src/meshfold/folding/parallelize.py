@@ -88,7 +88,7 @@ def split_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Axes]]:
 def sum_gradients(model: nn.Module) -> None:
     """Sum the gradients of :func:`split_parameters` over the ranks, in place, once after each backward.
 
-    Each rank has seen its blocks only, so its gradient is a part of the sum, as in data parallelism; it is not a mean.
+    Each rank has seen only its own blocks, so its gradient is one term of a sum. It is not a mean, as in data parallelism.
     """
     buckets: dict[tuple[Axes, torch.dtype, torch.device], list[Tensor]] = {}
     for parameter, axes in split_parameters(model).values():

@@ -1,7 +1,7 @@
 """Triangle multiplication and triangle attention (Algorithms 11 to 14 of AlphaFold 2), with OpenFold's parameter names.
 
-Incoming edges and ending nodes are the same on the transposed pair tensor, which moves nothing between ranks: only the axes
-of rows and columns change places.
+Incoming edges and ending nodes are computed in the same way on the transposed pair tensor. The transpose moves nothing between
+ranks: only the axes of rows and columns change places.
 """
 
 from __future__ import annotations

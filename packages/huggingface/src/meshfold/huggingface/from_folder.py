@@ -252,8 +252,8 @@ def pretrained(
     """Return the model of a local Hugging Face folder, to be passed to an :class:`Engine`.
 
     Weights are read from ``model.safetensors`` or ``pytorch_model.bin``, single or in shards with an index, when the engine is
-    made. Missing tensors (the head of a task it was not trained for) are initialised, the same for the same seed under every spec,
-    with a warning; see ``print(engine.loaded)``. Nothing is downloaded, and no code of the folder is run.
+    made. Missing tensors, such as the head of a new task, are initialised with a warning. One seed gives the same values under
+    every spec. ``print(engine.loaded)`` lists them. Nothing is downloaded, and no code of the folder is run.
 
     Args:
         folder: with ``config.json`` and weights.

@@ -38,10 +38,10 @@ class EngineTrainer(Trainer):  # type: ignore[misc]  # transformers is not typed
     the engine has none of its own. Checkpoints load under any other spec.
 
     An epoch has every row once, in as many steps as transformers' Trainer makes on as many data coordinates. A smaller last batch
-    is divided, unless ``dataloader_drop_last``. Micro-steps of a step are weighted as by the Trainer: by their targets if the loss
-    is known, as in causal language models, else equally. Losses are the Trainer's, also for models such as ``GPT2LMHeadModel``
-    where it divides by all labels, although the first of each row is never predicted. ``compute_metrics`` and
-    ``preprocess_logits_for_metrics`` are called as the Trainer calls them, on all ranks.
+    is divided, unless ``dataloader_drop_last``. Micro-steps of a step are weighted as the Trainer does: by their targets if the
+    loss is known, as in causal language models, else equally. Losses are the Trainer's, also for models such as
+    ``GPT2LMHeadModel`` where it divides by all labels, although the first of each row is never predicted. ``compute_metrics``
+    and ``preprocess_logits_for_metrics`` are called as the Trainer calls them, on all ranks.
 
     Raises:
         SpecError: if the engine has another accumulation, clipping or precision than the arguments, and for

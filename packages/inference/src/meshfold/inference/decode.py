@@ -25,7 +25,7 @@ _IDLE = Sampling(temperature=0.0)
 
 
 def bucket(rows: int) -> int:
-    """Return the number of rows of the batch that takes so many sequences: a power of two, or a multiple of 8 from 16 on."""
+    """Return the number of rows of a batch for this many sequences: a power of two, or a multiple of 8 from 16 on."""
     if rows > 16:
         return -(-rows // 8) * 8
     return 1 << (rows - 1).bit_length()

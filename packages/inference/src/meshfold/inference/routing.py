@@ -1,7 +1,7 @@
 """Attention of a model, routed to a pool of pages: our own models, and transformers' by the registry of its attention functions.
 
-No model has a file here. While :func:`routed` is entered, each attention layer hands its queries, keys and values, of tokens that
-are a row each, to a function, and a model's own masks are not made. Outside of it the model is unchanged.
+No model has a file here. Inside :func:`routed`, each attention layer passes its queries, keys and values to a function. Each
+token is a row, and the model makes no masks of its own. Outside of it the model is unchanged.
 """
 
 from __future__ import annotations

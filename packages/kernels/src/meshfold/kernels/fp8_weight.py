@@ -129,8 +129,8 @@ class Fp8Weight:
 def fp8_operand(values: Tensor, inverse: Tensor, recipe: Fp8Recipe, behind: Tensor | None = None) -> Fp8Tensor:
     """Return a weight's operand of its parts; values that are a view of the transpose are turned.
 
-    ``behind``: a gradient that is there once the operand may be read. A compiler sees that the operand depends on nothing else of a
-    backward, and would turn it in the forward, where a gathered one is not there yet.
+    ``behind``: a gradient that is there once the operand may be read. A compiler sees that the operand depends on nothing else
+    in the backward. It would transpose the operand in the forward, before a gathered one exists.
     """
     if not values.is_contiguous():
         if behind is not None and torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Steps of LAMB and LARS on flat tensors, each around the norms that both need, in as few passes over the memory as there can be.
+"""Steps of LAMB and LARS on flat tensors, before and after the norms that both need, in as few passes over memory as possible.
 
 LAMB's direction is made in one pass, with the moments. LARS knows its norms before and steps in one pass. Computed in the
 tensors' dtype, float32 or float64, within rounding of torch's own operations.

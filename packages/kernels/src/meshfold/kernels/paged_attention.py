@@ -1,8 +1,8 @@
 """Attention of single tokens over keys and values in pages.
 
 Keys and values of a layer are one tensor ``2 pages kv_heads size d``; a table says which pages a sequence has. The new token's are
-written first, then it attends to all up to its own position. In eight bits the keys of a token and a head share a scale, and so do
-its values; attention reads the decoded values, also of the newest token.
+written first, then it attends to all up to its own position. In eight bits, the keys of a token and a head share a scale, and
+so do its values. Attention reads the decoded values, also of the newest token.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def pair_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the bias (None without a bias or ``with_bias``). A piece.
 
-    The keys may be a part of those that ``out`` and ``lse`` were computed with: the gradients are then those of this part,
-    and dq is its contribution.
+    The keys may be a part of those that gave ``out`` and ``lse``. The gradients are then those of this part, and dq is its
+    contribution.
     """
     return dispatch.piece(gradients, q, k, v, bias)(
         dout, q, k, v, bias, key_bias, out, lse, with_bias and bias is not None

@@ -3,8 +3,8 @@
     y = silu(r gate^T + b) * (r weight^T + b) + add,   r = rms_norm(x)
 
 Each part but the product may be left out. Everything is computed in float32 (float64 for float64) and rounded once, at the
-output. A library's product reads one row's weights slower than memory gives them, and norms and activations of one row take as
-long to start as to run.
+output. For a single row, a library's product reads the weights more slowly than memory delivers them. Norms and activations of
+one row take as long to launch as to run.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A segment attends to itself causally, and to some tokens before it in its row: a completion to its prompt. Queries of a segment are
 the last of its keys, so this is causal attention aligned at the lower right, ``score_ij`` for ``j <= i + keys - queries``. All
-segments of all rows are one call of FlashAttention for sequences of various lengths (Dao, arXiv 2307.08691); keys that several
-segments see are copied for each, and their gradients are added in a fixed order. There is no mask: time and memory are proportional
-to the pairs that see each other.
+segments of all rows are one call of FlashAttention for sequences of various lengths (Dao, arXiv 2307.08691). Keys that several
+segments see are copied for each of them, and their gradients are added in a fixed order. There is no mask: time and memory are
+proportional to the pairs that see each other.
 
 ===================== ============================== ==================================
 kernel                runs                           takes

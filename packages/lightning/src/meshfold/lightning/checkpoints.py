@@ -2,8 +2,8 @@
 
 The folder has the format of :mod:`meshfold.engine.checkpoints.checkpoint`. The optimizers' tensors are in
 ``optimizer.safetensors``, ``optimizer-1.safetensors``, ... Lightning's other state (loops, callbacks, schedulers, hyper-parameters)
-is in ``lightning.pt``. The file is what a trainer on one device writes: whole tensors, optimizer states by number. Either can be
-loaded under any spec and on any number of ranks, and a file from any other strategy that writes whole tensors too.
+is in ``lightning.pt``. The file is what a trainer on one device writes: whole tensors, optimizer states by number. Either can
+be loaded under any spec and on any number of ranks. So can a file of any other strategy that writes whole tensors.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ class Mesh:
         return found
 
     def close(self) -> None:
-        """Stop communicating. The mesh still answers questions about ranks, and has groups of one; its process groups stay
-        with the world, for the next mesh with the same ranks."""
+        """Stop communicating. The mesh still answers questions about ranks, and has groups of one. Its process groups stay with
+        the world, for the next mesh with the same ranks."""
         self._handles.clear()
         self._groups.clear()
         self._closed = True

@@ -64,8 +64,8 @@ def open_corpus(
 ) -> Corpus:
     """Return the tokens of a folder or a file.
 
-    In a folder every text file except hidden ones is a document; whole documents are set aside for validation,
-    chosen by a hash of their names. The end of a single file is set aside.
+    In a folder, every text file that is not hidden is a document. Whole documents are set aside for validation, chosen by a
+    hash of their names. The end of a single file is set aside.
 
     Args:
         path: a folder of text, a file of text, records (:mod:`meshfold.data.records`), or a file of token ids: ``.bin``

@@ -43,8 +43,8 @@ def generate(
     Our own GPT and Llama keep keys and values: each further token costs a forward of one token, and attention to the tokens before
     it. This works in every tensor mode, in the stages of a pipeline and under ZeRO. They take 2 · layers · rows · kv_heads · length
     · head_dim elements, besides room to grow. Each rank has the part of its layers, rows and heads. With a window, the length is at
-    most the window. They are let go at the end. If a mode splits the stream by tokens, the batch is padded to a row for each part,
-    since a row has one token at a time. All tokens are recomputed:
+    most the window. They are let go at the end. If a mode splits the stream by tokens, the batch is padded to one row for each
+    part, since each row has one token at a time. All tokens are recomputed:
 
     - where ranks share sequences (``sequence`` in ring, ulysses or a custom mode), where a single token is one rank's;
     - once the row is longer than ``max_positions``: its last tokens are looked at then, each in another place every time;
@@ -121,8 +121,8 @@ SPARE = 64
 class KeyValueCache:
     """Keys and values of one attention layer, ``b kv_heads s d`` each; local rows and heads.
 
-    A model that runs in micro-batches calls its layers once for each, in the same order every time: call by call they find their
-    own tensors again.
+    A model that runs in micro-batches calls its layers once for each, always in the same order, so each call finds its own
+    tensors again.
     """
 
     def __init__(self, most: int) -> None:

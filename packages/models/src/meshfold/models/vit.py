@@ -132,8 +132,8 @@ class ParallelBlock(nn.Module):
 class ViT(nn.Module):
     """A vision transformer with its head and loss.
 
-    ``image_blocks`` tells code that splits an image's tokens over ranks that in these blocks only attention mixes tokens, and
-    that tokens do not meet otherwise between the first of them and the last.
+    ``image_blocks`` is for code that splits an image's tokens over ranks: from the first of these blocks to the last, only
+    attention mixes tokens.
     """
 
     image_blocks = "blocks"

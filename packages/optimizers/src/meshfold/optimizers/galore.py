@@ -22,10 +22,10 @@ __all__ = ["GaLoreAdafactor", "GaLoreAdamW"]
 class GaLoreOptimizer(RoleOptimizer):
     """Base of optimizers that keep moments of projected gradients.
 
-    A matrix m × n with m ≥ n keeps the first ``rank`` right singular vectors of a gradient, else left ones; they are recomputed
-    every ``update_proj_gap`` steps. The component of largest size of each vector is positive: moments continue in the new vectors,
-    so a random sign would change steps. Projection and moments are kept flat, whole on every rank that has a block. A group's
-    ``role`` says what is projected: ``"matrices"`` of two dims; without a role, all of two dims.
+    A matrix m × n with m ≥ n keeps the first ``rank`` right singular vectors of a gradient, any other the left ones. They are
+    recomputed every ``update_proj_gap`` steps. The component of largest size of each vector is positive: moments continue in
+    the new vectors, so a random sign would change steps. Projection and moments are kept flat, whole on every rank that has a
+    block. A group's ``role`` says what is projected: ``"matrices"`` of two dims; without a role, all of two dims.
 
     With ``eight_bit`` the moments of projected gradients are kept in 8 bits (:mod:`meshfold.optimizers.eight_bit`); since they
     are whole, the layout does not change them. Steps are computed in float32 at least, also of parameters in bfloat16.

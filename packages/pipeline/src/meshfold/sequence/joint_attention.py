@@ -1,7 +1,7 @@
 """Attention over an image's tokens, which are split over ranks, and a text's tokens, which every rank has.
 
 Each rank computes the text's queries itself. The sum of the ranks' losses depends on P copies of the text, each through its own
-rank, so gradients of all copies add up to the text's; those of the image's tokens are of its own rank, in full.
+rank. So the gradients of all copies add up to the text's gradient. A rank's image tokens get their whole gradient there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention of one tile with its log-sum-exp, and its backward for a given output and log-sum-exp.
 
 A flash backward takes the output and the log-sum-exp of a row. Given the *global* ones, of all keys, it returns this tile's exact
-share of dQ, dK and dV. That is all that ring attention needs, and what autograd through a merge of partial results does not give,
+share of dQ, dK and dV. Ring attention needs no more than that. Autograd through a merge of partial results does not give it,
 since the kernels' log-sum-exp has no gradient.
 
 =========== =========================================== ==============================================

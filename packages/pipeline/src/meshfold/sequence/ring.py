@@ -1,9 +1,9 @@
 """Ring attention: queries stay, keys and values are passed around the ring.
 
-Forward: at step t a rank attends to the block of the rank t places before it, while that block is already on its way to
-the next rank; partial results are merged by their log-sum-exp. Backward: keys and values travel again, and with each
-block its dK and dV, to which every rank adds its share; after a whole round they are back. The whole ring is one
-autograd function, since only with the global output and log-sum-exp is a tile's backward exact.
+Forward: at step t a rank attends to the block of the rank t places before it, while it already sends that block to the next
+rank. Partial results are merged by their log-sum-exp. Backward: keys and values travel again. Each block brings its dK and dV,
+to which every rank adds its share. After a whole round they are back. The whole ring is one autograd function, since only with
+the global output and log-sum-exp is a tile's backward exact.
 
 Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", arXiv 2310.01889.
 """

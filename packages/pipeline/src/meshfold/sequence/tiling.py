@@ -1,8 +1,8 @@
 """Masks, and the rectangles and triangles that they are cut into for attention kernels.
 
 Any combination of masks lets a query see one interval of global key positions. A block of queries meets a block of keys. Both hold
-ascending pieces of the sequence, and a query sees an interval of positions. So it sees an interval of the block's keys, and the two
-ends of that interval never move back from one query to the next. Between the places where an end begins or ceases to move, the
+ascending pieces of the sequence, and a query sees an interval of positions. So it sees an interval of the block's keys. From
+one query to the next, neither end of the interval moves back. Between the places where an end begins or ceases to move, the
 visible part of the block is a rectangle, a trapezoid or a band, and these are cut::
 
     first stands, stop stands      a rectangle

@@ -1,7 +1,8 @@
-"""The clock of every plan: how long the operators of a step take on a machine, whatever spec they are of.
+"""The clock of every plan: seconds that the operators of a step take on a machine, under any spec.
 
-Operators are counted once, on meta tensors (:class:`meshfold.mesh.model_io.OperatorCounter`), and timed for any machine: each takes
-the longer of its FLOP at the rate of matmuls and of the bytes that it reads and writes at the rate of memory.
+Operators are counted once, on meta tensors (:class:`meshfold.mesh.model_io.OperatorCounter`), and timed for any machine. An
+operator takes the longer of two times: its FLOP at the rate of matmuls, and the bytes that it reads and writes at the rate of
+memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from meshfold.planner.machines import OPTIMIZER, Machine
 MATMULS = 0.86
 """Fraction of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
 _ATTENTION = {64: 0.58, 128: 0.70}
-"""Share of the matmuls' rate that attention reaches by the size of a head, forward and backward together, in the pairs that it
-computes (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
+"""Size of a head: fraction of the matmuls' rate that attention reaches, forward and backward together. Only pairs that it
+computes count (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Work:
     @classmethod
     @contextmanager
     def counted(cls, stand_in: DryRun) -> Iterator[OperatorCounter]:
-        """Context manager: counts operators on meta tensors; one that a GPU has as a kernel of ours counts as one."""
+        """Context manager: count operators on meta tensors. What one of our kernels does on a GPU counts as one operator."""
         with stand_in.counting(OperatorCounter()) as counter, count_kernels(counter.as_one):
             yield counter
 
@@ -52,7 +53,8 @@ class Work:
         return sum(count * operator.flop for operator, count in self.operators.items())
 
     def seconds(self, machine: Machine, precision: str) -> float:
-        """Return how long it takes on a machine: its operators one after the other, or as long as the host needs to launch them."""
+        """Return its seconds on a machine: of its operators one after the other, or of the host launching them if that takes
+        longer."""
         matmuls = MATMULS * machine.flops[precision]
         in_turn = launches = 0.0
         for operator, count in self.operators.items():
@@ -75,7 +77,7 @@ class Work:
 
 
 def attention_share(head_dim: int) -> float:
-    """Return the share of the matmuls' rate that attention with heads of this size reaches."""
+    """Return the fraction of the matmuls' rate that attention with heads of this size reaches."""
     return _ATTENTION[min(_ATTENTION, key=lambda size: abs(size - head_dim))]
 
 

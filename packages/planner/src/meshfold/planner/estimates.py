@@ -73,8 +73,8 @@ class Memory:
     def update_bytes(self, *, clip: bool) -> int:
         """Return the bytes that a step of the optimizer reads and writes, all on the device, without ``zero``.
 
-        It reads gradients (with ``clip`` once more, for their norm), reads and writes weights and moments, and writes the weights
-        in the precision of compute, if that is another.
+        It reads gradients (with ``clip`` once more, for their norm) and reads and writes weights and moments. If compute has
+        another precision, it also writes the weights in that one.
         """
         weights = self.gradients  # as wide as the weights that it updates
         return (

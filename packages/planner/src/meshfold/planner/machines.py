@@ -96,7 +96,7 @@ class Machine:
         axes: tuple[str, ...],
         ranks: int,
     ) -> Rates:
-        """Return one rank's share of a node: rates are divided by the ranks on it; memory of the host and its disk are for all.
+        """Return one rank's share of a node: rates are divided by the ranks on it. The ranks share the host's memory and disk.
 
         Args:
             precision: of the model.

@@ -9,8 +9,8 @@
 
 A file that ``state.json`` lists is looked up in ``.saved-...`` first and then in its place, so a process may die, or read, at any
 time: before 3 the checkpoint is the old one, and after it the new one. The next save continues with 4, or removes what 1 and 2
-left. Removal renames the index first, so an incomplete checkpoint never looks complete; a process that dies
-leaves the list of files that are still to be removed.
+left. Removal renames the index first, so an incomplete checkpoint never looks complete. If the process dies, the renamed index
+lists the files that are still to be removed.
 """
 
 from __future__ import annotations

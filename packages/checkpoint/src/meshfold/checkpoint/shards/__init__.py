@@ -1,8 +1,8 @@
 """Rectangles of a whole tensor that this rank keeps, and those that it writes: arithmetic, no communication.
 
 A rank's block of a tensor is some rectangles of the whole (:meth:`meshfold.mesh.placement.Placement.rectangles`). Under
-``zero`` it keeps a flat run of that block, which of a matrix is at most three rectangles of the block: the end of a row, whole
-rows, the beginning of a row. Ranks that keep the same rectangle divide it by rows, or choose one by hash if it is small; each
+``zero`` it keeps a flat run of that block. In a matrix, such a run is at most three rectangles: the end of a row, whole rows,
+and the beginning of a row. Ranks that keep the same rectangle divide it by rows, or choose one by hash if it is small; each
 computes the assignment from the mesh alone.
 """
 

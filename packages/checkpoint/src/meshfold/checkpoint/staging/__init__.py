@@ -4,9 +4,9 @@ Three groups of work are ordered::
 
     what was queued before save()   <   the copies   <   what changes what is copied
 
-On a GPU the copies are queued on a separate stream, by the thread of the save, a few at a time: a copy to the host waits for all
-copies queued before it, on any stream, and training copies too (its loss, the norm of a gradient). Host tensors, and everything
-without a GPU, are copied by that thread itself.
+On a GPU the thread of the save queues the copies on a separate stream, a few at a time. A copy to the host waits for all copies
+that were queued before it, on any stream, and training also copies (its loss, the norm of a gradient). Host tensors, and
+everything without a GPU, are copied by that thread itself.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ T = TypeVar("T")
 def with_pauses(items: Iterable[T]) -> Iterator[T]:
     """Yield the items; sleep for a moment between two of them whenever ``BURST_S`` have passed.
 
-    Python threads share one interpreter. One that only computes keeps it for five milliseconds at a time
-    (``sys.getswitchinterval``), and training releases it in every torch operation: it would launch one kernel per five
+    Python threads share one interpreter. A thread that only computes keeps it for five milliseconds at a time
+    (``sys.getswitchinterval``). Training releases it in every torch operation, so it would launch one kernel per five
     milliseconds. While this thread sleeps for a moment, training launches dozens.
     """
     since = time.perf_counter()

@@ -93,8 +93,8 @@ def assemble(
     ``roots``: names of submodules that tensor parallelism splits separately, if the module's own forward is not
     called; None: the whole model.
 
-    A function's model is built without allocating it; then each rank fills its own blocks from the seed. A module is
-    used with rank 0's weights, whatever the others have, and then cut; one on the meta device is treated like a function.
+    A function's model is built without allocating it; then each rank fills its own blocks from the seed. A module gets rank 0's
+    weights, whatever the other ranks have, and is then cut. A module on the meta device is treated like a function.
 
     Raises:
         SpecError: if ``model`` is neither, or its sizes do not fit the spec.
@@ -294,8 +294,8 @@ def _shard(model: nn.Module, world: World, rules: Mapping[str, str] | None, drop
 
 
 def _sum_by_tokens_apart(model: nn.Module, world: World) -> None:
-    """Let weights that each rank multiplies with its own tokens sum their gradients together with the data axes: in buckets or
-    chunks, overlapped with backward, once a step.
+    """Let the gradients of weights that each rank multiplies with its own tokens be summed together with the data axes: in
+    buckets or chunks, overlapped with backward, once a step.
     """
     for module in model.modules():
         tokens = module.sum_gradients_apart() if isinstance(module, Linear) else ()

@@ -1,9 +1,8 @@
 """Branches in batches of transformers' models: completions that continue the first tokens of their document.
 
-With positions alone such a model takes a branch for a document of its own. A model whose attention goes through transformers'
-registry and is ``sdpa`` gets the positions in the place of its mask, ``b 1 1 s`` integers, and attends within segments
-(:func:`meshfold.kernels.segment_attention`), without a mask. Others get a mask ``b 1 s s``. Models of our own find branches
-themselves.
+With positions alone such a model takes a branch for a document of its own. Models of transformers whose attention is ``sdpa``
+get the positions instead of a mask, as ``b 1 1 s`` integers. They attend within segments
+(:func:`meshfold.kernels.segment_attention`). Others get a mask ``b 1 s s``. Models of our own find branches themselves.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class ShardedLoader:
     The rows of global batch n are the same under every spec; only their distribution differs. So a position (epoch,
     batches served) also means the same under every spec.
 
-    A loop that ends by ``break`` ends its epoch: the next loop is the next epoch, in another order if rows are shuffled, so that
-    ``next(iter(loader))`` only costs an order, and short epochs do not always see the same rows. Until then the position stays
-    at the ``break``: a checkpoint of it resumes in the middle.
+    A loop that ends by ``break`` ends its epoch. The next loop is the next epoch, in another order if rows are shuffled, so
+    short epochs do not always see the same rows. ``next(iter(loader))`` costs no more than an order. Until then the position
+    stays at the ``break``: a checkpoint of it resumes in the middle.
 
     Attributes:
         epoch: the current one, from 0.

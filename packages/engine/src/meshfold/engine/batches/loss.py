@@ -35,8 +35,8 @@ class FallbackLoss:
 def fields_of(loss_fn: object) -> tuple[str, ...] | None:
     """Return the entries of a batch that an objective reads and the model is not called with; None for any other loss.
 
-    An objective is a ``loss_fn`` with an attribute ``batch_fields``. It replaces the model's own loss, so that the
-    model is called with labels, as if it computed the loss itself, and need not put its logits together.
+    An objective is a ``loss_fn`` with an attribute ``batch_fields``. It replaces the model's own loss. The model is called with
+    labels, as if it computed the loss itself, and need not gather its logits.
     """
     fields = getattr(loss_fn, "batch_fields", None)
     return None if fields is None else tuple(fields)

@@ -56,8 +56,8 @@ def packed_documents(given: dict[str, Any], rows: int, length: int) -> Documents
 class OwnDocuments:
     """Documents packed into the rows of a batch, for a model of our own, checked before anything runs.
 
-    Positions have to count the tokens of each document from 0, and labels leave out each document's first token, so that the
-    loss of a batch, and how much a rank's batch weighs, is that of the documents one by one.
+    Positions have to count the tokens of each document from 0, and labels leave out each document's first token. Then the loss
+    of a batch and the weight of a rank's batch are those of separate documents.
     """
 
     def __init__(self, model: nn.Module, *, own_loss: bool) -> None:

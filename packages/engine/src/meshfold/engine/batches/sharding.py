@@ -99,7 +99,7 @@ def _check_rows(rows: int, blocks: int, labels: Any) -> None:
 class Shares:
     """This data coordinate's part of the global batch, which is the batches of all coordinates in order.
 
-    Ranks that have different tokens of the same rows get the same batch: it counts once, and each of them has a part of
+    Ranks that have different tokens of the same rows get the same batch. It counts once, and each of these ranks has a part of
     its weight.
 
     Attributes:

@@ -10,9 +10,9 @@
 
 A large file is split into several, with an index (:mod:`meshfold.checkpoint.tensors.file_set`): each rank is assigned
 tensors and writes them while the others gather the next. Apart from its own blocks, a rank holds at most two whole tensors: one
-being written and one being gathered. The checkpoint is put in place once all ranks have written it to disk; until then an older
-one in that place is kept (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads, through a memory map, the parts of
-the files that are its own. So all ranks must see the folder.
+being written and one being gathered. The checkpoint is put in its place once all ranks have written it to disk. Until then an
+older checkpoint there is kept (:mod:`meshfold.checkpoint.folder.replacement`). Every rank reads, through a memory map, the
+parts of the files that are its own. So all ranks must see the folder.
 
 A save beside the training (:mod:`meshfold.engine.checkpoints.saving`) has the same tensors in rectangles, as each rank
 keeps them (:mod:`meshfold.checkpoint.tensors.shard_files`); readers see no difference. ``torch.distributed.checkpoint`` is not

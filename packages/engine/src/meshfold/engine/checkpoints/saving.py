@@ -12,8 +12,8 @@
 Code that changes a tensor being copied calls ``Saver.before_change``: the optimizer's step, a load, moves of chunks. Forward
 and backward do not, and run in parallel with the copies.
 
-Until a checkpoint is complete, the one before stays the last. If a rank fails, its file says so; a process that is known to
-have ended is not waited for; a rank whose file has not grown for ``PATIENCE`` seconds counts as dead. Then rank 0 removes the
+Until a checkpoint is complete, the one before stays the last. If a rank fails, its file says so. Nobody waits for a process
+that is known to have ended. A rank whose file has not grown for ``PATIENCE`` seconds counts as dead. Then rank 0 removes the
 folder, and all ranks raise the same error in their next step, save, load or close.
 """
 

@@ -195,7 +195,7 @@ class NonFiniteSearch:
     """Search of all modules while micro-steps are repeated; keeps this rank's first finding.
 
     A module is reported if its result has a nan or a +inf and none of its inputs had one. (-inf alone may be a mask.) In
-    backward it is the module whose input's gradient is the first that is not finite. A compiled module counts as one.
+    backward, the module is reported whose input has the first gradient that is not finite. A compiled module counts as one.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:

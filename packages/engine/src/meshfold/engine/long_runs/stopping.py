@@ -44,9 +44,8 @@ class GracefulStop:
     ...             engine.save("checkpoint")
     ...             break
 
-    Ranks agree by the maximum of a flag, which is reduced while the next step computes: a request ends the
-    run at most two steps later. The same request a second time ends the process at once
-    (:class:`SecondRequest`).
+    Ranks agree by the maximum of a flag, which is reduced while the next step computes. So a request ends the run at most two
+    steps later. The same request a second time ends the process at once (:class:`SecondRequest`).
 
     Attributes:
         asked: this process has caught a request.

@@ -1,9 +1,9 @@
 """Choice of the attention mask that a Hugging Face model makes in a training step, without waiting for the device.
 
-Models of transformers look at tensors to leave a mask out: at ``position_ids``, whether they restart at packed documents, and at
-``attention_mask``, whether it hides anything. Each look waits for the device, and while a CUDA graph is captured they do not look
-but make the mask, with which attention takes a slower kernel. In a training step the first answer is known: positions that the
-batch does not give are counted from 0 by the model itself.
+Models of transformers read tensors to find out if they can leave a mask out: do ``position_ids`` restart at packed documents,
+and does ``attention_mask`` hide anything? Each read waits for the device. While a CUDA graph is captured they make the mask
+without a read, and attention takes a slower kernel. In a training step the first answer is known: positions that the batch does
+not give are counted from 0 by the model itself.
 
 The two functions of ``transformers.masking_utils`` that look are replaced once by functions that ask the context first;
 outside the contexts below they are theirs.

@@ -203,8 +203,8 @@ class PipelinedModel:
     def look_ahead(self, batch: batches.Batch) -> list[Microbatch]:
         """Return the micro-batches of the next step. All ranks must call.
 
-        Under schedule ``auto``, once: measure the stages on a batch, and choose the best order for these times; ranks use the
-        slowest time of those with the same stage, so that all make the same choice. Then the states may run trial forwards.
+        Under schedule ``auto``, once: measure the stages on a batch, and choose the best order for these times. Ranks with the
+        same stage use the slowest of their times, so that all make the same choice. Then the states may run trial forwards.
         """
         works = self.microbatches(batch)
         if self._measures:

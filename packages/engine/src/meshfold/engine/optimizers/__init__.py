@@ -1,7 +1,7 @@
 """Optimizers by name or class, and the guard of their steps.
 
-A rank steps only its own shards if an optimizer is elementwise; an optimizer that needs norms of whole tensors gets them, and
-one that needs whole parameters gets those through ``zero``.
+If an optimizer is elementwise, a rank steps only its own shards. An optimizer that needs norms of whole tensors gets them. One
+that needs whole parameters gets these through ``zero``.
 
 ``dict(name="adamw", lr=3e-4, weight_decay=0.1, no_decay="norms_and_biases")``, or a class or function that takes a
 list of parameters and returns a ``torch.optim.Optimizer``. Weight decay applies to all parameters, as in torch, unless

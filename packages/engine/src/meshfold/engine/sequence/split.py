@@ -1,9 +1,9 @@
 """Hooks around a model under sequence parallelism.
 
-Ranks along the sequence axes get the same rows. Before the forward, tokens, labels and positions are sharded by the mode;
-labels are first shifted by one token, since a part of a sequence does not have its next token. After it, the ranks' losses are
-combined into the loss of whole sequences, or, without labels, outputs are gathered along the tokens. The gradient of the
-outputs is summed over the ranks, as if each had used the whole for its own loss.
+Ranks along the sequence axes get the same rows. Before the forward, tokens, labels and positions are sharded by the mode.
+Labels are shifted by one token first, since a part of a sequence does not have the token after its last one. After it, the
+ranks' losses are combined into the loss of whole sequences, or, without labels, outputs are gathered along the tokens. The
+gradient of the outputs is summed over the ranks, as if each had used the whole for its own loss.
 """
 
 from __future__ import annotations

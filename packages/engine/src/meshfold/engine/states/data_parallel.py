@@ -7,8 +7,8 @@ Experiences on Accelerating Data Parallel Training", arXiv 2006.15704, section 3
 the sum waits, and the sum of later gradients is added.
 
 Buckets are filled in reverse order of the parameters and launched in that order on every rank, whatever order
-gradients come in. A parameter without a gradient adds zeros, so that ranks which used different parameters make
-the same collective calls; one that no rank used keeps the gradient None, as in a single process. For this each bucket ends
+gradients come in. A parameter without a gradient adds zeros, so that ranks which used different parameters make the same
+collective calls. A parameter that no rank used keeps the gradient None, as in a single process. For this each bucket ends
 in one number per parameter: the ranks that used it.
 """
 

@@ -218,7 +218,7 @@ def put(whole: Tensor, into: Tensor, like: Tensor) -> None:
 
 
 def local_shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor, or all of it if it is not placed like the other: a new tensor on the CPU."""
+    """Return this rank's shard of a whole tensor as a new tensor on the CPU; all of it if it is not placed like the other."""
     meta = metadata(like)
     if meta is None or tuple(whole.shape) != meta.placement.shape:
         return whole.clone()

@@ -1,5 +1,5 @@
-"""Ranks of an engine: the checked spec, the mesh over the running processes, this rank's device, errors that all ranks raise,
-and the watchdog over their collectives."""
+"""Ranks of an engine: the checked spec, the mesh over the running processes and this rank's device. Also the errors that all
+ranks raise, and the watchdog over their collectives."""
 
 from __future__ import annotations
 

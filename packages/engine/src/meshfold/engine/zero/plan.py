@@ -72,9 +72,9 @@ def regime_of(spec: ZeroSpec, precision: Precision, *, accumulation: int, ranks:
 def plan_for(spec: ZeroSpec, workload: Workload, rates: Rates, limits: Limits) -> Plan:
     """Return the plan that a spec's placement asks for.
 
-    ``auto`` keeps everything on the device where that fits and nothing else is faster by more than a twentieth: to step
-    a few chunks on the host saves a little of the device's time, as long as nothing disturbs the host. Of the activations
-    that may be recomputed as many are kept there as fit.
+    ``auto`` keeps everything on the device where that fits and no other plan is faster by more than a twentieth. Stepping a few
+    chunks on the host saves a little of the device's time, but only while nothing disturbs the host. Of the activations that
+    may be recomputed as many are kept there as fit.
 
     Raises:
         MemoryPlanError: if it does not fit; it says the least that would.
@@ -103,8 +103,8 @@ def limits_of(spec: ZeroSpec) -> Limits:
 
 
 STATE_SHARE = 0.6
-"""How much of the device's memory placement ``auto`` gives to parameters, gradients and optimizer state at first, unless
-``gpu_memory_limit`` says how much there is: then as little as the host allows, until a plan knows what activations take."""
+"""Share of the device's memory that placement ``auto`` gives to parameters, gradients and optimizer state at first. With
+``gpu_memory_limit`` it gives as little as the host allows, until a plan knows what activations take."""
 LITTLE = 0.2
 """How much of ``gpu_memory_limit`` may be taken by all of it for it to stay there."""
 MOST = 0.97

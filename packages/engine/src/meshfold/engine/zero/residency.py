@@ -3,8 +3,8 @@
 With ``recompute="auto"`` the same plan says which blocks keep their activations.
 
 Two optimizer steps are traced; the first also pays for one-time work of the process. The trace and this machine's rates are
-the planner's input. The plan is carried out between two steps, by moving chunks and by a switch at every block, which
-changes no bit of the training. :class:`Phase` lists the phases.
+the planner's input. The plan is carried out between two steps, by moving chunks and by a switch at every block. No bit of the
+training changes. :class:`Phase` lists the phases.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, SPLIT_STE
 
 WATCHED_STEPS = 2
 CORRECTED_AFTER = 6
-"""Steps under a plan, of which all but the first two say how fast its steps are: the first follows a step before the plan, and the
-second makes kernels and takes memory for the first time. The median of four counts: on a host with other work two steps in a
-row took 1.4 times the others' time."""
+"""Steps under a plan until it is corrected. All but the first two count for its speed: the first follows a step before the
+plan, and the second makes kernels and takes memory for the first time. The median of four is used: on a host with other work,
+two steps in a row took 1.4 times as long as the others."""
 STEADY = 16
 """Steps in a row whose gradients count the same, before a plan that waits for the norm is made again without."""
 WORTH_MOVING = 0.97
-"""What another plan takes at most of a step's seconds for chunks to move once more."""
+"""Chunks move once more if another plan takes at most this fraction of a step's seconds."""
 SHRINK = 0.04
-"""How much more of it, each time that was too little."""
+"""The fraction is lowered by this much each time that a move gained too little."""
 
 
 class Phase(Enum):

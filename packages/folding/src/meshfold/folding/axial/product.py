@@ -8,7 +8,7 @@ For edges ``x[m, k]`` and ``w[n, k]`` that lie as the pair tensor does, rows ove
 all-gathers dy along n over J and w along n over I again, and reduce-scatters dw along n over I. Under ``dap`` that is one
 all-gather (outgoing) or one reduce-scatter (incoming).
 
-n may go in steps: each takes a thin slice of every rank's block, so that neither the gathered operand nor the partial sums are ever
+n may be split into steps. Each takes a thin slice of every rank's block, so the gathered operand and the partial sums are never
 whole. The bytes are the same.
 """
 

@@ -2,8 +2,8 @@
 
 The rules, for layouts of the same dims:
 
-1. An axis that splits no dim any more is all-gathered, the minor one of a dim first; its adjoint is a reduce-scatter,
-   because each rank uses what it gathered in its own way.
+1. An axis that splits no dim any more is all-gathered, the minor axis of a dim first. Its adjoint is a reduce-scatter, because
+   each rank uses the gathered tensor differently.
 2. An axis that moves from one dim to another is exchanged by all-to-all; its adjoint moves it back.
 
 Gathers come first: a dim is exchanged when what has to leave it is its minor axes.

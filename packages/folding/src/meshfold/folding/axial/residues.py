@@ -1,7 +1,7 @@
 """The single representation ``b r c``, r over all axes: attention over residues with a bias of pairs, and pairs of residues.
 
-Keys and values of all residues are gathered, which is little; the pair bias is not: an all-to-all brings the rows of this rank's
-queries.
+Keys and values of all residues are small and are gathered. The pair bias is large: an all-to-all brings only the rows of this
+rank's queries.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attend_residues(axes: Axes, q: Tensor, k: Tensor, v: Tensor, coming: Coming,
 
 
 def residue_pairs(axes: Axes, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the pairs of this rank's block are made of: x of their rows, ``b i 1 c``, and y of their columns, ``b 1 j c``.
+    """Return the two terms of this rank's pairs: x of their rows, ``b i 1 c``, and y of their columns, ``b 1 j c``.
 
     ``x`` and ``y``, ``b r c``, are of this rank's residues and gathered together.
     """

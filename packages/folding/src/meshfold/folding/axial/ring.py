@@ -1,8 +1,8 @@
 """Attention within rows whose keys several ranks share: keys and values pass round the ring.
 
-Each rank has the queries of its own columns, all of the pair bias that these queries need, and meets one block of keys
-and values after another; partial results are merged by their log-sum-exp (Liu et al., "Ring Attention", 2023). Backward sends
-the blocks round again, with the sums of their gradients.
+Each rank has the queries of its own columns and all of the pair bias that they need. Blocks of keys and values arrive one after
+the other. Partial results are merged by their log-sum-exp (Liu et al., "Ring Attention", 2023). Backward sends the blocks round
+again, with the sums of their gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Logits that were not computed: a stand-in for a head's output.
 
-The usual operations of a loss on logits are recorded and not carried out: casts, views of the rows, slices of them, a scale, a soft
-cap. Cross entropy is computed with the head. Whatever else a program does with them computes them as the head would have, once,
-with their gradient.
+The usual operations of a loss on logits are recorded instead of run: casts, views and slices of rows, a scale, a soft cap.
+Cross entropy is computed with the head. Whatever else a program does with them computes them as the head would have, once, with
+their gradient.
 """
 
 from __future__ import annotations

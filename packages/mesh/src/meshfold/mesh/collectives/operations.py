@@ -219,7 +219,7 @@ def all_to_all(
 @overload
 def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: Literal[True]) -> Pending: ...
 def all_to_all(x: Tensor, group: Group, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Tensor | Pending:
-    """Move the split from one dim to another: block ``j`` along ``split_dim`` goes to rank ``j``, what arrives is
+    """Move the split from one dim to another: block ``j`` along ``split_dim`` goes to rank ``j``. Arriving blocks are
     concatenated along ``concat_dim`` in group order.
 
     Raises:

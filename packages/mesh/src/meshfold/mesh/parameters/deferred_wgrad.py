@@ -1,10 +1,10 @@
 """Deferred weight gradients: operands that a matmul keeps in backward, to be multiplied later.
 
 A matmul that defers gets its weight detached, with a *ticket*: a scalar that requires a gradient, so autograd calls the backward.
-There it computes dx and hands x and dy to :func:`defer_weight_grad`, which returns the ticket's gradient: none, or zero. The code
-that runs backward decides by a :class:`WeightGradQueue` when dw is computed; without one it is computed at once. dw is added to the
-parameter's ``.grad`` as autograd would have done. This is how a zero-bubble pipeline splits B from W (Qi et al., "Zero Bubble
-Pipeline Parallelism", arXiv 2401.10241, section 2) with no second pass through the graph.
+There it computes dx and hands x and dy to :func:`defer_weight_grad`, which returns the ticket's gradient: none, or zero. The
+code that runs backward decides, by a :class:`WeightGradQueue`, when dw is computed. Without a queue it is computed at once. dw
+is added to the parameter's ``.grad`` as autograd would have done. This is how a zero-bubble pipeline splits B from W (Qi et
+al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2) with no second pass through the graph.
 
 In a graph of torch.compile the hand-over is an operation of its own, which runs whenever the graph runs. There x and dy
 are copied: the memory of both belongs to the compiled graph, which uses it again.

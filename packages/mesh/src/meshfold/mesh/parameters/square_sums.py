@@ -37,8 +37,8 @@ class ShardOfTensor(NamedTuple):
 class ShardedSquareSums:
     """Sums squares over shards and ranks: ``(parameters, rows)`` to float64 of shape ``(len(rows), len(parameters))``.
 
-    Each row has one tensor for each parameter, shaped like its shard. One all-reduce of ``8 · rows · tensors`` bytes sums all;
-    all ranks of the group call it in every step, also those that hold nothing. The result is the same bits on every rank,
+    Each row has one tensor for each parameter, shaped like its shard. One all-reduce of ``8 · rows · tensors`` bytes adds them.
+    All ranks of the group call it in every step, including those that hold nothing. The result is the same bits on every rank,
     and nothing waits for the device that ranks communicate from.
     """
 

@@ -337,8 +337,8 @@ def _in_families(
 ) -> ShardedBlocks:
     """Return blocks of parameters that are shared out to owners over different axes, such as experts and the rest under ZeRO.
 
-    Ranks along the axes that split a parameter own the same parameters among those that are split in the same way; they may own
-    different ones of the others.
+    Ranks along the axes that split a parameter own the same ones of the parameters that are split in this way. Of other
+    parameters they may own different ones.
     """
 
     def over(meta: ParameterMeta) -> tuple[str, ...]:

@@ -67,8 +67,8 @@ def run_program(argv: list[str]) -> None:
 def main() -> None:
     """``python _bootstrap.py LAUNCHER_PID RECORD PROGRAM ...``: see :func:`run_program` for the program.
 
-    RECORD is a file; or a folder in which each rank has its own, where an agent of torch.distributed.elastic starts it. To
-    that agent every code but 0 is a failure, after which it restarts all ranks; a stop on request must not count as one.
+    RECORD is a file; or a folder in which each rank has its own, where an agent of torch.distributed.elastic starts it. That
+    agent takes every exit code but 0 for a failure and restarts all ranks. A requested stop must not count as a failure.
     """
     parent, record, *argv = sys.argv[1:]
     die_with_parent(int(parent))

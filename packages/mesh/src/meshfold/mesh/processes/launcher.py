@@ -45,8 +45,8 @@ def launch(
     """Run a program on local ranks until all have ended, or one has failed and the others were ended.
 
     Rank 0's standard output passes through; every rank's standard error is shown with the rank before each line.
-    The traceback of the rank that failed first comes last. SIGINT and SIGTERM end all ranks, and a line on standard error
-    says so; so does the death of the launcher (on Linux), without a line.
+    The traceback of the rank that failed first comes last. SIGINT and SIGTERM end all ranks, and a line on standard error says
+    so. On Linux the death of the launcher also ends them, without a line.
 
     Args:
         argv: ``["script.py", ...]``, ``["-m", "module", ...]`` or ``["file.py::function", ...]``.

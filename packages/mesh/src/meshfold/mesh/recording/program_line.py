@@ -68,9 +68,10 @@ def _stack(thread: int) -> list[Location]:
 def _innermost(thread: int, depth: int) -> tuple[object, ...]:
     """Return code and line of a thread's innermost frames in order, read in a single call of C.
 
-    A running thread gets no turn within it, so its stack is whole. Between two steps of a walk in Python it runs on: a generator
-    that yields then leaves a frame whose caller is gone, and reading that crashes. ``faulthandler`` reads the stacks of all
-    threads, and crashes on a native one that enters Python at that moment, as workers of gloo do to free a tensor.
+    A running thread gets no turn within it, so its stack is whole. The thread keeps running between two steps of a walk in
+    Python. A generator that yields then leaves a frame whose caller is gone, and reading that frame crashes. ``faulthandler``
+    reads the stacks of all threads, and crashes on a native one that enters Python at that moment, as workers of gloo do to
+    free a tensor.
 
     Raises:
         AttributeError: if the thread has fewer frames.

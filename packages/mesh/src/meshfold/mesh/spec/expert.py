@@ -1,7 +1,7 @@
 """The entry ``expert``: over how many ranks the experts of a mixture are spread, and which ranks these are.
 
-Experts add no ranks. Their axis is folded out of the ranks that the other entries have: those along data, sequence and tensor,
-which would else hold the same experts. Dense layers keep their layout, and the remaining ranks hold copies of the experts (parallel
+Experts add no ranks. Their axis is taken from the ranks of other entries: those along data, sequence and tensor, which would
+otherwise hold the same experts. Dense layers keep their layout, and the remaining ranks hold copies of the experts (parallel
 folding: Liu et al. 2025, arXiv 2504.14960).
 """
 

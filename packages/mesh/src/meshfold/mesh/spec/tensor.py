@@ -1,7 +1,7 @@
 """The entry ``tensor``: 1d, 2d, 2.5d, 3d or a custom mode, the sizes of its axes, and how attention is computed.
 
-All modes are treated the same way: each has named axes. One called ``depth`` is set by ``depth``; the others are all
-equal when only ``size`` is given (a square, a cube), and free when ``grid`` names them.
+All modes are treated the same way: each has named axes. ``depth`` sets the axis of that name. The others have equal sizes if
+only ``size`` is given (a square, a cube), or those that ``grid`` names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The size of a split dim, a number that knows what it counts: valid as a size of views and new tensors, not as a factor."""
+"""Size of a split dim that remembers the dim: valid as a size of views and new tensors, not as a factor."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def dim_of(size: int) -> Dim:
 
 
 def dims_of(sizes: Sequence[int]) -> Dims:
-    """Return the layout of a new tensor; of one as many elements in each of two dims as a rank has of one, no dim is a piece."""
+    """Return the layout of a new tensor. If two of its dims have the size of one split dim, neither counts as split."""
     dims = tuple(map(dim_of, sizes))
     axes = [axis for dim in dims for axis in axes_of(dim)]
     if len(axes) == len(set(axes)):

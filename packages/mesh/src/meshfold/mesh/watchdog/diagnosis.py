@@ -114,7 +114,8 @@ def ranks_behind(waiting: Waiting, states: dict[int, RankStatus], me: int) -> li
 
 
 def awaited_ranks(waiting: Waiting, states: dict[int, RankStatus], me: int) -> list[int]:
-    """Return the ranks that a call waits for, then the ranks that these wait for, and so on: a rank that waits is not the cause."""
+    """Return the ranks that a call waits for, then the ranks that these wait for, and so on. A rank that waits is not the
+    cause."""
     found = ranks_behind(waiting, states, me)
     for rank in found:  # the list grows while it is read
         state = states.get(rank)

@@ -1,6 +1,6 @@
 """The watchdog: a collective that does not finish ends the job, with a message that names it and the ranks at fault.
 
-A thread in every rank writes once a second, to the store in which the ranks met, how many calls of each group this rank has made
+A thread in every rank writes to the store in which the ranks met, once a second: the number of this rank's calls in each group,
 and where it is. If a call takes longer than the limit, or its connection breaks, the rank finds out which ranks did not arrive
 (:mod:`meshfold.mesh.watchdog.diagnosis`). Every rank ends with the findings of the first one.
 

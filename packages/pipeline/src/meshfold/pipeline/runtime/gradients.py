@@ -2,8 +2,8 @@
 
 Each holder of a tied parameter, such as a head that shares the embedding's table, sends its gradient to every other holder. All of
 them sum in the order of the ranks. They get the same bits, so equal copies stay equal if the optimizer treats them equally.
-Gradients of a step's micro-batches are set aside in float32 or wider as they arrive, before anything else reads ``.grad``; the sum
-is then added as one gradient.
+Gradients of a step's micro-batches are collected in float32 or wider as they arrive, before anything else reads ``.grad``.
+Their sum is then added as one gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stages: consecutive blocks of the model on one rank, the tensors that each micro-batch holds in them, and the cutting of a model.
 
-F keeps the graph, B releases it and keeps x and dy of every linear layer, W computes their weight gradients: nothing is
+F keeps the graph. B releases it and keeps x and dy of every linear layer. W computes their weight gradients. Nothing is
 computed twice. Other parameters (norms, tables) get their gradients in B, exactly as in one backward.
 """
 

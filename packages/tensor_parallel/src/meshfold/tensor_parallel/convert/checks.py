@@ -239,8 +239,8 @@ def _splits_stream(analysis: Analysis) -> bool:
 
 
 def _check_joined(analysis: Analysis, name: str) -> None:
-    """Raise a LayoutError for a whole module with a further argument that comes from the stream or has a rank's rows: only the
-    first is gathered.
+    """Raise a LayoutError for a whole module if an argument after the first comes from the stream or has a rank's rows: only
+    the first is gathered.
     """
     takes = parameters_of(analysis.modules[name])
     split = ["residual"] if _splits_stream(analysis) else []

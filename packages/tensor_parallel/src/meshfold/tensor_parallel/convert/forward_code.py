@@ -1,7 +1,7 @@
 """A module's forward, read before it runs: its signature, and its source if there is one.
 
-Nothing else in the conversion reads a user's source. The source gives the order of a module's children, and shows attention that
-reads the number of all heads and cannot be tried, which is refused.
+Nothing else in the conversion reads a user's source. The source gives the order of a module's children. It also shows attention
+that reads the number of all heads; if this cannot be tried, the model is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LoRA as made by peft, under tensor parallelism: ``y = base(x) + B A x · scaling`` (Hu et al. 2021, arXiv 2106.09685).
 
-A model is split as if it had no adapters: they are removed, its layers are placed by the rules, and the adapters are put back
-around the results. The two matrices of an adapter follow from the layouts of its layer; the tensor between them, ``m r``, has the
-tokens of the stream and all of its few columns:
+A model is split as if it had no adapters: they are removed, the rules place its layers, and the adapters are put back around
+the sharded layers. The two matrices of an adapter follow from the layouts of its layer; the tensor between them, ``m r``, has
+the tokens of the stream and all of its few columns:
 
 ======  ========================  ==========================
 layer   A ``[r, k]``              B ``[n, r]``

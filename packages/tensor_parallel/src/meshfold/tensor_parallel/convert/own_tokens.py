@@ -1,8 +1,8 @@
 """Modules that work on each token separately, such as a mixture whose experts are spread over ranks.
 
 The module gets tokens that no other rank has, with all of their hidden dim; its output is returned in the stream's layout. So
-nothing is computed twice. The gradient of a parameter inside is this rank's term of a sum over all ranks of the tensor axes: code
-that marks the module must set this in the parameters' metadata (``sum_axes``).
+nothing is computed twice. The gradient of a parameter inside is this rank's term of a sum over all ranks of the tensor axes.
+The code that marks the module must say so in the parameters' metadata (``sum_axes``).
 """
 
 from __future__ import annotations

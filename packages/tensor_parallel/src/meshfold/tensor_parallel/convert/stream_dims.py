@@ -1,7 +1,7 @@
 """Split dims of a tensor, found by its shape: rows and columns of the residual stream, in any order of dims.
 
-Most modules get ``b s h``. Torch's own attention and recurrent layers take ``s b h`` unless they are told
-``batch_first=True``, a linear layer over tokens takes ``b h s``, and so does a convolution over a sequence.
+Most modules get ``b s h``. Torch's own attention and recurrent layers take ``s b h`` without ``batch_first=True``. A linear
+layer over tokens takes ``b h s``, and so does a convolution over a sequence.
 """
 
 from __future__ import annotations

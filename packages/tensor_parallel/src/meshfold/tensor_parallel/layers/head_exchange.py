@@ -1,8 +1,8 @@
 """Exchange between tokens and heads around attention whose linear layers have whole weights (``attention="tokens"``).
 
-A rank multiplies its own tokens by the whole weights of queries, keys and values; an all-to-all gives it all tokens of its
-heads, and another brings the output of attention back to its tokens. As in DeepSpeed Ulysses (Jacobs et al., arXiv 2309.14509),
-with the ranks of the tensor axis::
+A rank multiplies its own tokens by the whole weights of queries, keys and values. One all-to-all gives it all tokens of its
+heads, and another returns the output of attention to the ranks of the tokens. As in DeepSpeed Ulysses (Jacobs et al., arXiv
+2309.14509), with the ranks of the tensor axis::
 
     q k v   [m/p, n]  ->  [m, n/p]      behind the projections
     out     [m, n/p]  ->  [m/p, n]      in front of the output projection

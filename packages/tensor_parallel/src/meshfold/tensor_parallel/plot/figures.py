@@ -3,8 +3,8 @@
 >>> draw_mode("2d", Mesh(dict(row=2, col=2))).savefig("2d.png")       # doctest: +SKIP
 >>> draw_matmul(plan(x="m:t k", w="k n:t", y="m n:t"), Mesh(dict(t=4))) # doctest: +SKIP
 
-Each function returns a matplotlib Figure: a notebook shows it, ``savefig`` writes it. :func:`rank_block` gives the position of
-a rank's block, from :class:`meshfold.mesh.Placement`; the rest is drawing.
+Each function returns a matplotlib Figure, which a notebook shows and ``savefig`` writes. :func:`rank_block` computes the
+position of a rank's block from :class:`meshfold.mesh.Placement`; the rest is drawing.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ at the last (1/N of the communication, N times the memory). Stages 2 and 3 sum a
 backward's role is ``"apart"``, they collect whole chunks too, in the memory of the optimizer's state. Chunks are reduced in the
 same order on every rank, whatever order gradients arrive in.
 
-A parameter that no rank used has no gradient, as in a single process. So that ranks which used different parameters
-make the same collective calls, missing gradients count as zero, and flags of the used parameters are sent along.
+A parameter that no rank used has no gradient, as in a single process. Ranks that used different parameters have to make the
+same collective calls. So missing gradients count as zero, and flags of the used parameters are sent along.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ChunkGradient:
         dtype: in which gradients are summed.
         tier: memory of the optimizer's state; complete shards are sent there.
         every_time: reduce after every backward, not only after the last of an accumulation.
-        measure: computes a number that is needed later, while the complete shard is on the device and this is cheap: from its sums
-            of squares if the reduction has computed them, otherwise from the shard.
+        measure: computes a number that is needed later, while the complete shard is on the device: from its sums of squares if
+            the reduction has computed them, otherwise from the shard.
         wait_for_reader: returns once the optimizer has read the shard that it was lent (:meth:`lend`).
         """
         self.chunk, self.dtype, self.tier = chunk, dtype, tier

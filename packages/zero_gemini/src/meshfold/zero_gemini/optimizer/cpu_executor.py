@@ -6,8 +6,8 @@ Its moments are updated after all parameters, while the device runs backward. Bo
 A chunk that is stepped at once has no second half.
 
 Speculative steps begin in the backward, and their rest overlaps with the next forward. Backward completes gradients in the reverse
-of the order in which forward needs parameters, so of these the last goes first. In the order of their gradients the first chunk of
-the forward would wait for all others, and then the cores for the next backward.
+of the order in which forward needs parameters, so of these the last goes first. If chunks were stepped in the order of their
+gradients, the first chunk of the forward would wait for all others, and the cores would then wait for the next backward.
 
 One thread uses the cores. If the device steps some of the host's chunks, another thread feeds it: each takes the next
 chunk when it is free.

@@ -23,8 +23,8 @@ class _Sealed:
 def exactly(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, ``load_state_dict`` copies state unchanged.
 
-    It happens in hooks, after the user's own and before post-hooks of the load, so that these see what they would see of
-    any optimizer.
+    Hooks do this, after the user's own hooks and before the post-hooks of the load, which then see what they would see of any
+    optimizer.
     """
     before = optimizer.register_load_state_dict_pre_hook(_seal)
     after = optimizer.register_load_state_dict_post_hook(_open, prepend=True)

@@ -169,8 +169,8 @@ class Workload:
     ranks_per_host: int = 1
     """ranks that share a host's memory, its bandwidth and its disk."""
     whole_gradients: bool = False
-    """the gradients of whole chunks wait where the state is for the end of the step, as a pipeline's micro-batches leave them;
-    else those of shards."""
+    """until the end of the step, gradients of whole chunks are kept where the state is, as a pipeline's micro-batches leave
+    them; else gradients of shards."""
     prefetch_moments: int = 1
     """a streamed chunk is on the GPU this many moments before its use,"""
     light_moments: frozenset[int] = frozenset()

@@ -1,8 +1,8 @@
 """Clocks of compute: by operator, by a GPU's events, or by wall time; and a clock of both phases.
 
-Compute time is not always the device's: small layers take the time that the host needs to launch them, and more while its cores
-step the optimizer. A trace made before the plan does not show that, so `PhaseClock` measures forward and backward with chunks in
-the plan's placement. It registers no hooks on modules, so that blocks stay compiled.
+Compute time is not always the device's. Small layers take as long as the host needs to launch them, and longer while its cores
+step the optimizer. A trace made before the plan does not show that, so `PhaseClock` measures forward and backward with chunks
+in the plan's placement. It registers no hooks on modules, so that blocks stay compiled.
 """
 
 from __future__ import annotations

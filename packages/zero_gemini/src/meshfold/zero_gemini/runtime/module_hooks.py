@@ -2,8 +2,8 @@
 
 A unit is *entered* before its forward and, through a hook on its output, before its backward. It is *left* after its forward, and
 when the gradients of its inputs exist. Entering gathers its chunks, and starts to gather the chunks of the unit that came next in
-the last step. Chunks that no entered unit needs are then released. The order of units is learned from each step for the next: a
-step with another order gathers later than possible, and is correct nevertheless.
+the last step. Chunks that no entered unit needs are then released. Each step learns the order of units for the next. A step
+with another order gathers later than possible, but its results are right.
 
 :mod:`~meshfold.zero_gemini.runtime.open_calls` counts how often each unit is called and left again in backward.
 """

@@ -1,8 +1,8 @@
 """Units: the parts of a model whose parameters are needed together.
 
-A block of a list of blocks is a unit with everything in it. Outside the lists, the module that holds a parameter is a unit,
-or the attention that reads it, since torch's own never calls its ``out_proj``. A unit's
-parameters are gathered before its forward and before its backward.
+A block of a list of blocks is a unit with everything in it. Outside the lists, a unit is the module that holds a parameter. It
+is the attention if that reads the parameter itself: torch's own never calls its ``out_proj``. A unit's parameters are gathered
+before its forward and before its backward.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class ChunkedModel(ParameterValues):
             (:func:`meshfold.mesh.collectives.push.pushes`).
         fp8_weights: matrices that only products in fp8 read: stage 3 gathers these operands of theirs, in one byte an element.
         recomputes: returns True if a unit of this name repeats its forward in its backward, for which it reads these again.
-        settled: called with the optimizer, if there is one, before the first value goes into a chunk: all refusals come
-            before that, unless memory runs out. The optimizer has parameters without memory until then.
+        settled: called with the optimizer, if there is one, before the first value goes into a chunk. Every refusal comes
+            before it, unless memory runs out. The optimizer has parameters without memory until then.
 
         Raises:
             ChunkError: for a meta parameter without a source of values.
