@@ -141,7 +141,7 @@ class PairUpdateLayer(nn.Module):
 
 
 class PairUpdateStack(nn.Module):
-    """Pair updates on whole tensors, which every rank has: split before, joined after."""
+    """Pair updates of whole tensors: each rank takes its block before them, and all ranks gather the result."""
 
     def __init__(self, layers: int, c_z: int, c_transition: int, chunk_size: int | None) -> None:
         """``layers``: their number; the rest as for :class:`PairUpdateLayer`."""
@@ -292,7 +292,8 @@ class MSAEncoderLayer(PairUpdateLayer):
 
 
 class MSAEncoder(nn.Module):
-    """Layers that condition pairs on an MSA, on whole tensors, which every rank has: split before, joined after."""
+    """Layers that condition pairs on an MSA. Tensors are whole: each rank takes its block before them, and all ranks gather the
+    result."""
 
     def __init__(self, embed: nn.Linear, project_inputs: nn.Linear, layers: list[MSAEncoderLayer], c_z: int) -> None:
         """Args:
@@ -341,7 +342,7 @@ class MSAEncoder(nn.Module):
 
 
 def _mask_of(axes: Axes, z: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return a mask that tells padding from the rest, where there is padding."""
+    """Return the mask, or one of ones where there is padding and no mask."""
     return z.new_ones(z.shape[:-1]) if mask is None and axes.is_split else mask
 
 

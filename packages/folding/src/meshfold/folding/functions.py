@@ -36,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, key_bias
 
 
 MOST_ELEMENTS = 1 << 28
-"""Elements of an intermediate that is larger than inputs and outputs, before it is made in parts: 1 GiB in float32."""
+"""Elements of an intermediate that is larger than inputs and outputs. A larger one is computed in parts. 1 GiB in float32."""
 
 
 def key_bias_of(mask: Tensor, dtype: torch.dtype, padding: int = 0) -> Tensor:

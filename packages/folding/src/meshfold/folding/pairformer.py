@@ -117,7 +117,7 @@ class PairFormerBlock(nn.Module):
 
 
 class PairFormerStack(nn.Module):
-    """Algorithm 17, on whole tensors, which every rank has: split before, joined after."""
+    """Algorithm 17 on whole tensors: each rank takes its block before it, and all ranks gather the result."""
 
     def __init__(self, no_blocks: int, c_s: int, c_z: int, **sizes: Any) -> None:
         """``no_blocks``: blocks; the rest as for :class:`PairFormerBlock`."""

@@ -27,7 +27,7 @@ WHOLE_TENSOR_STACKS = (
     PairUpdateStack,
     MSAEncoder,
 )
-"""Modules that split and join: their own layers see whole tensors."""
+"""Modules that split and gather tensors; their own layers get whole ones."""
 
 
 def parallelize_folding(
@@ -72,7 +72,7 @@ def parallelize_folding(
 
 
 def split_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Axes]]:
-    """Return by name the parameters that see blocks of tensors, with the axes over which their gradients have to be summed.
+    """Return the parameters of split blocks by name, with the axes over which their gradients have to be summed.
 
     What stands around the blocks sees whole tensors, the last layer of a stack too: its gradients are the same on every rank.
     """
@@ -88,7 +88,7 @@ def split_parameters(model: nn.Module) -> dict[str, tuple[nn.Parameter, Axes]]:
 def sum_gradients(model: nn.Module) -> None:
     """Sum the gradients of :func:`split_parameters` over the ranks, in place, once after each backward.
 
-    Each rank has seen only its own blocks, so its gradient is one term of a sum. It is not a mean, as in data parallelism.
+    Each rank has seen only its own blocks, so its gradient is one term of a sum. The sum is not divided by the number of ranks.
     """
     buckets: dict[tuple[Axes, torch.dtype, torch.device], list[Tensor]] = {}
     for parameter, axes in split_parameters(model).values():

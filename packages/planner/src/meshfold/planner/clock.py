@@ -53,8 +53,7 @@ class Work:
         return sum(count * operator.flop for operator, count in self.operators.items())
 
     def seconds(self, machine: Machine, precision: str) -> float:
-        """Return its seconds on a machine: of its operators one after the other, or of the host launching them if that takes
-        longer."""
+        """Return its seconds on a machine: the operators in sequence, or the host's launches if they take longer."""
         matmuls = MATMULS * machine.flops[precision]
         in_turn = launches = 0.0
         for operator, count in self.operators.items():

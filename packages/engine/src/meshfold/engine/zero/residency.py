@@ -58,7 +58,7 @@ STEADY = 16
 WORTH_MOVING = 0.97
 """Chunks move once more if another plan takes at most this fraction of a step's seconds."""
 SHRINK = 0.04
-"""The fraction is lowered by this much each time that a move gained too little."""
+"""Fraction of the memory limit that is given up each time that memory runs short."""
 
 
 class Phase(Enum):

@@ -1,4 +1,4 @@
-"""Attention along the columns of rows that ranks share, in the three ways of :class:`.AxialMode`.
+"""Attention within rows whose columns are split over ranks, in the three ways of :class:`.AxialMode`.
 
 ========= ============================================================== =====================================================
 way       forward                                                        backward
@@ -25,9 +25,9 @@ from meshfold.folding.primitives import Attention
 LINE = {"a": 1, "n": 2}
 BIAS = {"q": 1, "k": 2}
 UPRIGHT = "q:rows k:columns"
-"""The layout of a pair bias that was made of tensors that lie as what attends."""
+"""Layout of a pair bias that is computed from the attended tensor itself."""
 TRANSPOSED = "q:columns k:rows"
-"""The layout of one that was made of transposed tensors."""
+"""Layout of a pair bias that is computed from the transposed tensor."""
 
 
 def attend_rows(

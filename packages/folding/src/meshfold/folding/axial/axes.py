@@ -1,4 +1,4 @@
-"""The axes that a block is split over: a mode on a mesh, and what blocks ask it for."""
+"""The axes that a block is split over: a mode on a mesh."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Axes:
 
     @cached_property
     def turned(self) -> Axes:
-        """The axes of the transposed tensors ``b j i c`` and ``b r s c``: a transposition moves nothing."""
+        """The axes of the transposed tensors ``b j i c`` and ``b r s c``. A transpose moves no data."""
         return Axes(self.mesh, self.mode, self.columns, self.rows, self.product_steps)
 
     @property
@@ -55,7 +55,7 @@ class Axes:
 
     @property
     def keys(self) -> Keys:
-        """The way in which the keys of a row come together; see :class:`AxialMode`."""
+        """How attention gets the keys of a row; see :class:`AxialMode`."""
         return self.mode.attention
 
     @property
@@ -136,4 +136,4 @@ def _padded(x: Tensor, dim: int, by: int) -> Tensor:
 
 
 WHOLE = Axes.of(Mesh({}, rank=0), AXIAL_MODES["dap"])
-"""One rank: what blocks have before :func:`meshfold.folding.parallelize_folding`."""
+"""One rank: the axes of blocks before :func:`meshfold.folding.parallelize_folding`."""

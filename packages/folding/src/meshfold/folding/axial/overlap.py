@@ -1,4 +1,4 @@
-"""Differentiable redistributions that travel while other work runs, forward and backward.
+"""Differentiable redistributions that run while other work computes, forward and backward.
 
     coming = begin(move, bias)      # the collective starts
     q, k, v = project(x)            # it runs meanwhile
@@ -21,7 +21,7 @@ from meshfold.mesh.collectives import non_view_result
 
 
 class Coming:
-    """A tensor on its way; ``wait`` returns it, once."""
+    """A redistribution in flight; ``wait`` returns the tensor, once."""
 
     def __init__(self, move: Redistribution, x: Tensor) -> None:
         """Start it; see :func:`begin`."""

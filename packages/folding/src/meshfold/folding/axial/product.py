@@ -27,7 +27,7 @@ from meshfold.tensor_parallel import CostEntry, MatmulPlan, plan
 
 
 def product_plan(axes: Axes) -> MatmulPlan:
-    """Return the plan of ``y[m, n] = Σ_k x[m, k] w[n, k]`` for edges that lie as the pair tensor does."""
+    """Return the plan of ``y[m, n] = Σ_k x[m, k] w[n, k]`` for edges in the pair tensor's layout."""
     rows, columns = axes.rows, axes.columns
     return plan(Layout({"m": rows, "k": columns}), Layout({"k": columns, "n": rows}), Layout({"m": rows, "n": columns}))
 

@@ -19,7 +19,7 @@ RESIDUES = {"a": 1, "n": 2}
 
 
 def send_bias(axes: Axes, bias: Tensor) -> Coming:
-    """Start to send a pair bias, ``b q k h`` and this rank's block, to the ranks of its queries."""
+    """Start to send this rank's block of a pair bias, ``b q k h``, to the ranks of its queries."""
     return begin(axes.move("q:rows k:columns", "q:rows,columns k", BIAS), bias)
 
 

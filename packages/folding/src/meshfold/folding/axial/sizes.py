@@ -1,4 +1,4 @@
-"""The sizes of a batch, and the bytes of its blocks: what the traffic of a model is counted from."""
+"""The sizes of a batch, and the bytes of its blocks, from which a model's traffic is counted."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def dim_of(size: int) -> Dim:
 
 
 def dims_of(sizes: Sequence[int]) -> Dims:
-    """Return the layout of a new tensor. If two of its dims have the size of one split dim, neither counts as split."""
+    """Return the layout of a new tensor. If two of its dims are split over one axis, neither counts as a block."""
     dims = tuple(map(dim_of, sizes))
     axes = [axis for dim in dims for axis in axes_of(dim)]
     if len(axes) == len(set(axes)):
