@@ -55,7 +55,7 @@ class Axes:
 
     @property
     def keys(self) -> Keys:
-        """How attention gets the keys of a row; see :class:`AxialMode`."""
+        """Way in which attention gets the keys of a row; see :class:`AxialMode`."""
         return self.mode.attention
 
     @property
