@@ -11,17 +11,25 @@ if TYPE_CHECKING:
     from meshfold.huggingface.conversion import convert_folder
     from meshfold.huggingface.export import save_hugging_face
     from meshfold.huggingface.folder_config import NO_REMOTE_CODE, require_config
+    from meshfold.huggingface.folding_models import FoldingFolder, FoldingModel, open_folding
     from meshfold.huggingface.from_folder import Pretrained, pretrained
     from meshfold.huggingface.palm_presets import PALM, palm, palm_config, palm_sizes, rotary_rows
+    from meshfold.huggingface.structure import CHAIN_NAMES, Atom, Structure
     from meshfold.huggingface.trainer import EngineTrainer
 
 __all__ = [
+    "CHAIN_NAMES",
     "NO_REMOTE_CODE",
     "PALM",
+    "Atom",
     "EngineTrainer",
+    "FoldingFolder",
+    "FoldingModel",
     "HuggingFaceModel",
     "Pretrained",
+    "Structure",
     "convert_folder",
+    "open_folding",
     "open_model",
     "palm",
     "palm_config",
@@ -35,6 +43,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Atom": "structure",
+    "CHAIN_NAMES": "structure",
+    "FoldingFolder": "folding_models",
+    "FoldingModel": "folding_models",
+    "Structure": "structure",
+    "open_folding": "folding_models",
     "EngineTrainer": "trainer",
     "HuggingFaceModel": "causal_lm",
     "NO_REMOTE_CODE": "folder_config",

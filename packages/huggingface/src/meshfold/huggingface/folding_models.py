@@ -1,0 +1,273 @@
+"""Folding models of Hugging Face folders, ESMFold and ESMFold 2: opened, split by an axial mode, and asked for structures.
+
+The language model and what follows the trunk run whole on every rank; the trunk's pair tensors are split.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.checkpoint.tensors import has_weights
+from meshfold.folding import EsmFoldTrunk, parallelize_folding
+from meshfold.huggingface.folder_config import NO_REMOTE_CODE, read_config, read_raw_config, require_config
+from meshfold.huggingface.folding_inputs import LINKER, complex_features, join_chains
+from meshfold.huggingface.structure import Atom, Structure
+from meshfold.mesh import Mesh, SpecError
+
+OnPass = Callable[[int, int], None]
+"""Called before each pass through the trunk with its number, from 0, and how many there are."""
+
+
+@dataclass(frozen=True)
+class FoldingFolder:
+    """A folder of a folding model; nothing of it is loaded yet.
+
+    Attributes:
+        folder: where.
+        model_class: its class in transformers.
+    """
+
+    folder: Path
+    model_class: str
+
+    def load(
+        self, mesh: Mesh, mode: str = "dap", *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> FoldingModel:
+        """Load the weights and split the trunk.
+
+        Args:
+            mesh: the ranks; of one rank too.
+            mode: the axial mode.
+            device: where it runs.
+            dtype: of the weights; the language model of an ESMFold folder that asks for it runs in float16 on a GPU.
+
+        Raises:
+            SpecError: if weights are missing or damaged, or transformers is too old.
+        """
+        import transformers
+
+        what = f"model {str(self.folder)!r}"
+        model_class = getattr(transformers, self.model_class, None)
+        if model_class is None:
+            raise SpecError(f"{what} needs {self.model_class} of transformers: pip install 'transformers>=5.17'")
+        config = read_config(self.folder, what)
+        at = torch.device(device)
+        if self.model_class == "EsmForProteinFolding":
+            config.esmfold_config.fp16_esm = bool(config.esmfold_config.fp16_esm) and at.type == "cuda"
+        try:
+            model, told = model_class.from_pretrained(
+                str(self.folder), config=config, dtype=dtype, output_loading_info=True, **NO_REMOTE_CODE
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SpecError(f"{what}: its weights cannot be read: {error}") from error
+        missing = sorted(name for name in told["missing_keys"] if "contact_head" not in name)  # which is not used
+        if missing:
+            raise SpecError(f"{what}: {len(missing)} tensors are missing in its weights, such as {missing[0]}")
+        model.to(at).eval().requires_grad_(False)
+        if self.model_class == "EsmForProteinFolding" and config.esmfold_config.fp16_esm:
+            model.esm.half()
+        parallelize_folding(model, mesh, mode)
+        return PREDICTORS[self.model_class](model)
+
+
+def open_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingFolder:
+    """Check that a folder has a folding model and weights; nothing is loaded or downloaded.
+
+    Args:
+        folder: where.
+        given: the user's text, for errors.
+
+    Raises:
+        SpecError: if there is no such folder, it is of another class, or has no weights.
+    """
+    given = given or f"model {str(folder)!r}"
+    require_config(folder, given)
+    told = read_raw_config(Path(folder))
+    named = [str(name) for name in told.get("architectures") or ()]
+    if not named and told.get("model_type") == "esm" and told.get("is_folding_model"):
+        named = ["EsmForProteinFolding"]
+    found = next((name for name in named if name in PREDICTORS), None)
+    if found is None:
+        kind = named[0] if named else f"a model of type {told.get('model_type', 'unknown')!r}"
+        raise SpecError(f"{given}: it has {kind}, which does not fold: give a folder of {' or '.join(PREDICTORS)}")
+    if not has_weights(Path(folder)):
+        raise SpecError(f"{given}: it has no weights: a structure of fresh ones says nothing")
+    return FoldingFolder(Path(folder), found)
+
+
+class FoldingModel(ABC):
+    """A folding model that is loaded and split."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model``: transformers' model, after :func:`meshfold.folding.parallelize_folding`."""
+        self.model: Any = model
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        first: Tensor = next(self.model.parameters())
+        return first.device
+
+    @abstractmethod
+    def tokens(self, chains: Sequence[str]) -> int:
+        """Return the side of the pair tensor: residues, and what is added to join chains."""
+
+    @property
+    @abstractmethod
+    def pair_channels(self) -> int:
+        """The channels of the pair tensor."""
+
+    @abstractmethod
+    def predict(
+        self, chains: Sequence[str], recycles: int | None = None, *, seed: int = 0, on_pass: OnPass | None = None
+    ) -> Structure:
+        """Return the structure of a protein; all ranks call, and all get the same.
+
+        Args:
+            chains: amino acids of each chain in capital letters.
+            recycles: passes after the first one; None: those of the configuration.
+            seed: of what is drawn (ESMFold 2).
+            on_pass: called before each pass.
+        """
+
+
+class EsmFold(FoldingModel):
+    """ESMFold: chains are joined by linkers, which are left out of what is returned."""
+
+    def tokens(self, chains: Sequence[str]) -> int:
+        return sum(map(len, chains)) + LINKER * (len(chains) - 1)
+
+    @property
+    def pair_channels(self) -> int:
+        return int(self.model.config.esmfold_config.trunk.pairwise_state_dim)
+
+    @torch.no_grad()
+    def predict(
+        self, chains: Sequence[str], recycles: int | None = None, *, seed: int = 0, on_pass: OnPass | None = None
+    ) -> Structure:
+        from transformers.models.esm.openfold_utils import residue_constants as known
+
+        letters, positions, kept = join_chains(chains)
+        types = torch.tensor([[known.restype_order_with_x[letter] for letter in letters]], device=self.device)
+        trunk: EsmFoldTrunk = self.model.trunk
+        trunk.on_recycle = on_pass
+        out = self.model(types, position_ids=torch.tensor([positions], device=self.device), num_recycles=recycles)
+        trunk.on_recycle = None
+        keep = torch.tensor(kept, device=self.device)
+        logits = out.ptm_logits[0][keep][:, keep].float()
+        plddt = (100 * out.plddt[0][keep].float()).cpu()
+        where = out.positions[-1, 0][keep].float().cpu().tolist()
+        names = [known.restype_1to3.get(letter, "UNK") for letter in "".join(chains)]
+        atoms = [
+            Atom(
+                residue=residue,
+                name=atom,
+                position=tuple(where[residue][number]),
+                plddt=float(plddt[residue, known.atom_order[atom]]),
+            )
+            for residue, name in enumerate(names)
+            for number, atom in enumerate(known.restype_name_to_atom14_names[name])
+            if atom
+        ]
+        pae, ptm, iptm = aligned_confidence(logits, [len(chain) for chain in chains], largest=31.0)
+        return Structure(
+            chains=tuple(chains),
+            residue_names=tuple(names),
+            atoms=tuple(atoms),
+            plddt=plddt[:, known.atom_order["CA"]],
+            pae=pae.cpu(),
+            ptm=ptm,
+            iptm=iptm,
+        )
+
+
+def aligned_confidence(logits: Tensor, lengths: Sequence[int], largest: float) -> tuple[Tensor, float, float | None]:
+    """Return predicted aligned errors, pTM and ipTM (Jumper et al. 2021, supplement 1.9.7; Evans et al. 2022).
+
+    Args:
+        logits: of the bins of aligned errors, ``residue residue bin``.
+        lengths: residues of each chain.
+        largest: where the last bin begins, in Å.
+    """
+    bins, n = logits.shape[-1], logits.shape[0]
+    step = largest / (bins - 2)
+    centers = (torch.arange(bins, device=logits.device, dtype=logits.dtype) + 0.5) * step
+    probabilities = logits.softmax(-1)
+    scale = 1.24 * (max(n, 19) - 15) ** (1 / 3) - 1.8
+    scores = (probabilities / (1 + (centers / scale) ** 2)).sum(-1)
+    pae = probabilities @ centers
+    iptm = None
+    if len(lengths) > 1:
+        chain = torch.arange(len(lengths), device=logits.device).repeat_interleave(
+            torch.tensor(lengths, device=logits.device)
+        )
+        apart = (chain.unsqueeze(0) != chain.unsqueeze(1)).to(scores.dtype)
+        iptm = float(((scores * apart).sum(-1) / apart.sum(-1)).max())
+    return pae, float(scores.mean(-1).max()), iptm
+
+
+class EsmFold2(FoldingModel):
+    """ESMFold 2: chains have numbers of their own; of several samples the one with the best pTM is returned."""
+
+    def tokens(self, chains: Sequence[str]) -> int:
+        return sum(map(len, chains))
+
+    @property
+    def pair_channels(self) -> int:
+        return int(self.model.config.pairwise_hidden_size)
+
+    @torch.no_grad()
+    def predict(
+        self, chains: Sequence[str], recycles: int | None = None, *, seed: int = 0, on_pass: OnPass | None = None
+    ) -> Structure:
+        from transformers.models.esmfold2 import protein_utils as known
+
+        features = complex_features([known.prepare_protein_features(chain) for chain in chains], chains)
+        passes = max(1, (self.model.config.num_loops if recycles is None else recycles) + 1)
+        count = 0
+
+        def announce(*_: Any) -> None:
+            nonlocal count
+            if on_pass is not None:
+                on_pass(count, passes)
+            count += 1
+
+        hook = self.model.folding_trunk.register_forward_pre_hook(announce)
+        torch.manual_seed(seed)  # all ranks draw the same
+        try:
+            at_device = {name: value.to(self.device) for name, value in features.items()}
+            out = self.model.fold(**at_device, num_loops=recycles)
+        finally:
+            hook.remove()
+        best = int(out.ptm.float().argmax())
+        where = out.sample_atom_coords.flatten(0, -3)[best].float().cpu().tolist()
+        confidence = (100 * out.plddt_per_atom[best].float()).cpu().tolist()
+        names = [known.PROTEIN_1TO3.get(letter, "UNK") for letter in "".join(chains)]
+        made = [(residue, atom) for residue, name in enumerate(names) for atom in known.PROTEIN_HEAVY_ATOMS[name]]
+        return Structure(
+            chains=tuple(chains),
+            residue_names=tuple(names),
+            atoms=tuple(
+                Atom(residue=residue, name=atom, position=tuple(where[number]), plddt=confidence[number])
+                for number, (residue, atom) in enumerate(made)
+            ),
+            plddt=(100 * out.plddt[best].float()).cpu(),
+            pae=out.pae[best].float().cpu(),
+            ptm=float(out.ptm[best]),
+            iptm=float(out.iptm[best]) if len(chains) > 1 else None,
+        )
+
+
+PREDICTORS: dict[str, Callable[[nn.Module], FoldingModel]] = {
+    "EsmForProteinFolding": EsmFold,
+    "EsmFold2Model": EsmFold2,
+}
+"""Folding models by the name of their class in transformers."""
