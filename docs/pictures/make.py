@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from docs.pictures import axial, dispatch, packages  # noqa: E402
+from docs.pictures import axial, confidence, dispatch, packages  # noqa: E402
 from docs.refresh import run_here  # noqa: E402
 from matplotlib import rc_context  # noqa: E402
 from matplotlib.patches import Rectangle  # noqa: E402
@@ -76,6 +76,7 @@ def pictures() -> dict[str, Picture]:
     found["schedule-own.svg"] = _schedule(shown["own_result"])
     found["dispatch.svg"] = (dispatch.description(), dispatch.draw)
     found["axial.svg"] = (axial.description(), axial.draw)
+    found["confidence.png"] = (confidence.description(), confidence.draw)
     found["packages.svg"] = (packages.description(), packages.draw)
     found["dropout.png"] = (f"{ROWS} x {COLUMNS}, p = {SHARE}, {STREAMS}", draw_dropout)
     return found

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from meshfold.huggingface import Structure
 
 BANDS = ((0, 50, "#ff7d45"), (50, 70, "#ffdb13"), (70, 90, "#65cbf3"), (90, 100, "#0053d6"))
@@ -14,12 +16,14 @@ BANDS = ((0, 50, "#ff7d45"), (50, 70, "#ffdb13"), (70, 90, "#65cbf3"), (90, 100,
 
 
 def plot_confidence(path: Path, structure: Structure, title: str) -> None:
-    """Draw it to a PNG; needs matplotlib.
+    """Write the picture as a PNG; needs matplotlib. See :func:`confidence_figure`."""
+    confidence_figure(structure, title).savefig(path)
 
-    Residues are numbered through all chains; lines mark where a chain ends.
+
+def confidence_figure(structure: Structure, title: str) -> Figure:
+    """Draw the picture. Residues are numbered through all chains; dashed lines mark where a chain ends.
 
     Args:
-        path: the PNG to write.
         structure: what was predicted.
         title: above the picture.
     """
@@ -48,11 +52,11 @@ def plot_confidence(path: Path, structure: Structure, title: str) -> None:
     ends = list(accumulate(map(len, structure.chains)))
     for name, first, end in zip(CHAIN_NAMES, [0, *ends], ends, strict=False):
         if len(ends) > 1:
-            curve.text((first + end + 1) / 2, 3, name, ha="center", fontweight="bold")
+            curve.text((first + end + 1) / 2, 3, name, ha="center", fontweight="bold", color="black")
         if end < residues:
             curve.axvline(end + 0.5, color="black", linestyle="--", linewidth=1)
             matrix.axvline(end + 0.5, color="black", linestyle="--", linewidth=1)
             matrix.axhline(end + 0.5, color="black", linestyle="--", linewidth=1)
     for axis in (curve.xaxis, matrix.xaxis, matrix.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path)
+    return figure
