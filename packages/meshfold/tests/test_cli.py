@@ -215,7 +215,7 @@ def _not_installed(name: str) -> str:
             ["run", "--ranks", "1", "--log-dir", "t/0.txt/x", "t/0.txt"],
             "log_dir='t/0.txt/x' cannot be made (Not a directory)",
         ),
-        (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: gpipe, hanayo, "),
+        (["reproduce", "no-such-paper"], "no 'no-such-paper' in experiments. There are: fastfold, gpipe, "),
         (
             ["reproduce", "gpipe", "--render", "--output", "empty"],
             "meshfold reproduce gpipe: empty/simulated.json is not there: run it once without --render, which makes it",

@@ -112,7 +112,7 @@ class FoldingModel(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device of the weights."""
         first: Tensor = next(self.model.parameters())
         return first.device
 

@@ -105,7 +105,7 @@ class AxialLayout:
 
     @property
     def ranks(self) -> int:
-        """How many processes it takes."""
+        """The number of processes."""
         count = 1
         for size in self.axes.values():
             count *= size
