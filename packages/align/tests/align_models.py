@@ -21,6 +21,8 @@ SPECS: dict[str, dict[str, Any]] = {
 """on two ranks"""
 SPECS_OF_4: dict[str, dict[str, Any]] = {
     "2d": dict(tensor=dict(mode="2d", size=4)),
+    "2.5d": dict(tensor=dict(mode="2.5d", size=4, depth=4)),
+    "3d": dict(tensor=dict(mode="3d", grid=(2, 2, 1))),
     "data and pipeline": dict(data=2, pipeline=dict(size=2, microbatches=2)),
     "zero 3 and tensor": dict(data=2, tensor=2, zero=dict(stage=3)),
     "ulysses and data": dict(data=2, sequence=dict(mode="ulysses", size=2)),

@@ -115,7 +115,7 @@ def test_objective_on_4() -> None:
 @pytest.mark.slow
 @ranks(4)
 def test_objective_on_4_in_more_specs() -> None:
-    for name in ("data and pipeline", "ulysses and data"):
+    for name in ("2.5d", "3d", "data and pipeline", "ulysses and data"):
         check(llama, SPECS_OF_4[name], **FUSED)
 
 

@@ -125,8 +125,11 @@ def segments_of(position_ids: Tensor) -> list[list[tuple[int, int, int, int]]]:
     starts[:, :1] = True
     branches, documents = branch_starts(position_ids).tolist(), _last_document(position_ids).tolist()
     found = []
-    for row, branch, document, positions in zip(starts, branches, documents, position_ids.tolist(), strict=True):
-        places = [*row.nonzero().flatten().tolist(), len(positions)]
+    # Lists, not rows of tensors: a rank may have some of the rows, and which ones does not matter here.
+    for row, branch, document, positions in zip(
+        starts.tolist(), branches, documents, position_ids.tolist(), strict=True
+    ):
+        places = [*(place for place, begins in enumerate(row) if begins), len(positions)]
         found.append(
             [(a, b, document[a] if branch[a] else a, positions[a] if branch[a] else 0) for a, b in pairwise(places)]
         )
