@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -169,6 +170,20 @@ def test_alignment_is_measured_without_a_gpu(method: str, peer: str, tmp_path: P
     [ours], [theirs] = case["runs"]["ours, shared prompts"], case["runs"][peer]
     assert ours["seconds"] and ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
     assert "25% saved" in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_trl_takes_part_or_says_what_to_install(method: str, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    few = ["--method", method, "--steps", "1", "--warm-up", "1", "--only", "TRL"]
+    assert main(["bench", "align", "--tiny", *few, "--out", str(out)]) == 0
+    [case] = json.loads(out.read_text())["cases"].values()
+    [run] = case["runs"]["TRL"]
+    if importlib.util.find_spec("trl") is None:
+        assert run == {"error": "trl is not installed: pip install trl==1.16.0"}
+    else:
+        assert len(run["seconds"]) == 1 and "error" not in run
 
 
 def test_a_note_quotes_the_generated_code_that_an_error_is_about(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A step of DPO or GRPO on one GPU or several: ours with and without shared prompts, beside TRL's computation by hand.
+"""A step of DPO or GRPO on one GPU or several: ours with and without shared prompts, beside TRL and its computation by hand.
 
 `meshfold bench align` starts each contestant in a process of its own, in rounds, and warms it up until clocks have settled. It
 writes JSON with the seconds of every step, peak memory, mean power and clock; `--report FILE.json` makes the table from it. All
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="meshfold bench align", description=__doc__.split("\n")[0])
     parser.add_argument("--method", choices=CONTESTANTS, default="dpo")
     parser.add_argument("--shape", choices=SHAPES, default="1.5B")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs, for ours")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, for ours and TRL")
     parser.add_argument("--rows", type=int, default=8, help="pairs (dpo) or prompts (grpo) of a step")
     parser.add_argument("--group", type=int, default=8, help="grpo: completions of a prompt")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
 
+from benchmarks.align import trl_trainers
 from benchmarks.align.peers import dpo_by_hand, grpo_by_hand
+from benchmarks.peers.absent import AbsentError
 
 Step = Callable[[], Tensor]
 
@@ -141,6 +143,7 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
         "ours, shared prompts, by a mask": partial(our_dpo, shared=True, masked=True),
         "ours": partial(our_dpo, shared=False),
         "by hand": lambda job: dpo_by_hand(job, model_of, random_ids),
+        "TRL": lambda job: trl_trainers.dpo(job, model_of, random_ids),
     },
     "grpo": {
         "ours": partial(our_grpo, shared="auto"),
@@ -148,6 +151,7 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
         "ours, unshared": partial(our_grpo, shared=False),
         "by hand, generate": lambda job: grpo_by_hand(job, model_of, random_ids, "generate"),
         "by hand, generate_batch": lambda job: grpo_by_hand(job, model_of, random_ids, "generate_batch"),
+        "TRL": lambda job: trl_trainers.grpo(job, model_of, random_ids),
     },
 }
 
@@ -156,4 +160,8 @@ if __name__ == "__main__":
     from benchmarks.timed_training import train
 
     job = json.loads(sys.argv[1])
-    train(job, CONTESTANTS[job["method"]][job["contestant"]])
+    try:
+        train(job, CONTESTANTS[job["method"]][job["contestant"]])
+    except AbsentError as error:  # a peer that is not there is no failure
+        if int(os.environ.get("RANK", "0")) == 0:
+            Path(job["out"]).write_text(json.dumps({"error": str(error)}))
