@@ -60,14 +60,6 @@ def test_norms() -> None:
     compare(4, [*lamb, *lars, *cases("lamb", "tied", [PIPELINE[1]])], batches(FEW))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_norms_under_every_spec(name: str) -> None:
-    specs = [*TENSOR, *TENSOR_ZERO, *ZERO, *HOST, *PIPELINE, *PIPELINE_TENSOR]
-    compare(4, cases(name, "llama", specs), batches(STEPS))
-    compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE]), batches(STEPS))
-
-
 @pytest.mark.parametrize("make", [partial(Lamb, lr=0.02, weight_decay=0.1), partial(Lars, lr=0.5, nesterov=True)])
 def test_norms_on_the_host_take_kernels(make: Callable[..., Any]) -> None:
     """Within rounding of torch's operations, and with the same names in the state."""
@@ -201,13 +193,6 @@ EIGHT: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow  # optimizers on 8 ranks: the package's own tests have every mode
-def test_cubes_and_sequences() -> None:
-    compare(8, [*cases("lamb", "llama", EIGHT[:1]), *cases("came", "llama", EIGHT[1:2])], batches(3))
-    specs: list[dict[str, Any]] = [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=zero)) for zero in (1, 3)]
-    compare(4, cases("lars", "llama", specs), batches(3))
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("parallel", [TENSOR[2], *TENSOR_ZERO, ZERO[2], *HOST, PIPELINE[1]], ids=str)
 def test_elements(parallel: dict[str, Any]) -> None:
@@ -259,15 +244,16 @@ def test_matrices(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["adafactor", "adafactor_hf", "came", "muon", "galore_adamw", "galore_8bit", "galore_adafactor"]
-)
-def test_matrices_under_every_spec(name: str) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_every_optimizer_under_every_spec(name: str) -> None:
+    """Ten steps, of tied weights too. Not of Lion: it takes signs of key biases' gradients, which are zero but for rounding."""
     specs = [{}, *ZERO, *HOST, *TENSOR, *TENSOR_ZERO, *PIPELINE, *PIPELINE_TENSOR]
-    specs += [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=3)), dict(pipeline=2, zero=dict(stage=3))]
-    compare(4, cases(name, "llama", [*specs, dict(tensor=dict(mode="2d", size=4), zero=dict(stage=2))]), batches(5))
-    compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]), batches(5))
-    compare(8, cases(name, "llama", EIGHT), batches(5))
+    specs += [dict(sequence=dict(mode="ring", size=2), zero=dict(stage=zero)) for zero in (1, 3)]
+    specs += [dict(pipeline=2, zero=dict(stage=3)), dict(tensor=dict(mode="2d", size=4), zero=dict(stage=2))]
+    compare(4, cases(name, "llama", specs), batches(STEPS))
+    if name != "lion":
+        compare(4, cases(name, "tied", [TENSOR[2], ZERO[2], *PIPELINE, *PIPELINE_TENSOR]), batches(STEPS))
+    compare(8, cases(name, "llama", EIGHT), batches(STEPS))
 
 
 Sums = list[list[tuple[str, tuple[str, ...], int]]]
