@@ -182,7 +182,7 @@ def _even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 def _installed() -> tuple[Any, Any]:
     try:
         import datasets
-        import trl
+        import trl  # type: ignore[import-not-found]
     except ImportError as error:
         raise AbsentError(f"{error.name} is not installed: pip install trl=={VERSION}") from error
     return trl, datasets

@@ -5,14 +5,27 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from align_models import SPECS, llama
+from align_models import SPECS, SPECS_OF_4, llama
 
-from meshfold.align import GRPO, PPO, Completion, EngineRollouts, Prompt, RewardModel, fit, scorer
+from meshfold.align import (
+    GRPO,
+    PPO,
+    Completion,
+    EngineRollouts,
+    Objective,
+    Prompt,
+    RewardModel,
+    Terms,
+    TokenValues,
+    fit,
+    mean_of_tokens,
+    scorer,
+)
 from meshfold.engine import Engine
 from meshfold.inference import Rollouts, Sampling
 from meshfold.mesh import SpecError
@@ -86,6 +99,61 @@ def test_rollouts_are_of_the_policy_and_differ() -> None:
         for place, (token, log) in enumerate(zip(ids, logs, strict=True)):
             assert log == pytest.approx(float(expected[len(prompt) - 1 + place, token].detach()), abs=1e-9)
     trainer.close()
+
+
+def rows_of(tokens: list[list[int]], n: int) -> dict[str, torch.Tensor]:
+    """Rows of a prompt and a completion, whose tokens alone are labels."""
+    prompts = [prompt.ids for prompt in PROMPTS for _ in range(n)]
+    length = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, tokens, strict=True))
+    input_ids = torch.zeros(len(tokens), length, dtype=torch.int64)
+    labels = torch.full_like(input_ids, -100)
+    for row, (prompt, ids) in enumerate(zip(prompts, tokens, strict=True)):
+        input_ids[row, : len(prompt) + len(ids)] = torch.tensor([*prompt, *ids])
+        labels[row, len(prompt) : len(prompt) + len(ids)] = torch.tensor(ids)
+    return dict(input_ids=input_ids, labels=labels)
+
+
+def agree_with_scores(specs: Mapping[str, dict[str, Any]]) -> None:
+    """What a rollout says of its tokens is what the trainer's forward says, and that of training what scoring says, to the bit."""
+    for name, spec in specs.items():
+        seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def terms(values: TokenValues, batch: Mapping[str, Any], seen: list[Any] = seen) -> Terms:
+            if values.log_probs.requires_grad:  # of a training step
+                seen.append((batch["number"], values.log_probs.detach().clone(), batch["labels"] != -100))
+            return Terms(loss=[mean_of_tokens(-values.log_probs, batch["labels"] != -100)])
+
+        objective = Objective(terms, fields=("number",), temperature=0.9)
+        with Engine(llama, spec, precision="fp64", optimizer=dict(name="sgd", lr=0.1), loss_fn=objective) as engine:
+            objective.attach(engine)
+            found = EngineRollouts(engine).generate([prompt.ids for prompt in PROMPTS], 2, SAMPLING)
+            batch = rows_of(found.tokens, 2)
+            batch["number"] = torch.arange(len(found.tokens))
+            scored = objective.score(batch).log_probs
+            own = [log for row, mask in zip(scored, batch["labels"] != -100, strict=True) for log in row[mask].tolist()]
+            assert own == pytest.approx([log for logs in found.logprobs for log in logs], rel=1e-12, abs=1e-12), name
+            objective.step([batch])
+            for number, logs, mask in seen:
+                assert torch.equal(logs[mask], scored[number, : logs.shape[1]][mask]), name
+            assert seen or "pipeline" in spec, name  # the last stage alone has them
+            objective.close()
+
+
+@ranks(2)
+def test_a_rollout_says_what_the_trainer_says() -> None:
+    agree_with_scores({name: SPECS[name] for name in ("data", "tensor")})
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_a_rollout_says_what_the_trainer_says_in_more_specs() -> None:
+    agree_with_scores({name: SPECS[name] for name in ("zero 3", "pipeline", "sequence")})
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_a_rollout_says_what_the_trainer_says_on_4() -> None:
+    agree_with_scores(SPECS_OF_4)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "rloo"])

@@ -91,8 +91,8 @@ def on_ranks(forms: list[str]) -> list[tuple[list[bool], list[list[int]]]]:
     return [packed_on_ranks(form) for form in forms]
 
 
-def test_ranks_pack_their_part_of_the_whole() -> None:
-    forms = ["int8", "int4"]
+@pytest.mark.parametrize("forms", [["int8", "int4"], pytest.param(["fp8"], marks=pytest.mark.slow)])
+def test_ranks_pack_their_part_of_the_whole(forms: list[str]) -> None:
     for rank in run_on_ranks(2, on_ranks, forms):
         for form, (same, texts) in zip(forms, rank, strict=True):
             model = own("llama").eval()

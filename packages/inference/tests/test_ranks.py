@@ -85,7 +85,7 @@ def families(name: str) -> list[str]:
 
 THIN: dict[int, list[tuple[str, str]]] = {
     2: [("gpt", "1d"), ("mixtral", "expert"), ("opt", "1d"), ("llama of ours, window", "pipeline")],
-    4: [("llama", "1d of 4"), ("mistral", "zero 3"), ("gpt", "3d")],
+    4: [("llama", "1d of 4"), ("mistral", "zero 3"), ("qwen3", "2d"), ("gpt", "3d")],
 }
 
 
