@@ -29,7 +29,6 @@ _NORMED = (
 """A norm in a block, and the layers that read it and nothing else."""
 _GATED = (("gate_up", "gate_up", "down"), ("gate_proj", "up_proj", "down_proj"))
 """Layers of an MLP: gate, up (or both in one) and down."""
-_SILU = ("silu", "swish")
 
 
 class RowKernels:

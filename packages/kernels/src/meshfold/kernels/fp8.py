@@ -238,10 +238,6 @@ class Fp8Casts:
         """Release the cast that sums over c."""
         self._rows = None
 
-    def free_columns(self) -> None:
-        """Release the cast that sums over m."""
-        self._columns = None
-
 
 def fp8_output(
     x: Tensor | Fp8Casts, w: Tensor | Fp8Tensor, recipe: Fp8Recipe, maximum: Fp8Maximum | None = None

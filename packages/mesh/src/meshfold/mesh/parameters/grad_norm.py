@@ -98,12 +98,8 @@ def clip_gradients(
     chosen = [p for p in parameters if p.grad is not None]
     norm = gradient_norm(chosen, mesh, norm_type, device=device)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    grads: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter in chosen:
-        if parameter.grad is not None:
-            grads.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
-    for (dtype, device), alike in grads.items():
-        torch._foreach_mul_(alike, scale.to(device, dtype))
+    for alike in _alike_gradients(chosen):
+        torch._foreach_mul_(alike, scale.to(alike[0].device, alike[0].dtype))
     return norm
 
 
@@ -121,13 +117,18 @@ def clip_gradient_values(parameters: Iterable[Tensor], max_value: float) -> None
         raise SpecError(
             f"max_value={max_value!r}: the largest value allowed is a number above 0; leave it out not to clip"
         )
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for alike in _alike_gradients(parameters):
+        torch._foreach_clamp_min_(alike, -max_value)
+        torch._foreach_clamp_max_(alike, max_value)
+
+
+def _alike_gradients(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the gradients in lists of one dtype and device each."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            alike.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
-    for gradients in alike.values():
-        torch._foreach_clamp_min_(gradients, -max_value)
-        torch._foreach_clamp_max_(gradients, max_value)
+            found.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+    return found.values()
 
 
 def gradient_shards(grad: Tensor, meta: ParameterMeta, mesh: Mesh) -> Iterable[tuple[Tensor, int]]:
