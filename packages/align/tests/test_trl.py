@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_rollouts import Numbers
 from test_trainers import completion
-from trl_numbers import DPO_KINDS, END, GROUPS, GRPO_KINDS, LR, MOST, PAIRS, moved, tiny_llama
+from trl_numbers import DPO_KINDS, END, GOOD, GROUPS, GRPO_KINDS, LR, MOST, OTHERS, PAIRS, moved, tiny_llama
 
-from meshfold.align import DPO, GRPO, Preference, Prompt, fit
+from meshfold.align import DPO, GRPO, KTO, SFT, Preference, Prompt, RewardModel, fit
 from meshfold.inference import Rollouts, Sampling
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import ranks
@@ -96,6 +97,27 @@ def test_dpo_is_that_of_trl(kind: str, shared: bool) -> None:
 @pytest.mark.parametrize("kind", GRPO_KINDS)
 def test_grpo_is_that_of_trl(kind: str, shared: bool) -> None:
     check(grpo(kind, shared), f"grpo {kind}")
+
+
+def other(name: str, **more: Any) -> Any:
+    """The trainer of a loss without kinds, on the same examples."""
+    options = {**COMMON, **OTHERS[name], **more, "batch_size": len(PAIRS)}
+    if name == "sft":
+        return SFT(tiny_llama, [completion(p, a) for p, a, _ in PAIRS], length=16, **options)
+    if name == "kto":
+        examples = [completion(p, a, good) for (p, a, _), good in zip(PAIRS, GOOD, strict=True)]
+        return KTO(tiny_llama, examples, **options)
+    pairs = [
+        Preference(chosen=completion(p, a), rejected=completion(p, b), margin=n / 10)
+        for n, (p, a, b) in enumerate(PAIRS)
+    ]
+    return RewardModel(partial(tiny_llama, scores=True), pairs, **options)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_those_of_trl(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshfold.align.dpo.shuffled", lambda count, *given: [*range(count)])  # which pairs KTO makes
+    check(other(name), name)
 
 
 def test_unbiased_kl_of_rewards_is_refused() -> None:

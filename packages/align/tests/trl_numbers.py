@@ -36,12 +36,15 @@ GRPO_KINDS: dict[str, dict[str, Any]] = {
     "dr_grpo": dict(beta=0.0),
     "dapo": dict(beta=0.25),
 }
+GOOD = [True, False, True, False]
+"""of each pair, whether its chosen completion is good: examples of KTO"""
+OTHERS: dict[str, dict[str, Any]] = dict(sft={}, reward=dict(centering=0.1), kto=dict(beta=0.5))
 MOST = 6
 """tokens of a completion, by which dr_grpo divides"""
 
 
-def tiny_llama() -> Any:
-    """The same weights in every version of torch."""
+def tiny_llama(*, scores: bool = False) -> Any:
+    """The same weights in every version of torch; ``scores``: with a head of one output."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -59,12 +62,19 @@ def tiny_llama() -> Any:
         tie_word_embeddings=False,
     )
     model = transformers.LlamaForCausalLM(config)
+    if scores:
+        model.lm_head = nn.Linear(config.hidden_size, 1, bias=False)
+    fill(model)
+    return model
+
+
+def fill(model: nn.Module) -> None:
+    """Give a model the same weights in every version of torch."""
     with torch.no_grad():
         for number, weight in enumerate(model.parameters()):
             if weight.dim() > 1:
                 places = torch.arange(weight.numel(), dtype=torch.float64)
                 weight.copy_((torch.sin(places * 0.7311 + number) * 0.35).view(weight.shape))
-    return model
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -129,6 +139,68 @@ def dpo(kind: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
     ids = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
     assert sorted(ids) == sorted(p + c for p, a, b in PAIRS for c in (a, b)), ids
     return by_sgd(trainer.model, lambda step: trainer.compute_loss(trainer.model, inputs))
+
+
+def sft(folder: str) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [dict(prompt=text(p), completion=" " + text(a[:-1])) for p, a, _ in PAIRS]
+    trainer = SFTTrainer(
+        tiny_llama(), SFTConfig(folder, **plain()), train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    counted = sorted(row[row != -100].tolist() for row in inputs["labels"])
+    assert counted == sorted(a for _, a, _ in PAIRS), counted
+    return by_sgd(trainer.model, lambda step: trainer.compute_loss(trainer.model, dict(inputs)))
+
+
+def reward(folder: str) -> dict[str, Any]:
+    import transformers
+    from datasets import Dataset
+    from trl import RewardConfig, RewardTrainer
+
+    config = tiny_llama().config
+    config.num_labels, config.pad_token_id = 1, 0
+    model = transformers.LlamaForSequenceClassification(config)
+    fill(model)
+    settings = RewardConfig(folder, center_rewards_coefficient=OTHERS["reward"]["centering"], **plain())
+    rows = [dict(chosen=text(p + a), rejected=text(p + b)) for p, a, b in PAIRS]
+    trainer = RewardTrainer(model, settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer())
+    given = [dict(chosen_ids=p + a, rejected_ids=p + b, margin=n / 10) for n, (p, a, b) in enumerate(PAIRS)]
+    inputs = trainer.data_collator(given)
+    found = by_sgd(trainer.model, lambda step: trainer.compute_loss(trainer.model, dict(inputs)))
+    found["moved"] = {name.replace("score.", "lm_head."): value for name, value in found["moved"].items()}
+    return found
+
+
+def kto(folder: str) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        dict(prompt=text(p), completion=" " + text(a[:-1]), label=good)
+        for (p, a, _), good in zip(PAIRS, GOOD, strict=True)
+    ]
+    settings = KTOConfig(folder, beta=OTHERS["kto"]["beta"], train_sampling_strategy="sequential", **plain())
+    trainer = KTOTrainer(
+        tiny_llama(), tiny_llama(), settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    # Our pairs of the baseline have the next example's completion, TRL's the last one's.
+    following = [*PAIRS[1:], PAIRS[0]]
+    given = [
+        dict(prompt_ids=p, completion_ids=a, KL_completion_ids=other[1], label=good)
+        for (p, a, _), other, good in zip(PAIRS, following, GOOD, strict=True)
+    ]
+    inputs = trainer.data_collator(given)
+    return by_sgd(trainer.model, lambda step: trainer.compute_loss(trainer.model, dict(inputs)))
+
+
+def plain() -> dict[str, Any]:
+    """Arguments of trainers of transformers: all examples in a step, in float32 on the CPU."""
+    return dict(
+        per_device_train_batch_size=len(PAIRS), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none"
+    )
 
 
 def grpo(kind: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -198,6 +270,9 @@ def main() -> None:
         for kind, options in kinds.items():
             with tempfile.TemporaryDirectory() as folder:
                 found[f"{make.__name__} {kind}"] = make(kind, options, folder)
+    for other in (sft, reward, kto):
+        with tempfile.TemporaryDirectory() as folder:
+            found[other.__name__] = other(folder)
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
