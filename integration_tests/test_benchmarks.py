@@ -22,6 +22,7 @@ from benchmarks.zero_offload import verdict
 from benchmarks.zero_offload.cases import CASES, read_bars
 from experiments.toml_tables import TableError
 from meshfold.cli import main
+from meshfold.mesh.testing import run_on_ranks
 
 
 def test_steps_are_timed_once_a_memory_plan_has_come_to_rest(tmp_path: Path) -> None:
@@ -197,6 +198,82 @@ def test_a_note_quotes_the_generated_code_that_an_error_is_about(tmp_path: Path)
     assert reason_of(ValueError("no file")) == "ValueError: no file"
 
 
+def test_the_blocks_of_openfold_are_those_of_ours() -> None:
+    """Outputs and every gradient in float64, so that the benchmark compares the same work."""
+    from benchmarks.folding.worker import blocks_of, eager, ours
+    from benchmarks.peers.transformers_folding import eager_block
+
+    job = dict(blocks=1, narrower=8, dtype="float64", ranks=1, sequences=3, residues=5, recompute="none")
+    (block,) = blocks_of(job)
+    names = {name for name, _ in block.named_parameters()}
+    peer = eager_block(block)
+    assert {name.replace("msa_att_col.", "msa_att_col._msa_att.") for name, _ in peer.named_parameters()} == names
+    inputs = torch.randn(1, 3, 5, 32, dtype=torch.float64), torch.randn(1, 5, 5, 16, dtype=torch.float64)
+    for mine, theirs in zip(block(*inputs), peer(*inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    sum(y.square().sum() for y in block(*inputs)).backward()
+    sum(y.square().sum() for y in peer(*inputs)).backward()
+    found = {name.replace("msa_att_col.", "msa_att_col._msa_att."): p.grad for name, p in peer.named_parameters()}
+    for name, parameter in block.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours(job)(), eager(job)(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ours({**job, "recompute": "blocks"})(), ours(job)(), rtol=0, atol=0)
+
+
+FOLDING = dict(blocks=1, narrower=8, dtype="float64", sequences=6, residues=4, recompute="blocks")
+
+
+def _folding_loss(ranks: int) -> float:
+    from benchmarks.folding.worker import ours
+
+    loss = ours({**FOLDING, "ranks": ranks})()
+    if ranks > 1:  # each has the mean of its own part
+        torch.distributed.all_reduce(loss)
+    return float(loss) / ranks
+
+
+def test_two_ranks_compute_what_one_does_in_the_benchmark_of_folding() -> None:
+    assert run_on_ranks(2, _folding_loss, 2) == pytest.approx([_folding_loss(1)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ("1", ["ours"]),
+        pytest.param("1", ["ours", "OpenFold eager"], marks=pytest.mark.slow),
+        pytest.param("2", ["ours"], marks=pytest.mark.slow),
+    ],
+)
+def test_folding_is_measured_without_a_gpu(ranks: str, names: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "folding.json"
+    assert main(["bench", "folding", "--tiny", "--ranks", ranks, "--only", *names, "--out", str(out)]) == 0
+    (case,) = json.loads(out.read_text())["cases"].values()
+    (run,) = case["runs"]["ours"]
+    assert len(run["seconds"]) == 2 and run["losses"][0] > 0
+    text = out.with_suffix(".md").read_text()
+    assert ("against OpenFold's attention and triangle modules" in text) == (len(names) > 1) and "bar" not in text
+
+
+def test_two_gpus_are_compared_with_one(tmp_path: Path) -> None:
+    def case(ranks: int, seconds: float, peak: int) -> dict[str, Any]:
+        work = dict(ranks=ranks, blocks=12, narrower=1, dtype="bfloat16", recompute="none", sequences=8, residues=8)
+        return dict(work=work, runs={"ours": [dict(seconds=[seconds], peak_bytes=peak, losses=[1.0])]})
+
+    out = tmp_path / "folding.json"
+    out.write_text(json.dumps(dict(machine={}, cases=dict(one=case(1, 1.0, 10), two=case(2, 0.5, 6)))))
+    assert main(["bench", "folding", "--report", str(out)]) == 0
+    text = out.with_suffix(".md").read_text()
+    assert "- two GPUs (ours) against one, same sizes: 2.000 (bar 1.7): met" in text
+    assert "in that of one: 0.600 (bar 0.55): **not met**" in text
+
+
+def test_sizes_that_ranks_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((["--ranks", "2", "--sizes", "128x255"], "--ranks 2 must divide"), (["--sizes", "8"], "write")):
+        with pytest.raises(SystemExit):
+            main(["bench", "folding", *words])
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("backend", ["none", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_fp8_is_measured_without_a_gpu(backend: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
@@ -294,6 +371,7 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
         "fp8",
         "fp8-curve",
         "experts",
+        "folding",
         "optimizers",
     ],
 )

@@ -1,0 +1,1 @@
+"""Blocks of the Evoformer beside OpenFold's eager code and torch.compile."""
