@@ -21,6 +21,7 @@ from experiments.gpipe import run as gpipe
 from experiments.gpipe.simulated import heaviest_stage, throughput
 from experiments.hanayo import run as hanayo
 from experiments.hanayo.simulated import row as hanayo_row
+from experiments.megatron import run as megatron
 from experiments.report import Case, Claim, Experiment, rounded, verdict, with_results
 from experiments.sequence_parallelism import run as sequence_parallelism
 from experiments.zero_bubble import measured, settings
@@ -38,6 +39,7 @@ ALL = {
     "hanayo": hanayo.EXPERIMENT,
     "sequence-parallelism": sequence_parallelism.EXPERIMENT,
     "fastfold": fastfold.EXPERIMENT,
+    "megatron": megatron.EXPERIMENT,
 }
 MAINS: dict[str, Callable[..., int]] = {
     "gpipe": gpipe.main,
@@ -45,6 +47,7 @@ MAINS: dict[str, Callable[..., int]] = {
     "hanayo": hanayo.main,
     "sequence-parallelism": sequence_parallelism.main,
     "fastfold": fastfold.main,
+    "megatron": megatron.main,
 }
 
 
@@ -197,6 +200,10 @@ def spoil_fastfold(found: dict[str, Any]) -> None:
     found["gradients"][0]["wrong"] = 1
 
 
+def spoil_megatron(found: dict[str, Any]) -> None:
+    found["table 1"][4]["ours, seconds"] *= 1.2
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "claim"),
     [
@@ -205,6 +212,7 @@ def spoil_fastfold(found: dict[str, Any]) -> None:
         ("hanayo", spoil_hanayo, "more waves idle less"),
         ("sequence-parallelism", spoil_sequence_parallelism, "dQ, dK and dV whole"),
         ("fastfold", spoil_fastfold, "every gradient of one process"),
+        ("megatron", spoil_megatron, "iteration times of table 1"),
     ],
 )
 def test_a_wrong_number_is_not_reproduced(

@@ -12,7 +12,10 @@ from meshfold.planner import find_machine
 
 FOLDER = Path(__file__).resolve().parent
 MACHINE = "a100x8"
-SIZES: dict[str, dict[str, Any]] = {"174.6": dict(layers=96, hidden=12288, heads=96), "529.6": dict(layers=105, hidden=20480, heads=128)}
+SIZES: dict[str, dict[str, Any]] = {
+    "174.6": dict(layers=96, hidden=12288, heads=96),
+    "529.6": dict(layers=105, hidden=20480, heads=128),
+}
 """Of table 2's models, which table 1 and its text name."""
 TOKENS = 300e9  # of table 2's days
 

@@ -2,6 +2,7 @@
 
   meshfold reproduce --list
   meshfold reproduce tensor-parallel-volume
+  meshfold reproduce --all
 
 Experiments are in the repository's folder experiments/; what follows the name goes to the experiment.
 """
@@ -19,13 +20,21 @@ from typing import Any
 from meshfold.cli.arguments import Failure
 
 FOLDER = "experiments"
+ALL = "all"
+"""The program that runs the others of its folder, if there is one: no name of ``--list``."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold reproduce`` and ``meshfold bench``."""
-    parser.usage = f"{parser.prog} NAME ... | --list"
+    parser.usage = f"{parser.prog} NAME ... | --list | --all ..."
     parser.add_argument("--list", action="store_true", help="list the names, each with what it does")
     parser.add_argument("--json", action="store_true", help="with --list: names as JSON")
+    parser.add_argument(
+        "--all",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="run them all and write one page with what came out, then its own arguments (--all --help)",
+    )
     parser.add_argument(
         "name",
         nargs=argparse.REMAINDER,
@@ -45,6 +54,8 @@ def run(arguments: argparse.Namespace, folder: str = FOLDER) -> int:
         else:
             print(listing(place))
         return 0
+    if arguments.all is not None:
+        return run_all(place, arguments.all)
     if not arguments.name:
         raise Failure(f"say which one; there are: {', '.join(programs(place)) or 'none'}")
     name, *rest = arguments.name
@@ -71,6 +82,8 @@ def programs(folder: Path) -> dict[str, Path]:
     """Map names, with dashes, to files: ``<name>.py``, or ``run.py`` or ``__init__.py`` of a folder, with a ``main``."""
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
+        if entry.stem == ALL:
+            continue
         candidates = [entry / "run.py", entry / "__main__.py", entry / "__init__.py"] if entry.is_dir() else [entry]
         for file in candidates:
             if file.suffix == ".py" and file.is_file() and _has_main(file):
@@ -108,6 +121,21 @@ def run_program(folder: Path, name: str, argv: Sequence[str]) -> int:
         hint = f" Did you mean {close[0]!r}?" if close else ""
         known = f"There are: {', '.join(found)}" if found else f"{folder} holds none"
         raise Failure(f"there is no {name!r} in {folder.name}.{hint} {known}")
+    main: Callable[[Sequence[str]], Any] = _import(folder, file).main
+    return int(main(list(argv)) or 0)
+
+
+def run_all(folder: Path, argv: Sequence[str]) -> int:
+    """Run the folder's program that runs all others.
+
+    Raises:
+        Failure: if it has none.
+    """
+    file = folder / f"{ALL}.py"
+    if not file.is_file():
+        raise Failure(
+            f"{folder.name} has nothing that runs all of it; give a name, there are: {', '.join(programs(folder))}"
+        )
     main: Callable[[Sequence[str]], Any] = _import(folder, file).main
     return int(main(list(argv)) or 0)
 

@@ -1,0 +1,102 @@
+"""The experiment megatron on the planner's clock, and the page of all verdicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from experiments import all as every
+from experiments.megatron import layer, run, simulated, step
+from experiments.megatron.step import Run
+from experiments.report import read_csv, rounded, with_results
+from meshfold.cli import main
+from meshfold.planner import find_machine
+
+MACHINE = find_machine(simulated.MACHINE)
+SMALL = Run(layers=4, hidden=256, heads=4, vocabulary=512, sequence=128, batch=64, gpus=8, tensor=2, pipeline=2)
+
+
+def test_megatron_is_simulated_as_committed() -> None:
+    then = json.loads((run.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
+    rows = [0, 4, 9]
+    published = read_csv(run.FOLDER / "published_table1.csv")
+    assert rounded([simulated.one(simulated.run_of(published[i]), published[i]) for i in rows]) == [
+        then["table 1"][i] for i in rows
+    ]
+    compared = read_csv(run.FOLDER / "published_table2.csv")
+    assert rounded([simulated.one(simulated.compared(compared[i]), compared[i]) for i in (0, 6)]) == [
+        then["table 2"][i] for i in (0, 6)
+    ]
+
+
+def test_operators_are_those_of_the_published_formulas() -> None:
+    """FLOP of a layer are 72 b s h² (1 + s / 6h), a third of them forward; equation 3 has full recomputation, a third more."""
+    shape = SMALL.shape
+    once = 24 * shape.rows * shape.sequence * shape.hidden**2 * (1 + shape.sequence / (6 * shape.hidden))
+    assert shape.tensor * layer.forward(shape).flop == pytest.approx(once)
+    assert shape.tensor * layer.backward(shape).flop == pytest.approx(2 * once)
+    head = shape.tensor * layer.head(shape, SMALL.vocabulary).flop
+    assert SMALL.flop(recomputed=True) == pytest.approx(SMALL.batch * (SMALL.layers * 4 * once + head))
+    assert SMALL.flop(recomputed=False) == pytest.approx(SMALL.batch * (SMALL.layers * 3 * once + head))
+    flash = replace(shape, flash=True)
+    assert layer.forward(flash).flop == layer.forward(shape).flop
+    moved = [sum(count * one.bytes for one, count in layer.forward(x).operators.items()) for x in (flash, shape)]
+    assert moved[0] < moved[1]
+
+
+def test_a_step_is_sane() -> None:
+    base = step.step_of(SMALL, MACHINE)
+    assert step.step_of(replace(SMALL, recompute="none"), MACHINE).seconds < base.seconds
+    selective = step.step_of(replace(SMALL, recompute="selective"), MACHINE).seconds
+    assert step.step_of(replace(SMALL, recompute="none"), MACHINE).seconds < selective < base.seconds
+    assert step.step_of(replace(SMALL, batch=128), MACHINE).seconds < 2 * base.seconds
+    faster = replace(MACHINE, inside=2 * MACHINE.inside, between=2 * MACHINE.between)
+    assert step.step_of(SMALL, faster).seconds < base.seconds
+    assert step.step_of(replace(SMALL, sequence_parallel=True), MACHINE).seconds <= base.seconds
+
+
+def test_long_schedules_are_their_closed_form() -> None:
+    for chunks in (1, 2):
+        short = step._makespan(4, 16, chunks, 2.0)
+        assert short == pytest.approx((16 + 3 / chunks) * 3, rel=0.02)
+
+
+def test_the_page_and_the_list_of_the_documentation_are_made_from_the_experiments() -> None:
+    found = {name: every.verdicts(name) for name in every.names()}
+    assert every.PAGE.read_text(encoding="utf-8") == every.page(found)
+    listed = every.LIST.read_text(encoding="utf-8")
+    assert with_results(listed, every.counts(found, "../experiments/")) == listed
+    kinds = {one.kind for some in found.values() for one in some}
+    assert kinds == set(every.KINDS)
+    assert {one.kind for one in found["fastfold"]} == {"match", "not reproduced", "not run"}
+
+
+def test_all_runs_every_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(every, "names", lambda: ["gpipe", "megatron"])
+    ended = {"gpipe": 0, "megatron": 0}
+    for name in ended:
+        module = import_module(f"experiments.{name}.run")
+        monkeypatch.setattr(module, "main", lambda words, name=name: print(name, words) or ended[name])
+    monkeypatch.setattr("meshfold.cli.reproduce._import", lambda folder, file: every)
+    words = ["reproduce", "--all", "--render", "--no-plots", "--output", str(tmp_path / "page.md")]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "gpipe ['--render', '--no-plots']" in said and " match, " in said
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "## gpipe" in text and "## megatron" in text and "## hanayo" not in text
+    ended["megatron"] = 1
+    assert main(words) == 1
+    assert "not as their pages say: megatron" in capsys.readouterr().err
+    assert main(["reproduce", "--list", "--json"]) == 0
+    assert "all" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_without_a_program_for_all_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--all"]) == 2
+    assert "benchmarks has nothing that runs all of it; give a name, there are: align, " in capsys.readouterr().err
