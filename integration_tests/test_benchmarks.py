@@ -160,6 +160,7 @@ def test_decoding_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert "| transformers static compiled |" in out.with_suffix(".md").read_text()
 
 
+@pytest.mark.usefixtures("warm_commands")
 @pytest.mark.parametrize(
     ("method", "peer"), [("dpo", "by hand"), pytest.param("grpo", "by hand, generate", marks=pytest.mark.slow)]
 )

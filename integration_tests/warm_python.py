@@ -44,6 +44,8 @@ _IMPORTED = (
     "torch.distributed.checkpoint",
     "numba",
     "transformers.modeling_utils",
+    "diffusers.models.unets.unet_2d_condition",
+    "diffusers.models.transformers.dit_transformer_2d",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "matplotlib.ticker",

@@ -88,7 +88,7 @@ def compare(
     model: str,
     parallel: dict[str, Any],
     rows: int,
-    steps: int = 3,
+    steps: int = 2,
     accumulation: int = 1,
     clip: float | None = None,
 ) -> None:
@@ -154,7 +154,7 @@ SPECS_OF_4: list[dict[str, Any]] = [
 def test_four_ranks_in_every_tensor_mode_are_the_serial_model(rest: bool) -> None:
     """Each mode, and one of them beside data; the slow test has the other grids and mixtures."""
     for number, parallel in enumerate(SPECS_OF_4):
-        if (number in (3, 6)) != rest:
+        if (number not in (1, 2, 4, 5, 6)) != rest:
             continue
         model = ("gpt", "llama", "untied_gpt")[number % 3]
         # 5 rows: filled up, inside, to what the mode can split.

@@ -57,7 +57,7 @@ def cases(name: str, model: str, specs: list[dict[str, Any]], **settings: Any) -
 def test_norms() -> None:
     """Norms of whole tensors, also of those that some ranks share and of which a rank has a few elements."""
     lamb, lars = cases("lamb", "llama", TENSOR_ZERO), cases("lars", "llama", [TENSOR[2], *HOST])
-    compare(4, [*lamb, *lars, *cases("lamb", "tied", [PIPELINE[1]])], batches(FEW))
+    compare(4, [*lamb, *lars, *cases("lamb", "tied", [PIPELINE[1]])], batches(3))
 
 
 @pytest.mark.parametrize("make", [partial(Lamb, lr=0.02, weight_decay=0.1), partial(Lars, lr=0.5, nesterov=True)])

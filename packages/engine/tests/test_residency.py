@@ -209,9 +209,9 @@ def kept_speculative(into: list[int]) -> Any:
 
 def test_steps_that_count_alike_are_made_speculatively() -> None:
     kept: list[int] = []
-    wanted = trained(dict(stage=3, placement="cuda"), steps=8, clip_grad_norm=1e3)
+    wanted = trained(dict(stage=3, placement="cuda"), steps=6, clip_grad_norm=1e3)
     with expecting(SPECULATIVE_STEP), kept_speculative(kept):
-        found = trained(dict(gpu_memory_limit=10 * MiB), steps=8, clip_grad_norm=1e3)
+        found = trained(dict(gpu_memory_limit=10 * MiB), steps=6, clip_grad_norm=1e3)
     assert_same(found, wanted)
     plan = residency(found[2]).plan
     assert plan is not None and plan.strategy == SPECULATIVE_STEP

@@ -103,7 +103,8 @@ def test_fp8_casts_have_the_bits_of_the_reference(shape: tuple[int, int], dtype:
     x[shape[0] // 2] = 0.0
     odd = x.clone()
     odd[-1, -1], odd[0, shape[1] // 2] = float("inf"), float("nan")
-    for matrix in (x, odd, x[:, : max(1, shape[1] // 2)]):
+    # Of several blocks the interpreter takes the odd matrix alone: it has the plain one's other elements.
+    for matrix in (odd,) if INTERPRETED and x.numel() > 1000 else (x, odd, x[:, : max(1, shape[1] // 2)]):
         for each, cast in zip((matrix, matrix.t()), dispatch.twin(cast_both, matrix)(matrix), strict=True):
             got = K.to_fp8(each, rows=True)
             with K.use("reference"):
@@ -164,8 +165,18 @@ def same_cast(y: Tensor, want: Tensor, cast: tuple[Tensor, ...]) -> None:
     assert torch.equal(cast[0].view(torch.uint8), values.view(torch.uint8)) and torch.equal(cast[1], inverse)
 
 
-@pytest.mark.parametrize(("queries", "keys", "d"), [(37, 70, 8), (1, 3, 5), (64, 33, 32)], ids=str)
-@pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
+# Triton's interpreter takes seconds for several blocks of keys: once with a bias, once without.
+_BLOCKS_OF_KEYS = [(37, 70, 8, False), (64, 33, 32, True)]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "d", "biased"),
+    [
+        pytest.param(*shape, biased, marks=pytest.mark.slow if (*shape, biased) in _BLOCKS_OF_KEYS else ())
+        for shape in [(37, 70, 8), (1, 3, 5), (64, 33, 32)]
+        for biased in (True, False)
+    ],
+)
 @dtypes
 def test_pair_attention(queries: int, keys: int, d: int, biased: bool, dtype: torch.dtype) -> None:
     """Views, masks, and a row in which no key counts; in half precision weights are rounded before each product."""

@@ -35,7 +35,7 @@ _LINE = 65536
 # most ranks need.
 _COMPILER = ("torch._functorch.", "torch._inductor.")
 _OURS = {"meshfold", "numpy", "einops", "numba", "safetensors", "hypothesis"}
-_THEIRS = {"transformers", "peft", "lightning", "lightning_utilities", "torchmetrics", "matplotlib"}
+_THEIRS = {"transformers", "diffusers", "peft", "lightning", "lightning_utilities", "torchmetrics", "matplotlib"}
 _WORTH_PRELOADING = frozenset(_OURS | _THEIRS)
 
 
