@@ -16,7 +16,7 @@ from torch import Tensor
 from meshfold.kernels import LAYERWISE, STEP_KERNELS
 from meshfold.mesh import SpecError, all_reduce, record
 from meshfold.mesh.testing import run_on_ranks
-from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, Muon
+from meshfold.optimizers import Adafactor, AdafactorHF, Came, Lamb, Lars, Lion, Muon, muon
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 import expert_cases
@@ -225,6 +225,62 @@ def groups_of_muon(specs: list[dict[str, Any]]) -> list[tuple[dict[str, int], li
             rates = [group["lr"] for group in engine.optimizer.param_groups]
             found.append((dict(zip(roles, map(int, counts), strict=True)), rates))
     return found
+
+
+def orthogonalised(specs: list[tuple[str, dict[str, Any]]]) -> list[int]:
+    """Return how many matrices this rank orthogonalises in a step of Muon."""
+    whole, found = muon.orthogonalize, []
+    for model, spec in specs:
+        counts: list[int] = []
+
+        def counting(matrices: Tensor, counts: list[int] = counts, **settings: Any) -> Tensor:
+            counts.append(len(matrices))
+            return whole(matrices, **settings)
+
+        muon.orthogonalize = counting
+        try:
+            if model == "experts":
+                expert_cases.run(spec, steps=1, optimizer=SMALL["muon"])
+            else:
+                with engine_of(spec, model, optimizer=SMALL["muon"]) as engine:
+                    engine.train_step(engine.shard_batch(batches(1)[0]))
+        finally:
+            muon.orthogonalize = whole
+        found.append(sum(counts))
+    return found
+
+
+ONCE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", TENSOR[2]),
+    ("experts", dict(data=4, expert=2)),
+]
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        ONCE,
+        pytest.param(
+            [
+                *(("llama", spec) for spec in (*TENSOR, *TENSOR_ZERO, *ZERO, *HOST, *PIPELINE, *PIPELINE_TENSOR)),
+                ("llama", dict(data=4)),
+                *(
+                    ("experts", spec)
+                    for spec in (dict(data=4), EXPERTS, ZERO_EXPERTS, dict(data=4, expert=4, zero=dict(stage=3)))
+                ),
+                ("experts", dict(data=2, tensor=2, expert=dict(size=2, tensor=2))),
+            ],
+            marks=slow,
+        ),
+    ],
+    ids=["some", "all"],
+)
+def test_each_matrix_is_orthogonalised_by_one_rank(specs: list[tuple[str, dict[str, Any]]]) -> None:
+    """Those of experts too, of which several ranks have copies."""
+    alone = {"llama": 4 * 4, "experts": orthogonalised([("experts", {})])[0]}
+    by_rank = run_on_ranks(4, orthogonalised, specs)
+    for (model, spec), counts in zip(specs, zip(*by_rank, strict=True), strict=True):
+        assert sum(counts) == alone[model], (model, spec, counts)
 
 
 DIAGONAL: dict[str, list[dict[str, Any]]] = {

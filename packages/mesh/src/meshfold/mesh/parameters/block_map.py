@@ -37,6 +37,10 @@ class BlockMap:
             found.append(owner if owner in positions else positions[near])
         return found
 
+    def copies(self, position: int) -> list[int]:
+        """Return the positions that have the same block as a rank's, its own among them, ascending."""
+        return next(positions for positions in self._holders if position in positions)
+
     def of_rank(self, whole: Tensor, position: int) -> Tensor:
         """Return a rank's block of a whole tensor, padded with zeros."""
         return self._placement.shard(whole, self._mesh, self._group.ranks[position])

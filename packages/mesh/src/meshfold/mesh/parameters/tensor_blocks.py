@@ -31,8 +31,10 @@ class ShardedBlocks:
     always to the rank with the least work. Blocks of the results go to all ranks. Blocks that a rank keeps are not sent; pairs of
     ranks are padded to the largest.
 
-    A parameter of three dims is a stack of matrices, such as the weights of experts. Where a rank has whole ones of them it
-    computes these by itself. All parameters of a call are of one of the lists of ``families``.
+    A parameter of three dims is a stack of matrices, such as the weights of experts. Where a rank has whole ones of them, the ranks
+    that have the same ones compute a share each, which the second all-to-all takes to the others.
+
+    All parameters of a call are of one of the lists of ``families``.
 
     Attributes:
         bucket_elements: number of elements of blocks to ask about together.
@@ -147,10 +149,11 @@ class ShardedBlocks:
             return _by_shape(values, function)
         blocks = [self._block(parameter, self._owners) for parameter in parameters]
         here = [len(block.shape) > 2 and block.local_shape[-2:] == block.shape[-2:] for block in blocks]
-        by_itself = iter(_by_shape([value for value, mine in zip(values, here, strict=True) if mine], function))
-        items = [_Item(block, value) for block, value, mine in zip(blocks, values, here, strict=True) if not mine]
-        exchanged = iter(self._computed(items, function) if items else [])
-        return [next(by_itself if mine else exchanged) for mine in here]
+        pairs = list(zip(blocks, values, here, strict=True))
+        stacks = [_Stack(block, value) for block, value, has_whole_ones in pairs if has_whole_ones]
+        items = [_Item(block, value) for block, value, has_whole_ones in pairs if not has_whole_ones]
+        of_items, of_stacks = map(iter, self._computed(items, stacks, function))
+        return [next(of_stacks if has_whole_ones else of_items) for has_whole_ones in here]
 
     def of_whole(
         self,
@@ -197,10 +200,16 @@ class ShardedBlocks:
             self._blocks[key] = BlockMap(self._metas[parameter], group)
         return self._blocks[key]
 
-    def _computed(self, items: Sequence[_Item], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _computed(
+        self, items: Sequence[_Item], stacks: Sequence[_Stack], function: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's blocks of the results: of matrices that owners compute, and of stacks whose copies share the work."""
         mine, owners = self._owners.index, _deal(items, self._owners.size)
-        wholes = self._gather(items, owners)
-        made = dict(zip(wholes, _by_shape(list(wholes.values()), function), strict=True))
+        wholes = self._gather(items, owners) if items else {}
+        shares = {number: stack.share(mine) for number, stack in enumerate(stacks) if stack.sizes(mine)[mine]}
+        computed = _by_shape([*wholes.values(), *shares.values()], function)
+        made = dict(zip(wholes, computed, strict=False))
+        shared = dict(zip(shares, computed[len(wholes) :], strict=True))
         wholes.clear()
         # Send blocks of the results from each owner to all ranks.
         sends: list[list[Tensor]] = [[] for _ in self._owners.ranks]
@@ -209,10 +218,18 @@ class ShardedBlocks:
                 for rank, pieces in enumerate(sends):
                     if rank != mine:
                         pieces.append(item.block.of_rank(made[place], rank))
+        for number, share in shared.items():
+            for rank in stacks[number].sizes(mine):
+                if rank != mine:
+                    sends[rank].append(share)
         sizes = [0] * self._owners.size
         for place, item in enumerate(items):
             sizes[owners[place]] += item.block.elements
-        arrived = self._exchange(sends, max(sizes), items[0].value.dtype)
+        for stack in stacks:
+            for rank in range(len(sizes)):
+                copies = stack.sizes(rank)
+                sizes[rank] += copies[rank] * (len(copies) > 1)
+        arrived = self._exchange(sends, max(sizes), (items or stacks)[0].value.dtype)
         found = []
         for place, item in enumerate(items):
             if owners[place] == mine:
@@ -220,7 +237,15 @@ class ShardedBlocks:
             else:
                 block = _next_of(arrived, owners[place], item.block.elements).view(item.block.local_shape)
             found.append(block.to(item.value.device))
-        return found
+        of_stacks = []
+        for number, stack in enumerate(stacks):
+            pieces = [
+                shared[number].reshape(-1) if rank == mine else _next_of(arrived, rank, size)
+                for rank, size in stack.sizes(mine).items()
+                if size
+            ]
+            of_stacks.append(torch.cat([piece.to(stack.value.device) for piece in pieces]).view(stack.value.shape))
+        return found, of_stacks
 
     def _gather(self, items: Sequence[_Item], owners: Sequence[int]) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns, by index."""
@@ -277,6 +302,28 @@ def _by_shape(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) 
 class _Item(NamedTuple):
     block: BlockMap
     value: Tensor
+
+
+class _Stack(NamedTuple):
+    """Whole matrices that a rank has of a parameter of three dims."""
+
+    block: BlockMap
+    value: Tensor
+
+    def sizes(self, rank: int) -> dict[int, int]:
+        """Return the ranks that have the same matrices as a rank, with the elements of those that each computes."""
+        copies, each = self.block.copies(rank), math.prod(self.block.local_shape[-2:])
+        count = self.block.elements // each
+        return {
+            other: (count // len(copies) + (place < count % len(copies))) * each for place, other in enumerate(copies)
+        }
+
+    def share(self, rank: int) -> Tensor:
+        """Return the matrices that a rank computes, ``n r c``."""
+        sizes = self.sizes(rank)
+        first = sum(size for other, size in sizes.items() if other < rank)
+        rows, columns = self.value.shape[-2:]
+        return self.value.reshape(-1)[first : first + sizes[rank]].view(-1, rows, columns)
 
 
 def _deal(items: Sequence[_Item], size: int) -> list[int]:
