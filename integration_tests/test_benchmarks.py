@@ -373,6 +373,7 @@ def test_a_contestant_that_is_not_there_is_refused_before_ranks_start(
         "fp8-curve",
         "experts",
         "folding",
+        "diffusion",
         "optimizers",
     ],
 )

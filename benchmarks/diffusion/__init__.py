@@ -1,0 +1,1 @@
+"""Denoisers of diffusers, trained beside diffusers' own loop and FSDP2."""

@@ -1,0 +1,128 @@
+"""One contestant trains a denoiser for a while, in processes of its own; rank 0 writes JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
+
+from benchmarks.diffusion.cases import GIB, batch_of, model_of
+
+Step = Callable[[], Tensor]
+
+
+class Squares:
+    """Mean squared distance of the output from ``target``, in float32."""
+
+    batch_fields = ("target",)
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        return torch.nn.functional.mse_loss(output.sample.float(), batch["target"].float())
+
+
+def device() -> torch.device:
+    """Return the device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def batch(job: dict[str, Any], model: Any) -> dict[str, Tensor]:
+    """Return this rank's rows."""
+    rank = int(os.environ.get("RANK", "0"))
+    whole = batch_of(model, job["rows"], tuple(job["tokens"]), seed=1)
+    return {name: value.chunk(job["ranks"])[rank].to(device()) for name, value in whole.items()}
+
+
+def ours(job: dict[str, Any], **settings: Any) -> Step:
+    """Return the step of Meshfold: one line of a spec, the model as diffusers has it."""
+    from meshfold.engine import Engine
+
+    limit = job["limit"]
+    model = model_of(job["kind"], job["config"])
+    spec: dict[str, Any] = dict(data=job["ranks"])
+    if limit is not None:
+        spec["zero"] = dict(stage=3, gpu_memory_limit=int(limit * GIB))
+    elif job["ranks"] > 1:
+        spec["zero"] = dict(stage=3, placement="cuda")
+    engine = Engine(
+        model,
+        spec,
+        precision="bf16" if job["dtype"] == "bfloat16" else "fp32",
+        clip_grad_norm=1.0,
+        optimizer=dict(name="adamw", lr=1e-6, weight_decay=0.01),
+        loss_fn=Squares(),
+        recompute="blocks" if job["recompute"] else None,
+        **settings,
+    )
+    rows = batch(job, model)
+
+    def step() -> Tensor:
+        engine.run_step(rows)
+        return engine.runner.loss
+
+    return step
+
+
+def diffusers(job: dict[str, Any], *, compiled: bool) -> Step:
+    """Return the step of diffusers' scripts on one GPU."""
+    from benchmarks.peers.absent import AbsentError
+    from benchmarks.peers.denoisers import alone
+
+    if job["ranks"] > 1:
+        raise AbsentError("diffusers' scripts train on one GPU here: FSDP2 is the contestant on several")
+    model = model_of(job["kind"], job["config"]).to(device())
+    return alone(model, batch(job, model), getattr(torch, job["dtype"]), job["backend"] if compiled else None)
+
+
+def fsdp2(job: dict[str, Any], *, compiled: bool) -> Step:
+    """Return the step of torch's FSDP2."""
+    from benchmarks.peers.denoisers import fsdp2 as step_of
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    model = model_of(job["kind"], job["config"])
+    rows = batch(job, model)
+    return step_of(
+        model.to(device()),
+        rows,
+        getattr(torch, job["dtype"]),
+        job["backend"] if compiled else None,
+        ranks=job["ranks"],
+        recompute=job["recompute"],
+    )
+
+
+CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
+    "ours": ours,
+    "ours, compiled": lambda job: ours(job, compile=dict(backend=job["backend"])),
+    "diffusers": lambda job: diffusers(job, compiled=False),
+    "diffusers, compiled": lambda job: diffusers(job, compiled=True),
+    "FSDP2": lambda job: fsdp2(job, compiled=False),
+    "FSDP2, compiled": lambda job: fsdp2(job, compiled=True),
+}
+
+
+if __name__ == "__main__":
+    from benchmarks.peers.absent import AbsentError
+    from benchmarks.timed_training import train
+
+    job = json.loads(sys.argv[1])
+    if torch.cuda.is_available():
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(place)
+        if job["limit"] is not None:  # whatever the plan says: beyond it is out of memory
+            whole = torch.cuda.get_device_properties(place).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, job["limit"] * GIB / whole), place)
+    else:
+        torch.set_num_threads(1)
+    try:
+        train(job, CONTESTANTS[job["contestant"]])
+    except AbsentError as error:  # a peer that cannot take part is no failure
+        Path(job["out"]).write_text(json.dumps({"error": str(error)}))

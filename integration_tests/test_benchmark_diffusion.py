@@ -1,0 +1,86 @@
+"""The benchmark of denoisers: its cases, its verdicts, and a small run of every contestant."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.diffusion.cases import CASES, GIB, batch_of, model_of, tiny
+from benchmarks.diffusion.report import of_case, of_limits
+from meshfold.cli import main
+
+if importlib.util.find_spec("diffusers") is None:
+    pytest.skip("diffusers is not installed: pip install meshfold-huggingface[diffusers]", allow_module_level=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("sd2", 0.8659), ("dit-xl", 0.7498), pytest.param("flux-12b", 11.901, marks=pytest.mark.slow)],
+)
+def test_a_case_has_the_published_size(name: str, billions: float) -> None:
+    """DiT-XL/2 has 675 million in its paper; in diffusers each of 28 blocks has embedders of its own."""
+    case = CASES[name]
+    with torch.device("meta"):
+        model = model_of(case.kind, case.config)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sd2", "dit-xl", "flux-12b"])
+def test_a_batch_fits_its_model(name: str) -> None:
+    case = tiny(CASES[name])
+    model = model_of(case.kind, case.config)
+    batch = batch_of(model, case.rows, case.tokens, seed=1)
+    target = batch.pop("target")
+    assert model(**batch).sample.shape == target.shape
+
+
+def run(seconds: float, peak: float = 0.0) -> dict[str, Any]:
+    return dict(seconds=[seconds] * 3, peak_bytes=int(peak * GIB), losses=[1.0, 0.9], watts=500.0, mhz=1500.0)
+
+
+def case_of(name: str, runs: dict[str, dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    case = CASES[name]
+    work = dict(ranks=case.ranks, rows=case.rows, dtype="bfloat16", recompute=case.recompute, limit=case.limit)
+    return dict(
+        about=case.about,
+        work={**work, "config": dict(case.config), **changes},
+        runs={who: [found] for who, found in runs.items()},
+    )
+
+
+def test_verdicts() -> None:
+    free = case_of(
+        "sd2", {"ours": run(0.2), "ours, compiled": run(0.1), "diffusers": run(0.3), "diffusers, compiled": run(0.12)}
+    )
+    lines = "\n".join(of_case("sd2", free))
+    assert "our best (ours, compiled) against diffusers' best (diffusers, compiled): 1.200 (bar 1.1): met" in lines
+    assert "| ours, compiled | 0.1000 | 160.0 | 1.000 |" in lines
+    assert "| 3.1 | 1500 |" in lines  # 500 W · 0.1 s / 16 images
+    small = "\n".join(of_case("sd2", case_of("sd2", {"ours": run(0.1), "diffusers": run(0.2)}, rows=4)))
+    assert small.rstrip().endswith("best (diffusers): 2.000")  # another work than the bar's
+    capped = case_of("sd2-11", {"ours": run(0.15, peak=10.5)})
+    assert "- trains under 11 GiB: 10.50: met" in "\n".join(of_case("sd2-11", capped))
+    assert of_limits({"sd2": free, "sd2-11": capped}) == [
+        "- speed under 11 GiB by that without a limit: 0.667 (bar 0.8): **not met**"
+    ]
+    failed = case_of("sd2-5.6", {"ours": dict(error="out of memory")})
+    assert "| ours | – | – | – | – | – | – | – | out of memory |" in "\n".join(of_case("sd2-5.6", failed))
+
+
+@pytest.mark.slow
+def test_every_contestant_trains_a_small_model_to_the_same_loss(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ["bench", "diffusion", "--tiny", "--timeout", "600", "--out", str(out)]
+    assert main([*words, "--case", "sd2", "dit-xl", "flux-12b"]) == 0
+    assert main([*words, "--case", "sd2-11", "--limit", "0.5"]) == 0
+    for name, case in json.loads(out.read_text())["cases"].items():
+        losses = [run["losses"] for runs in case["runs"].values() for run in runs]
+        assert len(losses) == len(CASES[name].contestants)
+        for each in losses:
+            assert each == pytest.approx(losses[0], rel=1e-3), name
+    assert "our best" in out.with_suffix(".md").read_text()
