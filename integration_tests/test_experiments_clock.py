@@ -1,4 +1,4 @@
-"""The experiment megatron on the planner's clock, and the page of all verdicts."""
+"""The experiments megatron and megascale on the planner's clock, and the page of all verdicts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments import all as every
+from experiments.megascale import run as megascale
 from experiments.megatron import layer, run, simulated, step
 from experiments.megatron.step import Run
 from experiments.report import read_csv, rounded, with_results
@@ -33,6 +34,11 @@ def test_megatron_is_simulated_as_committed() -> None:
     ]
 
 
+def test_megascale_is_simulated_as_committed() -> None:
+    then = json.loads((megascale.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
+    assert rounded(megascale.EXPERIMENT.simulate()) == then
+
+
 def test_operators_are_those_of_the_published_formulas() -> None:
     """FLOP of a layer are 72 b s h² (1 + s / 6h), a third of them forward; equation 3 has full recomputation, a third more."""
     shape = SMALL.shape
@@ -46,6 +52,9 @@ def test_operators_are_those_of_the_published_formulas() -> None:
     assert layer.forward(flash).flop == layer.forward(shape).flop
     moved = [sum(count * one.bytes for one, count in layer.forward(x).operators.items()) for x in (flash, shape)]
     assert moved[0] < moved[1]
+    assert [replace(flash, window=w).visible for w in (0, 128, 64)] == [0.5, 0.5, 0.375]
+    beside = layer.forward(replace(flash, parallel_block=True))
+    assert sum(beside.operators.values()) == sum(layer.forward(flash).operators.values()) - 2
 
 
 def test_a_step_is_sane() -> None:
@@ -57,6 +66,12 @@ def test_a_step_is_sane() -> None:
     faster = replace(MACHINE, inside=2 * MACHINE.inside, between=2 * MACHINE.between)
     assert step.step_of(SMALL, faster).seconds < base.seconds
     assert step.step_of(replace(SMALL, sequence_parallel=True), MACHINE).seconds <= base.seconds
+    before = base.seconds
+    for count in (1, 2, 3):
+        hidden = frozenset(("tensor", "pipeline", "data")[:count])
+        found = step.step_of(replace(SMALL, chunks=2, hidden_traffic=hidden), MACHINE).seconds
+        assert found < before
+        before = found
 
 
 def test_long_schedules_are_their_closed_form() -> None:

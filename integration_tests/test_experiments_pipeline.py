@@ -21,6 +21,7 @@ from experiments.gpipe import run as gpipe
 from experiments.gpipe.simulated import heaviest_stage, throughput
 from experiments.hanayo import run as hanayo
 from experiments.hanayo.simulated import row as hanayo_row
+from experiments.megascale import run as megascale
 from experiments.megatron import run as megatron
 from experiments.report import Case, Claim, Experiment, rounded, verdict, with_results
 from experiments.sequence_parallelism import run as sequence_parallelism
@@ -40,6 +41,7 @@ ALL = {
     "sequence-parallelism": sequence_parallelism.EXPERIMENT,
     "fastfold": fastfold.EXPERIMENT,
     "megatron": megatron.EXPERIMENT,
+    "megascale": megascale.EXPERIMENT,
 }
 MAINS: dict[str, Callable[..., int]] = {
     "gpipe": gpipe.main,
@@ -48,6 +50,7 @@ MAINS: dict[str, Callable[..., int]] = {
     "sequence-parallelism": sequence_parallelism.main,
     "fastfold": fastfold.main,
     "megatron": megatron.main,
+    "megascale": megascale.main,
 }
 
 
@@ -204,6 +207,10 @@ def spoil_megatron(found: dict[str, Any]) -> None:
     found["table 1"][4]["ours, seconds"] *= 1.2
 
 
+def spoil_megascale(found: dict[str, Any]) -> None:
+    found["table 3"][2]["ours"] = found["table 3"][1]["ours"] - 0.001
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "claim"),
     [
@@ -213,6 +220,7 @@ def spoil_megatron(found: dict[str, Any]) -> None:
         ("sequence-parallelism", spoil_sequence_parallelism, "dQ, dK and dV whole"),
         ("fastfold", spoil_fastfold, "every gradient of one process"),
         ("megatron", spoil_megatron, "iteration times of table 1"),
+        ("megascale", spoil_megascale, "each change gains"),
     ],
 )
 def test_a_wrong_number_is_not_reproduced(

@@ -29,6 +29,8 @@ class Shape:
         tensor: ranks that share the layer.
         sequence_parallel: norms and dropout outside of the shared part are split over these ranks, too.
         flash: attention is one kernel, which stores no scores.
+        window: tokens that a token attends to, with ``flash``; 0: all before it.
+        parallel_block: attention and MLP read the same norm, one beside the other.
     """
 
     hidden: int
@@ -38,6 +40,19 @@ class Shape:
     tensor: int
     sequence_parallel: bool = False
     flash: bool = False
+    window: int = 0
+    parallel_block: bool = False
+
+    @property
+    def visible(self) -> float:
+        """Share of all pairs of tokens that attention computes in a kernel: those of a causal mask, within the window."""
+        share = (self.window or self.sequence) / self.sequence
+        return share * (1 - share / 2)
+
+    @property
+    def norms(self) -> int:
+        """Norms of a layer."""
+        return 1 if self.parallel_block else 2
 
     @property
     def stream(self) -> int:
@@ -81,7 +96,7 @@ def core_forward(shape: Shape) -> list[Operator]:
     """Attention between its projections: products, softmax with scale and mask, dropout of scores; or one kernel for all."""
     if shape.flash:
         flop = sum(matmul(*sizes).flop for sizes in attention(shape))
-        return [Operator(flop, HALF * 4 * shape.stream // shape.tensor, shape.hidden // shape.heads, 0.5)]
+        return [Operator(flop, HALF * 4 * shape.stream // shape.tensor, shape.hidden // shape.heads, shape.visible)]
     softmax, dropout = move(half=2 * shape.scores), move(half=2 * shape.scores, masks=shape.scores)
     return [*(matmul(*sizes) for sizes in attention(shape)), softmax, dropout]
 
@@ -98,8 +113,8 @@ def core_backward(shape: Shape) -> list[Operator]:
 def forward(shape: Shape) -> Work:
     """Forward of a layer: two norms, four products, attention, GELU with bias, two times bias, dropout and addition."""
     inner, outside = 4 * shape.stream // shape.tensor, shape.outside
-    norms = [move(half=2 * outside)] * 2
-    residual = [move(half=3 * outside, masks=outside)] * 2
+    norms = [move(half=2 * outside)] * shape.norms
+    residual = [move(half=3 * outside, masks=outside)] * shape.norms
     gelu = [move(half=2 * inner)]
     return _work([*(matmul(*one) for one in products(shape)), *core_forward(shape), *norms, *residual, *gelu])
 
@@ -107,8 +122,8 @@ def forward(shape: Shape) -> Work:
 def backward(shape: Shape) -> Work:
     """Backward of a layer, without what recomputation runs again."""
     inner, outside = 4 * shape.stream // shape.tensor, shape.outside
-    norms = [move(half=4 * outside)] * 2  # x, dy and the residual's gradient in, dx out
-    residual = [move(half=2 * outside, masks=outside)] * 2
+    norms = [move(half=4 * outside)] * shape.norms  # x, dy and the residual's gradient in, dx out
+    residual = [move(half=2 * outside, masks=outside)] * shape.norms
     gelu = [move(half=3 * inner)]
     return _work([*_both_gradients(products(shape)), *core_backward(shape), *norms, *residual, *gelu])
 

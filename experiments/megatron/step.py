@@ -28,7 +28,8 @@ class Run:
         tensor, pipeline: ranks of each.
         chunks: of a rank's layers, in an interleaved schedule.
         recompute: ``"full"``: all layers in backward; ``"selective"``: attention between its projections; ``"none"``.
-        sequence_parallel, flash: see :class:`Shape`.
+        sequence_parallel, flash, window, parallel_block: see :class:`Shape`.
+        hidden_traffic: what runs beside the layers: ``"tensor"``, ``"pipeline"``, ``"data"``.
         sharded: by ZeRO's stage 3, which gathers parameters twice a micro-batch; without tensor and pipeline parallelism.
     """
 
@@ -47,6 +48,9 @@ class Run:
     sequence_parallel: bool = False
     flash: bool = False
     sharded: bool = False
+    window: int = 0
+    parallel_block: bool = False
+    hidden_traffic: frozenset[str] = frozenset()
 
     @property
     def data(self) -> int:
@@ -77,6 +81,8 @@ class Run:
             tensor=self.tensor,
             sequence_parallel=self.sequence_parallel,
             flash=self.flash,
+            window=self.window,
+            parallel_block=self.parallel_block,
         )
 
     def flop(self, *, recomputed: bool) -> float:
@@ -112,7 +118,9 @@ def layer_seconds(run: Run, machine: Machine) -> tuple[float, float]:
     """Forward and backward of a layer for a micro-batch, with its collectives; recomputation belongs to backward."""
     shape = run.shape
     ahead, back = forward(shape), backward(shape)
-    sums = 2 * _collective(machine, HALF * shape.stream, run.tensor, machine.inside)
+    sums = shape.norms * _collective(machine, HALF * shape.stream, run.tensor, machine.inside)
+    if "tensor" in run.hidden_traffic:
+        sums = 0.0
     again = {
         "full": ahead.seconds(machine, PRECISION) + sums,
         "selective": sum((Work(operators={one: 1}) for one in core_forward(shape)), Work()).seconds(machine, PRECISION),
@@ -128,7 +136,7 @@ def step_of(run: Run, machine: Machine) -> Step:
     last = head(run.shape, run.vocabulary).seconds(machine, PRECISION)
     sent = HALF * run.shape.stream / run.tensor / machine.between + machine.latency if run.pipeline > 1 else 0.0
     # The head is on the last stage; the others wait for it, once a micro-batch.
-    messages = run.chunks * sent
+    messages = 0.0 if "pipeline" in run.hidden_traffic else run.chunks * sent
     ahead = first * per_stage + last / 3 + messages
     back = second * per_stage + last * 2 / 3 + messages
     units = _makespan(run.pipeline, run.microbatches, run.chunks, round(back / ahead, 2))
@@ -143,6 +151,8 @@ def step_of(run: Run, machine: Machine) -> Step:
             optimizer=optimizer_seconds(int(STATE_BYTES * run.parameters / run.data), machine),
         )
     gradients = _collective(machine, HALF * parameters, run.data, _rate(machine, run))
+    if "data" in run.hidden_traffic:  # but the last chunk's
+        gradients /= run.chunks
     return Step(
         pipeline=units * ahead,
         gradients=gradients,
