@@ -47,7 +47,6 @@ from meshfold.zero_gemini.chunks.placement import ChunkPlacement, Move
 from meshfold.zero_gemini.chunks.states import BackwardRole
 from meshfold.zero_gemini.errors import ChunkError
 from meshfold.zero_gemini.norm import power_sum, total_norm
-from meshfold.zero_gemini.optimizer.adam import AdamStepper
 from meshfold.zero_gemini.sharded_model.chunked_model import ChunkedModel
 
 
@@ -230,8 +229,9 @@ class Gemini(ChunkedModel):
         """Let the stepper step on every chunk; return those that are being gathered for the next step already."""
         shards, used = self._flow.shards(), self._flow.used()
         ahead = self._gathers_early()
-        if not isinstance(self._stepper, AdamStepper) or not ahead:
-            assert self._stepper is not None  # asked by ``step``
+        assert self._stepper is not None  # asked by ``step``
+        adam = self._stepper.one_by_one
+        if adam is None or not ahead:
             self._stepper.step(shards, self._scale, used)
             return {}
 
@@ -244,7 +244,7 @@ class Gemini(ChunkedModel):
             if chunk not in shards:
                 stepped(chunk)
         first = {chunk: shards[chunk] for chunk in ahead if chunk in shards}
-        self._stepper.step(first | shards, self._scale, used, stepped=stepped)
+        adam.step(first | shards, self._scale, used, stepped=stepped)
         return ahead
 
     def _gathers_early(self) -> dict[Chunk, Operands]:

@@ -38,7 +38,7 @@ from meshfold.zero_gemini.optimizer.cpu_executor import Halves, Worker
 from meshfold.zero_gemini.optimizer.disk_buffers import Piece
 from meshfold.zero_gemini.optimizer.disk_state import DiskPlanes, DiskSettings
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
-from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, StepTimer
+from meshfold.zero_gemini.optimizer.kernel_runs import ChunkStep, Run, StepKind, StepTimer, StepTiming
 from meshfold.zero_gemini.optimizer.master_weights import planes_of
 from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdates
 from meshfold.zero_gemini.optimizers.adam import settings_of
@@ -127,6 +127,20 @@ class AdamStepper(AdamValues):
         for part in chunk.slices:
             self._chunks[part.name] = chunk
             self._steps[part.name] = 0
+
+    def state_bytes(self, dtype: torch.dtype) -> float:
+        return sum(plane.dtype.itemsize / plane.each for plane in planes_of(dtype, self._regime))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return () if self.disk is None else self.disk.notes
+
+    def take_timings(self) -> dict[StepKind, StepTiming]:
+        return self.timings.take()
+
+    @property
+    def one_by_one(self) -> AdamStepper:
+        return self
 
     def stream_on_gpu(self, streaming: GpuStreaming | None) -> None:
         """Let the device step some of the host's chunks, whichever it can take before the cores; None: none.

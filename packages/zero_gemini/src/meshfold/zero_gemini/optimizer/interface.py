@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.chunks.placement import ChunkPlacement
 from meshfold.zero_gemini.memory.arena import MemoryTier
+
+if TYPE_CHECKING:
+    from meshfold.zero_gemini.optimizer.adam import AdamStepper
+    from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
+    from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
 
 
 class Entry(NamedTuple):
@@ -111,6 +116,23 @@ class Stepper(Protocol):
     def write(self, name: str, key: str, value: Tensor) -> None:
         """Set one of them."""
 
+    def snapshot(self) -> AdamSnapshot | None:
+        """Return views of all state, for any thread, valid until the next step or move; None if not possible."""
+
+    def state_bytes(self, dtype: torch.dtype) -> float:
+        """Return the bytes of state an element, of a chunk that the model computes with in this dtype."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on this rank's files: no direct I/O, files of a killed process that were removed."""
+
+    def take_timings(self) -> dict[StepKind, StepTiming]:
+        """Return timings of steps on the host since the last call."""
+
+    @property
+    def one_by_one(self) -> AdamStepper | None:
+        """The stepper, if it steps chunks one by one: early, speculatively or by GPU streaming. None otherwise."""
+
 
 class StepsAtOnce:
     """Base of steppers whose steps are complete when ``step`` returns: a torch optimizer steps all parameters in one call.
@@ -131,6 +153,26 @@ class StepsAtOnce:
 
     def done_with(self, chunk: Chunk) -> None:
         """Do nothing: no step runs in the background."""
+
+    def snapshot(self) -> None:
+        """Return None: the optimizer may replace its tensors."""
+
+    def state_bytes(self, dtype: torch.dtype) -> float:
+        """Return an estimate: two numbers an element."""
+        return 2.0 * dtype.itemsize
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return none: no state is on disk."""
+        return ()
+
+    def take_timings(self) -> dict[StepKind, StepTiming]:
+        """Return none."""
+        return {}
+
+    @property
+    def one_by_one(self) -> None:
+        """None: one call steps all chunks."""
 
     def begin(self) -> None:
         """Recreate the optimizer's state if the optimizer makes it at construction; call it once its groups are filled."""

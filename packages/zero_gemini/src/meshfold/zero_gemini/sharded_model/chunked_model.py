@@ -24,7 +24,7 @@ from meshfold.zero_gemini.chunks.placement import EVERYTHING_ON_THE_DEVICE, Chun
 from meshfold.zero_gemini.errors import ChunkError, Faults
 from meshfold.zero_gemini.memory.arena import Memory
 from meshfold.zero_gemini.norm import combine, power_sum
-from meshfold.zero_gemini.optimizer import AdamStepper, DiskSettings, Stepper
+from meshfold.zero_gemini.optimizer import DiskSettings, Stepper
 from meshfold.zero_gemini.optimizer.early_steps import EarlySteps
 from meshfold.zero_gemini.optimizer.kernel_runs import StepKind, StepTiming
 from meshfold.zero_gemini.optimizer.shard_norms import give_blocks, give_square_sums
@@ -141,7 +141,7 @@ class ChunkedModel(ParameterValues):
             memory.device,
             self._faults,
         )
-        self._residents = Residents(memory, self._faults, self._stepper, self._gradients, stage=stage, regime=regime)
+        self._residents = Residents(memory, self._faults, self._stepper, self._gradients, stage=stage)
         laid = [
             (group, spec, mine)
             for group, specs, slices in lay_out_parameters(
@@ -171,7 +171,7 @@ class ChunkedModel(ParameterValues):
         self._units = find_units(model)
         light = light_units(self.uses())
         calls = OpenCalls({unit: self._chunks_of_unit(unit) for unit in self._units})
-        adam = self._stepper if isinstance(self._stepper, AdamStepper) else None
+        adam = None if self._stepper is None else self._stepper.one_by_one
         self._early = None if adam is None else EarlySteps(adam, calls, memory)
         self._speculative = None if adam is None else SpeculativeSteps(adam)
         self._runtime = Runtime(
@@ -282,12 +282,11 @@ class ChunkedModel(ParameterValues):
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on this rank's files: no direct I/O, files of a killed process that were removed."""
-        disk = self._stepper.disk if isinstance(self._stepper, AdamStepper) else None
-        return () if disk is None else disk.notes
+        return () if self._stepper is None else self._stepper.notes
 
     def take_step_timings(self) -> dict[StepKind, StepTiming]:
         """Return Adam's step timings on the host since the last call; empty for other optimizers."""
-        return self._stepper.timings.take() if isinstance(self._stepper, AdamStepper) else {}
+        return {} if self._stepper is None else self._stepper.take_timings()
 
     def _steps_in_background(self, chunk: Chunk) -> bool:
         return self._stepper is not None and self._stepper.steps_in_background(chunk)

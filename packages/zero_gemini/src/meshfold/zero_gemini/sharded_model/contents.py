@@ -14,7 +14,7 @@ from meshfold.mesh.collectives import all_gather_object
 from meshfold.mesh.parameters import StoredValue
 from meshfold.zero_gemini.chunks.chunk import Chunk
 from meshfold.zero_gemini.errors import Faults
-from meshfold.zero_gemini.optimizer import AdamStepper, Entry, Stepper
+from meshfold.zero_gemini.optimizer import Entry, Stepper
 from meshfold.zero_gemini.optimizer.state_tree import AdamSnapshot
 from meshfold.zero_gemini.optimizer.whole_parameter import WholeStepper
 
@@ -87,8 +87,8 @@ class Contents:
 
     def snapshot(self) -> Callable[[str, str | None], StoredValue] | None:
         """Return a snapshot of :meth:`parts` for any thread, valid until the next step or move; None if not possible."""
-        adam = self._stepper.snapshot() if isinstance(self._stepper, AdamStepper) else None
-        return None if adam is None else lambda name, key: self._parts(name, key, adam)
+        taken = None if self._stepper is None else self._stepper.snapshot()
+        return None if taken is None else lambda name, key: self._parts(name, key, taken)
 
     def _parts(self, name: str, key: str | None, state: Stepper | AdamSnapshot | None) -> StoredValue:
         if not self.kept(name):

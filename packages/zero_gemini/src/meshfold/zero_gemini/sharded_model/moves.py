@@ -15,9 +15,8 @@ from meshfold.zero_gemini.chunks.placement import ChunkPlacement, Move, Placemen
 from meshfold.zero_gemini.errors import Faults, OutOfBudget
 from meshfold.zero_gemini.memory.arena import Memory, MemoryTier
 from meshfold.zero_gemini.memory.copies import synchronize
-from meshfold.zero_gemini.optimizer import AdamStepper, Stepper
+from meshfold.zero_gemini.optimizer import Stepper
 from meshfold.zero_gemini.optimizer.gpu_streaming import GpuStreaming
-from meshfold.zero_gemini.optimizer.master_weights import planes_of
 
 
 class Residents:
@@ -35,7 +34,6 @@ class Residents:
         gradients: Mapping[Chunk, ChunkGradient],
         *,
         stage: int,
-        regime: str,
     ) -> None:
         """Args:
         memory: the arenas of the chunks.
@@ -43,10 +41,9 @@ class Residents:
         stepper: stores the optimizer state; None without an optimizer.
         gradients: of the chunks that it steps; may grow later.
         stage: of ZeRO: 1 and 2 keep parameters on the device.
-        regime: of Adam's state.
         """
         self._memory, self._faults, self._stepper, self._gradients = memory, faults, stepper, gradients
-        self._stage, self._regime = stage, regime
+        self._stage = stage
         self.placements: dict[Chunk, ChunkPlacement] = {}
 
     def choose(
@@ -86,23 +83,23 @@ class Residents:
 
     def bytes_of(self, chunk: Chunk) -> tuple[float, float]:
         """Return the bytes of a chunk's parameters on this rank, and of its state; that of torch's optimizers is estimated."""
-        elements, width, state = chunk.shard.numel(), chunk.dtype.itemsize, 0.0
-        if chunk in self._gradients:
-            planes = planes_of(chunk.dtype, self._regime) if isinstance(self._stepper, AdamStepper) else ()
-            state = sum(plane.dtype.itemsize / plane.each for plane in planes) or 2.0 * width
-        return float(elements * width), elements * state
+        elements, state = chunk.shard.numel(), 0.0
+        if self._stepper is not None and chunk in self._gradients:
+            state = self._stepper.state_bytes(chunk.dtype)
+        return float(elements * chunk.dtype.itemsize), elements * state
 
     def stream_on_gpu(self, on: bool, *, halves: bool = False) -> bool:
         """Switch GPU streaming; return True if it is on from now on. No step may be pending.
 
         With ``halves`` the GPU does only the first half of a step.
         """
-        if not isinstance(self._stepper, AdamStepper):
+        stepper = None if self._stepper is None else self._stepper.one_by_one
+        if stepper is None:
             return False
-        self._stepper.stream_on_gpu(None)
+        stepper.stream_on_gpu(None)
         if on:
             try:
-                self._stepper.stream_on_gpu(GpuStreaming(memory=self._memory, halves=halves))
+                stepper.stream_on_gpu(GpuStreaming(memory=self._memory, halves=halves))
             except OutOfBudget:
                 return False
         return on
