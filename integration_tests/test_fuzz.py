@@ -24,7 +24,7 @@ from integration_tests.fuzz.hunt import RESULTS, Hunt, hunt, told
 from integration_tests.fuzz.judge import Verdict, judge
 from integration_tests.fuzz.models import build
 
-SHORT_S, LONG_S = 8.0, 3600.0
+SHORT_S, LONG_S = 5.0, 3600.0
 
 
 def nothing_found(seconds: float, write: Path | None = None) -> None:

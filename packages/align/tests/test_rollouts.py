@@ -242,9 +242,18 @@ def of_one_process() -> dict[str, list[dict[str, float]]]:
     return found
 
 
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("grpo", "zero 3"), ("dapo", "pipeline"), ("ppo", "tensor")],
+        pytest.param([("grpo", "data"), ("ppo", "zero 3")], marks=pytest.mark.slow),
+    ],
+    ids=["some", "rest"],
+)
 @ranks(2)
-def test_steps_equal_one_process(of_one_process: dict[str, list[dict[str, float]]]) -> None:
-    pairs = [("grpo", "data"), ("grpo", "zero 3"), ("dapo", "pipeline"), ("ppo", "tensor"), ("ppo", "zero 3")]
+def test_steps_equal_one_process(
+    of_one_process: dict[str, list[dict[str, float]]], pairs: list[tuple[str, str]]
+) -> None:
     for name, spec in pairs:
         trainer = TRAINERS[name](parallel=SPECS[spec])
         for found, expected in zip(fit(trainer, 3), of_one_process[name], strict=True):

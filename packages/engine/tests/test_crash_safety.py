@@ -201,7 +201,8 @@ def slowly(*arguments: Any) -> tuple[int, list[float]]:
         TensorWriter.add = original  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("trials", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.slow  # chosen moments, above, are those of each step of a save
+@pytest.mark.parametrize("trials", [5, pytest.param(50, marks=pytest.mark.timeout(1800))])
 def test_kills_at_random_moments_of_saves_in_the_background(trials: int, tmp_path: Path) -> None:
     """Any rank, at any moment from the first of three saves to after the last: the last complete one goes on, to the bit."""
     parallel = dict(data=2, zero=dict(stage=3, placement="cpu")) if trials > 5 else dict(data=2)

@@ -1,4 +1,4 @@
-"""Optimizers of matrices on blocks of tensors: ten steps equal those on whole tensors, to 1e-12 in float64."""
+"""Optimizers of matrices on blocks of tensors: six steps equal those on whole tensors, to 1e-12 in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshfold.optimizers import (
     muon,
 )
 
-STEPS, GAP = 10, 4
+STEPS, GAP = 6, 4
 # Split over both dims, with padding; the depth too; queries, keys and values in one, of which ranks share keys and values;
 # whole; the same shape split otherwise; a vector; three dims.
 PLACEMENTS = (

@@ -201,7 +201,7 @@ def test_elements(parallel: dict[str, Any]) -> None:
 
 def test_muon_by_roles() -> None:
     """Roles are those of the whole model, whatever a rank has of it."""
-    compare(4, cases("muon", "llama", [ZERO[2], TENSOR[2], *PIPELINE_TENSOR]), batches(3))
+    compare(4, cases("muon", "llama", [ZERO[2], *PIPELINE_TENSOR]), batches(3))
     compare(4, cases("muon", "tied", [PIPELINE[1]]), batches(3))
     for found in run_on_ranks(4, groups_of_muon, [dict(zero=dict(stage=1)), TENSOR[2]]):
         for groups, rates in found:

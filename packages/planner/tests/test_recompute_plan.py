@@ -99,10 +99,11 @@ def traced(engine: Engine) -> Trace:
     return tracer.trace()
 
 
+@pytest.mark.parametrize("between", [[], pytest.param([8 * MiB], marks=pytest.mark.slow)], ids=["some", "all"])
 @ranks(1)
-def test_what_is_kept_depends_on_the_limit_and_what_is_alive_is_what_was_planned() -> None:
+def test_what_is_kept_depends_on_the_limit_and_what_is_alive_is_what_was_planned(between: list[int]) -> None:
     wanted, counts = whole(), {}
-    for limit in (None, 10 * MiB, 8 * MiB, 6 * MiB):
+    for limit in (None, 10 * MiB, *between, 6 * MiB):
         with engine_of("auto", **({} if limit is None else dict(gpu_memory_limit=limit))) as engine:
             assert_same(engine, train(engine), wanted)
             plan = plan_of(engine)
@@ -119,7 +120,8 @@ def test_what_is_kept_depends_on_the_limit_and_what_is_alive_is_what_was_planned
             assert plan.peak_gpu_bytes <= (limit or 2**60)
     # Where two blocks would fit, measured seconds may still say that one of them is better computed again.
     assert counts[None] == LAYERS > counts[10 * MiB] > counts[6 * MiB], counts
-    assert counts[10 * MiB] >= counts[8 * MiB] >= counts[6 * MiB], counts
+    for limit in between:
+        assert counts[10 * MiB] >= counts[limit] >= counts[6 * MiB], counts
 
 
 @ranks(1)
