@@ -68,6 +68,26 @@ def test_prompts_are_continued(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "15 layers in int8: " in capsys.readouterr().err
 
 
+@pytest.mark.slow  # starts ranks
+@pytest.mark.usefixtures("warm_commands")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "tensor=2",
+        "pipeline=2",
+        "tensor=dict(mode='2d', size=4)",
+        "tensor=dict(mode='2.5d', size=4, depth=4)",
+        "tensor=dict(mode='3d', grid=(2, 2, 1))",
+    ],
+)
+def test_ranks_write_the_same_texts(folder: Path, spec: str, tmp_path: Path) -> None:
+    out, words = tmp_path / "texts.jsonl", ["--temperature", "0", "--max-new-tokens", "5", "--device", "cpu"]
+    prompts = ["--prompt", "one", "--prompt", "and two"]
+    assert main(["generate", str(folder), *prompts, "--parallel", spec, "--out", str(out), *words]) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["prompt"], row["text"]) for row in found] == [(p, expected(folder, p, 5)) for p in ("one", "and two")]
+
+
 def test_prompts_come_line_by_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
