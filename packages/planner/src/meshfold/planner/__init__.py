@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         unlimited_machine,
     )
     from meshfold.planner.planner import estimate, explain_misfit, fits, plan_memory, suggest_change
+    from meshfold.planner.suggestions import Option, Rejected, Suggestion, suggest
 
 __all__ = [
     "MACHINES",
@@ -36,7 +37,10 @@ __all__ = [
     "Host",
     "Machine",
     "Memory",
+    "Option",
+    "Rejected",
     "StepSpeed",
+    "Suggestion",
     "Times",
     "Traffic",
     "choose_attention",
@@ -48,6 +52,7 @@ __all__ = [
     "plan_memory",
     "step_speed",
     "step_times",
+    "suggest",
     "suggest_change",
     "unlimited_machine",
 ]
@@ -57,6 +62,7 @@ _MODULES = {
     "estimates": ("Estimate", "Memory", "StepSpeed", "Times", "Traffic", "step_speed", "step_times"),
     "machines": ("MACHINES", "PEAK_TFLOPS", "Host", "Machine", "find_machine", "unlimited_machine"),
     "planner": ("estimate", "explain_misfit", "fits", "plan_memory", "suggest_change"),
+    "suggestions": ("Option", "Rejected", "Suggestion", "suggest"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -130,7 +130,7 @@ def estimate(
             zero = estimate_zero(
                 engine,
                 spec.zero,
-                lambda log: _forward_backward(engine, rows, log, nullcontext()),
+                lambda log: run_micro_step(engine, rows, log, nullcontext()),
                 stand_in,
                 machine=on,
                 tokens=batch_size * seq_len // engine.world.data_size,
@@ -233,7 +233,7 @@ def _plain_steps(
 def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
     """Issue the collectives of ``train_step`` without reading values: meta tensors have none."""
     engine.states.begin(first=True)
-    _forward_backward(engine, rows, log, engine.states.backward("last" if last else "more"))
+    run_micro_step(engine, rows, log, engine.states.backward("last" if last else "more"))
     if last:
         log.phase = "backward"
         engine.states.finish(1.0)
@@ -241,7 +241,7 @@ def _micro_step(engine: Engine, rows: Any, log: Log, *, last: bool) -> None:
         engine.states.norm()
 
 
-def _forward_backward(engine: Engine, rows: Any, log: Log, around: AbstractContextManager[None]) -> None:
+def run_micro_step(engine: Engine, rows: Any, log: Log, around: AbstractContextManager[None]) -> None:
     """Run a micro-step and record its collectives in the log; ``around``: the context of its backward."""
     work, shares = engine.runner.prepare(rows)
 

@@ -204,7 +204,7 @@ def trace_without_values(
         attention=attention_share,
     )
     handles = [
-        parameter.register_post_accumulate_grad_hook(_release_gradient)
+        parameter.register_post_accumulate_grad_hook(release_gradient)
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
@@ -224,7 +224,8 @@ def trace_without_values(
     return tracer.trace(), clock
 
 
-def _release_gradient(parameter: Tensor) -> None:
+def release_gradient(parameter: Tensor) -> None:
+    """Drop a gradient as soon as it has arrived, as chunks do."""
     parameter.grad = None
 
 

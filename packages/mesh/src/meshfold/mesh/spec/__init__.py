@@ -11,7 +11,7 @@ from meshfold.mesh.errors import SpecError
 from meshfold.mesh.spec import argument_checks
 from meshfold.mesh.spec.argument_checks import reject_unknown_arguments, signature_mismatch
 from meshfold.mesh.spec.axial import AxialSpec
-from meshfold.mesh.spec.entry import format_value, join_choices
+from meshfold.mesh.spec.entry import divisors, format_value, join_choices
 from meshfold.mesh.spec.expert import EXCHANGES, ExpertSpec
 from meshfold.mesh.spec.parallel import ParallelSpec, is_importable
 from meshfold.mesh.spec.pipeline import PipelineSpec
@@ -33,6 +33,7 @@ __all__ = [
     "TensorSpec",
     "ZeroSpec",
     "argument_checks",
+    "divisors",
     "format_bytes",
     "format_table",
     "format_value",

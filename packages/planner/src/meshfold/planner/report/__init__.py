@@ -7,9 +7,17 @@ from meshfold.planner.report.pipeline import (
     schedule_trace,
     stage_table,
 )
-from meshfold.planner.report.tables import memory_table, mesh_picture, time_table, traffic_table, verdict_line
+from meshfold.planner.report.tables import (
+    format_seconds,
+    memory_table,
+    mesh_picture,
+    time_table,
+    traffic_table,
+    verdict_line,
+)
 
 __all__ = [
+    "format_seconds",
     "memory_table",
     "mesh_picture",
     "pipeline_numbers",

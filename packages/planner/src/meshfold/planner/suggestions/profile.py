@@ -1,0 +1,380 @@
+"""Costs of a layout for any number of rows and blocks, from one micro-step of a shortened model.
+
+A layout is a spec without stages and ``zero``. The engine runs one micro-step of the model with one block and with two, for some
+numbers of rows, on meta tensors. The second block's share is every block's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshfold.engine import Engine
+from meshfold.engine.model import find_blocks
+from meshfold.engine.sequence import counted_attention
+from meshfold.engine.states import PlainStates
+from meshfold.experts import find_experts
+from meshfold.kernels import count_kernels
+from meshfold.mesh import Entry, MeshfoldError, ParallelSpec, SpecError, record
+from meshfold.mesh.model_io import DryRun, Operator, OperatorCounter, saved_for_backward
+from meshfold.mesh.processes import start_fake
+from meshfold.planner.clock import Work
+from meshfold.planner.estimates import Memory
+from meshfold.planner.planner import run_micro_step
+from meshfold.planner.zero_estimate import release_gradient
+
+_ROWS = (1, 4, 16)
+"""Rows of the micro-steps: code may choose its way by the number of rows, as that of the loss does for few tokens."""
+_MANY_TOKENS = 2048  # of a sequence: then two numbers of rows are enough
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a model is made of.
+
+    Attributes:
+        blocks: repeated ones; 1 if they differ, and the model is taken as one block.
+        path: of the list that has them; None if they differ.
+        heads: of attention; None if its config does not say.
+        key_values: heads of keys and values by heads of queries.
+        experts: of a layer; 0 without.
+        parameters: of the whole model.
+        embedded: those of embeddings, which are in a pipeline's first stage.
+        head: elements of matrices outside blocks and embeddings, which its last stage multiplies with.
+        block: elements of a block's matrices.
+    """
+
+    blocks: int
+    path: str | None
+    heads: int | None
+    key_values: float
+    experts: int
+    parameters: int
+    embedded: int
+    head: int
+    block: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Shape:
+        """Return the shape of a model; its parameters may be on the meta device."""
+        blocks = find_blocks(model)
+        lists = {name.rpartition(".")[0] for name in blocks}
+        sizes = [Counter(tuple(p.shape) for p in block.parameters()) for block in blocks.values()]
+        alike = len(lists) == 1 and len(blocks) > 2 and all(size == sizes[0] for size in sizes)
+        path = lists.pop() if alike else None
+        inside = {parameter for block in blocks.values() for parameter in block.parameters()}
+        tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        tied = sum(p.numel() for p in tables) if _is_tied(model) else 0
+        mixtures = find_experts(model)
+        heads = _named(model, "num_attention_heads", "heads", "n_head")
+        shared = _named(model, "num_key_value_heads", "kv_heads")
+        return cls(
+            blocks=len(blocks) if alike else 1,
+            path=path,
+            heads=heads,
+            key_values=shared / heads if shared and heads else 1.0,
+            experts=mixtures[0].num_experts if mixtures else 0,
+            parameters=sum(p.numel() for p in model.parameters()),
+            embedded=sum(p.numel() for p in tables),
+            head=tied + sum(p.numel() for p in matrices if p not in inside and p not in tables),
+            block=sum(p.numel() for p in matrices if p in inside) // max(1, len(blocks) if alike else 1),
+        )
+
+
+def _is_tied(model: nn.Module) -> bool:
+    names: dict[nn.Parameter, int] = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    return any(names[p] > 1 for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+
+
+def _named(model: nn.Module, *names: str) -> int | None:
+    """Return the first number of these names in a model's config."""
+    config = getattr(model, "config", None)
+    found = [getattr(config, name, None) for name in names]
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+Message = tuple[str, tuple[str, ...], bool]
+"""Phase, axes and ``of_weights`` of messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A micro-step, or a part of the model in it.
+
+    Attributes:
+        forward: operators of it.
+        backward: the same.
+        messages: bytes and calls.
+        saved: bytes kept for backward.
+        stream: bytes of a block's input: what recomputation keeps, and what stages send.
+    """
+
+    forward: Work
+    backward: Work
+    messages: Mapping[Message, tuple[float, int]]
+    saved: float
+    stream: float
+
+    def minus(self, other: Step) -> Step:
+        """Return what this has more than another."""
+        sent = {
+            key: (size - other.messages.get(key, (0.0, 0))[0], calls - other.messages.get(key, (0.0, 0))[1])
+            for key, (size, calls) in self.messages.items()
+        }
+        return Step(
+            forward=_difference(self.forward, other.forward),
+            backward=_difference(self.backward, other.backward),
+            messages=sent,
+            saved=self.saved - other.saved,
+            stream=self.stream,
+        )
+
+
+def _difference(more: Work, less: Work) -> Work:
+    found = Counter(more.operators)
+    found.subtract(less.operators)
+    return Work(operators={operator: count for operator, count in found.items() if count})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Costs of a block, or of all else.
+
+    Attributes:
+        steps: by the rows of a micro-step, ascending; nobody takes the gradients, as where chunks do.
+        summed: what a micro-step has more whose gradients are added up for an optimizer step, without ``zero``.
+        memory: of parameters and their state; activations are 0.
+        elements: of parameters.
+    """
+
+    steps: Mapping[int, Step]
+    summed: Step
+    memory: Memory
+    elements: int
+
+    def at(self, rows: float, number: Callable[[Step], float]) -> float:
+        """Return a number for any rows: measured, or on the line through the two nearest measured ones."""
+        known = list(self.steps)
+        if rows in self.steps:
+            return number(self.steps[int(rows)])
+        if len(known) == 1:
+            return number(self.steps[known[0]]) * rows / known[0]
+        above = next((place for place, size in enumerate(known) if size > rows), len(known) - 1)
+        low, high = known[max(0, above - 1)], known[max(1, above)]
+        first, second = number(self.steps[low]), number(self.steps[high])
+        return first + (second - first) * (rows - low) / (high - low)
+
+    def minus(self, other: Part) -> Part:
+        """Return what this has more than another."""
+        mine, theirs = self.memory, other.memory
+        return Part(
+            steps={rows: step.minus(other.steps[rows]) for rows, step in self.steps.items()},
+            summed=self.summed.minus(other.summed),
+            memory=Memory(
+                parameters=mine.parameters - theirs.parameters,
+                masters=mine.masters - theirs.masters,
+                gradients=mine.gradients - theirs.gradients,
+                optimizer=mine.optimizer - theirs.optimizer,
+                activations=0,
+            ),
+            elements=self.elements - other.elements,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Costs of a layout.
+
+    Attributes:
+        spec: the layout.
+        shape: of the model.
+        block: of one block.
+        rest: of all else.
+    """
+
+    spec: ParallelSpec
+    shape: Shape
+    block: Part
+    rest: Part
+
+    def memory(self, blocks: float) -> Memory:
+        """Return the memory of the parameters and their state, with this many blocks."""
+        block, rest = self.block.memory, self.rest.memory
+        return Memory(
+            parameters=rest.parameters + round(blocks * block.parameters),
+            masters=rest.masters + round(blocks * block.masters),
+            gradients=rest.gradients + round(blocks * block.gradients),
+            optimizer=rest.optimizer + round(blocks * block.optimizer),
+            activations=0,
+        )
+
+
+class _Ordered(OperatorCounter):
+    """Counts operators and keeps their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[Operator] = []
+        self.turn = 0  # operators of the forward
+
+    def note(self, operator: Operator) -> None:
+        super().note(operator)
+        self.order.append(operator)
+
+    @contextmanager
+    def after_forward(self, around: Any) -> Iterator[None]:
+        self.turn = len(self.order)
+        with around:
+            yield
+
+
+@dataclass(kw_only=True)
+class Profiler:
+    """Traces layouts of one model, each once.
+
+    Attributes:
+        build: makes the model.
+        seq_len: tokens of a sequence.
+        settings: of the engine: precision, rules, kernels, clipping.
+        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
+        batch_size: sequences of a global batch: no micro-step has more.
+        traces: micro-steps that ran so far.
+    """
+
+    build: Callable[[], nn.Module]
+    seq_len: int
+    settings: Mapping[str, Any]
+    optimizer: str
+    batch_size: int
+    traces: int = 0
+    _found: dict[str, Profile | MeshfoldError] = field(default_factory=dict)
+    _shape: Shape | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape."""
+        if self._shape is None:
+            with torch.device("meta"):
+                self._shape = Shape.of(self.build())
+        return self._shape
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of the micro-steps that are traced."""
+        most = 4 if self.seq_len >= _MANY_TOKENS else 16
+        return tuple(rows for rows in _ROWS if rows <= min(most, self.batch_size))
+
+    def of(self, spec: ParallelSpec) -> Profile:
+        """Return the profile of a layout.
+
+        Raises:
+            MeshfoldError: if the engine refuses it.
+        """
+        key = str(spec.to_dict())
+        if key not in self._found:
+            try:
+                self._found[key] = self._traced(spec)
+            except MeshfoldError as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, MeshfoldError):
+            raise found
+        return found
+
+    def _traced(self, spec: ParallelSpec) -> Profile:
+        shape = self.shape
+        if shape.path is None:  # the model is its only block
+            whole = self._micro_steps(spec, None)
+            return Profile(spec=spec, shape=shape, block=whole, rest=whole.minus(whole))
+        one = self._micro_steps(spec, 1)
+        block = self._micro_steps(spec, 2).minus(one)
+        return Profile(spec=spec, shape=shape, block=block, rest=one.minus(block))
+
+    def _shortened(self, blocks: int | None) -> nn.Module:
+        model = self.build()
+        if blocks is not None and self.shape.path is not None:
+            del model.get_submodule(self.shape.path)[blocks:]  # type: ignore[operator]
+        return model
+
+    def _micro_steps(self, spec: ParallelSpec, blocks: int | None) -> Part:
+        """Return the costs of a shortened model."""
+        with (
+            start_fake(spec.world_size),
+            DryRun() as stand_in,
+            counted_attention(spec, stand_in.add_attention),
+        ):
+            engine = Engine(lambda: self._shortened(blocks), parallel=spec, device="meta", **self.settings)
+            states = engine.states
+            if not isinstance(states, PlainStates):
+                raise SpecError(f"{spec}: a layout has no zero")
+            memory = Memory.without_zero([*engine.model.parameters()], [*states.targets.values()], self.optimizer)
+            elements = sum(parameter.numel() for parameter in engine.model.parameters())
+            with_sums = _micro_step(engine, self.rows[0], self.seq_len, stand_in, sums=True)
+            states.close()  # else it would take the gradients
+            for parameter in engine.model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(release_gradient)
+            steps = {rows: _micro_step(engine, rows, self.seq_len, stand_in) for rows in self.rows}
+            self.traces += 1 + len(steps)
+            return Part(steps=steps, summed=with_sums.minus(steps[self.rows[0]]), memory=memory, elements=elements)
+
+
+def _micro_step(engine: Engine, rows: int, seq_len: int, stand_in: DryRun, *, sums: bool = False) -> Step:
+    batch = engine.shard_batch(torch.empty(rows * engine.world.row_size, seq_len, dtype=torch.int64, device="meta"))
+    inputs: list[int] = []
+
+    def look(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        inputs.append(tensors[0].nbytes if tensors else 0)
+
+    first = next(iter(find_blocks(engine.model).values()), engine.model)
+    handle = first.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with (
+            stand_in.counting(_Ordered()) as counter,
+            count_kernels(counter.as_one),
+            saved_for_backward([*engine.model.parameters()]) as saved,
+            record() as log,
+        ):
+            if sums:
+                engine.states.begin(first=True)
+            around = engine.states.backward("last") if sums else nullcontext()
+            run_micro_step(engine, batch, log, counter.after_forward(around))
+            if sums:
+                log.phase = "backward"
+                engine.states.finish(1.0)
+                log.phase = "norm"
+                engine.states.norm()
+    finally:
+        handle.remove()
+    return Step(
+        forward=Work(operators=Counter(counter.order[: counter.turn])),
+        backward=Work(operators=Counter(counter.order[counter.turn :])),
+        messages=_messages(log.entries),
+        saved=saved.bytes,
+        stream=inputs[0] if inputs else 0,
+    )
+
+
+def _messages(entries: Sequence[Entry]) -> dict[Message, tuple[float, int]]:
+    found: dict[Message, tuple[float, int]] = {}
+    for entry in entries:
+        if entry.group_size > 1:
+            key = ("gradients" if _is_bucket(entry) else entry.phase, entry.axes, entry.of_weights)
+            size, calls = found.get(key, (0.0, 0))
+            found[key] = (size + float(entry.bytes), calls + 1)
+    return found
+
+
+def _is_bucket(entry: Entry) -> bool:
+    """Return True for sums of gradients over data axes, which no later operator of the backward waits for."""
+    outer = {"data", "seq", "ring", "ulysses"}
+    over = any(axis.split("/")[0].split("%")[0] in outer for axis in entry.axes)
+    return entry.kind == "all_reduce" and over and (entry.phase == "backward" or entry.of_weights)

@@ -1,0 +1,509 @@
+"""Best-first search: families by a bound, their candidates by outlook, the most promising by a whole plan.
+
+A node of the queue is a family with a bound on its seconds, then a candidate with its outlook, then one whose schedule was
+simulated. The first node decides what happens next, so that only layouts that can win are traced, and only candidates that can win
+are planned. The search ends when no node is faster than the best plan by more than :data:`TOLERANCE`, or after ``plans`` plans.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from meshfold.mesh import MeshfoldError, ParallelSpec, SpecError
+from meshfold.mesh.spec import divisors, format_bytes
+from meshfold.planner.estimates import Estimate, StepSpeed, step_speed
+from meshfold.planner.machines import Machine
+from meshfold.planner.planner import estimate, explain_misfit, fits
+from meshfold.planner.suggestions.bound import Bound
+from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
+from meshfold.planner.suggestions.outlook import Clock, Outlook
+from meshfold.planner.suggestions.profile import Profile, Profiler
+
+TOLERANCE = 0.01
+"""Seconds that are so near to the best are as good: then the simpler spec is first, and the search ends."""
+_FAMILY, _CANDIDATE, _SIMULATED = range(3)
+_KEPT_PER_FAMILY = 24
+_FAR = 1.1  # times as slow as the best: not worth a whole plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A candidate with a whole plan.
+
+    Attributes:
+        candidate: the spec and its settings.
+        found: its plan.
+        speed: of the plan, by the one clock.
+        outlook: what was expected before.
+        misfit: why it does not fit; empty if it does.
+    """
+
+    candidate: Candidate
+    found: Estimate
+    speed: StepSpeed
+    outlook: Outlook
+    misfit: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the fullest rank holds."""
+        pipeline = self.found.pipeline
+        return self.found.memory.total if pipeline is None else max(memory.total for memory in pipeline.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A family that lost without a plan.
+
+    Attributes:
+        family: the ranks.
+        seconds: a step takes about so long at best, or at least so long if ``outlook`` is None.
+        candidate: its best one; None if it was not looked at.
+        outlook: of this one.
+        why: what costs, or the engine's refusal.
+    """
+
+    family: Family
+    seconds: float
+    candidate: Candidate | None
+    outlook: Outlook | None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Specs for a model on a machine, fastest first.
+
+    Attributes:
+        options: those that fit, with whole plans, fastest first.
+        misfits: those with whole plans that do not fit.
+        rejected: other families, fastest first.
+        ranks: world size.
+        machine: for which.
+        batch_size: sequences of a global batch.
+        seq_len: tokens of a sequence.
+        precision: of compute.
+        considered: specs that were compared.
+        traces: micro-steps that were traced.
+        plans: whole plans that were made.
+        seconds: that it took.
+    """
+
+    options: tuple[Option, ...]
+    misfits: tuple[Option, ...]
+    rejected: tuple[Rejected, ...]
+    ranks: int
+    machine: Machine
+    batch_size: int
+    seq_len: int
+    precision: str
+    considered: int
+    traces: int
+    plans: int
+    seconds: float
+
+    @property
+    def best(self) -> Option:
+        """The first option."""
+        return self.options[0]
+
+
+def suggest(
+    build: Callable[[], nn.Module],
+    machine: Machine,
+    *,
+    batch_size: int,
+    seq_len: int,
+    ranks: int | None = None,
+    precision: str = "bf16",
+    fp8: str | None = None,
+    optimizer: str = "adamw",
+    rules: Any = None,
+    kernels: object = "auto",
+    clip: bool = True,
+    options: int = 2,
+    plans: int = 8,
+    name: str = "model",
+) -> Suggestion:
+    """Return the specs with which a causal language model trains fastest.
+
+    Args:
+        build: makes the model as for one device, which is never allocated.
+        machine: to train on.
+        batch_size: sequences of a global batch.
+        seq_len: tokens of a sequence.
+        ranks: world size; by default those of one node.
+        precision: as for the engine.
+        fp8: recipe of linear layers in fp8, as for :func:`meshfold.planner.estimate`.
+        optimizer: a key of :data:`meshfold.planner.estimates.MOMENTS`.
+        rules: as for the engine.
+        kernels: as for the engine.
+        clip: clip gradients by their norm.
+        options: number of options to plan, of different families or ``zero`` stages.
+        plans: most whole plans to make.
+        name: of the model, for messages.
+
+    Raises:
+        SpecError: for a model that cannot be traced, a batch that no spec divides, and a model that fits under no spec.
+    """
+    return _Search(
+        build=build,
+        machine=machine,
+        ranks=machine.devices if ranks is None else ranks,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        settings=dict(fp8=fp8, optimizer=optimizer, rules=rules, kernels=kernels, clip=clip, name=name),
+        options=options,
+        most=plans,
+    ).run()
+
+
+@dataclass(kw_only=True)
+class _Search:
+    build: Callable[[], nn.Module]
+    machine: Machine
+    ranks: int
+    batch_size: int
+    seq_len: int
+    precision: str
+    settings: dict[str, Any]
+    options: int
+    most: int
+    queue: list[tuple[float, tuple[int, ...], int, int, Any]] = field(default_factory=list)
+    planned: list[Option] = field(default_factory=list)
+    refused: dict[str, Rejected] = field(default_factory=dict)
+    nearest: dict[str, tuple[Candidate, Outlook]] = field(default_factory=dict)
+    ratios: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    unopened: list[tuple[float, Family]] = field(default_factory=list)
+    least: float = float("inf")  # the lowest outlook of a candidate that should fit
+    considered: int = 0
+    turn: Any = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        given = self.settings
+        self.profiler = Profiler(
+            build=self.build,
+            seq_len=self.seq_len,
+            batch_size=self.batch_size,
+            optimizer=given["optimizer"],
+            settings=dict(
+                precision=self.precision,
+                rules=given["rules"],
+                kernels=given["kernels"],
+                clip_grad_norm=1.0 if given["clip"] else None,
+            ),
+        )
+        self.clock = Clock(
+            machine=self.machine,
+            batch_size=self.batch_size,
+            precision=self.precision,
+            optimizer=given["optimizer"],
+            clip=given["clip"],
+        )
+
+    def run(self) -> Suggestion:
+        begin = time.perf_counter()
+        shape = self.profiler.shape
+        found = families(
+            self.ranks,
+            self.batch_size,
+            self.seq_len,
+            blocks=shape.blocks,
+            heads=shape.heads,
+            experts=shape.experts,
+        )
+        if not found:
+            raise SpecError(self._undivided())
+        bound = self._bound()
+        for family in found:
+            self._push(bound.seconds(family), family.entries, _FAMILY, family)
+        while self.queue and not self._is_done():
+            seconds, _, _, kind, node = heapq.heappop(self.queue)
+            if kind == _FAMILY:
+                if seconds < (1 - TOLERANCE) * self.least:
+                    self._open(node)
+                else:
+                    self.unopened.append((seconds, node))
+            elif not self._reprice(seconds, kind, node):
+                self._close(kind, node)
+        options = sorted((one for one in self.planned if not one.misfit), key=lambda one: one.speed.seconds)
+        if not options:
+            raise SpecError(self._unfitting())
+        near = [one for one in options if one.speed.seconds <= (1 + TOLERANCE) * options[0].speed.seconds]
+        first = min(near, key=lambda one: (one.candidate.complexity, one.speed.seconds))
+        options = [first, *(one for one in options if one is not first)]
+        return Suggestion(
+            options=tuple(options),
+            misfits=tuple(one for one in self.planned if one.misfit),
+            rejected=tuple(self._rejected(options)),
+            ranks=self.ranks,
+            machine=self.machine,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            considered=self.considered,
+            traces=self.profiler.traces,
+            plans=len(self.planned),
+            seconds=time.perf_counter() - begin,
+        )
+
+    def _bound(self) -> Bound:
+        """Return the bound by the layout of a single rank; if the engine refuses the model, there is nothing to suggest."""
+        try:
+            profile = self.profiler.of(ParallelSpec.parse({}, 1))
+        except Exception as error:
+            raise SpecError(
+                f"the model cannot be traced on meta tensors, so nothing can be suggested for it: {_sentence(error)}. It must be a "
+                "causal language model whose forward takes token ids and labels and returns a loss; write parallel=dict(...) for "
+                "others"
+            ) from error
+        return Bound(profile, self.clock, self.ranks, self.seq_len)
+
+    def _push(self, seconds: float, simplicity: Any, kind: int, node: Any) -> None:
+        heapq.heappush(self.queue, (seconds, (simplicity, next(self.turn)), 0, kind, node))
+
+    def _is_done(self) -> bool:
+        """Return True if nothing in the queue can be better than what is planned by more than the tolerance."""
+        fitting = [one.speed.seconds for one in self.planned if not one.misfit]
+        if not fitting:
+            return len(self.planned) >= 3 * self.most
+        best, following = min(fitting), self.queue[0][0]
+        if len(self.planned) >= self.most or following > _FAR * best:
+            return True
+        return following >= (1 - TOLERANCE) * best and len(fitting) >= self.options
+
+    def _open(self, family: Family) -> None:
+        """Trace a family's layout, and put its candidates into the queue."""
+        fitting = [one.speed.seconds for one in self.planned if not one.misfit]
+        key = str(family.spec.to_dict())
+        try:
+            profile = self.profiler.of(family.layout)
+        except MeshfoldError as error:
+            self.refused[key] = Rejected(
+                family=family, seconds=float("inf"), candidate=None, outlook=None, why=_sentence(error)
+            )
+            return
+        made = []
+        for candidate in candidates(family, self.batch_size, blocks=profile.shape.blocks):
+            self.considered += 1
+            outlook = self.clock.outlook(candidate, profile)
+            if self._can_fit(candidate, outlook, self._ratio(candidate)[1]):
+                made.append((outlook.seconds, candidate.complexity, candidate, outlook))
+        made.sort(key=lambda one: one[:2])
+        if made:
+            self.nearest[key] = made[0][2], made[0][3]
+            self.least = min(self.least, made[0][0])
+        for seconds, complexity, candidate, outlook in made[:_KEPT_PER_FAMILY]:
+            if not fitting or len(fitting) < self.options or seconds < min(fitting):
+                kind = _SIMULATED if family.stages == 1 else _CANDIDATE
+                self._push(seconds * self._ratio(candidate)[0], complexity, kind, (candidate, outlook, profile))
+
+    def _can_fit(self, candidate: Candidate, outlook: Outlook, ratio: float) -> bool:
+        """Return True if the candidate may fit: in the device's memory, or under ``zero`` with the host's."""
+        over = ratio * outlook.memory - self.machine.memory
+        if over <= 0:
+            return True
+        zero = candidate.spec.zero
+        local = min(self.machine.devices, self.ranks)
+        movable = zero is not None and zero.stage == 3 and over < 0.9 * outlook.state
+        return movable and over * local < self.machine.host.memory
+
+    def _ratio(self, candidate: Candidate) -> tuple[float, float]:
+        """Return the seconds and bytes of planned candidates that are alike, by their outlooks'."""
+        return self.ratios.get(_alike(candidate), (1.0, 1.0))
+
+    def _reprice(self, seconds: float, kind: int, node: tuple[Candidate, Outlook, Profile]) -> bool:
+        """Put a candidate back whose price has changed, or leave it out if it no longer fits."""
+        candidate, outlook, _ = node
+        ratio, bytes_ratio = self._ratio(candidate)
+        if not self._can_fit(candidate, outlook, bytes_ratio):
+            return True
+        price = outlook.seconds * ratio
+        if price > seconds * 1.001:
+            self._push(price, candidate.complexity, kind, node)
+            return True
+        return False
+
+    def _close(self, kind: int, node: tuple[Candidate, Outlook, Profile]) -> None:
+        """Simulate a candidate's schedule, or plan it."""
+        candidate, _, profile = node
+        if kind == _CANDIDATE:
+            try:
+                outlook = self.clock.outlook(candidate, profile, simulate=True)
+            except MeshfoldError:  # a schedule that this number of micro-batches does not allow
+                return
+            self._push(
+                outlook.seconds * self._ratio(candidate)[0],
+                candidate.complexity,
+                _SIMULATED,
+                (candidate, outlook, profile),
+            )
+            return
+        if self._is_shown(candidate):
+            return
+        self._plan(candidate, node[1])
+
+    def _is_shown(self, candidate: Candidate) -> bool:
+        """Return True if a planned option that fits differs only in settings, and this one would not be first."""
+        fitting = [one for one in self.planned if not one.misfit]
+        if not fitting:
+            return False
+        best = min(one.speed.seconds for one in fitting)
+        outlook = self.nearest.get(str(candidate.family.spec.to_dict()))
+        same = [one for one in fitting if _group(one.candidate) == _group(candidate)]
+        return bool(same) and outlook is not None and min(s.speed.seconds for s in same) <= best * (1 + 5 * TOLERANCE)
+
+    def _plan(self, candidate: Candidate, outlook: Outlook) -> None:
+        try:
+            found = self.estimate(candidate)
+        except MeshfoldError as error:
+            key = str(candidate.spec.to_dict())
+            self.refused[key] = Rejected(
+                family=candidate.family,
+                seconds=float("inf"),
+                candidate=candidate,
+                outlook=outlook,
+                why=_sentence(error),
+            )
+            return
+        option = option_of(candidate, found, outlook, self.machine, self.precision)
+        self.planned.append(option)
+        before = self._ratio(candidate)
+        took = option.speed.seconds / outlook.seconds if outlook.seconds and not option.misfit else before[0]
+        self.ratios[_alike(candidate)] = (max(before[0], took), max(before[1], option.bytes / outlook.memory))
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Return the whole plan of a candidate."""
+        return plan_of(
+            candidate,
+            self.build,
+            self.machine,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            precision=self.precision,
+            **self.settings,
+        )
+
+    def _rejected(self, options: list[Option]) -> list[Rejected]:
+        """Return the families that lost, fastest first."""
+        shown = {str(one.candidate.family.spec.to_dict()) for one in self.planned}
+        best = options[0].outlook
+        found = []
+        for key, (candidate, outlook) in self.nearest.items():
+            if key not in shown:
+                seconds = outlook.seconds * self._ratio(candidate)[0]
+                found.append(
+                    Rejected(
+                        family=candidate.family,
+                        seconds=seconds,
+                        candidate=candidate,
+                        outlook=outlook,
+                        why=what_costs(outlook, best),
+                    )
+                )
+        left = [(seconds, node) for seconds, _, _, kind, node in self.queue if kind == _FAMILY]
+        for seconds, family in (*self.unopened, *left):
+            why = "its operators and messages alone take as long"
+            found.append(Rejected(family=family, seconds=seconds, candidate=None, outlook=None, why=why))
+        return [*sorted(found, key=lambda one: one.seconds), *self.refused.values()]
+
+    def _undivided(self) -> str:
+        near = max(1, self.batch_size // self.ranks) * self.ranks
+        return (
+            f"no spec divides a batch of {self.batch_size} sequences of {self.seq_len} tokens over {self.ranks} ranks: take a "
+            f"batch of {near} sequences, or {max(d for d in divisors(self.ranks) if d <= self.batch_size)} ranks"
+        )
+
+    def _unfitting(self) -> str:
+        if not self.planned:
+            refusals = list(self.refused.values())
+            if refusals:
+                return f"no spec for {self.ranks} ranks can be used. {refusals[0].why}"
+            least = min((outlook.memory for _, outlook in self.nearest.values()), default=0.0)
+            held = f": a rank would hold {format_bytes(round(least))} at least" if least else ""
+            return (
+                f"nothing fits in {format_bytes(round(self.machine.memory))} a device on {self.ranks} ranks of "
+                f"{self.machine.name}{held}. Take more ranks, a smaller batch, shorter sequences or larger devices"
+            )
+        least_one = min(self.planned, key=lambda one: one.bytes)
+        spec = least_one.candidate.spec.to_dict()
+        return (
+            f"nothing fits in {format_bytes(round(self.machine.memory))} a device on {self.ranks} ranks of {self.machine.name}: "
+            f"with parallel={spec} a rank holds {format_bytes(least_one.bytes)}. Take more ranks, a smaller batch, shorter "
+            "sequences or larger devices"
+        )
+
+
+def plan_of(
+    candidate: Candidate,
+    build: Callable[[], nn.Module],
+    machine: Machine,
+    *,
+    batch_size: int,
+    seq_len: int,
+    precision: str,
+    **settings: Any,
+) -> Estimate:
+    """Return the whole plan of a candidate."""
+    return estimate(
+        build,
+        candidate.spec,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        accumulate=candidate.accumulate,
+        recompute=candidate.recompute,
+        machine=machine,
+        **settings,
+    )
+
+
+def option_of(candidate: Candidate, found: Estimate, outlook: Outlook, machine: Machine, precision: str) -> Option:
+    """Return a planned candidate."""
+    return Option(
+        candidate=candidate,
+        found=found,
+        speed=step_speed(found, machine, precision),
+        outlook=outlook,
+        misfit="" if fits(found, machine) else explain_misfit(found, machine),
+    )
+
+
+def what_costs(outlook: Outlook, best: Outlook) -> str:
+    """Return what takes longer than in the best option: ``0.21 s more of messages that the next operator waits for``."""
+    mine, theirs = outlook.costs(), best.costs()
+    more = {what: seconds - theirs.get(what, 0.0) for what, seconds in mine.items()}
+    most = max(more, key=lambda what: more[what])
+    if more[most] <= 0.01 * best.seconds:
+        return "about as fast"
+    from meshfold.planner.report import format_seconds
+
+    return f"{format_seconds(more[most])} more of {most}"
+
+
+def _alike(candidate: Candidate) -> Any:
+    """Return what candidates share whose plans differ from their outlooks in the same way."""
+    zero = candidate.spec.zero
+    return (
+        str(candidate.family.layout.to_dict()),
+        candidate.family.stages > 1,
+        zero is not None,
+        candidate.recompute,
+    )
+
+
+def _group(candidate: Candidate) -> Any:
+    """Return what options that are shown differ in: ranks, and whether there is ``zero``."""
+    return str(candidate.family.spec.to_dict()), candidate.spec.zero is not None
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0].removesuffix(".")

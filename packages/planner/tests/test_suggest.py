@@ -1,0 +1,237 @@
+"""Suggested specs: against every spec planned in full, sane in memory, links and batch, few traces, clear refusals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from meshfold.mesh import MeshfoldError, ParallelSpec, SpecError
+from meshfold.mesh.spec import TensorSpec
+from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
+from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, suggest
+from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, families, plan_of
+from meshfold.planner.suggestions.profile import Profile, Profiler
+
+H100 = MACHINES["h100x8"]
+CONFIG = LlamaConfig(vocab_size=4096, hidden=512, layers=6, heads=8, kv_heads=8, ffn=1408, max_positions=512)
+RUN = dict(batch_size=16, seq_len=512)
+GIB = 2.0**30
+
+
+def small() -> nn.Module:
+    return Llama(CONFIG)
+
+
+def machine(memory: float = 79.0, **changes: Any) -> Machine:
+    return replace(H100, memory=memory * GIB, launch=0.5e-6, **changes)
+
+
+def suggested(on: Machine | None = None, build: Callable[[], nn.Module] = small, **changes: Any) -> Suggestion:
+    return suggest(build, on or machine(), **{**RUN, "ranks": 2, **changes})
+
+
+def every_candidate(ranks: int) -> list[Candidate]:
+    found = families(ranks, RUN["batch_size"], RUN["seq_len"], blocks=6, heads=8, experts=0)
+    return [one for family in found for one in candidates(family, RUN["batch_size"], blocks=6)]
+
+
+def seconds_of(candidate: Candidate, on: Machine) -> float | None:
+    """The seconds of a whole plan; None if the engine refuses it or it does not fit."""
+    try:
+        found = plan_of(candidate, small, on, precision="bf16", **RUN)
+    except MeshfoldError:
+        return None
+    return step_speed(found, on, "bf16").seconds if fits(found, on) else None
+
+
+@lru_cache
+def for_two() -> Suggestion:
+    return suggested()
+
+
+def test_first_is_as_fast_as_a_diagonal_of_all_specs() -> None:
+    every = every_candidate(2)
+    known = [s for one in every[7 :: len(every) // 3] if (s := seconds_of(one, machine())) is not None]
+    assert known and for_two().best.speed.seconds <= 1.03 * min(known)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [79.0, 0.5])
+def test_first_is_within_three_percent_of_every_spec(memory: float) -> None:
+    on = machine(memory)
+    known = [s for one in every_candidate(2) if (s := seconds_of(one, on)) is not None]
+    assert known and suggested(on).best.speed.seconds <= 1.03 * min(known)
+
+
+@lru_cache
+def profiled(layout: str) -> tuple[Profiler, Profile]:
+    profiler = Profiler(
+        build=small,
+        seq_len=RUN["seq_len"],
+        batch_size=RUN["batch_size"],
+        settings=dict(precision="bf16", clip_grad_norm=1.0),
+        optimizer="adamw",
+    )
+    parallel = eval(layout)
+    return profiler, profiler.of(ParallelSpec.parse(parallel))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "recompute", "accumulate"),
+    [
+        (dict(data=4), "blocks", 2),
+        (dict(data=4, zero=dict(stage=3)), None, 2),
+        pytest.param(dict(data=2, tensor=2, zero=dict(stage=1)), None, 1, marks=pytest.mark.slow),
+        pytest.param(dict(data=1, tensor=dict(mode="2d", size=4)), None, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_outlook_is_what_the_whole_plan_says(
+    parallel: dict[str, Any], recompute: str | None, accumulate: int
+) -> None:
+    spec = ParallelSpec.parse({key: value for key, value in parallel.items() if value != 1}, 4)
+    family = Family(spec=replace(spec, zero=None))
+    candidate = Candidate(family=family, spec=spec, recompute=recompute, accumulate=accumulate)
+    layout = {key: value for key, value in parallel.items() if key == "tensor"}
+    on = machine()
+    outlook = Clock(machine=on, batch_size=16, precision="bf16", optimizer="adamw", clip=True).outlook(
+        candidate, profiled(repr(layout))[1]
+    )
+    found = plan_of(candidate, small, on, precision="bf16", **RUN)
+    assert outlook.seconds == pytest.approx(step_speed(found, on, "bf16").seconds, rel=0.06)
+    if spec.zero is None:
+        assert outlook.memory == pytest.approx(found.memory.total, rel=0.06)
+
+
+def clock(on: Machine, batch_size: int = 16) -> Clock:
+    return Clock(machine=on, batch_size=batch_size, precision="bf16", optimizer="adamw", clip=True)
+
+
+def quickest(on: Machine, batch_size: int = 16) -> float:
+    """The seconds of the best outlook that fits, over the layout of one rank."""
+    found = []
+    for family in families(8, batch_size, RUN["seq_len"], blocks=6, heads=8, experts=0):
+        layout = family.layout.to_dict()
+        layout.pop("data", None)
+        if layout:
+            continue
+        profile = profiled(repr(layout))[1]
+        for candidate in candidates(family, batch_size, blocks=6):
+            outlook = clock(on, batch_size).outlook(candidate, profile)
+            if outlook.memory <= on.memory:
+                found.append(outlook.seconds)
+    return min(found, default=float("inf"))
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.floats(0.1, 4.0), st.floats(1.0, 3.0))
+def test_more_memory_is_never_slower(memory: float, factor: float) -> None:
+    assert quickest(machine(memory * factor)) <= quickest(machine(memory)) * (1 + 1e-9)
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.floats(1.0, 50.0), st.sampled_from(["inside", "between"]))
+def test_a_faster_link_is_never_slower(factor: float, link: str) -> None:
+    faster = machine(**{link: factor * getattr(H100, link)})
+    assert quickest(faster) <= quickest(machine()) * (1 + 1e-9)
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.sampled_from([8, 16, 32]))
+def test_a_doubled_batch_never_lowers_tokens_a_second(batch_size: int) -> None:
+    assert quickest(machine(), 2 * batch_size) <= 2 * quickest(machine(), batch_size) * (1 + 1e-9)
+
+
+def test_what_fits_under_a_limit_fits_under_a_larger_one() -> None:
+    best = for_two().best
+    tight = machine(1.05 * best.bytes / GIB)
+    for on in (tight, machine(2.0 * best.bytes / GIB)):
+        assert fits(plan_of(best.candidate, small, on, precision="bf16", **RUN), on)
+
+
+def test_few_traces_and_plans() -> None:
+    """The time of a suggestion is that of its traces, of one block and of two, and of its plans."""
+    found = for_two()
+    layouts = {str(family.layout.to_dict()) for family in families(2, 16, 512, blocks=6, heads=8, experts=0)}
+    assert found.considered > 100 and found.plans <= 8
+    assert found.traces <= 2 * 4 * len(layouts)
+
+
+@pytest.mark.slow
+def test_a_deeper_model_takes_no_more_traces() -> None:
+    deep = replace(CONFIG, layers=24)
+    assert suggested(build=lambda: Llama(deep)).traces <= for_two().traces
+
+
+def test_suggestions_fit_and_the_first_is_fastest() -> None:
+    found = for_two()
+    assert all(one.bytes <= found.machine.memory and not one.misfit for one in found.options)
+    assert found.best.speed.seconds <= 1.011 * min(one.speed.seconds for one in found.options)
+    assert all(one.why for one in found.rejected)
+
+
+@pytest.mark.slow
+def test_a_mixture_is_spread_over_ranks() -> None:
+    config = MoELlamaConfig(
+        vocab_size=512, hidden=256, layers=3, heads=4, kv_heads=2, ffn=512, experts=4, top_k=2, max_positions=128
+    )
+    found = suggest(lambda: Llama(config), machine(), batch_size=8, seq_len=128, ranks=2)
+    families_seen = [one.candidate.family for one in found.options] + [one.family for one in found.rejected]
+    assert any(family.spec.expert is not None for family in families_seen)
+
+
+@pytest.mark.slow
+def test_blocks_that_differ_are_traced_as_a_whole() -> None:
+    config = GPTConfig(vocab_size=512, hidden=64, layers=2, heads=2, max_positions=64)
+    found = suggest(lambda: GPT(config), machine(), batch_size=8, seq_len=64, ranks=2)
+    assert found.best.speed.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(batch_size=3, ranks=7, seq_len=257), "no spec divides a batch of 3"),
+        pytest.param(dict(on=machine(0.01)), "nothing fits in", marks=pytest.mark.slow),
+    ],
+)
+def test_refusals_say_what_would_do(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        suggested(**changes)
+
+
+class NoLoss(nn.Module):
+    """A model that is no causal language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def test_a_model_that_cannot_be_traced_is_refused() -> None:
+    with pytest.raises(SpecError, match="cannot be traced"):
+        suggested(build=NoLoss)
+
+
+def test_families_have_the_ranks_and_follow_the_spec() -> None:
+    found = families(8, 16, 512, blocks=6, heads=8, experts=0)
+    assert all(family.spec.world_size == 8 for family in found)
+    assert len({str(family.spec.to_dict()) for family in found}) == len(found)
+    assert found[0].spec.to_dict() == {"data": 8} and found[0].entries == 1
+    modes = {family.spec.tensor.mode_name for family in found if family.spec.tensor is not None}
+    assert modes == {"1d", "2d", "2.5d", "3d"}
+    assert not any(
+        TensorSpec(mode="1d", sizes=(8,)) == f.spec.tensor for f in families(8, 16, 512, blocks=6, heads=4, experts=0)
+    )
+    pairs = itertools.product(found, [candidates])
+    assert all(next(make(family, 16, blocks=6)) for family, make in pairs)
