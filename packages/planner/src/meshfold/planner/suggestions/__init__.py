@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
+from meshfold.planner.suggestions.options import Option, Rejected, Suggestion, option_of, plan_of
 from meshfold.planner.suggestions.outlook import Clock, Outlook
-from meshfold.planner.suggestions.search import Option, Rejected, Suggestion, option_of, plan_of, suggest
+from meshfold.planner.suggestions.search import explained, suggest
+from meshfold.planner.suggestions.text import (
+    breakdown,
+    draw_suggestion,
+    line_to_paste,
+    losers_table,
+    pareto_front,
+    suggestion_numbers,
+    suggestion_table,
+)
 
 __all__ = [
     "Candidate",
@@ -14,9 +24,17 @@ __all__ = [
     "Outlook",
     "Rejected",
     "Suggestion",
+    "breakdown",
     "candidates",
+    "draw_suggestion",
+    "explained",
     "families",
+    "line_to_paste",
+    "losers_table",
     "option_of",
+    "pareto_front",
     "plan_of",
     "suggest",
+    "suggestion_numbers",
+    "suggestion_table",
 ]

@@ -14,14 +14,13 @@ from typing import Any
 
 from meshfold.engine.states import BUCKET_BYTES
 from meshfold.mesh import Mesh, ParallelSpec
-from meshfold.mesh.spec import PipelineSpec
 from meshfold.pipeline import Costs, schedule, simulate_costs
-from meshfold.pipeline.runtime import balance_blocks
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.estimates import MOMENTS, Memory
 from meshfold.planner.machines import OPTIMIZER, Machine
 from meshfold.planner.suggestions.layouts import Candidate
-from meshfold.planner.suggestions.profile import Message, Part, Profile, Shape, Step
+from meshfold.planner.suggestions.profile import Message, Part, Profile, Step
+from meshfold.planner.suggestions.stages import idle_share, live_microbatches, rank_of, stage_blocks
 from meshfold.zero_gemini.planner import REGIMES
 
 _WORKSPACE = 66 * 2**20
@@ -95,7 +94,11 @@ class Outlook:
             "the optimizer": self.optimizer,
             "copies to and from the host": self.offload,
         }
-        return {what: seconds for what, seconds in sorted(parts.items(), key=lambda item: -item[1]) if seconds > 0}
+        return {
+            what: seconds
+            for what, seconds in sorted(parts.items(), key=lambda item: -item[1])
+            if seconds > 1e-6 * self.seconds
+        }
 
 
 @dataclass(kw_only=True)
@@ -247,7 +250,7 @@ class _Reckoning:
         """Return the blocks of each rank of the pipeline."""
         found = [0] * self.stages
         for stage, count in enumerate(self.counts):
-            found[_rank_of(stage, self.stages, self.spec.pipeline)] += count
+            found[rank_of(stage, self.stages, self.spec.pipeline)] += count
         return found
 
     def _held(self) -> Memory:
@@ -258,7 +261,7 @@ class _Reckoning:
             return self.profile.memory(of_ranks[0])
         block = self.profile.block.memory
         share = self._edge_share()
-        last = _rank_of(len(self.counts) - 1, self.stages, self.spec.pipeline)
+        last = rank_of(len(self.counts) - 1, self.stages, self.spec.pipeline)
         totals = []
         for rank, count in enumerate(of_ranks):
             edge = (share if rank == 0 else 0.0) + ((1 - share) if rank == last else 0.0)
@@ -335,11 +338,11 @@ class _Reckoning:
         )
         busy = [nothing] * self.stages
         for stage, (one, two) in enumerate(zip(forward, backward, strict=True)):
-            rank = _rank_of(stage, self.stages, pipeline)
+            rank = rank_of(stage, self.stages, pipeline)
             busy[rank] = busy[rank] + (one + two) * self.micro
         most, message = max(busy, key=lambda work: work.spent), self._message()
         if not simulate:
-            return most, _bubble(pipeline) * most.spent / self.micro + 2 * (self.stages - 1) * message
+            return most, idle_share(pipeline) * most.spent / self.micro + 2 * (self.stages - 1) * message
         again = ahead[0].spent * self.repeated
         weight = [max(0.0, work.spent - n * again) / 2 for work, n in zip(backward, self.counts, strict=True)]
         costs = Costs(
@@ -405,7 +408,7 @@ class _Reckoning:
         rest = max(0.0, self.profile.rest.at(self.rows, lambda step: step.saved))
         if self.stages == 1 or self.spec.pipeline is None:
             return self.shape.blocks * block + rest
-        return max(self._of_ranks()) * block * _live(self.spec.pipeline, self.micro) + rest
+        return max(self._of_ranks()) * block * live_microbatches(self.spec.pipeline, self.micro) + rest
 
     def _share_to_repeat(self) -> float:
         """Return the share of blocks that a plan must let compute their activations again to fit."""
@@ -421,36 +424,3 @@ class _Reckoning:
             return 0.0
         moved = 2 * over / self.machine.host.both * self.candidate.accumulate
         return max(0.0, moved - busy)
-
-
-@lru_cache(maxsize=4096)
-def stage_blocks(shape: Shape, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage, balanced as the pipeline does."""
-    if stages == 1 or shape.blocks < stages:
-        return (shape.blocks,) if stages == 1 else (1,) * stages
-    return tuple(balance_blocks([float(shape.block)] * shape.blocks, stages, before=0.0, after=float(shape.head)))
-
-
-def _rank_of(stage: int, ranks: int, pipeline: PipelineSpec | None) -> int:
-    """Return the rank of a stage: V-shaped schedules turn around, others begin again."""
-    turn, place = divmod(stage, ranks)
-    shaped = pipeline is not None and pipeline.schedule in ("zb-v", "dualpipe-v", "hanayo")
-    return ranks - 1 - place if shaped and turn % 2 else place
-
-
-def _bubble(pipeline: PipelineSpec) -> float:
-    """Return the idle time of equal stages, in micro-batches of one rank's work."""
-    shares = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-h2": 0.0, "zb-v": 0.05, "dualpipe-v": 0.1, "hanayo": 0.5}
-    share = shares.get(str(pipeline.schedule), 1.0 / (pipeline.chunks or 1))
-    return share * (pipeline.size - 1)
-
-
-def _live(pipeline: PipelineSpec | None, microbatches: int) -> float:
-    """Return the micro-batches whose activations a rank holds at most, of all its stages."""
-    assert pipeline is not None
-    size = pipeline.size
-    most = {"gpipe": microbatches, "zb-h2": 2 * size - 1, "dualpipe-v": size + 0.5}
-    if pipeline.schedule == "interleaved":
-        chunks = pipeline.chunks or 2
-        return min(microbatches, size * (1 + (size - 1) / (size * chunks)))
-    return float(min(microbatches, most.get(str(pipeline.schedule), size)))

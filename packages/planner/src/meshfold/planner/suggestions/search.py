@@ -11,18 +11,18 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from meshfold.mesh import MeshfoldError, ParallelSpec, SpecError
 from meshfold.mesh.spec import divisors, format_bytes
-from meshfold.planner.estimates import Estimate, StepSpeed, step_speed
+from meshfold.planner.estimates import Estimate
 from meshfold.planner.machines import Machine
-from meshfold.planner.planner import estimate, explain_misfit, fits
 from meshfold.planner.suggestions.bound import Bound
 from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
+from meshfold.planner.suggestions.options import Option, Rejected, Suggestion, option_of, plan_of, what_costs
 from meshfold.planner.suggestions.outlook import Clock, Outlook
 from meshfold.planner.suggestions.profile import Profile, Profiler
 
@@ -31,88 +31,6 @@ TOLERANCE = 0.01
 _FAMILY, _CANDIDATE, _SIMULATED = range(3)
 _KEPT_PER_FAMILY = 24
 _FAR = 1.1  # times as slow as the best: not worth a whole plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """A candidate with a whole plan.
-
-    Attributes:
-        candidate: the spec and its settings.
-        found: its plan.
-        speed: of the plan, by the one clock.
-        outlook: what was expected before.
-        misfit: why it does not fit; empty if it does.
-    """
-
-    candidate: Candidate
-    found: Estimate
-    speed: StepSpeed
-    outlook: Outlook
-    misfit: str
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the fullest rank holds."""
-        pipeline = self.found.pipeline
-        return self.found.memory.total if pipeline is None else max(memory.total for memory in pipeline.memory)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejected:
-    """A family that lost without a plan.
-
-    Attributes:
-        family: the ranks.
-        seconds: a step takes about so long at best, or at least so long if ``outlook`` is None.
-        candidate: its best one; None if it was not looked at.
-        outlook: of this one.
-        why: what costs, or the engine's refusal.
-    """
-
-    family: Family
-    seconds: float
-    candidate: Candidate | None
-    outlook: Outlook | None
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """Specs for a model on a machine, fastest first.
-
-    Attributes:
-        options: those that fit, with whole plans, fastest first.
-        misfits: those with whole plans that do not fit.
-        rejected: other families, fastest first.
-        ranks: world size.
-        machine: for which.
-        batch_size: sequences of a global batch.
-        seq_len: tokens of a sequence.
-        precision: of compute.
-        considered: specs that were compared.
-        traces: micro-steps that were traced.
-        plans: whole plans that were made.
-        seconds: that it took.
-    """
-
-    options: tuple[Option, ...]
-    misfits: tuple[Option, ...]
-    rejected: tuple[Rejected, ...]
-    ranks: int
-    machine: Machine
-    batch_size: int
-    seq_len: int
-    precision: str
-    considered: int
-    traces: int
-    plans: int
-    seconds: float
-
-    @property
-    def best(self) -> Option:
-        """The first option."""
-        return self.options[0]
 
 
 def suggest(
@@ -128,6 +46,7 @@ def suggest(
     rules: Any = None,
     kernels: object = "auto",
     clip: bool = True,
+    accumulate: int | None = None,
     options: int = 2,
     plans: int = 8,
     name: str = "model",
@@ -146,6 +65,7 @@ def suggest(
         rules: as for the engine.
         kernels: as for the engine.
         clip: clip gradients by their norm.
+        accumulate: micro-steps of an optimizer step; None: as many as are fastest.
         options: number of options to plan, of different families or ``zero`` stages.
         plans: most whole plans to make.
         name: of the model, for messages.
@@ -161,9 +81,69 @@ def suggest(
         seq_len=seq_len,
         precision=precision,
         settings=dict(fp8=fp8, optimizer=optimizer, rules=rules, kernels=kernels, clip=clip, name=name),
+        accumulate=accumulate,
         options=options,
         most=plans,
     ).run()
+
+
+def explained(
+    spec: ParallelSpec,
+    build: Callable[[], nn.Module],
+    found: Suggestion,
+    *,
+    recompute: str | None = None,
+    **settings: Any,
+) -> Option:
+    """Return the whole plan of one spec, for the batch and machine of a suggestion, with the fewest micro-steps that fit.
+
+    Args:
+        spec: with its world size.
+        build: makes the model.
+        found: the suggestion to compare it with.
+        recompute: as for the engine; None: only if it does not fit without.
+        settings: as for :func:`suggest`.
+
+    Raises:
+        SpecError: for anything that the engine refuses.
+    """
+    search = _Search(
+        build=build,
+        machine=found.machine,
+        ranks=found.ranks,
+        batch_size=found.batch_size,
+        seq_len=found.seq_len,
+        precision=found.precision,
+        settings={
+            "rules": None,
+            "fp8": None,
+            "kernels": "auto",
+            "clip": True,
+            "name": "model",
+            "optimizer": "adamw",
+            **settings,
+        },
+        accumulate=None,
+        options=1,
+        most=1,
+    )
+    family = Family(spec=replace(spec, zero=None))
+    rows, remainder = divmod(found.batch_size, family.data)
+    if remainder:
+        raise SpecError(
+            f"data={family.data} does not divide the batch of {found.batch_size} sequences: take another of the two"
+        )
+    profile = search.profiler.of(family.layout)
+    tried: list[tuple[bool, float, int, Candidate, Outlook]] = []
+    for way in (None, "blocks") if recompute is None else (recompute,):
+        for accumulate in divisors(rows) if family.stages == 1 else [1]:
+            candidate = Candidate(family=family, spec=spec, recompute=way, accumulate=accumulate)
+            outlook = search.clock.outlook(candidate, profile, simulate=True)
+            tried.append(
+                (not search._can_fit(candidate, outlook, 1.0), outlook.seconds, len(tried), candidate, outlook)
+            )
+    *_, candidate, outlook = min(tried)
+    return option_of(candidate, search.estimate(candidate), outlook, found.machine, found.precision)
 
 
 @dataclass(kw_only=True)
@@ -175,6 +155,7 @@ class _Search:
     seq_len: int
     precision: str
     settings: dict[str, Any]
+    accumulate: int | None
     options: int
     most: int
     queue: list[tuple[float, tuple[int, ...], int, int, Any]] = field(default_factory=list)
@@ -293,6 +274,8 @@ class _Search:
             return
         made = []
         for candidate in candidates(family, self.batch_size, blocks=profile.shape.blocks):
+            if self.accumulate not in (None, candidate.accumulate):
+                continue
             self.considered += 1
             outlook = self.clock.outlook(candidate, profile)
             if self._can_fit(candidate, outlook, self._ratio(candidate)[1]):
@@ -440,53 +423,6 @@ class _Search:
             f"with parallel={spec} a rank holds {format_bytes(least_one.bytes)}. Take more ranks, a smaller batch, shorter "
             "sequences or larger devices"
         )
-
-
-def plan_of(
-    candidate: Candidate,
-    build: Callable[[], nn.Module],
-    machine: Machine,
-    *,
-    batch_size: int,
-    seq_len: int,
-    precision: str,
-    **settings: Any,
-) -> Estimate:
-    """Return the whole plan of a candidate."""
-    return estimate(
-        build,
-        candidate.spec,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        precision=precision,
-        accumulate=candidate.accumulate,
-        recompute=candidate.recompute,
-        machine=machine,
-        **settings,
-    )
-
-
-def option_of(candidate: Candidate, found: Estimate, outlook: Outlook, machine: Machine, precision: str) -> Option:
-    """Return a planned candidate."""
-    return Option(
-        candidate=candidate,
-        found=found,
-        speed=step_speed(found, machine, precision),
-        outlook=outlook,
-        misfit="" if fits(found, machine) else explain_misfit(found, machine),
-    )
-
-
-def what_costs(outlook: Outlook, best: Outlook) -> str:
-    """Return what takes longer than in the best option: ``0.21 s more of messages that the next operator waits for``."""
-    mine, theirs = outlook.costs(), best.costs()
-    more = {what: seconds - theirs.get(what, 0.0) for what, seconds in mine.items()}
-    most = max(more, key=lambda what: more[what])
-    if more[most] <= 0.01 * best.seconds:
-        return "about as fast"
-    from meshfold.planner.report import format_seconds
-
-    return f"{format_seconds(more[most])} more of {most}"
 
 
 def _alike(candidate: Candidate) -> Any:

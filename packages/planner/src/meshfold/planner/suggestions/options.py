@@ -1,0 +1,143 @@
+"""What a search returns: planned options, what was left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from meshfold.planner.estimates import Estimate, StepSpeed, step_speed
+from meshfold.planner.machines import Machine
+from meshfold.planner.planner import estimate, explain_misfit, fits
+from meshfold.planner.report import format_seconds
+from meshfold.planner.suggestions.layouts import Candidate, Family
+from meshfold.planner.suggestions.outlook import Outlook
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A candidate with a whole plan.
+
+    Attributes:
+        candidate: the spec and its settings.
+        found: its plan.
+        speed: of the plan, by the one clock.
+        outlook: what was expected before.
+        misfit: why it does not fit; empty if it does.
+    """
+
+    candidate: Candidate
+    found: Estimate
+    speed: StepSpeed
+    outlook: Outlook
+    misfit: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the fullest rank holds."""
+        pipeline = self.found.pipeline
+        return self.found.memory.total if pipeline is None else max(memory.total for memory in pipeline.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A family that lost without a plan.
+
+    Attributes:
+        family: the ranks.
+        seconds: a step takes about so long at best, or at least so long if ``outlook`` is None.
+        candidate: its best one; None if it was not looked at.
+        outlook: of this one.
+        why: what costs, or the engine's refusal.
+    """
+
+    family: Family
+    seconds: float
+    candidate: Candidate | None
+    outlook: Outlook | None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Specs for a model on a machine, fastest first.
+
+    Attributes:
+        options: those that fit, with whole plans, fastest first.
+        misfits: those with whole plans that do not fit.
+        rejected: other families, fastest first.
+        ranks: world size.
+        machine: for which.
+        batch_size: sequences of a global batch.
+        seq_len: tokens of a sequence.
+        precision: of compute.
+        considered: specs that were compared.
+        traces: micro-steps that were traced.
+        plans: whole plans that were made.
+        seconds: that it took.
+    """
+
+    options: tuple[Option, ...]
+    misfits: tuple[Option, ...]
+    rejected: tuple[Rejected, ...]
+    ranks: int
+    machine: Machine
+    batch_size: int
+    seq_len: int
+    precision: str
+    considered: int
+    traces: int
+    plans: int
+    seconds: float
+
+    @property
+    def best(self) -> Option:
+        """The first option."""
+        return self.options[0]
+
+
+def plan_of(
+    candidate: Candidate,
+    build: Callable[[], nn.Module],
+    machine: Machine,
+    *,
+    batch_size: int,
+    seq_len: int,
+    precision: str,
+    **settings: Any,
+) -> Estimate:
+    """Return the whole plan of a candidate."""
+    return estimate(
+        build,
+        candidate.spec,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        precision=precision,
+        accumulate=candidate.accumulate,
+        recompute=candidate.recompute,
+        machine=machine,
+        **settings,
+    )
+
+
+def option_of(candidate: Candidate, found: Estimate, outlook: Outlook, machine: Machine, precision: str) -> Option:
+    """Return a planned candidate."""
+    return Option(
+        candidate=candidate,
+        found=found,
+        speed=step_speed(found, machine, precision),
+        outlook=outlook,
+        misfit="" if fits(found, machine) else explain_misfit(found, machine),
+    )
+
+
+def what_costs(outlook: Outlook, best: Outlook) -> str:
+    """Return what takes longer than in the best option: ``0.21 s more of messages that the next operator waits for``."""
+    mine, theirs = outlook.costs(), best.costs()
+    more = {what: seconds - theirs.get(what, 0.0) for what, seconds in mine.items()}
+    most = max(more, key=lambda what: more[what])
+    if more[most] <= 0.01 * best.seconds:
+        return "about as fast"
+    return f"{format_seconds(more[most])} more of {most}"

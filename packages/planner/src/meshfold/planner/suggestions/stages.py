@@ -1,0 +1,42 @@
+"""Stages of a pipeline by arithmetic: their blocks, their ranks, and what a schedule waits and holds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from meshfold.mesh.spec import PipelineSpec
+from meshfold.pipeline.runtime import balance_blocks
+from meshfold.planner.suggestions.profile import Shape
+
+
+@lru_cache(maxsize=4096)
+def stage_blocks(shape: Shape, stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage, balanced as the pipeline does."""
+    if stages == 1 or shape.blocks < stages:
+        return (shape.blocks,) if stages == 1 else (1,) * stages
+    return tuple(balance_blocks([float(shape.block)] * shape.blocks, stages, before=0.0, after=float(shape.head)))
+
+
+def rank_of(stage: int, ranks: int, pipeline: PipelineSpec | None) -> int:
+    """Return the rank of a stage: V-shaped schedules turn around, others begin again."""
+    turn, place = divmod(stage, ranks)
+    shaped = pipeline is not None and pipeline.schedule in ("zb-v", "dualpipe-v", "hanayo")
+    return ranks - 1 - place if shaped and turn % 2 else place
+
+
+def idle_share(pipeline: PipelineSpec) -> float:
+    """Return the idle time of equal stages, in micro-batches of one rank's work."""
+    shares = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "zb-h2": 0.0, "zb-v": 0.05, "dualpipe-v": 0.1, "hanayo": 0.5}
+    share = shares.get(str(pipeline.schedule), 1.0 / (pipeline.chunks or 1))
+    return share * (pipeline.size - 1)
+
+
+def live_microbatches(pipeline: PipelineSpec | None, microbatches: int) -> float:
+    """Return the micro-batches whose activations a rank holds at most, of all its stages."""
+    assert pipeline is not None
+    size = pipeline.size
+    most = {"gpipe": microbatches, "zb-h2": 2 * size - 1, "dualpipe-v": size + 0.5}
+    if pipeline.schedule == "interleaved":
+        chunks = pipeline.chunks or 2
+        return min(microbatches, size * (1 + (size - 1) / (size * chunks)))
+    return float(min(microbatches, most.get(str(pipeline.schedule), size)))
