@@ -1,4 +1,4 @@
-"""What a search returns: planned options, what was left out and why."""
+"""Results of a search: planned options, what was left out and why."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _MANY_TOKENS = 2048  # of a sequence: then two numbers of rows are enough
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a model is made of.
+    """Sizes of a model.
 
     Attributes:
         blocks: repeated ones; 1 if they differ, and the model is taken as one block.
