@@ -130,6 +130,7 @@ def test_published_sizes() -> None:
     from meshfold.huggingface import palm_config
 
     for name, h, layers, heads in (
+        ("palm-1b", 2048, 16, 16),
         ("palm-8b", 4096, 32, 16),
         ("palm-16b", 4096, 64, 16),
         ("palm-30b", 6144, 48, 24),

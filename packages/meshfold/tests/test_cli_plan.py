@@ -292,3 +292,28 @@ def test_the_published_palm_has_a_plan_in_2_5d(capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["world_size"] == 4
     assert main(["plan", "--model", "palm-8x"]) == 1
     assert "Did you mean 'palm-8b'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "zero", "gpu", "fits"),
+    [
+        ("palm-16b", "dict(stage=3, regime='B')", 24, True),
+        ("palm-16b", "dict(stage=3, regime='C')", 24, True),
+        ("palm-16b", "dict(stage=3)", 24, False),  # 200 GiB of state: more than GPU and host have together
+        ("palm-1b", "dict(stage=3)", 6, True),
+    ],
+)
+def test_published_palms_fit_the_gpus_of_the_published_chart(
+    model: str, zero: str, gpu: int, fits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an H200 of which a part is used, with 125 GiB of host memory."""
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install meshfold[hf]")
+    sizes = ["--batch-size", "2", "--seq-len", "1024", "--precision", "bf16", "--recompute", "blocks"]
+    limits = ["--machine", "h200", "--gpu-memory", f"{gpu}GiB", "--host-memory", "125GiB"]
+    code = main(["plan", "--model", model, *sizes, *limits, "--parallel", f"dict(zero={zero})", "--json"])
+    assert code == (0 if fits else 1)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["memory_bytes"]["total"] <= gpu * 2**30) == fits
+    if fits:
+        assert 0 < found["memory_bytes"]["host"] <= 125 * 2**30

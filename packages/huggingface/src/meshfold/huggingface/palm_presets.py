@@ -20,12 +20,14 @@ _COMMON = dict(vocab_size=50304, max_positions=2048)
 PALM: Mapping[str, Mapping[str, int]] = {
     "palm-tiny": dict(vocab_size=256, hidden=64, layers=2, heads=4, max_positions=128),
     "palm-small": dict(hidden=768, layers=12, heads=12, **_COMMON),
+    "palm-1b": dict(hidden=2048, layers=16, heads=16, **_COMMON),
     "palm-8b": dict(hidden=4096, layers=32, heads=16, **_COMMON),
     "palm-16b": dict(hidden=4096, layers=64, heads=16, **_COMMON),
     "palm-30b": dict(hidden=6144, layers=48, heads=24, **_COMMON),
     "palm-62b": dict(hidden=8192, layers=64, heads=32, **_COMMON),
 }
-"""Shapes of hpcaitech/PaLM-colossalai, and a tiny one for bytes. The inner dim of an MLP is four times the hidden dim."""
+"""Shapes of hpcaitech/PaLM-colossalai, one of 1.05 billion parameters, and a tiny one for bytes. The inner dim of an MLP is four
+times the hidden dim."""
 
 
 def palm_sizes(name: str, **changes: int) -> dict[str, int]:
