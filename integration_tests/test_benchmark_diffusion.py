@@ -46,6 +46,7 @@ def run(seconds: float, peak: float = 0.0) -> dict[str, Any]:
 def case_of(name: str, runs: dict[str, dict[str, Any]], **changes: Any) -> dict[str, Any]:
     case = CASES[name]
     work = dict(ranks=case.ranks, rows=case.rows, dtype="bfloat16", recompute=case.recompute, limit=case.limit)
+    work["micro_steps"] = case.micro_steps
     return dict(
         about=case.about,
         work={**work, "config": dict(case.config), **changes},
@@ -77,7 +78,7 @@ def test_every_contestant_trains_a_small_model_to_the_same_loss(tmp_path: Path) 
     out = tmp_path / "found.json"
     words = ["bench", "diffusion", "--tiny", "--timeout", "600", "--out", str(out)]
     assert main([*words, "--case", "sd2", "dit-xl", "flux-12b"]) == 0
-    assert main([*words, "--case", "sd2-11", "--limit", "0.5"]) == 0
+    assert main([*words, "--case", "sd2-11", "sd2-5.6", "--limit", "0.5"]) == 0
     for name, case in json.loads(out.read_text())["cases"].items():
         losses = [run["losses"] for runs in case["runs"].values() for run in runs]
         assert len(losses) == len(CASES[name].contestants)

@@ -70,7 +70,9 @@ class Case:
         tokens: of an image and of its text, for Flux; of the text, for a U-Net.
         ranks: GPUs.
         limit: GPU memory that a rank may have, in GiB; None: all.
-        recompute: the activations of every block are computed again in backward.
+        recompute: whether the activations of every block are computed again in backward: "none", "blocks", or for ours "auto",
+            where the plan chooses.
+        micro_steps: that a step of ours takes its images in, one after the other.
         contestants: who runs, unless others are asked for.
     """
 
@@ -81,7 +83,8 @@ class Case:
     tokens: tuple[int, ...] = (77,)
     ranks: int = 1
     limit: float | None = None
-    recompute: bool = False
+    recompute: str = "none"
+    micro_steps: int = 1
     contestants: tuple[str, ...] = field(default=UNETS)
 
 
@@ -91,8 +94,8 @@ def _sd2(about: str, **settings: Any) -> Case:
 
 CASES: Mapping[str, Case] = {
     "sd2": _sd2("the U-Net of Stable Diffusion 2, 512 × 512 pixels, without a limit"),
-    "sd2-11": _sd2("the same under 11 GiB", limit=11.0, recompute=True, contestants=CAPPED),
-    "sd2-5.6": _sd2("the same under 5.6 GiB", limit=5.6, recompute=True, contestants=CAPPED),
+    "sd2-11": _sd2("the same under 11 GiB", limit=11.0, recompute="auto", contestants=CAPPED),
+    "sd2-5.6": _sd2("the same under 5.6 GiB", limit=5.6, recompute="auto", micro_steps=4, contestants=CAPPED),
     "dit-xl": Case(
         about="DiT-XL/2, 256 × 256 pixels",
         kind="DiTTransformer2DModel",
@@ -108,7 +111,7 @@ CASES: Mapping[str, Case] = {
         rows=4,
         tokens=(1024, 512),
         ranks=2,
-        recompute=True,
+        recompute="blocks",
         contestants=SHARDED,
     ),
 }

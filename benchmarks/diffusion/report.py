@@ -34,10 +34,16 @@ def of_case(name: str, case: Mapping[str, Any]) -> list[str]:
     work, times = case["work"], times_of(case)
     best = fastest(times, "ours")
     ours = None if best is None else times[best]
-    recompute = "every block recomputed" if work["recompute"] else "nothing recomputed"
+    recompute = {
+        "none": "nothing recomputed",
+        "blocks": "every block recomputed",
+        "auto": "blocks recomputed as the plan chooses",
+    }[work["recompute"]]
+    micro = "" if work["micro_steps"] == 1 else f", in {work['micro_steps']} micro-steps"
     limit = "" if work["limit"] is None else f", {work['limit']:g} GiB of GPU memory"
     lines = [
-        f"**{name}: {case['about']}; {work['ranks']} ranks, {work['rows']} images a step, {work['dtype']}, {recompute}{limit}**",
+        f"**{name}: {case['about']}; {work['ranks']} ranks, {work['rows']} images a step{micro}, {work['dtype']}, "
+        f"{recompute}{limit}**",
         "",
         *table(HEAD, [_row(who, runs, work, times, ours) for who, runs in case["runs"].items()]),
         "",

@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--case", choices=CASES, nargs="+", default=["sd2"], help="what is trained")
     parser.add_argument("--rows", type=int, help="images a step over all ranks, if not the case's")
     parser.add_argument("--limit", type=float, help="GiB of GPU memory for a rank, if not the case's")
-    parser.add_argument("--recompute", choices=("blocks", "none"), help="in backward, if not the case's")
+    parser.add_argument("--recompute", choices=("blocks", "auto", "none"), help="in backward, if not the case's")
+    parser.add_argument("--micro-steps", type=int, help="of a step of ours, if not the case's")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, metavar="NAME", help="contestants, if not the case's")
@@ -68,8 +69,10 @@ def time_case(name: str, options: argparse.Namespace, found: dict[str, Any]) -> 
     """Run the contestants of a case by turns, and add what they found to the result."""
     case = tiny(CASES[name]) if options.tiny else CASES[name]
     work = work_of(case, options)
-    if work["rows"] % work["ranks"]:
-        raise SystemExit(f"--rows {work['rows']}: {work['ranks']} GPUs do not divide them")
+    if work["rows"] % (work["ranks"] * work["micro_steps"]):
+        raise SystemExit(
+            f"--rows {work['rows']}: {work['ranks']} GPUs with {work['micro_steps']} micro-steps do not divide them"
+        )
     entry = found["cases"].setdefault(name, dict(about=case.about, work=work, runs={}))
     if entry["work"] != work:
         raise SystemExit(f"{options.out} has the case {name} with other settings: give another --out")
@@ -84,7 +87,6 @@ def time_case(name: str, options: argparse.Namespace, found: dict[str, Any]) -> 
 
 def work_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Return what every contestant of a case is given, as JSON has it."""
-    recompute = case.recompute if options.recompute is None else options.recompute == "blocks"
     return dict(
         kind=case.kind,
         config={key: list(value) if isinstance(value, tuple) else value for key, value in case.config.items()},
@@ -92,7 +94,8 @@ def work_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         tokens=list(case.tokens),
         ranks=case.ranks,
         limit=case.limit if options.limit is None else options.limit,
-        recompute=recompute,
+        recompute=options.recompute or case.recompute,
+        micro_steps=options.micro_steps or case.micro_steps,
         dtype=options.dtype,
         backend=options.backend,
     )

@@ -58,14 +58,21 @@ def ours(job: dict[str, Any], **settings: Any) -> Step:
         clip_grad_norm=1.0,
         optimizer=dict(name="adamw", lr=1e-6, weight_decay=0.01),
         loss_fn=Squares(),
-        recompute="blocks" if job["recompute"] else None,
+        recompute=None if job["recompute"] == "none" else job["recompute"],
+        gradient_accumulation=job["micro_steps"],
         **settings,
     )
     rows = batch(job, model)
+    parts = [
+        {name: value.chunk(job["micro_steps"])[i] for name, value in rows.items()} for i in range(job["micro_steps"])
+    ]
 
     def step() -> Tensor:
-        engine.run_step(rows)
-        return engine.runner.loss
+        total = torch.zeros((), device=device())
+        for part in parts:
+            engine.run_step(part)
+            total += engine.runner.loss.detach()
+        return total / len(parts)
 
     return step
 
@@ -95,7 +102,7 @@ def fsdp2(job: dict[str, Any], *, compiled: bool) -> Step:
         getattr(torch, job["dtype"]),
         job["backend"] if compiled else None,
         ranks=job["ranks"],
-        recompute=job["recompute"],
+        recompute=job["recompute"] == "blocks",
     )
 
 
