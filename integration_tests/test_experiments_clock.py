@@ -1,4 +1,4 @@
-"""The experiments megatron and megascale on the planner's clock, and the page of all verdicts."""
+"""The experiments megatron, megascale and selective-recompute on the planner's clock, and the page of all verdicts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from experiments.megascale import run as megascale
 from experiments.megatron import layer, run, simulated, step
 from experiments.megatron.step import Run
 from experiments.report import read_csv, rounded, with_results
+from experiments.selective_recompute import counting
+from experiments.selective_recompute import run as selective
+from experiments.selective_recompute import simulated as recomputed
 from meshfold.cli import main
 from meshfold.planner import find_machine
 
@@ -37,6 +40,15 @@ def test_megatron_is_simulated_as_committed() -> None:
 def test_megascale_is_simulated_as_committed() -> None:
     then = json.loads((megascale.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
     assert rounded(megascale.EXPERIMENT.simulate()) == then
+
+
+def test_selective_recomputation_is_simulated_as_committed() -> None:
+    then = json.loads((selective.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
+    assert rounded(recomputed.layers()) == then["layer"]
+    assert rounded(recomputed.steps()) == then["steps"]
+    counted = {row["scheme"]: row["counted"] for row in then["bytes"]}
+    for scheme in ("tensor + sequence", "tensor + sequence + selective", "full"):
+        assert counting.kept(**counting.SCHEMES[scheme]) == counted[scheme]
 
 
 def test_operators_are_those_of_the_published_formulas() -> None:

@@ -24,6 +24,7 @@ from experiments.hanayo.simulated import row as hanayo_row
 from experiments.megascale import run as megascale
 from experiments.megatron import run as megatron
 from experiments.report import Case, Claim, Experiment, rounded, verdict, with_results
+from experiments.selective_recompute import run as selective_recompute
 from experiments.sequence_parallelism import run as sequence_parallelism
 from experiments.zero_bubble import measured, settings
 from experiments.zero_bubble import run as zero_bubble
@@ -42,6 +43,7 @@ ALL = {
     "fastfold": fastfold.EXPERIMENT,
     "megatron": megatron.EXPERIMENT,
     "megascale": megascale.EXPERIMENT,
+    "selective-recompute": selective_recompute.EXPERIMENT,
 }
 MAINS: dict[str, Callable[..., int]] = {
     "gpipe": gpipe.main,
@@ -51,6 +53,7 @@ MAINS: dict[str, Callable[..., int]] = {
     "fastfold": fastfold.main,
     "megatron": megatron.main,
     "megascale": megascale.main,
+    "selective-recompute": selective_recompute.main,
 }
 
 
@@ -211,6 +214,10 @@ def spoil_megascale(found: dict[str, Any]) -> None:
     found["table 3"][2]["ours"] = found["table 3"][1]["ours"] - 0.001
 
 
+def spoil_selective_recompute(found: dict[str, Any]) -> None:
+    found["bytes"][2]["counted"] *= 1.06
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "claim"),
     [
@@ -221,6 +228,7 @@ def spoil_megascale(found: dict[str, Any]) -> None:
         ("fastfold", spoil_fastfold, "every gradient of one process"),
         ("megatron", spoil_megatron, "iteration times of table 1"),
         ("megascale", spoil_megascale, "each change gains"),
+        ("selective-recompute", spoil_selective_recompute, "bytes of a layer under six schemes"),
     ],
 )
 def test_a_wrong_number_is_not_reproduced(

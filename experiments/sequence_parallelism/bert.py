@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         """``tokens``: of a sequence, of those that this rank has."""
         parts = self.qkv(x).view(-1, tokens, 3 * self.n_heads, self.head_dim).split(self.n_heads, dim=2)
         attend = self.attend or self.all_scores
-        out: Tensor = self.out(attend(*parts).reshape(len(x), -1))
+        out: Tensor = self.out(attend(*parts).flatten(2).flatten(0, 1))
         return out
 
     def all_scores(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
