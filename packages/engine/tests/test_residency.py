@@ -33,7 +33,7 @@ from meshfold.zero_gemini.optimizer.speculative_updates import SpeculativeUpdate
 from meshfold.zero_gemini.planner import SPECULATIVE_STEP, SPLIT_STEP, Machine, MiB, Plan, Workload
 from meshfold.zero_gemini.profiler import PhaseSeconds
 
-STEPS = 5
+STEPS = 4
 
 
 def gpt() -> GPT:

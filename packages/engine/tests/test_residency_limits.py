@@ -21,7 +21,7 @@ from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.planner import Limits, MiB, Plan
 
-STEPS = 5
+STEPS = 4
 
 
 def gpt() -> GPT:
