@@ -1,7 +1,7 @@
 """TRL's own trainers as contestants: each step is one of ``DPOTrainer.train()`` or ``GRPOTrainer.train()``, callbacks and all.
 
 ``train()`` runs in a thread that waits before each step. Weights are float32; products are in bfloat16 by autocast, as TRL's users
-train with ``bf16=True``. On several ranks layers are sharded by FSDP2.
+train with ``bf16=True``. On several GPUs layers are sharded by FSDP2; on CPUs accelerate has data parallelism alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Steps:
     def __init__(self, trainer: Any) -> None:
         from transformers import TrainerCallback
 
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if several and torch.cuda.is_available() and not trainer.accelerator.is_fsdp2:
+            raise RuntimeError("accelerate did not take FSDP2: each rank would hold the whole model")
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._device: torch.device = trainer.args.device
