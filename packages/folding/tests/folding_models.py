@@ -12,12 +12,14 @@ from meshfold.folding import (
     AxialMode,
     EvoformerStack,
     ExtraMSAStack,
+    MemorySettings,
     PairFormerStack,
     TemplatePairStack,
     find_axial_mode,
     parallelize_folding,
     sum_gradients,
 )
+from meshfold.folding.memory import KEEP_ALL
 from meshfold.mesh import Mesh, dropout_stream
 
 C = 8
@@ -118,6 +120,7 @@ def check_equal(
     masked: bool = True,
     attention: str = "",
     product_steps: int = 1,
+    memory: MemorySettings = KEEP_ALL,
     device: torch.device | str = "cpu",
 ) -> None:
     """Raise unless outputs and every gradient equal those of one rank to 1e-9, on this rank."""
@@ -129,7 +132,7 @@ def check_equal(
     whole = model_of(kind, blocks, dropout).to(device)
     parallelize_folding(whole, Mesh(dict.fromkeys(row.axes, 1), rank=0), row)
     split = model_of(kind, blocks, dropout).to(device)
-    parallelize_folding(split, Mesh(axes), row, product_steps=product_steps)
+    parallelize_folding(split, Mesh(axes), row, product_steps=product_steps, memory=memory)
     wanted, got = results_of(whole, tensors, given), results_of(split, tensors, given)
     labels = [f"output or input gradient {i}" for i in range(len(got) - len(names))] + names
     wrong = [

@@ -8,6 +8,7 @@ from meshfold.folding.dropout import SharedDropout
 from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldTrunk
 from meshfold.folding.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock, ExtraMSAStack, PairStack
 from meshfold.folding.functions import attend, gate, key_bias_of, layer_norm, multiply_edges
+from meshfold.folding.memory import MemorySettings
 from meshfold.folding.msa import (
     MSAColumnAttention,
     MSAColumnGlobalAttention,
@@ -43,6 +44,7 @@ __all__ = [
     "MSAColumnAttention",
     "MSAColumnGlobalAttention",
     "MSARowAttentionWithPairBias",
+    "MemorySettings",
     "OuterProductMean",
     "PairFormerBlock",
     "PairFormerStack",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import SharedDropout, name_dropouts
+from meshfold.folding.memory import add_update, own_tensor, run_block
 from meshfold.folding.msa import (
     MSAColumnAttention,
     MSAColumnGlobalAttention,
@@ -76,16 +78,20 @@ class PairStack(nn.Module):
         self.ps_dropout_column_layer = SharedDropout(pair_dropout, "columns")
         self.axes: Axes = WHOLE
 
-    def forward(self, z: Tensor, pair_mask: Tensor | None = None, mask_transition: bool = True) -> Tensor:
-        """``* i j c -> * i j c``, this rank's block; ``pair_mask``: ``* i j``, whole on every rank."""
+    def forward(
+        self, z: Tensor, pair_mask: Tensor | None = None, mask_transition: bool = True, in_place: bool = False
+    ) -> Tensor:
+        """``* i j c -> * i j c``, this rank's block; ``pair_mask``: ``* i j``, whole on every rank.
+
+        ``in_place``: change ``z`` and return it; without gradients only.
+        """
         rows, columns = self.ps_dropout_row_layer, self.ps_dropout_column_layer
-        z = z + rows(self.tri_mul_out(z, pair_mask))
-        z = z + rows(self.tri_mul_in(z, pair_mask))
-        z = z + rows(self.tri_att_start(z, pair_mask))
-        z = z + columns(self.tri_att_end(z, pair_mask))
+        z = add_update(z, self.tri_mul_out, z, pair_mask, dropout=rows, in_place=in_place)
+        z = add_update(z, self.tri_mul_in, z, pair_mask, dropout=rows, in_place=in_place)
+        z = add_update(z, self.tri_att_start, z, pair_mask, dropout=rows, in_place=in_place)
+        z = add_update(z, self.tri_att_end, z, pair_mask, dropout=columns, in_place=in_place)
         own = own_mask(self.axes, pair_mask, z) if mask_transition else None
-        y: Tensor = z + self.pair_transition(z, own)
-        return y
+        return add_update(z, self.pair_transition, z, own, in_place=in_place)
 
 
 def own_mask(axes: Axes, mask: Tensor | None, x: Tensor) -> Tensor | None:
@@ -144,6 +150,7 @@ class MSABlock(nn.Module):
         msa_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
         mask_transitions: bool = True,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return the next MSA and pair tensors.
 
@@ -153,15 +160,31 @@ class MSABlock(nn.Module):
             msa_mask: ``* s r``, whole on every rank and without padding; None: all count, and nothing is padded.
             pair_mask: ``* r r``, likewise.
             mask_transitions: multiply transitions by the masks, which DeepMind's code does not.
+            in_place: change ``m`` and ``z`` and return them; without gradients only.
         """
+        made: tuple[Tensor, Tensor] = run_block(
+            self.axes.memory, self._run, m, z, msa_mask, pair_mask, mask_transitions, in_place
+        )
+        return made
+
+    def _run(
+        self,
+        m: Tensor,
+        z: Tensor,
+        msa_mask: Tensor | None,
+        pair_mask: Tensor | None,
+        mask_transitions: bool,
+        in_place: bool,
+    ) -> tuple[Tensor, Tensor]:
         if self.opm_first:
-            z = z + self.outer_product_mean(m, msa_mask)
-        m = m + self.msa_dropout_layer(self.msa_att_row(m, z, msa_mask))
-        m = m + self.msa_att_col(m, msa_mask)
-        m = m + self.msa_transition(m, own_mask(self.axes, msa_mask, m) if mask_transitions else None)
+            z = add_update(z, self.outer_product_mean, m, msa_mask, in_place=in_place)
+        m = add_update(m, self.msa_att_row, m, z, msa_mask, dropout=self.msa_dropout_layer, in_place=in_place)
+        m = add_update(m, self.msa_att_col, m, msa_mask, in_place=in_place)
+        own = own_mask(self.axes, msa_mask, m) if mask_transitions else None
+        m = add_update(m, self.msa_transition, m, own, in_place=in_place)
         if not self.opm_first:
-            z = z + self.outer_product_mean(m, msa_mask)
-        return m, self.pair_stack(z, pair_mask, mask_transitions)
+            z = add_update(z, self.outer_product_mean, m, msa_mask, in_place=in_place)
+        return m, self.pair_stack(z, pair_mask, mask_transitions, in_place)
 
 
 class EvoformerBlock(MSABlock):
@@ -209,9 +232,10 @@ class _Stack(nn.Module):
         if axes.is_split:  # padding is told from the rest by the masks
             msa_mask = m.new_ones(m.shape[:-1]) if msa_mask is None else msa_mask
             pair_mask = z.new_ones(z.shape[:-1]) if pair_mask is None else pair_mask
-        m, z = (axes.split(x, (-3, axes.rows), (-2, axes.columns)) for x in (m, z))
+        m, z = (own_tensor(axes.split(x, (-3, axes.rows), (-2, axes.columns)), x) for x in (m, z))
+        in_place = not torch.is_grad_enabled()
         for block in self.blocks:
-            m, z = block(m, z, msa_mask, pair_mask, mask_transitions)
+            m, z = block(m, z, msa_mask, pair_mask, mask_transitions, in_place)
         if self.joins_msa:
             m = axes.join(m, (-3, axes.rows, s), (-2, axes.columns, r))
         return m, axes.join(z, (-3, axes.rows, r), (-2, axes.columns, r))

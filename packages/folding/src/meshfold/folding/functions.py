@@ -11,12 +11,19 @@ import math
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from meshfold.kernels import pair_attention
+from meshfold.folding.memory import KEEP_ALL, MemorySettings, Parts, run_parts
+from meshfold.kernels import pair_attention, pair_attention_makes_logits
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, key_bias: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
     """Attention within rows, with a bias that all rows share: ``b r q h d -> b r q h d``.
 
     ``softmax_k(q·k / sqrt(d) + bias + key_bias) v``: Algorithms 7, 8, 13 and 14 of AlphaFold 2, Algorithm 24 of AlphaFold 3.
@@ -28,11 +35,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, key_bias
         v: values, ``b r k h d``.
         bias: the pair bias, ``b h q k``; the same for every row.
         key_bias: ``b r k``: 0 for a key that counts and -inf for one that does not (see :func:`key_bias_of`).
+        chunk_bytes: of logits, where the kernel makes them: that of some queries at a time. None: all at once.
 
     Returns:
         The dtype of ``q``; softmax and sums are in float32 or wider. Backward recomputes the weights.
     """
-    return pair_attention(q, k, v, bias, key_bias)
+    b, r, queries, h, _ = q.shape
+    line = logit_bytes(q, b * r * h * k.shape[2])
+    parts = 1 if chunk_bytes is None else min(-(-queries * line // chunk_bytes), queries)
+    if parts <= 1:
+        return pair_attention(q, k, v, bias, key_bias)
+
+    def compute(first: int, size: int) -> Tensor:
+        some = None if bias is None else bias.narrow(2, first, size)
+        return pair_attention(q.narrow(2, first, size), k, v, some, key_bias)
+
+    return run_parts(Parts(queries, parts), compute, 2)
+
+
+def logit_bytes(x: Tensor, elements: int) -> int:
+    """Return the bytes of so many logits in attention on tensors like ``x``: 0 where the kernel makes none."""
+    if not pair_attention_makes_logits(x):
+        return 0
+    wide = max(x.element_size(), 4)
+    return elements * (wide if x.element_size() == wide else wide + x.element_size())
 
 
 MOST_ELEMENTS = 1 << 28
@@ -58,31 +84,43 @@ def key_bias_of(mask: Tensor, dtype: torch.dtype, padding: int = 0) -> Tensor:
 
 def multiply_edges(x: Tensor, w: Tensor) -> Tensor:
     """Multiply matrices of edges, channel by channel: ``b m k c, b n k c -> b m n c`` (Algorithms 11 and 12 of AlphaFold 2)."""
-    return torch.matmul(x.permute(0, 3, 1, 2), w.permute(0, 3, 2, 1)).permute(0, 2, 3, 1)
+    # A batched product copies operands whose last dims do not lie in a row, in forward and again in backward.
+    x, w = (t.permute(0, 3, 1, 2).contiguous() for t in (x, w))
+    return torch.matmul(x, w.transpose(-1, -2)).permute(0, 2, 3, 1)
 
 
-def outer_products(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``W(Σ_s a_si ⊗ b_sj)``: ``b s i u, b s j v -> b i j c`` (Algorithm 10 of AlphaFold 2), some i at a time.
+def outer_products(
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | float = 1.0,
+    *,
+    memory: MemorySettings = KEEP_ALL,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Return ``W(Σ_s a_si ⊗ b_sj) / norm``: ``b s i u, b s j v -> b i j c`` (Algorithm 10 of AlphaFold 2), some i at a time.
 
     Args:
         a, b: the factors.
         weight: ``c (u v)``.
         bias: ``c``.
+        norm: ``b i j 1``, or a number.
+        memory: chunks and recomputation.
+        into: what the result is added to, in place; without gradients only.
     """
 
-    def some(part: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(torch.einsum("bsiu,bsjv->bijuv", part, b).flatten(-2), weight, bias)
+    def compute(first: int, size: int) -> Tensor:
+        outer = torch.einsum("bsiu,bsjv->bijuv", a.narrow(2, first, size), b).flatten(-2)
+        y = functional.linear(outer, weight, bias)
+        return y / (norm if isinstance(norm, float) else norm.narrow(1, first, size))
 
     line = a.shape[0] * b.shape[2] * weight.shape[1]
-    step = max(MOST_ELEMENTS // max(line, 1), 1)
-    if step >= a.shape[2]:
-        return some(a, b, weight, bias)
-    parts = a.split(step, 2)
-    if torch.is_grad_enabled():
-        made = [checkpoint(some, part, b, weight, bias, use_reentrant=False) for part in parts]
-    else:
-        made = [some(part, b, weight, bias) for part in parts]
-    return torch.cat(made, 1)
+    parts = Parts.of(memory, a.shape[2], line * 3 * a.element_size())
+    least = -(-a.shape[2] // max(MOST_ELEMENTS // max(line, 1), 1))
+    if least > parts.count:
+        parts = Parts(a.shape[2], least, recompute=True)
+    return run_parts(parts, compute, 1, into)
 
 
 def gate(x: Tensor, logits: Tensor, mask: Tensor | None = None) -> Tensor:

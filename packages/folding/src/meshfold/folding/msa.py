@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from meshfold.folding import functions
-from meshfold.folding.axial.attention import attend_rows
+from meshfold.folding.axial.attention import attend_rows, pair_bias
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.overlap import begin
 from meshfold.folding.axial.sizes import Sizes, rows_cost
+from meshfold.folding.memory import Parts, run_parts
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
-from meshfold.folding.shapes import flat, flat_mask
+from meshfold.folding.shapes import flat, flat_mask, flat_target
 from meshfold.mesh import collectives
 from meshfold.mesh.collectives import bind_enter, bind_leave, take_block
 from meshfold.tensor_parallel import CostEntry
@@ -50,14 +53,24 @@ class MSAAttention(nn.Module):
         bias = 0 if self.linear_z is None else sizes.pair(axes, self.mha.no_heads)
         return rows_cost(axes, line, keys, bias, sizes.wide)
 
-    def forward(self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """Return the update: ``* s r c``, this rank's block; ``z``: ``* r r c_z``; ``mask``: ``* s r``, whole on every rank."""
-        lead = m.shape[:-3]
+    def forward(
+        self, m: Tensor, z: Tensor | None = None, mask: Tensor | None = None, into: Tensor | None = None
+    ) -> Tensor:
+        """Return the update, some rows at a time: ``* s r c``, this rank's block.
+
+        Args:
+            m: ``* s r c``, this rank's block.
+            z: ``* r r c_z``, likewise.
+            mask: ``* s r``, whole on every rank.
+            into: what the update is added to, in place, and returned; without gradients only. It may be ``m``.
+        """
+        lead, axes = m.shape[:-3], self.axes
         bias = None
         if z is not None and self.layer_norm_z is not None and self.linear_z is not None:
-            bias = self.linear_z(self.layer_norm_z(flat(z, 3)))
-        y = attend_rows(self.axes, self.mha, self.layer_norm_m, flat(m, 3), flat_mask(mask, lead, 2), bias)
-        return y.view(*lead, *y.shape[1:])
+            bias = pair_bias(axes.memory, self.layer_norm_z, self.linear_z, flat(z, 3))
+        target = flat_target(into, 3)
+        y = attend_rows(axes, self.mha, self.layer_norm_m, flat(m, 3), flat_mask(mask, lead, 2), bias, into=target)
+        return y.view(*lead, *y.shape[1:]) if into is None else into
 
 
 class MSARowAttentionWithPairBias(MSAAttention):
@@ -81,15 +94,17 @@ class MSAColumnAttention(nn.Module):
         """Return every collective of forward and backward."""
         return self._msa_att.traffic_over(self.axes.turned, sizes)
 
-    def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the update: ``* s r c``, this rank's block; ``mask``: ``* s r``, whole on every rank."""
+    def forward(self, m: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Return the update: ``* s r c``, this rank's block; ``mask`` and ``into``: see :class:`MSAAttention`."""
         inner, lead = self._msa_att, m.shape[:-3]
         mask = flat_mask(mask, lead, 2)
         turned = None if mask is None else mask.transpose(1, 2)
-        y = attend_rows(
-            self.axes.turned, inner.mha, inner.layer_norm_m, flat(m, 3).transpose(1, 2), turned, None
-        ).transpose(1, 2)
-        return y.reshape(*lead, *y.shape[1:])
+        target = flat_target(into, 3)
+        target = None if target is None else target.transpose(1, 2)
+        rows = flat(m, 3).transpose(1, 2)
+        y = attend_rows(self.axes.turned, inner.mha, inner.layer_norm_m, rows, turned, None, into=target)
+        y = y.transpose(1, 2)
+        return y.reshape(*lead, *y.shape[1:]) if into is None else into
 
 
 class MSAColumnGlobalAttention(nn.Module):
@@ -132,15 +147,32 @@ class MSAColumnGlobalAttention(nn.Module):
             sums(phase, d + operand, block_bytes) for phase, d in sides for operand, block_bytes in parts
         ]
 
-    def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the update: ``* s r c``, this rank's block; ``mask``: ``* s r``, whole on every rank."""
-        lead, axes, heads = m.shape[:-3], self.axes, self.global_attention
+    def forward(self, m: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Return the update, some columns at a time: ``* s r c``, this rank's block; arguments as for :class:`MSAAttention`."""
+        lead, axes = m.shape[:-3], self.axes
         m, mask = flat(m, 3), flat_mask(mask, lead, 2)
         if mask is None:
             mask = m.new_ones(
                 m.shape[0], m.shape[1] * axes.mesh.size(*axes.rows), m.shape[2] * axes.mesh.size(*axes.columns)
             )
         columns = axes.take(mask, 2, axes.columns)  # b s r, every sequence of this rank's residues
+
+        def compute(first: int, size: int) -> Tensor:
+            return self._attend(m.narrow(2, first, size), columns.narrow(2, first, size))
+
+        y = run_parts(self.column_parts(m), compute, 2, flat_target(into, 3))
+        return y.view(*lead, *y.shape[1:]) if into is None else into
+
+    def column_parts(self, m: Tensor, gradients: bool | None = None) -> Parts:
+        """Return the parts of a block ``b s r c``, in residues."""
+        b, s, r, c = m.shape
+        heads = self.global_attention
+        numbers = 3 * c + 4 * heads.c_hidden + 3 * heads.no_heads * heads.c_hidden + 4 * heads.no_heads
+        return Parts.of(self.axes.memory, r, b * s * numbers * m.element_size(), gradients)
+
+    def _attend(self, m: Tensor, columns: Tensor) -> Tensor:
+        """Return the update of some residues: ``b s r c``; ``columns``: their mask, with the sequences of every rank."""
+        axes, heads = self.axes, self.global_attention
         counts = columns.to(m.dtype).sum(1)
         own = axes.take(columns, 1, axes.rows).unsqueeze(-1)
         wide = torch.promote_types(m.dtype, torch.float32)
@@ -158,7 +190,7 @@ class MSAColumnGlobalAttention(nn.Module):
         total = self._sum(part)
         out = (total[..., :-1] / total[..., -1:]).to(m.dtype)
         y: Tensor = heads.linear_o(functions.gate(out.flatten(-2).unsqueeze(1), heads.linear_g(m)))
-        return y.view(*lead, *y.shape[1:])
+        return y
 
     def _sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks that share the sequences; they use the sum in different ways, so its gradient is summed too."""
@@ -198,22 +230,45 @@ class OuterProductMean(nn.Module):
             for entry in self.axes.move("s:rows r:columns", target, MSA).cost(operand, factor)
         ]
 
-    def forward(self, m: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the update of pairs: ``* s r c_m -> * i j c_z``, blocks; ``mask``: ``* s r``, whole on every rank."""
+    def forward(self, m: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Return the update of pairs: ``* s r c_m -> * i j c_z``, blocks; ``mask``: ``* s r``, whole on every rank.
+
+        ``into``: what the update is added to, in place, and returned; without gradients only.
+        """
         lead, axes = m.shape[:-3], self.axes
-        m, mask = self.layer_norm(flat(m, 3)), flat_mask(mask, lead, 2)
-        b = self.linear_2(m)
+        m, mask = flat(m, 3), flat_mask(mask, lead, 2)
+        rows, columns = (axes.move("s:rows r:columns", target, MSA) for target in ("s r:rows", "s r:columns"))
+        factor = self._factors(m)
         if mask is None:
             norm: Tensor | float = m.shape[1] * axes.mesh.size(*axes.rows) + self.eps
-            coming = begin(axes.move("s:rows r:columns", "s r:columns", MSA), b)
-            a = self.linear_1(m)
+            coming = begin(columns, factor(self.linear_2))
+            a = factor(self.linear_1)
         else:
             own = axes.take(axes.take(mask, 1, axes.rows), 2, axes.columns).unsqueeze(-1)
-            coming = begin(axes.move("s:rows r:columns", "s r:columns", MSA), b * own)
-            a = self.linear_1(m) * own
-            rows, columns = axes.take(mask, 2, axes.rows), axes.take(mask, 2, axes.columns)
-            norm = torch.einsum("bsi,bsj->bij", rows.to(m.dtype), columns.to(m.dtype)).unsqueeze(-1) + self.eps
-        a = begin(axes.move("s:rows r:columns", "s r:rows", MSA), a).wait()
-        linear = self.linear_out
-        z = functions.outer_products(a, coming.wait(), linear.weight, linear.bias) / norm
-        return z.view(*lead, *z.shape[1:])
+            coming = begin(columns, factor(self.linear_2) * own)
+            a = factor(self.linear_1) * own
+            one, two = (axes.take(mask, 2, some).to(m.dtype) for some in (axes.rows, axes.columns))
+            norm = torch.einsum("bsi,bsj->bij", one, two).unsqueeze(-1) + self.eps
+        a = begin(rows, a).wait()
+        linear, target = self.linear_out, flat_target(into, 3)
+        z = functions.outer_products(
+            a, coming.wait(), linear.weight, linear.bias, norm, memory=axes.memory, into=target
+        )
+        return z.view(*lead, *z.shape[1:]) if into is None else into
+
+    def _factors(self, m: Tensor) -> Callable[[nn.Module], Tensor]:
+        """Return what computes a factor from its linear layer, some sequences at a time: ``b s r u``."""
+        b, s, r, c = m.shape
+        parts = Parts.of(self.axes.memory, s, b * r * (2 * c + self.linear_1.out_features) * m.element_size())
+        if parts.is_whole:
+            normalised = self.layer_norm(m)
+            return lambda layer: layer(normalised)
+
+        def factor(layer: nn.Module) -> Tensor:
+            def compute(first: int, size: int) -> Tensor:
+                made: Tensor = layer(self.layer_norm(m.narrow(1, first, size)))
+                return made
+
+            return run_parts(parts, compute, 1)
+
+        return factor

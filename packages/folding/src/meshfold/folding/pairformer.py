@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from meshfold.folding.axial.attention import pair_bias
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.residues import attend_residues, attend_residues_cost, send_bias
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import name_dropouts
 from meshfold.folding.evoformer import PairStack
+from meshfold.folding.memory import add_update, own_tensor, run_block
 from meshfold.folding.primitives import Attention, LayerNorm, Linear, SwiGLUTransition
 from meshfold.folding.shapes import flat, flat_mask
 from meshfold.tensor_parallel import CostEntry
@@ -38,14 +41,18 @@ class AttentionPairBias(nn.Module):
         keys = sizes.single(axes, self.mha.linear_o.in_features)
         return attend_residues_cost(axes, sizes.pair(axes, self.mha.no_heads), keys)
 
-    def forward(self, s: Tensor, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the update: ``* r c_s``, r over all axes; ``z``: this rank's block; ``mask``: ``* r``, whole on every rank."""
+    def forward(self, s: Tensor, z: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Return the update: ``* r c_s``, r over all axes; ``z``: this rank's block; ``mask``: ``* r``, whole on every rank.
+
+        ``into``: what the update is added to, in place, and returned; without gradients only.
+        """
         lead, axes = s.shape[:-2], self.axes
         s, mask = flat(s, 2), flat_mask(mask, lead, 1)
-        coming = send_bias(axes, self.linear_z(self.layer_norm_z(flat(z, 3))))
+        coming = send_bias(axes, pair_bias(axes.memory, self.layer_norm_z, self.linear_z, flat(z, 3)))
         x = self.layer_norm_a(s)
         y = self.mha.output(attend_residues(axes, *self.mha.project(x), coming, mask), x)
-        return y.view(*lead, *y.shape[1:])
+        y = y.view(*lead, *y.shape[1:])
+        return y if into is None else into.add_(y)
 
 
 class PairFormerBlock(nn.Module):
@@ -96,6 +103,7 @@ class PairFormerBlock(nn.Module):
         single_mask: Tensor | None = None,
         pair_mask: Tensor | None = None,
         mask_transitions: bool = True,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return the next single representation and pair tensor.
 
@@ -105,15 +113,30 @@ class PairFormerBlock(nn.Module):
             single_mask: ``* r``, whole on every rank and without padding; None: all count, and nothing is padded.
             pair_mask: ``* r r``, likewise.
             mask_transitions: multiply transitions by the masks.
+            in_place: change ``s`` and ``z`` and return them; without gradients only.
         """
-        z = self.pair_stack(z, pair_mask, mask_transitions)
-        s = s + self.attn_pair_bias(s, z, single_mask)
+        made: tuple[Tensor, Tensor] = run_block(
+            self.axes.memory, self._run, s, z, single_mask, pair_mask, mask_transitions, in_place
+        )
+        return made
+
+    def _run(
+        self,
+        s: Tensor,
+        z: Tensor,
+        single_mask: Tensor | None,
+        pair_mask: Tensor | None,
+        mask_transitions: bool,
+        in_place: bool,
+    ) -> tuple[Tensor, Tensor]:
+        z = self.pair_stack(z, pair_mask, mask_transitions, in_place)
+        s = add_update(s, self.attn_pair_bias, s, z, single_mask, in_place=in_place)
         own = None
         if mask_transitions and single_mask is not None:
             mask = flat_mask(single_mask, s.shape[:-2], 1)
             assert mask is not None
             own = self.axes.take(mask, 1, self.axes.all).view(s.shape[:-1])
-        return s + self.single_transition(s, own), z
+        return add_update(s, self.single_transition, s, own, in_place=in_place), z
 
 
 class PairFormerStack(nn.Module):
@@ -148,8 +171,9 @@ class PairFormerStack(nn.Module):
         if axes.is_split:  # padding is told from the rest by the masks
             single_mask = s.new_ones(s.shape[:-1]) if single_mask is None else single_mask
             pair_mask = z.new_ones(z.shape[:-1]) if pair_mask is None else pair_mask
-        s = axes.split(s, (-2, axes.all))
-        z = axes.split(z, (-3, axes.rows), (-2, axes.columns))
+        s = own_tensor(axes.split(s, (-2, axes.all)), s)
+        z = own_tensor(axes.split(z, (-3, axes.rows), (-2, axes.columns)), z)
+        in_place = not torch.is_grad_enabled()
         for block in self.blocks:
-            s, z = block(s, z, single_mask, pair_mask, mask_transitions)
+            s, z = block(s, z, single_mask, pair_mask, mask_transitions, in_place)
         return axes.join(s, (-2, axes.all, r)), axes.join(z, (-3, axes.rows, r), (-2, axes.columns, r))

@@ -13,6 +13,7 @@ from meshfold.folding.axial.modes import AxialMode, find_axial_mode
 from meshfold.folding.esmfold import EsmFoldTrunk
 from meshfold.folding.esmfold2 import MSAEncoder, PairUpdateStack
 from meshfold.folding.evoformer import EvoformerStack, ExtraMSAStack
+from meshfold.folding.memory import KEEP_ALL, MemorySettings
 from meshfold.folding.pairformer import PairFormerStack
 from meshfold.folding.template import TemplatePairStack
 from meshfold.mesh import LayoutError, Mesh, all_reduce
@@ -31,7 +32,12 @@ WHOLE_TENSOR_STACKS = (
 
 
 def parallelize_folding(
-    model: nn.Module, mesh: Mesh, mode: str | AxialMode = "dap", *, product_steps: int = 1
+    model: nn.Module,
+    mesh: Mesh,
+    mode: str | AxialMode = "dap",
+    *,
+    product_steps: int = 1,
+    memory: MemorySettings = KEEP_ALL,
 ) -> nn.Module:
     """Split the pair and MSA tensors of every folding block in a model, in place; return the model.
 
@@ -45,6 +51,7 @@ def parallelize_folding(
         mesh: has the axes of the mode; one of size 1 may be missing.
         mode: name or row of the table :data:`meshfold.folding.AXIAL_MODES`.
         product_steps: pieces in which triangle multiplications send their operand; more take less memory.
+        memory: chunks and recomputation; see :func:`meshfold.folding.plan_memory`.
 
     Raises:
         LayoutError: if the mode is unknown, the mesh has none of its axes, or the model has no folding block.
@@ -64,7 +71,7 @@ def parallelize_folding(
             f"{type(model).__name__} has no folding block: use those of meshfold.folding, such as EvoformerStack, or "
             "EsmForProteinFolding of transformers"
         )
-    axes = Axes.of(mesh, found, product_steps)
+    axes = Axes.of(mesh, found, product_steps, memory)
     mesh.prepare(*axes.all)
     for module in modules:
         module.axes = axes

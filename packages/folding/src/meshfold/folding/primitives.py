@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from meshfold.folding import functions
+from meshfold.folding.axial.axes import WHOLE, Axes
+from meshfold.folding.memory import MemorySettings, Parts, run_parts
+from meshfold.folding.shapes import flat, flat_target
 from meshfold.folding.state_names import accept_names
 
 _TRUNCATED_STD = 0.87962566103423978  # of a standard normal number between -2 and 2
@@ -130,10 +134,16 @@ class Transition(nn.Module):
         openfold_3 = {"transition_mlp.layers.0.0.": "linear_1.", "transition_mlp.linear_out.": "linear_2."}
         accept_names(self, openfold_3)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``.. c -> .. c``; ``mask``, ``..``, multiplies the result."""
+        self.axes: Axes = WHOLE
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """``.. c -> .. c``, some positions at a time; ``mask``, ``..``, multiplies the result, which is added to ``into``."""
+        numbers = 2 * x.shape[-1] + 2 * self.linear_1.out_features
+        return run_positions(self.axes.memory, self._update, x, mask, numbers, into)
+
+    def _update(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear_2(torch.relu(self.linear_1(self.layer_norm(x))))
-        return y if mask is None else y * mask.unsqueeze(-1)
+        return y
 
 
 class SwiGLU(nn.Module):
@@ -161,7 +171,42 @@ class SwiGLUTransition(nn.Module):
         self.swiglu = SwiGLU(c_in, n * c_in)
         self.linear_out = Linear(n * c_in, c_in, bias=False, init="final")
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``.. c -> .. c``; ``mask``, ``..``, multiplies the result."""
+        self.axes: Axes = WHOLE
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """``.. c -> .. c``, some positions at a time; ``mask``, ``..``, multiplies the result, which is added to ``into``."""
+        numbers = 2 * x.shape[-1] + 4 * self.swiglu.linear_a.out_features
+        return run_positions(self.axes.memory, self._update, x, mask, numbers, into)
+
+    def _update(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear_out(self.swiglu(self.layer_norm(x)))
-        return y if mask is None else y * mask.unsqueeze(-1)
+        return y
+
+
+def run_positions(
+    memory: MemorySettings,
+    update: Callable[[Tensor], Tensor],
+    x: Tensor,
+    mask: Tensor | None,
+    numbers: int,
+    into: Tensor | None,
+) -> Tensor:
+    """Compute an update that each position of ``.. c`` has by itself, some at a time.
+
+    Args:
+        memory: the settings.
+        update: ``n c -> n c``.
+        x: its input.
+        mask: ``..``, multiplies the update; None: none.
+        numbers: of a position, in intermediates.
+        into: what the update is added to, in place, without gradients only; None: the update is returned.
+    """
+    lines, target = flat(x, 1), flat_target(into, 1)
+    mask = None if mask is None else mask.reshape(-1, 1)
+
+    def compute(first: int, size: int) -> Tensor:
+        y = update(lines.narrow(0, first, size))
+        return y if mask is None else y * mask.narrow(0, first, size)
+
+    y = run_parts(Parts.of(memory, lines.shape[0], numbers * x.element_size()), compute, 0, target)
+    return y.view(x.shape) if into is None else into

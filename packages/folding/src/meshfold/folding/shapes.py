@@ -12,6 +12,11 @@ def flat(x: Tensor, dims: int) -> Tensor:
     return x.reshape(-1, *x.shape[-dims:])
 
 
+def flat_target(into: Tensor | None, dims: int) -> Tensor | None:
+    """Return :func:`flat` of what an update is added to, as a view. Raises RuntimeError where it would be a copy."""
+    return None if into is None else into.view(-1, *into.shape[-dims:])
+
+
 def flat_mask(mask: Tensor | None, lead: Size, dims: int) -> Tensor | None:
     """Expand a mask to the leading dims ``lead`` and flatten them: ``b ..``."""
     if mask is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import SharedDropout, name_dropouts
 from meshfold.folding.evoformer import own_mask
+from meshfold.folding.memory import add_update, own_tensor, run_block
 from meshfold.folding.primitives import LayerNorm, Transition
 from meshfold.folding.triangle import (
     TriangleAttention,
@@ -50,24 +52,23 @@ class TemplatePairStackBlock(nn.Module):
         self.pair_transition = Transition(c_t, pair_transition_n)
         self.axes: Axes = WHOLE
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, mask_transition: bool = True) -> Tensor:
-        """``* t i j c -> * t i j c``, this rank's block; ``mask``: ``* t i j``, whole on every rank."""
-        if self.tri_mul_first:
-            z = self._attend(self._multiply(z, mask), mask)
-        else:
-            z = self._multiply(self._attend(z, mask), mask)
-        y: Tensor = z + self.pair_transition(z, own_mask(self.axes, mask, z) if mask_transition else None)
-        return y
+    def forward(
+        self, z: Tensor, mask: Tensor | None = None, mask_transition: bool = True, in_place: bool = False
+    ) -> Tensor:
+        """``* t i j c -> * t i j c``, this rank's block; ``mask``: ``* t i j``, whole on every rank.
 
-    def _attend(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        z = z + self.dropout_row(self.tri_att_start(z, mask))
-        after: Tensor = z + self.dropout_col(self.tri_att_end(z, mask))
-        return after
+        ``in_place``: change ``z`` and return it; without gradients only.
+        """
+        made: Tensor = run_block(self.axes.memory, self._run, z, mask, mask_transition, in_place)
+        return made
 
-    def _multiply(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        z = z + self.dropout_row(self.tri_mul_out(z, mask))
-        after: Tensor = z + self.dropout_row(self.tri_mul_in(z, mask))
-        return after
+    def _run(self, z: Tensor, mask: Tensor | None, mask_transition: bool, in_place: bool) -> Tensor:
+        multiply = ((self.tri_mul_out, self.dropout_row), (self.tri_mul_in, self.dropout_row))
+        attend = ((self.tri_att_start, self.dropout_row), (self.tri_att_end, self.dropout_col))
+        for update, dropout in (*multiply, *attend) if self.tri_mul_first else (*attend, *multiply):
+            z = add_update(z, update, z, mask, dropout=dropout, in_place=in_place)
+        own = own_mask(self.axes, mask, z) if mask_transition else None
+        return add_update(z, self.pair_transition, z, own, in_place=in_place)
 
 
 class TemplatePairStack(nn.Module):
@@ -107,8 +108,9 @@ class TemplatePairStack(nn.Module):
         axes, r = self.axes, t.shape[-2]
         if axes.is_split and mask is None:  # padding is told from the rest by the mask
             mask = t.new_ones(t.shape[:-1])
-        t = axes.split(t, (-3, axes.rows), (-2, axes.columns))
+        t = own_tensor(axes.split(t, (-3, axes.rows), (-2, axes.columns)), t)
+        in_place = not torch.is_grad_enabled()
         for block in self.blocks:
-            t = block(t, mask, mask_transition)
+            t = block(t, mask, mask_transition, in_place)
         y: Tensor = self.layer_norm(axes.join(t, (-3, axes.rows, r), (-2, axes.columns, r)))
         return y

@@ -6,15 +6,19 @@ ranks: only the axes of rows and columns change places.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshfold.folding import functions
-from meshfold.folding.axial.attention import TRANSPOSED, UPRIGHT, attend_rows
+from meshfold.folding.axial.attention import TRANSPOSED, UPRIGHT, attend_rows, pair_bias
 from meshfold.folding.axial.axes import WHOLE, Axes
 from meshfold.folding.axial.product import EdgeProduct, edge_product
 from meshfold.folding.axial.sizes import Sizes, rows_cost
+from meshfold.folding.memory import Parts, run_parts
 from meshfold.folding.primitives import Attention, LayerNorm, Linear
-from meshfold.folding.shapes import flat, flat_mask
+from meshfold.folding.shapes import flat, flat_mask, flat_target
 from meshfold.folding.state_names import accept_names
 from meshfold.tensor_parallel import CostEntry
 
@@ -52,19 +56,79 @@ class TriangleMultiplication(nn.Module):
         width = axes.padded(sizes.residues) // axes.multiple
         return EdgeProduct(axes).cost(sizes.pair(axes, self.linear_a_p.out_features), width)
 
-    def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the update: ``* i j c``, this rank's block; ``mask``: ``* i j``, whole on every rank."""
+    def forward(self, z: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Return the update, some channels of edges and then some rows at a time.
+
+        Args:
+            z: ``* i j c``, this rank's block.
+            mask: ``* i j``, whole on every rank.
+            into: what the update is added to, in place; without gradients only. It may be ``z``.
+
+        Returns:
+            The update, ``* i j c``, or ``into``.
+        """
         lead, axes = z.shape[:-3], self.axes
-        z = self.layer_norm_in(flat(z, 3))
+        z = flat(z, 3)
         pair_mask = own_pair_mask(axes, flat_mask(mask, lead, 2))
-        a = functions.gate(self.linear_a_p(z), self.linear_a_g(z), pair_mask)
-        b = functions.gate(self.linear_b_p(z), self.linear_b_g(z), pair_mask)
+        parts = self.channel_parts(z)
+        if parts.is_whole:
+            z = self.layer_norm_in(z)
+            x = self._multiply(self._edges("a", z, pair_mask), self._edges("b", z, pair_mask))
+            x = functions.gate(self.linear_z(self.layer_norm_out(x)), self.linear_g(z))
+            x = x.view(*lead, *x.shape[1:])
+            return x if into is None else into.add_(x)
+
+        def some_channels(first: int, size: int) -> Tensor:
+            channels = slice(first, first + size)
+            a, b = (self._edges_by_rows(name, z, pair_mask, channels) for name in "ab")
+            return self._multiply(a, b)
+
+        x = run_parts(parts, some_channels, 3)
+
+        def some_rows(first: int, size: int) -> Tensor:
+            before, after = (t.narrow(1, first, size) for t in (z, x))
+            logits = self.linear_g(self.layer_norm_in(before))
+            return functions.gate(self.linear_z(self.layer_norm_out(after)), logits)
+
+        target = flat_target(into, 3)
+        y = run_parts(self._row_parts(z, 3 * z.shape[-1] + 2 * x.shape[-1]), some_rows, 1, target)
+        return y.view(*lead, *y.shape[1:]) if into is None else into
+
+    def channel_parts(self, z: Tensor, gradients: bool | None = None) -> Parts:
+        """Return the parts of the product for a block ``b i j c``, in channels of edges."""
+        # Two operands, the gathered one and partial sums, with copies that a batched product makes.
+        gathered = self.axes.multiple if self.axes.is_split else 1
+        line = z[..., 0].numel() * z.element_size() * (7 + 2 * gathered)
+        return Parts.of(self.axes.memory, self.linear_a_p.out_features, line, gradients)
+
+    def _row_parts(self, z: Tensor, numbers: int) -> Parts:
+        """Return parts in rows of ``b i j c`` that hold so many numbers a pair."""
+        return Parts.of(self.axes.memory, z.shape[1], z.shape[0] * z.shape[2] * numbers * z.element_size())
+
+    def _edges(self, name: str, z: Tensor, mask: Tensor | None, channels: slice = slice(None)) -> Tensor:
+        """Return some channels of an operand, ``a`` or ``b``, from normalised pairs."""
+        made = []
+        for layer in (getattr(self, f"linear_{name}_p"), getattr(self, f"linear_{name}_g")):
+            made.append(
+                functional.linear(z, layer.weight[channels], None if layer.bias is None else layer.bias[channels])
+            )
+        return functions.gate(made[0], made[1], mask)
+
+    def _edges_by_rows(self, name: str, z: Tensor, mask: Tensor | None, channels: slice) -> Tensor:
+        """Return some channels of an operand from pairs, some rows at a time."""
+
+        def compute(first: int, size: int) -> Tensor:
+            some = None if mask is None else mask.narrow(1, first, size)
+            return self._edges(name, self.layer_norm_in(z.narrow(1, first, size)), some, channels)
+
+        parts = self._row_parts(z, z.shape[-1])  # within a part in channels, which is recomputed already
+        return run_parts(replace(parts, recompute=parts.count > 1), compute, 1)
+
+    def _multiply(self, a: Tensor, b: Tensor) -> Tensor:
         if self.outgoing:
-            x = edge_product(axes, a, b)
-        else:
-            x = edge_product(axes.turned, b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
-        x = functions.gate(self.linear_z(self.layer_norm_out(x)), self.linear_g(z))
-        return x.view(*lead, *x.shape[1:])
+            return edge_product(self.axes, a, b)
+        turned = edge_product(self.axes.turned, b.transpose(1, 2), a.transpose(1, 2))
+        return turned.transpose(1, 2)
 
 
 def own_pair_mask(axes: Axes, mask: Tensor | None) -> Tensor | None:
@@ -132,16 +196,29 @@ class TriangleAttention(nn.Module):
     def _bias_layout(self) -> str:
         return TRANSPOSED if self.transposed_bias and not self.starting else UPRIGHT
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the update: ``* i j c``, this rank's block; ``mask``: ``* i j``, whole on every rank."""
+    def forward(self, x: Tensor, mask: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """Return the update, some rows at a time.
+
+        Args:
+            x: ``* i j c``, this rank's block.
+            mask: ``* i j``, whole on every rank.
+            into: what the update is added to, in place; without gradients only. It may be ``x``.
+
+        Returns:
+            The update, ``* i j c``, or ``into``.
+        """
         lead, axes = x.shape[:-3], self.axes
+        target = flat_target(into, 3)
         x, mask = flat(x, 3), flat_mask(mask, lead, 2)
         if not self.starting:
             x, mask, axes = x.transpose(1, 2), None if mask is None else mask.transpose(1, 2), axes.turned
+            target = None if target is None else target.transpose(1, 2)
         # The bias is made where the pairs lie: a head is much less to send than a channel.
-        bias = self.linear(self.layer_norm(x))
+        bias = pair_bias(axes.memory, self.layer_norm, self.linear, x)
         if self._bias_layout == TRANSPOSED:
             bias = bias.transpose(1, 2)
-        y = attend_rows(axes, self.mha, self.layer_norm, x, mask, bias, self._bias_layout)
+        y = attend_rows(axes, self.mha, self.layer_norm, x, mask, bias, self._bias_layout, target)
+        if into is not None:
+            return into
         y = y if self.starting else y.transpose(1, 2)
         return y.reshape(*lead, *y.shape[1:])

@@ -93,7 +93,12 @@ from meshfold.kernels.paged_attention import (
     of_codes,
     to_codes,
 )
-from meshfold.kernels.pair_attention import pair_attention, pair_attention_backward, pair_attention_forward
+from meshfold.kernels.pair_attention import (
+    pair_attention,
+    pair_attention_backward,
+    pair_attention_forward,
+    pair_attention_makes_logits,
+)
 from meshfold.kernels.random_bits import random_bits
 from meshfold.kernels.rotary import apply_rotary, apply_rotary_
 from meshfold.kernels.row_product import RowWeight, row_product
@@ -217,6 +222,7 @@ __all__ = [
     "pair_attention",
     "pair_attention_backward",
     "pair_attention_forward",
+    "pair_attention_makes_logits",
     "random_bits",
     "rms_norm",
     "rms_norm_apply",

@@ -96,6 +96,11 @@ def pair_attention_backward(
     )
 
 
+def pair_attention_makes_logits(x: Tensor) -> bool:
+    """Return True if attention on tensors like ``x`` makes logits in memory, as the reference does."""
+    return dispatch.twin(attend, x) is attend
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_bias: Tensor | None) -> None:
     if q.ndim != 5 or k.ndim != 5 or k.shape != v.shape or (*k.shape[:2], *k.shape[3:]) != (*q.shape[:2], *q.shape[3:]):
         raise ValueError(

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from meshfold.folding.axial.modes import AXIAL_MODES, AxialMode, Keys
 from meshfold.folding.axial.redistribute import Redistribution
+from meshfold.folding.memory import KEEP_ALL, MemorySettings
 from meshfold.mesh import Layout, Mesh
 from meshfold.mesh.collectives import bind_collect, bind_take
 
@@ -27,6 +28,7 @@ class Axes:
         rows: axes that split i, and the sequences of an MSA.
         columns: axes that split j, and the residues of an MSA.
         product_steps: pieces that a triangle multiplication sends its operand in; more take less memory.
+        memory: chunks and recomputation.
     """
 
     mesh: Mesh
@@ -34,11 +36,12 @@ class Axes:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     product_steps: int = 1
+    memory: MemorySettings = KEEP_ALL
 
     @staticmethod
-    def of(mesh: Mesh, mode: AxialMode, product_steps: int = 1) -> Axes:
+    def of(mesh: Mesh, mode: AxialMode, product_steps: int = 1, memory: MemorySettings = KEEP_ALL) -> Axes:
         """Return a mode on a mesh."""
-        return Axes(mesh, mode, mode.rows, mode.columns, product_steps)
+        return Axes(mesh, mode, mode.rows, mode.columns, product_steps, memory)
 
     def __deepcopy__(self, _: object) -> Axes:
         return self  # a copy of a model lies on the same mesh
@@ -46,7 +49,7 @@ class Axes:
     @cached_property
     def turned(self) -> Axes:
         """The axes of the transposed tensors ``b j i c`` and ``b r s c``. A transpose moves no data."""
-        return Axes(self.mesh, self.mode, self.columns, self.rows, self.product_steps)
+        return Axes(self.mesh, self.mode, self.columns, self.rows, self.product_steps, self.memory)
 
     @property
     def all(self) -> tuple[str, ...]:

@@ -45,7 +45,10 @@ def attend_residues(axes: Axes, q: Tensor, k: Tensor, v: Tensor, coming: Coming,
         padding = axes.padded(mask.shape[-1]) - mask.shape[-1]
         key_bias = functions.key_bias_of(mask, torch.promote_types(q.dtype, torch.float32), padding).unsqueeze(1)
     pair_bias = coming.wait().permute(0, 3, 1, 2)
-    return functions.attend(q.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), pair_bias, key_bias).squeeze(1)
+    out = functions.attend(
+        q.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), pair_bias, key_bias, axes.memory.chunk_bytes
+    )
+    return out.squeeze(1)
 
 
 def residue_pairs(axes: Axes, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
