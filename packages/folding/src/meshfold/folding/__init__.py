@@ -9,6 +9,7 @@ from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldTrunk
 from meshfold.folding.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock, ExtraMSAStack, PairStack
 from meshfold.folding.functions import attend, gate, key_bias_of, layer_norm, multiply_edges
 from meshfold.folding.memory import MemorySettings
+from meshfold.folding.memory.plan import MemoryPlan, MemoryPlanError, longest_chain, plan_memory
 from meshfold.folding.msa import (
     MSAColumnAttention,
     MSAColumnGlobalAttention,
@@ -44,6 +45,8 @@ __all__ = [
     "MSAColumnAttention",
     "MSAColumnGlobalAttention",
     "MSARowAttentionWithPairBias",
+    "MemoryPlan",
+    "MemoryPlanError",
     "MemorySettings",
     "OuterProductMean",
     "PairFormerBlock",
@@ -64,8 +67,10 @@ __all__ = [
     "gate",
     "key_bias_of",
     "layer_norm",
+    "longest_chain",
     "multiply_edges",
     "parallelize_folding",
+    "plan_memory",
     "split_parameters",
     "sum_gradients",
 ]

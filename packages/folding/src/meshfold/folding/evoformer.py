@@ -23,6 +23,7 @@ from meshfold.folding.msa import (
 )
 from meshfold.folding.primitives import Linear, Transition
 from meshfold.folding.shapes import flat_mask
+from meshfold.folding.stack import Shapes, Stack
 from meshfold.folding.state_names import accept_names
 from meshfold.folding.triangle import (
     TriangleAttention,
@@ -199,18 +200,22 @@ class ExtraMSABlock(MSABlock):
     column_attention = MSAColumnGlobalAttention
 
 
-class _Stack(nn.Module):
+class _Stack(Stack):
     """Blocks one after another on whole tensors, which every rank has: split before, joined after."""
 
     block: type[MSABlock]
 
     def __init__(self, no_blocks: int, c_m: int, c_z: int, **sizes: Any) -> None:
         """``no_blocks``: blocks; the rest as for :class:`MSABlock`."""
-        super().__init__()
+        super().__init__(no_blocks=no_blocks, c_m=c_m, c_z=c_z, **sizes)
         self.c_m, self.c_z = c_m, c_z
         self.blocks = nn.ModuleList(self.block(c_m, c_z, **sizes) for _ in range(no_blocks))
         name_dropouts(self)
-        self.axes: Axes = WHOLE
+
+    def shapes(self, sizes: Sizes) -> tuple[Shapes, Shapes]:
+        b, s, r = sizes.batch, sizes.sequences, sizes.residues
+        tensors = {"m": (b, s, r, self.c_m), "z": (b, r, r, self.c_z)}
+        return tensors, {"msa_mask": (b, s, r), "pair_mask": (b, r, r)}
 
     joins_msa = True
 
@@ -253,6 +258,7 @@ class EvoformerStack(_Stack):
         sizes: the rest of :class:`MSABlock`'s arguments.
         """
         super().__init__(no_blocks, c_m, c_z, **sizes)
+        self.config["c_s"] = c_s
         self.linear = Linear(c_m, c_s)
 
     def forward(

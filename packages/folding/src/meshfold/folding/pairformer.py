@@ -16,6 +16,7 @@ from meshfold.folding.evoformer import PairStack
 from meshfold.folding.memory import add_update, own_tensor, run_block
 from meshfold.folding.primitives import Attention, LayerNorm, Linear, SwiGLUTransition
 from meshfold.folding.shapes import flat, flat_mask
+from meshfold.folding.stack import Shapes, Stack
 from meshfold.tensor_parallel import CostEntry
 
 
@@ -139,16 +140,20 @@ class PairFormerBlock(nn.Module):
         return add_update(s, self.single_transition, s, own, in_place=in_place), z
 
 
-class PairFormerStack(nn.Module):
+class PairFormerStack(Stack):
     """Algorithm 17 on whole tensors: each rank takes its block before it, and all ranks gather the result."""
 
     def __init__(self, no_blocks: int, c_s: int, c_z: int, **sizes: Any) -> None:
         """``no_blocks``: blocks; the rest as for :class:`PairFormerBlock`."""
-        super().__init__()
+        super().__init__(no_blocks=no_blocks, c_s=c_s, c_z=c_z, **sizes)
         self.c_s, self.c_z = c_s, c_z
         self.blocks = nn.ModuleList(PairFormerBlock(c_s, c_z, **sizes) for _ in range(no_blocks))
         name_dropouts(self)
-        self.axes: Axes = WHOLE
+
+    def shapes(self, sizes: Sizes) -> tuple[Shapes, Shapes]:
+        b, r = sizes.batch, sizes.residues
+        tensors = {"s": (b, r, self.c_s), "z": (b, r, r, self.c_z)}
+        return tensors, {"single_mask": (b, r), "pair_mask": (b, r, r)}
 
     def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
         """Return the collectives of splitting and joining."""

@@ -12,22 +12,12 @@ from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
 from meshfold.folding.esmfold import EsmFoldTrunk
 from meshfold.folding.esmfold2 import MSAEncoder, PairUpdateStack
-from meshfold.folding.evoformer import EvoformerStack, ExtraMSAStack
 from meshfold.folding.memory import KEEP_ALL, MemorySettings
-from meshfold.folding.pairformer import PairFormerStack
-from meshfold.folding.template import TemplatePairStack
+from meshfold.folding.stack import Stack
 from meshfold.mesh import LayoutError, Mesh, all_reduce
 from meshfold.mesh.recording import weight_gradients
 
-WHOLE_TENSOR_STACKS = (
-    EvoformerStack,
-    ExtraMSAStack,
-    PairFormerStack,
-    TemplatePairStack,
-    EsmFoldTrunk,
-    PairUpdateStack,
-    MSAEncoder,
-)
+WHOLE_TENSOR_STACKS = (Stack, EsmFoldTrunk, PairUpdateStack, MSAEncoder)
 """Modules that split and gather tensors; their own layers get whole ones."""
 
 

@@ -11,6 +11,7 @@ from meshfold.folding.dropout import SharedDropout, name_dropouts
 from meshfold.folding.evoformer import own_mask
 from meshfold.folding.memory import add_update, own_tensor, run_block
 from meshfold.folding.primitives import LayerNorm, Transition
+from meshfold.folding.stack import Shapes, Stack
 from meshfold.folding.triangle import (
     TriangleAttention,
     TriangleMultiplicationIncoming,
@@ -71,7 +72,7 @@ class TemplatePairStackBlock(nn.Module):
         return add_update(z, self.pair_transition, z, own, in_place=in_place)
 
 
-class TemplatePairStack(nn.Module):
+class TemplatePairStack(Stack):
     """Algorithm 16, on whole tensors, which every rank has: split before, joined after."""
 
     def __init__(
@@ -86,7 +87,16 @@ class TemplatePairStack(nn.Module):
         tri_mul_first: bool = False,
     ) -> None:
         """``no_blocks``: blocks; the rest as for :class:`TemplatePairStackBlock`."""
-        super().__init__()
+        super().__init__(
+            c_t=c_t,
+            c_hidden_tri_att=c_hidden_tri_att,
+            c_hidden_tri_mul=c_hidden_tri_mul,
+            no_blocks=no_blocks,
+            no_heads=no_heads,
+            pair_transition_n=pair_transition_n,
+            dropout_rate=dropout_rate,
+            tri_mul_first=tri_mul_first,
+        )
         self.blocks = nn.ModuleList(
             TemplatePairStackBlock(
                 c_t, c_hidden_tri_att, c_hidden_tri_mul, no_heads, pair_transition_n, dropout_rate, tri_mul_first
@@ -95,7 +105,10 @@ class TemplatePairStack(nn.Module):
         )
         name_dropouts(self)
         self.layer_norm = LayerNorm(c_t)
-        self.axes: Axes = WHOLE
+
+    def shapes(self, sizes: Sizes) -> tuple[Shapes, Shapes]:
+        b, t, r = sizes.batch, sizes.templates, sizes.residues
+        return {"t": (b, t, r, r, self.config["c_t"])}, {"mask": (b, t, r, r)}
 
     def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
         """Return the collectives of splitting and joining."""

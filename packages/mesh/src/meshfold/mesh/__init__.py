@@ -32,7 +32,7 @@ from meshfold.mesh.initialization.api import (
     retrace_initialization,
 )
 from meshfold.mesh.layout import Layout
-from meshfold.mesh.mesh import Mesh
+from meshfold.mesh.mesh import Mesh, MetaMesh
 from meshfold.mesh.moved import redirect_imports
 from meshfold.mesh.old_names import with_old_arguments, with_old_names
 from meshfold.mesh.parameters.grad_norm import clip_gradient_values, clip_gradients, gradient_norm
@@ -59,6 +59,7 @@ __all__ = [
     "Log",
     "Mesh",
     "MeshfoldError",
+    "MetaMesh",
     "ParallelSpec",
     "ParameterMeta",
     "Part",

@@ -13,7 +13,8 @@ class Group:
         axes: the mesh axes spanned, in mesh order, without axes of size 1.
         ranks: global ranks, ascending, which is row-major order over ``axes``.
         index: this process's position in ``ranks``.
-        name: what torch.distributed calls the group; empty for a group of one rank, which never communicates.
+        name: what torch.distributed calls the group; empty for a group that never communicates: of one rank,
+            or of a :class:`.MetaMesh`.
     """
 
     axes: tuple[str, ...]

@@ -211,8 +211,6 @@ class Mesh:
                 )
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
-        from meshfold.mesh.processes import process_group
-
         spanned = self.spanned(*axes)
         coordinates = self.coordinates()
         here = self._elsewhere(coordinates, spanned)
@@ -223,14 +221,15 @@ class Mesh:
             return Group(axes=(), ranks=ranks, index=0, name="")
         if self._closed:
             raise MeshfoldError(f"{self} is closed: make a new Mesh")
+        return Group(axes=spanned, ranks=ranks, index=ranks.index(self.rank), name=self._handle(ranks))
+
+    def _handle(self, ranks: tuple[int, ...]) -> str:
+        """Return the name of the process group of these ranks, made at the first call."""
+        from meshfold.mesh.processes import process_group
+
         if ranks not in self._handles:
             self._handles[ranks] = process_group.create_group(ranks)
-        return Group(
-            axes=spanned,
-            ranks=ranks,
-            index=ranks.index(self.rank),
-            name=process_group.group_name(self._handles[ranks]),
-        )
+        return process_group.group_name(self._handles[ranks])
 
     def _candidates(self, at: Mapping[str, int], axes: tuple[str, ...]) -> list[int]:
         """Return the ranks that agree with ``at`` on every axis not in ``axes``, ascending."""
@@ -275,3 +274,20 @@ class Mesh:
             if base in rest:
                 rest[base] -= (at[base] // divisor) % size * divisor
         return tuple(rest.values())
+
+
+class MetaMesh(Mesh):
+    """A mesh for meta tensors only: its collectives give shapes and send nothing, and need no process group.
+
+    Programs are counted on it for any number of ranks, also while other ranks are running. No recorder sees its collectives.
+    """
+
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        """``axes``: name to size, outermost first. This process is rank 0."""
+        super().__init__(axes, rank=0)
+
+    def prepare(self, *axes: str) -> None:
+        """Do nothing: there are no groups to make."""
+
+    def _handle(self, ranks: tuple[int, ...]) -> str:
+        return ""

@@ -6,8 +6,8 @@ part may be added to the residual in place, so that the update is never whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,7 @@ class Parts:
 Compute = Callable[[int, int], Tensor]
 
 
-def run_parts(
-    parts: Parts, compute: Compute, dim: int, into: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def run_parts(parts: Parts, compute: Compute, dim: int, into: Tensor | None = None) -> Tensor:
     """Compute an update in parts.
 
     Args:
@@ -79,34 +77,59 @@ def run_parts(
         compute: returns the part with a first line and a number of lines.
         dim: of the lines, in the update.
         into: what the update is added to, in place; None: the update is returned. Without gradients only.
-        out: where the update is written, if it does not need a new tensor. Without gradients only.
 
     Returns:
         The update, or ``into``.
     """
+    bounds = parts.bounds
+    left = 0  # lines that do not run, in counts of memory
+    if _counts_some and len(bounds) > MOST_COUNTED:
+        left = bounds[MOST_COUNTED][0]
+        left, bounds = parts.length - left, bounds[:MOST_COUNTED]
     if into is not None:
-        for first, size in parts.bounds:
+        for first, size in bounds:
             into.narrow(dim, first, size).add_(compute(first, size))
         return into
     if torch.is_grad_enabled():
-        made = [
-            repeat_in_backward(compute, first, size) if parts.recompute else compute(first, size)
-            for first, size in parts.bounds
-        ]
+        made = [repeat_in_backward(compute, *some) if parts.recompute else compute(*some) for some in bounds]
+        if left:
+            made.append(made[0].new_empty(_shape(made[0], dim, left)))
         return made[0] if len(made) == 1 else torch.cat(made, dim)
-    bounds = parts.bounds
-    if len(bounds) == 1 and out is None:
+    if len(bounds) == 1:
         return compute(*bounds[0])
+    out: Tensor | None = None
     for first, size in bounds:
         part = compute(first, size)
         if out is None:
-            shape = list(part.shape)
-            shape[dim] = parts.length
-            out = part.new_empty(shape)
+            out = part.new_empty(_shape(part, dim, parts.length))
         out.narrow(dim, first, size).copy_(part)
         del part
     assert out is not None
     return out
+
+
+def _shape(part: Tensor, dim: int, length: int) -> list[int]:
+    shape = list(part.shape)
+    shape[dim] = length
+    return shape
+
+
+MOST_COUNTED = 3
+_counts_some = False
+
+
+@contextmanager
+def counting_some_parts() -> Iterator[None]:
+    """Context manager for counts of memory on meta tensors: of many parts only the first three run.
+
+    The others are as large, and none is alive beside another one.
+    """
+    global _counts_some
+    before, _counts_some = _counts_some, True
+    try:
+        yield
+    finally:
+        _counts_some = before
 
 
 def repeat_in_backward(function: Callable[..., Any], *given: Any, draws: bool = False) -> Any:

@@ -392,6 +392,8 @@ def note_call(
     later: bool,
 ) -> Call | None:
     """Report a collective to the recorder and the watchdog, if active; ``later``: it is awaited later."""
+    if not group.name:  # of a MetaMesh, which sends nothing
+        return None
     if comm_log._active:
         comm_log.note(kind, group.axes, group.size, times * x.numel() * x.element_size())
     if torch.compiler.is_compiling() or flight_recorder.active is None:

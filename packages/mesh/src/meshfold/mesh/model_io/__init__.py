@@ -19,12 +19,14 @@ from meshfold.mesh.model_io.labels import (
     visible,
 )
 from meshfold.mesh.model_io.lazy_tensor import ShardedOutput, lazy_gather, local_shard
+from meshfold.mesh.model_io.live_bytes import LiveBytes
 from meshfold.mesh.model_io.operators import Operator, OperatorCounter
 
 __all__ = [
     "IGNORE_INDEX",
     "LABEL_NAMES",
     "DryRun",
+    "LiveBytes",
     "Operator",
     "OperatorCounter",
     "ShardedOutput",

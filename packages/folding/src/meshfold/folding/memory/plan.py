@@ -1,0 +1,359 @@
+"""The plan of a stack's memory: what is alive at the peak, and the chunks and recomputation that fit in the least time.
+
+The stack runs on meta tensors, forward and backward, with one block and with two. So every tensor counts that the code makes,
+under any layout; a deeper stack is as many times the difference larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from meshfold.folding.axial.modes import AxialMode, find_axial_mode
+from meshfold.folding.axial.sizes import Sizes
+from meshfold.folding.memory.count import LiveTensor, LiveTensors, sum_by_name
+from meshfold.folding.memory.parts import counting_some_parts
+from meshfold.folding.memory.settings import MemorySettings
+from meshfold.folding.parallelize import parallelize_folding
+from meshfold.folding.stack import Stack
+from meshfold.kernels import count_kernels
+from meshfold.mesh import MeshfoldError, MetaMesh
+from meshfold.mesh.model_io import OperatorCounter
+from meshfold.mesh.spec import format_bytes, parse_bytes
+
+Clock = Callable[[OperatorCounter], float]
+"""Returns the seconds of counted operators."""
+
+_LINE_OF_GPU = 512  # bytes that the CUDA allocator rounds to
+
+
+class MemoryPlanError(MeshfoldError):
+    """No chunks and no recomputation fit: the message names the largest tensor and what would help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldingRun:
+    """What a plan is for.
+
+    Attributes:
+        sizes: of a batch.
+        mode: the axial mode.
+        axes: the ranks, by axis.
+        training: forward and backward, else forward without gradients.
+        dtype: of tensors and weights.
+        kernels: count what a GPU runs, with kernels as :func:`meshfold.kernels.use` chooses them; else what a CPU runs.
+    """
+
+    sizes: Sizes
+    mode: AxialMode
+    axes: Mapping[str, int]
+    training: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    kernels: bool = True
+
+    @property
+    def ranks(self) -> str:
+        """``one rank``, or the axes with their sizes."""
+        split = {axis: size for axis, size in self.axes.items() if size > 1}
+        return (
+            f"{self.mode.name} {' × '.join(f'{axis} {size}' for axis, size in split.items())}" if split else "one rank"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCount:
+    """Memory of a stack under settings.
+
+    Attributes:
+        settings: chunks and recomputation.
+        peak: bytes of tensors that are alive at once, inputs and outputs too, weights and their gradients not.
+        tensors: those of a stack of at most two blocks at its peak.
+        block: bytes that each further block adds.
+        seconds: of forward, and backward in training; None without a clock.
+    """
+
+    settings: MemorySettings
+    peak: int
+    tensors: tuple[LiveTensor, ...]
+    block: int
+    seconds: float | None = None
+
+    @property
+    def largest(self) -> LiveTensor:
+        """The largest tensor at the peak."""
+        return max(self.tensors, key=lambda tensor: tensor.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """A choice of chunks and recomputation; ``print`` it for a table.
+
+    Attributes:
+        run: what it is for.
+        count: of what was chosen.
+        no_blocks: blocks of the stack.
+        weights: bytes of weights, and of their gradients in training.
+        other_bytes: of what else is on a device.
+        limit: bytes of a device; None: no limit.
+        tried: every candidate that was counted, the chosen one last.
+    """
+
+    run: FoldingRun
+    count: MemoryCount
+    no_blocks: int
+    weights: int
+    other_bytes: int
+    limit: int | None
+    tried: tuple[MemoryCount, ...] = ()
+
+    @property
+    def settings(self) -> MemorySettings:
+        """What was chosen: pass it to :func:`.parallelize_folding` as ``memory``."""
+        return self.count.settings
+
+    @property
+    def bytes(self) -> int:
+        """All bytes of a device."""
+        return self.count.peak + self.weights + self.other_bytes
+
+    def __str__(self) -> str:
+        sizes, count = self.run.sizes, self.count
+        does = "forward and backward" if self.run.training else "inference"
+        room = "" if self.limit is None else f" of {format_bytes(self.limit)}"
+        took = "" if count.seconds is None else f", {count.seconds:.3g} s"
+        lines = [
+            f"{sizes.residues} residues, {sizes.sequences} sequences, {self.no_blocks} blocks, {self.run.ranks}, {does}",
+            f"fits with {self.settings}: {format_bytes(self.bytes)}{room}{took}",
+            f"{'weights and gradients' if self.run.training else 'weights':<40}{format_bytes(self.weights):>12}",
+        ]
+        if self.other_bytes:
+            lines.append(f"{'other':<40}{format_bytes(self.other_bytes):>12}")
+        kept = count.block * max(self.no_blocks - 2, 0)
+        if kept:
+            lines.append(f"{f'kept of {self.no_blocks - 2} more blocks':<40}{format_bytes(kept):>12}")
+        rows = sum_by_name(count.tensors)
+        lines += [f"{f'{name} ({number})':<40}{format_bytes(total):>12}" for name, number, total in rows[:6]]
+        rest = sum(total for _, _, total in rows[6:])
+        if rest:
+            lines.append(f"{'what is smaller':<40}{format_bytes(rest):>12}")
+        return "\n".join(lines)
+
+
+def plan_memory(
+    stack: Stack,
+    *,
+    residues: int,
+    sequences: int = 1,
+    batch: int = 1,
+    templates: int = 1,
+    mode: str | AxialMode = "dap",
+    axes: Mapping[str, int] | None = None,
+    limit: int | str | None = None,
+    training: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    other_bytes: int = 0,
+    kernels: bool = True,
+    clock: Clock | None = None,
+) -> MemoryPlan:
+    """Choose chunks and recomputation for a stack, before anything runs: the least time that fits.
+
+    Args:
+        stack: such as an ``EvoformerStack``, on any device, the meta device too. Training mode counts its dropout.
+        residues: tokens of a chain, without padding.
+        sequences: of the MSA.
+        batch: samples.
+        templates: of each sample.
+        mode: of the axial layout.
+        axes: its axes with their sizes, such as ``dict(axial=2)``; None: one rank.
+        limit: bytes of a device, or a text such as ``"80GiB"``; None: no limit, so that nothing is chunked or recomputed.
+        training: forward and backward; else forward under ``torch.no_grad()``.
+        dtype: of tensors and weights.
+        other_bytes: of what else is on a device, such as the state of an optimizer.
+        kernels: count what a GPU runs; False: what a CPU runs.
+        clock: seconds of counted operators, for the plan's report. Candidates are tried in the order of their time: fewer and
+            larger parts first, and recomputation only where memory requires it.
+
+    Raises:
+        MemoryPlanError: if nothing fits.
+    """
+    limit = parse_bytes(limit) if isinstance(limit, str) else limit
+    sizes = Sizes(residues=residues, sequences=sequences, batch=batch, templates=templates, itemsize=dtype.itemsize)
+    found = find_axial_mode(mode)
+    run = FoldingRun(sizes=sizes, mode=found, axes=_axes(found, axes), training=training, dtype=dtype, kernels=kernels)
+    weights = _weight_bytes(stack, run)
+    tried: list[MemoryCount] = []
+    for settings in candidates(stack, run):
+        count = count_memory(stack, run, settings, clock=clock)
+        tried.append(count)
+        if limit is None or count.peak + weights + other_bytes <= limit:
+            return MemoryPlan(
+                run=run,
+                count=count,
+                no_blocks=len(stack.blocks),
+                weights=weights,
+                other_bytes=other_bytes,
+                limit=limit,
+                tried=tuple(tried),
+            )
+    assert limit is not None
+    raise MemoryPlanError(_refusal(stack, run, tried, weights + other_bytes, limit))
+
+
+def candidates(stack: Stack, run: FoldingRun) -> Iterator[MemorySettings]:
+    """Yield settings in the order of their time; chunks are shares of this rank's largest block."""
+    block = _largest_block(stack, run)
+    chunks = [max(int(share * block), 1) for share in (2, 0.5, 0.125)]
+    yield MemorySettings()
+    if not run.training:
+        yield from (MemorySettings(chunk_bytes=chunk) for chunk in chunks)
+        return
+    yield MemorySettings(recompute="updates")
+    yield MemorySettings(recompute="blocks")
+    for recompute in ("updates", "both"):
+        yield from (MemorySettings(chunk_bytes=chunk, recompute=recompute) for chunk in chunks)
+
+
+def leanest(stack: Stack, run: FoldingRun) -> MemorySettings:
+    """Return the candidate with the least memory."""
+    return list(candidates(stack, run))[-1]
+
+
+def longest_chain(
+    stack: Stack, *, limit: int, sequences: int = 1, other_bytes: int = 0, step: int = 16, **run: Any
+) -> int:
+    """Return the most residues, a multiple of ``step``, that fit with the smallest chunks and full recomputation; 0: none.
+
+    Arguments are those of :func:`plan_memory`.
+    """
+    found = find_axial_mode(run.pop("mode", "dap"))
+    axes, dtype = _axes(found, run.pop("axes", None)), run.pop("dtype", torch.bfloat16)
+    kept = {name: run.pop(name) for name in ("training", "kernels") if name in run}
+    given = FoldingRun(
+        sizes=Sizes(residues=step, sequences=sequences, itemsize=dtype.itemsize, **run),
+        mode=found,
+        axes=axes,
+        dtype=dtype,
+        **kept,
+    )
+    room = limit - _weight_bytes(stack, given) - other_bytes
+
+    def need(residues: int) -> int:
+        one = replace(given, sizes=replace(given.sizes, residues=residues))
+        return count_memory(stack, one, leanest(stack, one)).peak
+
+    least, most = 0, 0  # in steps: fits, does not fit
+    guess = 64
+    while not most or most - least > 1:
+        needed = need(guess * step)
+        if needed <= room:
+            least = guess
+        else:
+            most = guess
+        # Memory is between linear and square in the residues.
+        guess = int(guess * (max(room, 1) / needed) ** 0.5)
+        guess = max(guess, least + 1)
+        if most:
+            guess = min(guess, most - 1)
+    return least * step
+
+
+def count_memory(stack: Stack, run: FoldingRun, settings: MemorySettings, *, clock: Clock | None = None) -> MemoryCount:
+    """Count the memory of a stack under settings, on meta tensors."""
+    blocks = len(stack.blocks)
+    runs = [_run(stack, number, run, settings, clock) for number in range(1, min(blocks, 2) + 1)]
+    live, seconds = runs[-1]
+    peak = live.take()[0]
+    block = peak - runs[0][0].take()[0] if blocks > 1 else 0
+    if seconds is not None and blocks > 2:
+        seconds += (blocks - 2) * (seconds - (runs[0][1] or 0.0))
+    return MemoryCount(
+        settings=settings,
+        peak=peak + max(blocks - 2, 0) * block,
+        tensors=live.at_peak,
+        block=block,
+        seconds=seconds,
+    )
+
+
+def _run(
+    stack: Stack, blocks: int, run: FoldingRun, settings: MemorySettings, clock: Clock | None
+) -> tuple[LiveTensors, float | None]:
+    counter = None if clock is None else OperatorCounter()
+    with _disable_current_modes(), ExitStack() as context:  # type: ignore[no-untyped-call]
+        model = stack.skeleton(blocks).to(run.dtype)
+        parallelize_folding(model, MetaMesh(run.axes), run.mode, memory=settings)
+        live = LiveTensors(model, round_bytes=_LINE_OF_GPU if run.kernels else 1)
+        context.enter_context(torch.enable_grad() if run.training else torch.no_grad())
+        if counter is None:
+            context.enter_context(counting_some_parts())
+        context.enter_context(live)
+        context.enter_context(nullcontext() if counter is None else counter)
+        if run.kernels:
+            as_one = live.as_one if counter is None else lambda f: live.as_one(counter.as_one(f))
+            context.enter_context(count_kernels(as_one))
+        _step(model, live, run)
+    return live, None if clock is None or counter is None else clock(counter)
+
+
+def _step(model: Stack, live: LiveTensors, run: FoldingRun) -> None:
+    """Run forward, and backward in training, from inputs that count."""
+    for parameter in model.parameters():  # weights and their gradients are counted apart
+        parameter.grad = torch.empty_like(parameter) if run.training else None
+    tensors, masks = model.shapes(run.sizes)
+    given = {
+        name: live.add(torch.empty(shape, dtype=run.dtype, device="meta"), f"input {name}")
+        for name, shape in (tensors | masks).items()
+    }
+    for name in tensors:
+        given[name].requires_grad_(run.training)
+    made = model(**given)
+    outputs = [y for y in (made if isinstance(made, tuple) else (made,)) if isinstance(y, Tensor)]
+    if run.training:
+        with live.named("gradient of an output"):
+            gradients = [torch.empty_like(y) for y in outputs]
+        torch.autograd.backward(outputs, gradients)
+
+
+def _axes(mode: AxialMode, axes: Mapping[str, int] | None) -> Mapping[str, int]:
+    return dict.fromkeys(mode.axes, 1) if axes is None else dict(axes)
+
+
+def _weight_bytes(stack: Stack, run: FoldingRun) -> int:
+    count = sum(parameter.numel() for parameter in stack.parameters())
+    return count * run.dtype.itemsize * (2 if run.training else 1)
+
+
+def _largest_block(stack: Stack, run: FoldingRun) -> int:
+    """Return the bytes of this rank's block of the largest input."""
+    ranks = MetaMesh(run.axes).world_size
+    largest = max(torch.Size(shape).numel() for shape in stack.shapes(run.sizes)[0].values())
+    return -(-largest // ranks) * run.dtype.itemsize
+
+
+def _refusal(stack: Stack, run: FoldingRun, tried: Sequence[MemoryCount], fixed: int, limit: int) -> str:
+    least = min(tried, key=lambda count: count.peak)
+    sizes, largest = run.sizes, least.largest
+    words = (
+        f"{sizes.residues} residues with {sizes.sequences} sequences do not fit into {format_bytes(limit)} over {run.ranks}: "
+        f"{least.settings} need least, {format_bytes(least.peak + fixed)}, and the largest tensor is {largest}, "
+        f"{format_bytes(largest.bytes)}."
+    )
+    axis = run.mode.axes[-1]
+    for times in (2, 4, 8):
+        axes = {**run.axes, axis: times * run.axes.get(axis, 1)}
+        more = replace(run, axes=axes)
+        needed = count_memory(stack, more, leanest(stack, more)).peak + fixed
+        if needed <= limit:
+            return f"{words} Over {more.ranks} it fits: {format_bytes(needed)}."
+    shorter = int(sizes.residues * (max(limit - fixed, 0) / least.peak) ** 0.5) // 16 * 16
+    return (
+        f"{words} Give fewer residues, about {shorter}, or fewer sequences."
+        if shorter
+        else f"{words} Give a larger limit."
+    )

@@ -1,0 +1,48 @@
+"""The peak of memory of a stack on the CPU, as torch's allocator reports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from meshfold.folding import MemorySettings, parallelize_folding
+from meshfold.folding.axial.sizes import Sizes
+from meshfold.folding.stack import Stack
+from meshfold.mesh import Mesh, dropout_stream
+
+
+def measured_peak(
+    stack: Stack, sizes: Sizes, mesh: Mesh, mode: str, settings: MemorySettings, *, training: bool
+) -> int:
+    """Return the largest sum of allocations in forward and backward: inputs count, weights and their gradients do not."""
+    parallelize_folding(stack, mesh, mode, memory=settings)
+    for parameter in stack.parameters():
+        parameter.grad = torch.zeros_like(parameter) if training else None
+    tensors, masks = stack.shapes(sizes)
+
+    def step() -> None:
+        given: dict[str, Tensor] = {name: torch.ones(shape) for name, shape in (tensors | masks).items()}
+        for name in tensors:
+            given[name].requires_grad_(training)
+        with torch.set_grad_enabled(training), dropout_stream(0, 0):
+            made = stack(**given)
+            outputs = made if isinstance(made, tuple) else (made,)
+            if training:
+                torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+
+    step()  # what is made once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    results: Any = seen.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted(
+        ((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"),
+        key=lambda event: event[0],
+    )
+    now = peak = 0
+    for _, change in events:
+        now += change
+        peak = max(peak, now)
+    return peak
