@@ -10,8 +10,8 @@ from torch import nn
 
 from meshfold.engine import Engine
 from meshfold.engine.zero.states import ZeroStates
+from meshfold.mesh.model_io import LiveBytes
 from meshfold.zero_gemini.memory.arena import Arena
-from meshfold.zero_gemini.profiler.live import LiveBytes
 
 WORDS, LIMIT = 4096, 10 * 2**20
 

@@ -13,6 +13,8 @@ ENTRIES: list[tuple[object, dict[str, int]]] = [
     (dict(mode="grid", rows=2, columns=3), {"row": 2, "col": 3}),
     (dict(mode="grid", size=6), {"row": 2, "col": 3}),
     (dict(mode="grid", size=8, depth=2), {"depth": 2, "row": 2, "col": 2}),
+    (dict(size=2, memory="60GiB"), {"axial": 2}),
+    (dict(mode="grid", size=4, memory=2**30), {"row": 2, "col": 2}),
 ]
 
 
@@ -34,6 +36,11 @@ MISTAKES: list[tuple[dict[str, object], str]] = [
     (dict(axial=dict(mode="grid", rows=2)), "columns is missing. Write rows=2, columns=2, or size=4"),
     (dict(axial=dict(mode="grid", size=4, rows=2)), "size is rows × columns × depth. Leave size out"),
     (dict(axial=dict(mode="grid", size=6, depth=4)), "depth 4 does not divide size 6. Write depth=1, 2, 3 or 6"),
+    (dict(axial=dict(size=2, memory="60 gigs")), "Write memory='60GiB', say; units are"),
+    (
+        dict(axial=dict(size=2, memory=1.5)),
+        "memory=1.5 is a float, neither whole bytes nor a string. Write memory='60GiB'",
+    ),
     (dict(axial=2, tensor=2), "works with data, pipeline and zero; there is tensor=2 too. Leave tensor out"),
 ]
 

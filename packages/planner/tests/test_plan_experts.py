@@ -13,13 +13,13 @@ import torch
 from meshfold.engine import Engine
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import ParallelSpec, record
+from meshfold.mesh.model_io import LiveBytes
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import Llama, MoELlamaConfig
 from meshfold.planner import MACHINES, Estimate, estimate, plan_memory
 from meshfold.planner.estimates import step_times
 from meshfold.planner.zero_estimate import WORKSPACE_BYTES
 from meshfold.zero_gemini.memory.arena import Arena, Block
-from meshfold.zero_gemini.profiler.live import LiveBytes
 
 sys.path.append(str(Path(__file__).parents[2] / "engine" / "tests"))  # for the helpers there, on every rank
 from expert_cases import HIDDEN, MoE, batches, engine_of

@@ -17,17 +17,19 @@ from meshfold.mesh.parameters import metadata_on
 
 
 def split_folding(model: nn.Module, world: World) -> None:
-    """Split the tensors of every folding block in a model; nothing without the entry ``axial``.
+    """Split the tensors of every folding block in a model, and plan their memory; nothing without the entry ``axial``.
 
     Raises:
         SpecError: for a model without folding blocks.
     """
-    if world.spec.axial is None or world.spec.axial.size == 1:
+    axial = world.spec.axial
+    if axial is None or (axial.size == 1 and axial.memory is None):
         return
     from meshfold.folding import parallelize_folding
 
     try:
-        parallelize_folding(model, world.mesh, world.spec.axial.mode_name)
+        limit = {} if axial.memory is None else {"memory": axial.memory}
+        parallelize_folding(model, world.mesh, axial.mode_name, **limit)
     except LayoutError as error:
         raise SpecError(f"{world.spec.written or world.spec}: {error}") from error
 

@@ -214,7 +214,7 @@ class _Stack(Stack):
 
     def shapes(self, sizes: Sizes) -> tuple[Shapes, Shapes]:
         b, s, r = sizes.batch, sizes.sequences, sizes.residues
-        tensors = {"m": (b, s, r, self.c_m), "z": (b, r, r, self.c_z)}
+        tensors: Shapes = {"m": (b, s, r, self.c_m), "z": (b, r, r, self.c_z)}
         return tensors, {"msa_mask": (b, s, r), "pair_mask": (b, r, r)}
 
     joins_msa = True
@@ -233,7 +233,9 @@ class _Stack(Stack):
         self, m: Tensor, z: Tensor, msa_mask: Tensor | None, pair_mask: Tensor | None, mask_transitions: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the blocks' MSA, whole if the stack returns it, and pair tensors, whole."""
-        axes, (s, r) = self.axes, m.shape[-3:-1]
+        s, r = m.shape[-3:-1]
+        self.choose_memory(z, residues=r, sequences=s, batch=m.shape[:-3].numel())
+        axes = self.axes
         if axes.is_split:  # padding is told from the rest by the masks
             msa_mask = m.new_ones(m.shape[:-1]) if msa_mask is None else msa_mask
             pair_mask = z.new_ones(z.shape[:-1]) if pair_mask is None else pair_mask

@@ -152,7 +152,7 @@ class PairFormerStack(Stack):
 
     def shapes(self, sizes: Sizes) -> tuple[Shapes, Shapes]:
         b, r = sizes.batch, sizes.residues
-        tensors = {"s": (b, r, self.c_s), "z": (b, r, r, self.c_z)}
+        tensors: Shapes = {"s": (b, r, self.c_s), "z": (b, r, r, self.c_z)}
         return tensors, {"single_mask": (b, r), "pair_mask": (b, r, r)}
 
     def own_traffic(self, sizes: Sizes) -> list[CostEntry]:
@@ -172,7 +172,9 @@ class PairFormerStack(Stack):
         mask_transitions: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return ``s`` and ``z``, whole; arguments as for a block, whole."""
-        axes, r = self.axes, s.shape[-2]
+        r = s.shape[-2]
+        self.choose_memory(z, residues=r, batch=s.shape[:-2].numel())
+        axes = self.axes
         if axes.is_split:  # padding is told from the rest by the masks
             single_mask = s.new_ones(s.shape[:-1]) if single_mask is None else single_mask
             pair_mask = z.new_ones(z.shape[:-1]) if pair_mask is None else pair_mask

@@ -16,6 +16,7 @@ from meshfold.folding.memory import KEEP_ALL, MemorySettings
 from meshfold.folding.stack import Stack
 from meshfold.mesh import LayoutError, Mesh, all_reduce
 from meshfold.mesh.recording import weight_gradients
+from meshfold.mesh.spec import parse_bytes
 
 WHOLE_TENSOR_STACKS = (Stack, EsmFoldTrunk, PairUpdateStack, MSAEncoder)
 """Modules that split and gather tensors; their own layers get whole ones."""
@@ -27,7 +28,7 @@ def parallelize_folding(
     mode: str | AxialMode = "dap",
     *,
     product_steps: int = 1,
-    memory: MemorySettings = KEEP_ALL,
+    memory: MemorySettings | int | str = KEEP_ALL,
 ) -> nn.Module:
     """Split the pair and MSA tensors of every folding block in a model, in place; return the model.
 
@@ -41,7 +42,8 @@ def parallelize_folding(
         mesh: has the axes of the mode; one of size 1 may be missing.
         mode: name or row of the table :data:`meshfold.folding.AXIAL_MODES`.
         product_steps: pieces in which triangle multiplications send their operand; more take less memory.
-        memory: chunks and recomputation; see :func:`meshfold.folding.plan_memory`.
+        memory: chunks and recomputation, or bytes, such as ``"60GiB"``, that the tensors of each stack may have at once on a rank:
+            then :func:`meshfold.folding.plan_memory` chooses for the sizes of each batch. Weights do not count.
 
     Raises:
         LayoutError: if the mode is unknown, the mesh has none of its axes, or the model has no folding block.
@@ -61,10 +63,13 @@ def parallelize_folding(
             f"{type(model).__name__} has no folding block: use those of meshfold.folding, such as EvoformerStack, or "
             "EsmForProteinFolding of transformers"
         )
-    axes = Axes.of(mesh, found, product_steps, memory)
+    limit = parse_bytes(memory) if isinstance(memory, str) else memory
+    axes = Axes.of(mesh, found, product_steps, limit if isinstance(limit, MemorySettings) else KEEP_ALL)
     mesh.prepare(*axes.all)
     for module in modules:
         module.axes = axes
+        if isinstance(module, Stack):
+            module.memory_limit = None if isinstance(limit, MemorySettings) else limit
     return model
 
 

@@ -118,7 +118,10 @@ class TemplatePairStack(Stack):
 
     def forward(self, t: Tensor, mask: Tensor | None = None, mask_transition: bool = True) -> Tensor:
         """``* t i j c -> * t i j c``, whole; ``mask``: ``* t i j`` (or 1 for all templates)."""
-        axes, r = self.axes, t.shape[-2]
+        r, samples = t.shape[-2], t.shape[:-3]
+        templates = samples[-1] if samples else 1
+        self.choose_memory(t, residues=r, templates=templates, batch=samples[:-1].numel())
+        axes = self.axes
         if axes.is_split and mask is None:  # padding is told from the rest by the mask
             mask = t.new_ones(t.shape[:-1])
         t = own_tensor(axes.split(t, (-3, axes.rows), (-2, axes.columns)), t)

@@ -49,6 +49,10 @@ def check_recompute(recompute: object, spec: ParallelSpec) -> str | None:
             f"recompute={recompute!r}: write None (up to the model), 'blocks' (every block recomputes its activations) or "
             f"'auto' (a plan chooses the blocks).{hint}"
         )
+    if spec.axial is not None and spec.axial.memory is not None:
+        raise SpecError(
+            f"recompute={recompute!r} and axial=dict(memory=...): the plan of axial chooses what is recomputed: leave recompute out"
+        )
     if recompute == "auto" and (spec.zero is None or spec.zero.placement != "auto"):
         has = "no entry zero" if spec.zero is None else f"zero=dict(placement={spec.zero.placement!r})"
         raise SpecError(

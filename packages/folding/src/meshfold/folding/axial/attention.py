@@ -71,7 +71,7 @@ def attend_rows(
         return None if coming is None else coming.wait().permute(0, 3, 1, 2)
 
     if parts.is_whole:
-        y = _attend(axes, mha, norm, x, own, arrived)
+        y: Tensor = _attend(axes, mha, norm, x, own, arrived)
         return y if into is None else into.add_(y)
     # Rows that the exchange sends to one rank are a cell: a part has some rows of every cell.
     cells = axes.mesh.size(*axes.columns) if exchanges else 1

@@ -205,6 +205,20 @@ def plan_memory(
     raise MemoryPlanError(_refusal(stack, run, tried, weights + other_bytes, limit))
 
 
+def choose_settings(stack: Stack, run: FoldingRun, limit: int) -> MemorySettings:
+    """Return the first candidate whose tensors, weights apart, fit.
+
+    Raises:
+        MemoryPlanError: if none does.
+    """
+    tried: list[MemoryCount] = []
+    for settings in candidates(stack, run):
+        tried.append(count_memory(stack, run, settings))
+        if tried[-1].peak <= limit:
+            return settings
+    raise MemoryPlanError(_refusal(stack, run, tried, 0, limit))
+
+
 def candidates(stack: Stack, run: FoldingRun) -> Iterator[MemorySettings]:
     """Yield settings in the order of their time; chunks are shares of this rank's largest block."""
     block = _largest_block(stack, run)
@@ -285,7 +299,7 @@ def _run(
     stack: Stack, blocks: int, run: FoldingRun, settings: MemorySettings, clock: Clock | None
 ) -> tuple[LiveTensors, float | None]:
     counter = None if clock is None else OperatorCounter()
-    with _disable_current_modes(), ExitStack() as context:  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), ExitStack() as context:
         model = stack.skeleton(blocks).to(run.dtype)
         parallelize_folding(model, MetaMesh(run.axes), run.mode, memory=settings)
         live = LiveTensors(model, round_bytes=_LINE_OF_GPU if run.kernels else 1)

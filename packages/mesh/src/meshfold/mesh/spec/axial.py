@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshfold.mesh.spec.entry import Entry, balanced, divisors, join_choices
 
 MODES = ("dap", "grid")
-KEYS = ("mode", "size", "rows", "columns", "depth")
+KEYS = ("mode", "size", "rows", "columns", "depth", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,15 @@ class AxialSpec:
         rows: ranks that rows are split over, depth apart.
         columns: ranks that columns are split over; 1 for ``dap``.
         depth: of a grid: ranks that rows are split over first, such as machines.
+        memory: bytes that the tensors of each stack of blocks may have at once on a rank; a plan chooses chunks and recomputation.
+            None: no limit.
     """
 
     mode: str
     rows: int
     columns: int = 1
     depth: int = 1
+    memory: int | None = None
 
     @classmethod
     def parse(cls, value: object) -> AxialSpec:
@@ -36,7 +39,8 @@ class AxialSpec:
             return cls(mode="dap", rows=entry.count("axial", value, 2))
         fields = entry.fields(KEYS, "axial=2 or axial=dict(mode='grid', rows=2, columns=2)")
         mode = entry.choice("mode", fields.get("mode", "dap"), MODES)
-        counts = {key: entry.count(key, fields[key], 2) for key in KEYS[1:] if key in fields}
+        counts = {key: entry.count(key, fields[key], 2) for key in KEYS[1:-1] if key in fields}
+        memory = entry.bytes("memory", fields["memory"], "60GiB") if "memory" in fields else None
         if mode == "dap":
             for key in ("rows", "columns", "depth"):
                 if key in counts:
@@ -45,8 +49,8 @@ class AxialSpec:
                     )
             if "size" not in counts:
                 raise entry.error("size is missing.", "Write size=2 to split over two ranks.")
-            return cls(mode=mode, rows=counts["size"])
-        return cls._grid(entry, counts)
+            return cls(mode=mode, rows=counts["size"], memory=memory)
+        return replace(cls._grid(entry, counts), memory=memory)
 
     @classmethod
     def _grid(cls, entry: Entry, counts: Mapping[str, int]) -> AxialSpec:
@@ -83,7 +87,8 @@ class AxialSpec:
 
     def to_dict(self) -> dict[str, object]:
         """Return the entry that parses to this."""
+        memory = {} if self.memory is None else {"memory": self.memory}
         if self.mode == "dap":
-            return {"mode": "dap", "size": self.rows}
+            return {"mode": "dap", "size": self.rows, **memory}
         depth = {"depth": self.depth} if self.depth > 1 else {}
-        return {"mode": "grid", "rows": self.rows, "columns": self.columns, **depth}
+        return {"mode": "grid", "rows": self.rows, "columns": self.columns, **depth, **memory}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from meshfold.mesh.errors import SpecError, did_you_mean
+from meshfold.mesh.spec.text import UNITS, parse_bytes
 
 _LONGEST_QUOTE = 300  # characters; messages cut longer values, such as a module
 
@@ -119,6 +120,19 @@ class Entry:
             if key not in known:
                 raise self.error(f"{self.name} has no key {key!r}.{suggest(key, known)}", keys)
         return self.value
+
+    def bytes(self, key: str, value: object, example: str) -> int:
+        """Parse a number of bytes: a whole number, or a string such as ``24GiB``. ``example``: what a message says to write."""
+        if not isinstance(value, str):
+            if isinstance(value, bool) or not isinstance(value, int):
+                problem = f"{key}={format_value(value)} is {kind(value)}, neither whole bytes nor a string."
+                raise self.error(problem, f"Write {key}={example!r}, say.")
+            return self.count(key, value, parse_bytes(example))
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            change = f"Write {key}={example!r}, say; units are {', '.join(UNITS)}."
+            raise self.error(f"{key}={format_value(value)} {error}", change) from None
 
     def count(self, key: str, value: object, example: int) -> int:
         """Return ``value`` as an int of at least 1; ``example`` is a number that would work."""

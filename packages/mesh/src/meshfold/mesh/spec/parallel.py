@@ -227,7 +227,7 @@ class ParallelSpec:
             needs.append(Need("pipeline", "meshfold-pipeline", "meshfold.pipeline"))
         if self.sequence is not None and self.sequence.size > 1:
             needs.append(Need("sequence", "meshfold-pipeline", "meshfold.sequence"))
-        if self.axial is not None and self.axial.size > 1:
+        if self.axial is not None and (self.axial.size > 1 or self.axial.memory is not None):
             needs.append(Need("axial", "meshfold-folding", "meshfold.folding"))
         if self.expert is not None:
             needs.append(Need("expert", "meshfold-experts", "meshfold.experts"))
@@ -285,7 +285,8 @@ def _table(spec: ParallelSpec) -> str:
         attention = "" if spec.tensor.attention is None else f", attention by {spec.tensor.attention}"
         add("tensor", spec.tensor.axes, spec.tensor.mode_name + attention + overlap)
     if spec.axial is not None:
-        add("axial", spec.axial.axes, spec.axial.mode_name)
+        room = "" if spec.axial.memory is None else f", tensors at most {spec.axial.memory / 2**30:.3g} GiB"
+        add("axial", spec.axial.axes, spec.axial.mode_name + room)
     if spec.expert is not None:
         rows.append(("expert", str(spec.expert.ranks), *_expert_places(spec, spec.expert)))
     if spec.zero is not None:

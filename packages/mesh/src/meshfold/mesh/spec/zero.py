@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshfold.mesh.spec.entry import Entry, format_value, kind
-from meshfold.mesh.spec.text import UNITS, parse_bytes
 
 PLACEMENTS = ("auto", "cuda", "cpu", "static", "const")
 REGIMES = ("A", "B", "C")
@@ -49,7 +48,7 @@ class ZeroSpec:
         fields = entry.fields(KEYS, f"zero=dict(stage={value if whole else 3})")
         placement = entry.choice("placement", fields.get("placement", "auto"), PLACEMENTS)
         fractions = _fractions(entry, placement, fields)
-        limits = {key: _bytes(entry, key, fields[key]) for key in _LIMITS if key in fields}
+        limits = {key: entry.bytes(key, fields[key], "24GiB") for key in _LIMITS if key in fields}
         stage = _stage(entry, fields.get("stage", 3))
         return cls(
             stage=stage,
@@ -132,17 +131,3 @@ def _path(entry: Entry, placement: str, fields: Mapping[str, object]) -> str | N
             "Leave offload_path out, or write placement='auto'.",
         )
     return path
-
-
-def _bytes(entry: Entry, key: str, value: object) -> int:
-    """Parse a number of bytes: a whole number, or a string such as ``24GiB``."""
-    if not isinstance(value, str):
-        if isinstance(value, bool) or not isinstance(value, int):
-            problem = f"{key}={format_value(value)} is {kind(value)}, neither whole bytes nor a string."
-            raise entry.error(problem, f"Write {key}='24GiB', say.")
-        return entry.count(key, value, 24 * 2**30)
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        change = f"Write {key}='24GiB', say; units are {', '.join(UNITS)}."
-        raise entry.error(f"{key}={format_value(value)} {error}", change) from None

@@ -10,6 +10,7 @@ Without a device, on meta tensors::
 On a GPU the same with ``CudaBytes(device, model_bytes=peak_of(arena))`` and ``CudaClock(device)``.
 """
 
+from meshfold.mesh.model_io import LiveBytes
 from meshfold.zero_gemini.profiler.clocks import (
     Clock,
     CudaClock,
@@ -19,7 +20,7 @@ from meshfold.zero_gemini.profiler.clocks import (
     WallClock,
 )
 from meshfold.zero_gemini.profiler.layers import LayerWatch
-from meshfold.zero_gemini.profiler.live import CudaBytes, LiveBytes, MemoryProbe, peak_of
+from meshfold.zero_gemini.profiler.live import CudaBytes, MemoryProbe, peak_of
 from meshfold.zero_gemini.profiler.moments import Trace, TracedLayer, TracedMoment
 from meshfold.zero_gemini.profiler.tracer import StepTracer
 from meshfold.zero_gemini.profiler.workload import ChunkUse, chunk_uses, workload_of
