@@ -71,7 +71,7 @@ def attend_rows(
         return None if coming is None else coming.wait().permute(0, 3, 1, 2)
 
     if parts.is_whole:
-        y: Tensor = _attend(axes, mha, norm, x, own, arrived)
+        y = _attend(axes, mha, norm, x, own, arrived)
         return y if into is None else into.add_(y)
     # Rows that the exchange sends to one rank are a cell: a part has some rows of every cell.
     cells = axes.mesh.size(*axes.columns) if exchanges else 1
@@ -81,7 +81,8 @@ def attend_rows(
     def compute(first: int, size: int) -> Tensor:
         some = x.narrow(2, first, size).flatten(1, 2)
         some_own = None if own is None else own.narrow(1, first, size)
-        return _attend(axes, mha, norm, some, some_own, lambda: pair_bias).unflatten(1, (cells, size))
+        made: Tensor = _attend(axes, mha, norm, some, some_own, lambda: pair_bias).unflatten(1, (cells, size))
+        return made
 
     target = None if into is None else into.unflatten(1, (cells, parts.length))
     y = run_parts(parts, compute, 2, target)

@@ -57,12 +57,6 @@ class LiveTensors(LiveBytes):
         self._noted = 0
         self._hooks: list[Any] = []
 
-    def add(self, tensor: Tensor, name: str) -> Tensor:
-        """Count a tensor that no operator made here, and return it."""
-        with self.named(name):
-            self._see(tensor, counts=True)
-        return tensor
-
     def as_one(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function as a kernel that holds its arguments and results only."""
 

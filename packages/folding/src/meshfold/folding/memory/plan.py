@@ -320,10 +320,10 @@ def _step(model: Stack, live: LiveTensors, run: FoldingRun) -> None:
     for parameter in model.parameters():  # weights and their gradients are counted apart
         parameter.grad = torch.empty_like(parameter) if run.training else None
     tensors, masks = model.shapes(run.sizes)
-    given = {
-        name: live.add(torch.empty(shape, dtype=run.dtype, device="meta"), f"input {name}")
-        for name, shape in (tensors | masks).items()
-    }
+    given: dict[str, Tensor] = {}
+    for name, shape in (tensors | masks).items():
+        with live.named(f"input {name}"):
+            given[name] = torch.empty(shape, dtype=run.dtype, device="meta")
     for name in tensors:
         given[name].requires_grad_(run.training)
     made = model(**given)
