@@ -9,7 +9,6 @@ from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldTrunk
 from meshfold.folding.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock, ExtraMSAStack, PairStack
 from meshfold.folding.functions import attend, gate, key_bias_of, layer_norm, multiply_edges
 from meshfold.folding.memory import MemorySettings
-from meshfold.folding.memory.plan import MemoryPlan, MemoryPlanError, longest_chain, plan_memory
 from meshfold.folding.msa import (
     MSAColumnAttention,
     MSAColumnGlobalAttention,
@@ -18,6 +17,7 @@ from meshfold.folding.msa import (
 )
 from meshfold.folding.pairformer import AttentionPairBias, PairFormerBlock, PairFormerStack
 from meshfold.folding.parallelize import parallelize_folding, split_parameters, sum_gradients
+from meshfold.folding.planning import MemoryPlan, MemoryPlanError, longest_chain, plan_memory
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear, SwiGLUTransition, Transition
 from meshfold.folding.template import TemplatePairStack, TemplatePairStackBlock
 from meshfold.folding.traffic import folding_cost

@@ -13,6 +13,7 @@ from meshfold.folding.axial.modes import AxialMode, find_axial_mode
 from meshfold.folding.esmfold import EsmFoldTrunk
 from meshfold.folding.esmfold2 import MSAEncoder, PairUpdateStack
 from meshfold.folding.memory import KEEP_ALL, MemorySettings
+from meshfold.folding.planning import MemoryLimit
 from meshfold.folding.stack import Stack
 from meshfold.mesh import LayoutError, Mesh, all_reduce
 from meshfold.mesh.recording import weight_gradients
@@ -69,7 +70,7 @@ def parallelize_folding(
     for module in modules:
         module.axes = axes
         if isinstance(module, Stack):
-            module.memory_limit = None if isinstance(limit, MemorySettings) else limit
+            module.chooser = None if isinstance(limit, MemorySettings) else MemoryLimit(limit)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from meshfold.folding.memory import MemorySettings
 from meshfold.mesh import MeshfoldError
 
 Shapes = dict[str, tuple[int, ...]]
+Chooser = Callable[["Stack", Tensor, dict[str, int]], MemorySettings]
 
 
 class Stack(nn.Module):
@@ -24,8 +26,7 @@ class Stack(nn.Module):
         blocks: the blocks.
         config: arguments that make such a stack.
         axes: over which its blocks are split.
-        memory_limit: bytes of tensors that the stack may have at once on a rank; a plan then chooses chunks and recomputation for
-            the sizes of each batch. None: no limit.
+        chooser: returns chunks and recomputation for the sizes of a batch, under a limit; None: they are those of ``axes``.
     """
 
     blocks: nn.ModuleList
@@ -35,41 +36,26 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         self.axes: Axes = WHOLE
-        self.memory_limit: int | None = None
-        self._chosen: dict[tuple[object, ...], MemorySettings] = {}
+        self.chooser: Chooser | None = None
 
     def choose_memory(self, x: Tensor, **sizes: int) -> None:
-        """Let a plan choose chunks and recomputation for a batch under :attr:`memory_limit`; nothing without one.
+        """Take the settings that :attr:`chooser` returns for a batch; nothing without one.
 
         Args:
             x: an input; its dtype and device count.
             sizes: of the batch, as for :class:`.Sizes`.
-
-        Raises:
-            MemoryPlanError: if nothing fits.
         """
-        if self.memory_limit is None:
+        if self.chooser is None:
             return
-        from meshfold.folding.memory.plan import FoldingRun, choose_settings
+        settings = self.chooser(self, x, sizes)
+        if self.axes.memory != settings:
+            self.set_axes(replace(self.axes, memory=settings))
 
-        training, kernels = torch.is_grad_enabled(), x.device.type != "cpu"
-        key = (self.memory_limit, training, kernels, x.dtype, self.training, *sizes.items())
-        if key not in self._chosen:
-            mesh, mode = self.axes.mesh, self.axes.mode
-            run = FoldingRun(
-                sizes=Sizes(itemsize=x.element_size(), **sizes),
-                mode=mode,
-                axes={axis: mesh.size(axis) for axis in mode.axes},
-                training=training,
-                dtype=x.dtype,
-                kernels=kernels,
-            )
-            self._chosen[key] = choose_settings(self, run, self.memory_limit)
-        if self.axes.memory != self._chosen[key]:
-            axes = replace(self.axes, memory=self._chosen[key])
-            split: list[Any] = [module for module in self.modules() if isinstance(getattr(module, "axes", None), Axes)]
-            for module in split:
-                module.axes = axes
+    def set_axes(self, axes: Axes) -> None:
+        """Split the stack, and every block in it, over these axes."""
+        split: list[Any] = [module for module in self.modules() if isinstance(getattr(module, "axes", None), Axes)]
+        for module in split:
+            module.axes = axes
 
     def skeleton(self, no_blocks: int) -> Stack:
         """Return a stack like this one on the meta device, with other blocks than these: so many."""

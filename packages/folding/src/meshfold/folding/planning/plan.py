@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
 from meshfold.folding.axial.sizes import Sizes
-from meshfold.folding.memory.count import LiveTensor, LiveTensors, sum_by_name
 from meshfold.folding.memory.parts import counting_some_parts
 from meshfold.folding.memory.settings import MemorySettings
-from meshfold.folding.parallelize import parallelize_folding
+from meshfold.folding.planning.count import LiveTensor, LiveTensors, sum_by_name
 from meshfold.folding.stack import Stack
 from meshfold.kernels import count_kernels
 from meshfold.mesh import MeshfoldError, MetaMesh
@@ -301,7 +301,7 @@ def _run(
     counter = None if clock is None else OperatorCounter()
     with _disable_current_modes(), ExitStack() as context:
         model = stack.skeleton(blocks).to(run.dtype)
-        parallelize_folding(model, MetaMesh(run.axes), run.mode, memory=settings)
+        model.set_axes(Axes.of(MetaMesh(run.axes), run.mode, memory=settings))
         live = LiveTensors(model, round_bytes=_LINE_OF_GPU if run.kernels else 1)
         context.enter_context(torch.enable_grad() if run.training else torch.no_grad())
         if counter is None:
