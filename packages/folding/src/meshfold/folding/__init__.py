@@ -18,9 +18,10 @@ from meshfold.folding.msa import (
 from meshfold.folding.pairformer import AttentionPairBias, PairFormerBlock, PairFormerStack
 from meshfold.folding.parallelize import parallelize_folding, split_parameters, sum_gradients
 from meshfold.folding.planning import MemoryPlan, MemoryPlanError, longest_chain, plan_memory
-from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear, SwiGLUTransition, Transition
+from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
 from meshfold.folding.template import TemplatePairStack, TemplatePairStackBlock
 from meshfold.folding.traffic import folding_cost
+from meshfold.folding.transitions import SwiGLUTransition, Transition
 from meshfold.folding.triangle import (
     TriangleAttention,
     TriangleMultiplicationIncoming,

@@ -21,10 +21,11 @@ from meshfold.folding.msa import (
     MSARowAttentionWithPairBias,
     OuterProductMean,
 )
-from meshfold.folding.primitives import Linear, Transition
+from meshfold.folding.primitives import Linear
 from meshfold.folding.shapes import flat_mask
 from meshfold.folding.stack import Shapes, Stack
 from meshfold.folding.state_names import accept_names
+from meshfold.folding.transitions import Transition
 from meshfold.folding.triangle import (
     TriangleAttention,
     TriangleMultiplicationIncoming,

@@ -14,9 +14,10 @@ from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import name_dropouts
 from meshfold.folding.evoformer import PairStack
 from meshfold.folding.memory import add_update, own_tensor, run_block
-from meshfold.folding.primitives import Attention, LayerNorm, Linear, SwiGLUTransition
+from meshfold.folding.primitives import Attention, LayerNorm, Linear
 from meshfold.folding.shapes import flat, flat_mask
 from meshfold.folding.stack import Shapes, Stack
+from meshfold.folding.transitions import SwiGLUTransition
 from meshfold.tensor_parallel import CostEntry
 
 

@@ -10,8 +10,9 @@ from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import SharedDropout, name_dropouts
 from meshfold.folding.evoformer import own_mask
 from meshfold.folding.memory import add_update, own_tensor, run_block
-from meshfold.folding.primitives import LayerNorm, Transition
+from meshfold.folding.primitives import LayerNorm
 from meshfold.folding.stack import Shapes, Stack
+from meshfold.folding.transitions import Transition
 from meshfold.folding.triangle import (
     TriangleAttention,
     TriangleMultiplicationIncoming,

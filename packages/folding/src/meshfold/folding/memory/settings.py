@@ -1,4 +1,4 @@
-"""How blocks trade time for memory: chunks and recomputation."""
+"""Settings of memory: chunks and recomputation, which cost time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RECOMPUTE = ("none", "updates", "blocks", "both")
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """What folding blocks hold at once, and what backward computes again.
+    """Limits of what folding blocks hold at once, and of what they keep for backward.
 
     Outputs and gradients are the same under all settings. :func:`meshfold.folding.plan_memory` chooses them.
 

@@ -39,7 +39,7 @@ class MemoryPlanError(MeshfoldError):
 
 @dataclass(frozen=True, kw_only=True)
 class FoldingRun:
-    """What a plan is for.
+    """Sizes, ranks and precision that a plan is for.
 
     Attributes:
         sizes: of a batch.
@@ -114,7 +114,7 @@ class MemoryPlan:
 
     @property
     def settings(self) -> MemorySettings:
-        """What was chosen: pass it to :func:`.parallelize_folding` as ``memory``."""
+        """The chosen settings: pass them to :func:`.parallelize_folding` as ``memory``."""
         return self.count.settings
 
     @property

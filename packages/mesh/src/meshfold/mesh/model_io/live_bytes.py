@@ -36,6 +36,7 @@ class LiveBytes(TorchDispatchMode):
         return self._now
 
     def take(self) -> tuple[int, int]:
+        """Return (peak since the last call, current), in bytes; the next peak starts now."""
         peak, self._peak = self._peak, self._now
         return peak, self._now
 
