@@ -1,4 +1,4 @@
-"""The experiments megatron, megascale and selective-recompute on the planner's clock, and the page of all verdicts."""
+"""The experiments that are made of plans and the planner's clock, and the page of all verdicts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from experiments.report import read_csv, rounded, with_results
 from experiments.selective_recompute import counting
 from experiments.selective_recompute import run as selective
 from experiments.selective_recompute import simulated as recomputed
+from experiments.zero_memory import run as zero
+from experiments.zero_memory import simulated as states
 from meshfold.cli import main
 from meshfold.planner import find_machine
 
@@ -49,6 +51,18 @@ def test_selective_recomputation_is_simulated_as_committed() -> None:
     counted = {row["scheme"]: row["counted"] for row in then["bytes"]}
     for scheme in ("tensor + sequence", "tensor + sequence + selective", "full"):
         assert counting.kept(**counting.SCHEMES[scheme]) == counted[scheme]
+
+
+def test_zero_is_planned_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    then = json.loads((zero.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
+    planned = iter(then["plans"])
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "plan", lambda stage, n: next(planned))
+        assert rounded(states.everything()) == then
+    # A smaller model sends as much a parameter, but for padding.
+    monkeypatch.setattr(states, "CONFIG", replace(states.CONFIG, vocab_size=2048, hidden=256, layers=8, heads=4))
+    for stage, volume in ((1, 2), (3, 3)):
+        assert sum(states.plan(stage, 8)["sent"].values()) == pytest.approx(volume, rel=0.15)
 
 
 def test_operators_are_those_of_the_published_formulas() -> None:

@@ -31,6 +31,7 @@ from experiments.zero_bubble import run as zero_bubble
 from experiments.zero_bubble.claims import published
 from experiments.zero_bubble.heuristic import Times, heuristic
 from experiments.zero_bubble.simulated import everything, rates_v
+from experiments.zero_memory import run as zero_memory
 from meshfold.mesh import Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.pipeline import ScheduleError, schedule, simulate
@@ -44,6 +45,7 @@ ALL = {
     "megatron": megatron.EXPERIMENT,
     "megascale": megascale.EXPERIMENT,
     "selective-recompute": selective_recompute.EXPERIMENT,
+    "zero-memory": zero_memory.EXPERIMENT,
 }
 MAINS: dict[str, Callable[..., int]] = {
     "gpipe": gpipe.main,
@@ -54,6 +56,7 @@ MAINS: dict[str, Callable[..., int]] = {
     "megatron": megatron.main,
     "megascale": megascale.main,
     "selective-recompute": selective_recompute.main,
+    "zero-memory": zero_memory.main,
 }
 
 
@@ -218,6 +221,10 @@ def spoil_selective_recompute(found: dict[str, Any]) -> None:
     found["bytes"][2]["counted"] *= 1.06
 
 
+def spoil_zero_memory(found: dict[str, Any]) -> None:
+    found["plans"][5]["sent"]["parameters"] += 0.1
+
+
 @pytest.mark.parametrize(
     ("name", "spoil", "claim"),
     [
@@ -229,6 +236,7 @@ def spoil_selective_recompute(found: dict[str, Any]) -> None:
         ("megatron", spoil_megatron, "iteration times of table 1"),
         ("megascale", spoil_megascale, "each change gains"),
         ("selective-recompute", spoil_selective_recompute, "bytes of a layer under six schemes"),
+        ("zero-memory", spoil_zero_memory, "2Ψ, 2Ψ and 3Ψ"),
     ],
 )
 def test_a_wrong_number_is_not_reproduced(
