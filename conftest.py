@@ -12,6 +12,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import gc
 import ipaddress
+import signal
 import socket
 import sys
 from collections.abc import Generator, Iterator
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 settings.register_profile("meshfold", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("meshfold")
+
+
+# A shell has jobs in the background ignore Ctrl-C, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _stays_here(address: object) -> bool:
