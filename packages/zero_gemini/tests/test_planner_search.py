@@ -35,7 +35,7 @@ from meshfold.zero_gemini.planner.search import exhaustive_search, search
 sys.path.append(str(Path(__file__).parent))
 from planner_cases import EMULATED, stack
 
-SOME = settings(max_examples=15, deadline=None)
+SOME = settings(max_examples=settings().max_examples // 4, deadline=None)
 
 
 def random_workload(r: Random, chunks: int, layers: int) -> Workload:
