@@ -87,6 +87,10 @@ def test_weights_and_mistakes() -> None:
         process.weights(torch.tensor([10, 500])),
         torch.tensor([5.0, 1.0]).double() * torch.tensor([1.0, float(ratio[1])]) / (ratio + 1),
     )
+    least = torch.tensor([5.0, float(ratio[1])]).double()
+    for prediction, wanted in (("epsilon", least / ratio), ("x0", least)):
+        other = Process(prediction=prediction, min_snr=5.0)
+        assert torch.allclose(other.weights(torch.tensor([10, 500])), wanted)
     for wrong, said in (
         (dict(prediction="eps"), "write 'epsilon', 'v', 'x0' or 'flow'"),
         (dict(schedule="cosine"), "'linear' or 'scaled_linear'"),
@@ -119,7 +123,9 @@ def losses(spec: dict[str, Any], prediction: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("prediction", ["v", "flow"])
+@pytest.mark.parametrize(
+    "prediction", ["v", "flow", *(pytest.param(p, marks=pytest.mark.slow) for p in ("epsilon", "x0"))]
+)
 def test_losses_are_those_of_one_process(prediction: str) -> None:
     wanted = losses({}, prediction)
     ring = dict(sequence=dict(mode="ring", size=2))

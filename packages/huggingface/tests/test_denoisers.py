@@ -193,7 +193,8 @@ def averages(spec: dict[str, Any]) -> None:
     given = {name: value for name, value in batch.items() if name != "target"}
     adamw, ema = torch.optim.AdamW(serial_model.parameters(), lr=1e-2), EMAModel(serial_model.parameters(), decay=0.9)
     optimizer = dict(name="adamw", lr=1e-2, average=0.9)
-    with InFloat64(), Engine(model, spec, optimizer=optimizer, precision="fp64", loss_fn=Squares()) as engine:
+    settings: dict[str, Any] = dict(precision="fp64", loss_fn=Squares(), example=given if "pipeline" in spec else None)
+    with InFloat64(), Engine(model, spec, optimizer=optimizer, **settings) as engine:
         for _ in range(3):
             Squares()(serial_model(**given), batch).backward()
             adamw.step()
@@ -205,5 +206,83 @@ def averages(spec: dict[str, Any]) -> None:
         assert torch.allclose(found[name], wanted, rtol=1e-9, atol=1e-9), name
 
 
-def test_averages_of_weights_are_those_of_diffusers() -> None:
-    run_on_ranks(2, averages, SPECS["zero 3"])
+@pytest.mark.parametrize(
+    "how", ["zero 3", *(pytest.param(how, marks=pytest.mark.slow) for how in SPECS if how != "zero 3")]
+)
+def test_averages_of_weights_are_those_of_diffusers(how: str) -> None:
+    run_on_ranks(2, averages, SPECS[how])
+
+
+def adapted(kind: str) -> Any:
+    """A denoiser with adapters of attention, none of them zero, which alone are trained."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_v", "to_out.0"])
+    model: Any = inject_adapter_in_model(config, denoiser(kind))  # what add_adapter does, which DiT lacks
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.double()
+
+
+def compare_adapters(kind: str, spec: dict[str, Any]) -> None:
+    serial, model, batch = adapted(kind), adapted(kind), batch_of(kind)
+    given = {name: value for name, value in batch.items() if name != "target"}
+    settings: dict[str, Any] = dict(optimizer=dict(name="sgd", lr=1.0), precision="fp64", loss_fn=Squares())
+    settings |= dict(example=given if "pipeline" in spec else None)
+    with InFloat64(), Engine(model, spec, **settings) as engine:
+        wanted = Squares()(serial(**given), batch)
+        wanted.backward()
+        loss = engine.train_step(engine.shard_batch(batch))
+        found = engine.full_state_dict()
+    assert abs(loss - float(wanted.detach())) < 1e-9
+    trained = [name for name, p in serial.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    for name, parameter in serial.named_parameters():
+        after = parameter.detach() - (0.0 if parameter.grad is None else parameter.grad)
+        off = float((found[name] - after).abs().max())
+        assert off < 1e-9, f"{name}: off by {off:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("dit", "tensor"),
+        *(
+            pytest.param(kind, how, marks=pytest.mark.slow)
+            for kind in KINDS
+            for how in SPECS
+            if (kind, how) not in {("dit", "tensor"), ("sd3", "pipeline"), *REFUSED}
+        ),
+    ],
+)
+def test_adapters_alone_are_trained_as_in_one_process(kind: str, how: str) -> None:
+    run_on_ranks(2, compare_adapters, kind, SPECS[how])
+
+
+def write_back(kind: str, folder: str, spec: dict[str, Any], out: str) -> None:
+    import diffusers
+
+    made = getattr(diffusers, KINDS[kind][0])
+    with Engine(made.from_pretrained(folder), spec) as engine:
+        weights = engine.full_state_dict()
+        if engine.mesh.rank == 0:
+            model = made.from_pretrained(folder)
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            model.load_state_dict(weights)
+            model.save_pretrained(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["tensor", "zero 3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_the_same_to_the_byte_after_the_way_there_and_back(kind: str, how: str, tmp_path: Path) -> None:
+    denoiser(kind).float().save_pretrained(tmp_path / "there")
+    run_on_ranks(2, write_back, kind, str(tmp_path / "there"), SPECS[how], str(tmp_path / "back"))
+    name = "diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
