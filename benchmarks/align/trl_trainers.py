@@ -42,14 +42,14 @@ class Steps:
 
         class OneByOne(TrainerCallback):  # type: ignore[misc]
             def on_step_begin(self, *given: Any, **named: Any) -> None:
-                steps._go.acquire()
-
-            def on_step_end(self, *given: Any, **named: Any) -> None:
+                # Only here has the last step sent everything, the sum of its logged loss too: the caller may send meanwhile.
                 steps._done.release()
+                steps._go.acquire()
 
         trainer.add_callback(OneByOne())
         self._trainer = trainer
         threading.Thread(target=self._run, daemon=True).start()
+        self._wait()
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -68,11 +68,15 @@ class Steps:
             RuntimeError: if training ended.
         """
         self._go.release()
+        self._wait()
+        logged = [row["loss"] for row in self._trainer.state.log_history if "loss" in row]
+        return torch.tensor(logged[-1] if logged else float("nan"), device=self._device)
+
+    def _wait(self) -> None:
+        """Wait until the trainer is about to begin a step."""
         self._done.acquire()
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
-        logged = [row["loss"] for row in self._trainer.state.log_history if "loss" in row]
-        return torch.tensor(logged[-1] if logged else float("nan"), device=self._device)
 
 
 def tokenizer(words: int) -> Any:
