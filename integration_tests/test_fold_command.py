@@ -77,7 +77,7 @@ def test_ranks_write_what_one_writes(folder: Path, tmp_path: Path, capfd: pytest
     fasta.write_text(">one\nACDEF\n>two of them\nGHIK:LMX\n")
     given = ["fold", "--model", str(folder), "--fasta", str(fasta), "--recycles", "0", "--output"]
     assert main([*given, str(tmp_path / "1")]) == 0
-    assert main([*given, str(tmp_path / "3"), "--ranks", "3"]) == 0
+    assert main([*given, str(tmp_path / "3"), "--ranks", "3", "--memory", "250KiB"]) == 0
     printed = capfd.readouterr()
     for name in ("one.pdb", "two.pdb"):
         one, three = ((tmp_path / ranks / name).read_text() for ranks in "13")
@@ -92,6 +92,7 @@ def test_ranks_write_what_one_writes(folder: Path, tmp_path: Path, capfd: pytest
         "2/2 two: 7 residues, 2 chains; a pair tensor has 32.00 KiB, 10.67 KiB of it a rank, which sends" in printed.err
     )
     assert "pass 1 of 1" in printed.err
+    assert "; the trunk takes" in printed.err and "KiB, chunks of" in printed.err
 
 
 def test_esmfold_2_folds_a_complex(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import EsmConfig, EsmFold2Config, EsmFold2Model, EsmForProteinFolding
 from transformers.utils import logging
 
-from meshfold.folding import adopt_models, parallelize_folding, sum_gradients
+from meshfold.folding import MemorySettings, adopt_models, parallelize_folding, sum_gradients
 from meshfold.mesh import Mesh, dropout_stream
 
 logging.set_verbosity_error()
@@ -85,7 +85,7 @@ def esmfold_inputs(residues: int = 7) -> tuple[Tensor, Tensor]:
 
 def esmfold_results(model: nn.Module, recycles: int = 1, residues: int = 7) -> dict[str, Tensor]:
     """Return outputs at residues that count, and the gradient of every parameter, after one backward."""
-    types, mask = esmfold_inputs(residues)
+    types, mask = (x.to(next(model.parameters()).device) for x in esmfold_inputs(residues))
     with dropout_stream(seed=11, step=3):
         out = model(types, attention_mask=mask, num_recycles=recycles)
     one = mask.bool()
@@ -99,7 +99,9 @@ def esmfold_results(model: nn.Module, recycles: int = 1, residues: int = 7) -> d
             value = value[two if value.shape[1] == value.shape[2] == residues else one]
         found[name] = value
     loss = sum(
-        (y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape).sin()).square().mean()
+        (y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape).sin())
+        .square()
+        .mean()
         for y in found.values()
     )
     assert isinstance(loss, Tensor)
@@ -120,15 +122,22 @@ def differences(wanted: dict[str, Tensor], got: dict[str, Tensor], tolerance: fl
 
 
 def check_esmfold(
-    mode: str, axes: dict[str, int], *, recycles: int = 1, residues: int = 7, dropout: float = 0.0
+    mode: str,
+    axes: dict[str, int],
+    *,
+    recycles: int = 1,
+    residues: int = 7,
+    dropout: float = 0.0,
+    memory: MemorySettings | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Raise unless outputs and every gradient of a split ESMFold equal those of transformers' own to 1e-9, on this rank.
 
     With dropout, those of ours on one rank: transformers draws other elements.
     """
-    serial = esmfold(dropout=dropout)
+    serial = esmfold(dropout=dropout).to(device)
     split = copy.deepcopy(serial)
-    parallelize_folding(split, Mesh(axes), mode)
+    parallelize_folding(split, Mesh(axes), mode, memory=memory or MemorySettings())
     if dropout:
         adopt_models(serial)
     wanted, got = (esmfold_results(model, recycles, residues) for model in (serial, split))

@@ -9,7 +9,15 @@ import torch
 from esm_models import check_esmfold, differences, esmfold, esmfold_results
 from torch import nn
 
-from meshfold.folding import EsmFoldTrunk, adopt_models, folding_cost, parallelize_folding, sum_gradients
+from meshfold.folding import (
+    EsmFoldTrunk,
+    MemorySettings,
+    adopt_models,
+    folding_cost,
+    parallelize_folding,
+    plan_memory,
+    sum_gradients,
+)
 from meshfold.mesh import LayoutError, Mesh, record
 from meshfold.mesh.testing import fake_world, ranks
 
@@ -41,6 +49,32 @@ def test_no_recycles_in_the_call_means_those_of_the_configuration() -> None:
     assert seen == [(0, 2), (1, 2)]
     with pytest.raises(ValueError, match="no_recycles=-1: the trunk needs at least one pass"):
         model(types, num_recycles=-1)
+
+
+def test_chunks_and_recomputation_change_nothing() -> None:
+    """With gradients, and without, when updates are added in place."""
+    theirs = esmfold()
+    ours = copy.deepcopy(theirs)
+    lean = MemorySettings(chunk_bytes=600, recompute="both")
+    parallelize_folding(ours, Mesh({"axial": 1}, rank=0), memory=lean)
+    assert not differences(esmfold_results(theirs, 1), esmfold_results(ours, 1), 1e-10)
+    types = torch.arange(7).unsqueeze(0)
+    with torch.no_grad():
+        wanted, got = (model(types, num_recycles=2) for model in (theirs, ours))
+    for name in ("s_s", "s_z", "positions"):
+        torch.testing.assert_close(got[name], wanted[name], rtol=1e-10, atol=1e-10)
+
+
+def test_a_plan_counts_the_blocks_of_a_trunk() -> None:
+    model = adopt_models(esmfold().eval())
+    stack = model.trunk.stack()
+    whole = plan_memory(stack, residues=32, training=False, dtype=torch.float32)
+    assert whole.settings == MemorySettings() and whole.no_blocks == 2
+    lean = plan_memory(stack, residues=32, training=False, dtype=torch.float32, limit=whole.bytes * 2 // 3)
+    assert lean.settings.chunk_bytes is not None and lean.bytes <= whole.bytes * 2 // 3
+    assert [tuple(p.shape) for p in stack.blocks.parameters()] == [
+        tuple(p.shape) for p in model.trunk.blocks.parameters()
+    ]
 
 
 @ranks(3)
@@ -84,6 +118,13 @@ def test_every_layout_of_2(residues: int) -> None:
 @ranks(6)
 def test_grid_2x3() -> None:
     check_esmfold("grid", {"row": 2, "col": 3}, recycles=2, dropout=0.2)
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_layouts_with_chunks_and_recomputation() -> None:
+    for mode, axes in (("dap", {"axial": 4}), ("grid", {"row": 2, "col": 2})):
+        check_esmfold(mode, axes, dropout=0.2, memory=MemorySettings(chunk_bytes=2000, recompute="both"))
 
 
 def test_recorded_equals_planned() -> None:

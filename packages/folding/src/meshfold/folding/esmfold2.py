@@ -21,6 +21,7 @@ from meshfold.folding.axial.residues import (
     send_bias,
 )
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
+from meshfold.folding.memory import own_tensor
 from meshfold.folding.primitives import LayerNorm
 from meshfold.folding.triangle import own_pair_mask
 from meshfold.tensor_parallel import CostEntry
@@ -130,10 +131,13 @@ class PairUpdateLayer(nn.Module):
         self.pair_transition = ResidualTransition(c_z, c_transition, chunk_size)
         self.axes: Axes = WHOLE
 
-    def update(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``b i j c -> b i j c``, this rank's block; ``mask``: ``b i j``, whole on every rank."""
-        z = z + self.tri_mul_out(z, mask)
-        z = z + self.tri_mul_in(z, mask)
+    def update(self, z: Tensor, mask: Tensor | None = None, in_place: bool = False) -> Tensor:
+        """``b i j c -> b i j c``, this rank's block; ``mask``: ``b i j``, whole on every rank.
+
+        ``in_place``: ``z`` may be changed; without gradients only.
+        """
+        for multiply in (self.tri_mul_out, self.tri_mul_in):
+            z = z.add_(multiply(z, mask)) if in_place else z + multiply(z, mask)
         y: Tensor = self.pair_transition(z)
         return y
 
@@ -158,9 +162,9 @@ class PairUpdateStack(nn.Module):
         """``b i j c -> b i j c``, whole; mask: ``b i j``."""
         axes, r = self.axes, pair_states.shape[1]
         mask = _mask_of(axes, pair_states, pair_attention_mask)
-        z = axes.split(pair_states, (1, axes.rows), (2, axes.columns))
+        z = own_tensor(axes.split(pair_states, (1, axes.rows), (2, axes.columns)), pair_states)
         for layer in self.layers:
-            z = layer(z, mask)
+            z = layer(z, mask, not torch.is_grad_enabled())
         return axes.join(z, (1, axes.rows, r), (2, axes.columns, r))
 
 

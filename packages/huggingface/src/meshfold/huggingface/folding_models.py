@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.checkpoint.tensors import has_weights
-from meshfold.folding import EsmFoldTrunk, parallelize_folding
+from meshfold.folding import EsmFoldTrunk, MemoryPlan, parallelize_folding, plan_memory
 from meshfold.huggingface.folder_config import NO_REMOTE_CODE, read_config, read_raw_config, require_config
 from meshfold.huggingface.folding_inputs import LINKER, complex_features, join_chains
 from meshfold.huggingface.structure import Atom, Structure
@@ -75,7 +75,7 @@ class FoldingFolder:
         if self.model_class == "EsmForProteinFolding" and config.esmfold_config.fp16_esm:
             model.esm.half()
         parallelize_folding(model, mesh, mode)
-        return PREDICTORS[self.model_class](model)
+        return PREDICTORS[self.model_class](model, mesh, mode)
 
 
 def open_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingFolder:
@@ -106,9 +106,13 @@ def open_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingFold
 class FoldingModel(ABC):
     """A folding model that is loaded and split."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """``model``: transformers' model, after :func:`meshfold.folding.parallelize_folding`."""
+    def __init__(self, model: nn.Module, mesh: Mesh, mode: str) -> None:
+        """Args:
+        model: transformers' model, after :func:`meshfold.folding.parallelize_folding`.
+        mesh, mode: as it was split.
+        """
         self.model: Any = model
+        self.mesh, self.mode = mesh, mode
 
     @property
     def device(self) -> torch.device:
@@ -124,6 +128,19 @@ class FoldingModel(ABC):
     @abstractmethod
     def pair_channels(self) -> int:
         """The channels of the pair tensor."""
+
+    def plan_memory(self, chains: Sequence[str], limit: int) -> MemoryPlan | None:
+        """Choose and set the chunks in which the trunk computes; None: this model has no plan.
+
+        Args:
+            chains: amino acids of each chain.
+            limit: bytes of a device for weights, and for the trunk while its blocks run.
+
+        Raises:
+            MemoryPlanError: if the trunk does not fit.
+        """
+        del chains, limit
+        return None
 
     @abstractmethod
     def predict(
@@ -148,6 +165,28 @@ class EsmFold(FoldingModel):
     @property
     def pair_channels(self) -> int:
         return int(self.model.config.esmfold_config.trunk.pairwise_state_dim)
+
+    def plan_memory(self, chains: Sequence[str], limit: int) -> MemoryPlan | None:
+        trunk: EsmFoldTrunk = self.model.trunk
+        parameter = next(trunk.blocks.parameters())
+        tokens, ranks = self.tokens(chains), self.mesh.world_size
+        # Beside the blocks: the other weights, the pairs that each pass begins with, and the bins of two tables.
+        blocks = {id(weight) for weight in trunk.blocks.parameters()}
+        weights = (w.numel() * w.element_size() for w in self.model.parameters() if id(w) not in blocks)
+        pairs = -(-(tokens**2) // ranks) * (self.pair_channels * parameter.element_size() + 2 * 8)
+        plan = plan_memory(
+            trunk.stack(),
+            residues=tokens,
+            mode=self.mode,
+            axes=dict(self.mesh.axes),
+            limit=limit,
+            training=False,
+            dtype=parameter.dtype,
+            other_bytes=sum(weights) + pairs,
+            kernels=parameter.is_cuda,
+        )
+        parallelize_folding(self.model, self.mesh, self.mode, memory=plan.settings)
+        return plan
 
     @torch.no_grad()
     def predict(
@@ -266,7 +305,7 @@ class EsmFold2(FoldingModel):
         )
 
 
-PREDICTORS: dict[str, Callable[[nn.Module], FoldingModel]] = {
+PREDICTORS: dict[str, type[FoldingModel]] = {
     "EsmForProteinFolding": EsmFold,
     "EsmFold2Model": EsmFold2,
 }

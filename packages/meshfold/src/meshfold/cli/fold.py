@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshfold.cli.arguments import Failure, natural, positive
+from meshfold.cli.arguments import Failure, byte_size, natural, positive
 
 if TYPE_CHECKING:
     from meshfold.data.proteins import Protein
@@ -59,6 +59,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="dap: rows of pairs over the ranks; grid: rows and columns; 2x4: a grid of that size; 2x2x2: of machines, rows "
         "and columns (dap)",
+    )
+    how.add_argument(
+        "--memory",
+        type=byte_size,
+        metavar="SIZE",
+        help="of a rank, for weights and trunk: ESMFold's trunk computes in chunks that fit (default: what a GPU has)",
     )
     how.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the weights (fp32)")
     how.add_argument("--device", choices=("cpu", "cuda"), help="(default: the GPU if there is one)")
@@ -192,6 +198,7 @@ def _fold(arguments: argparse.Namespace, mesh: Mesh, layout: AxialLayout, protei
     import torch
 
     from meshfold.huggingface import open_folding, silence_transformers
+    from meshfold.mesh.processes import start_largest
 
     silence_transformers()
     first = mesh.rank == 0
@@ -201,11 +208,15 @@ def _fold(arguments: argparse.Namespace, mesh: Mesh, layout: AxialLayout, protei
     model = folder.load(mesh, layout.mode, device=device, dtype=dtype)
     show = _Display(first)
     show.line(f"{folder.model_class} loaded in {time.perf_counter() - begin:.1f} s; {layout} on {device.type}")
+    memory = arguments.memory
+    if memory is None and device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        memory = -start_largest(-free, mesh.group(*mesh.axes))()  # all ranks make the same plan
     if first:
         arguments.output.mkdir(parents=True, exist_ok=True)
     for number, protein in enumerate(proteins, 1):
         label = f"{number}/{len(proteins)} {protein.name}"
-        show.line(f"{label}: {_plan(model, protein, layout, dtype)}")
+        show.line(f"{label}: {_plan(model, protein, layout, dtype, memory)}")
         begin = time.perf_counter()
         try:
             structure = model.predict(
@@ -227,8 +238,8 @@ def _fold(arguments: argparse.Namespace, mesh: Mesh, layout: AxialLayout, protei
             print(_summary(protein, structure, seconds, files), flush=True)
 
 
-def _plan(model: FoldingModel, protein: Protein, layout: AxialLayout, dtype: Any) -> str:
-    """Return what is known before it is folded: sizes, and what the ranks hold and send."""
+def _plan(model: FoldingModel, protein: Protein, layout: AxialLayout, dtype: Any, memory: int | None) -> str:
+    """Plan the memory of a protein, and return what is known before it is folded: sizes, and what the ranks hold and send."""
     from meshfold.folding import folding_cost
     from meshfold.mesh.spec import format_bytes
 
@@ -236,11 +247,13 @@ def _plan(model: FoldingModel, protein: Protein, layout: AxialLayout, dtype: Any
     whole = tokens**2 * model.pair_channels * dtype.itemsize
     text = f"{_count(protein.residues, 'residue')}, {_count(len(protein.chains), 'chain')}"
     text += f"; a pair tensor has {format_bytes(whole)}"
+    plan = None if memory is None else model.plan_memory(protein.chains, memory)
+    trunk = "" if plan is None else f"; the trunk takes {format_bytes(plan.bytes)}, {plan.settings}"
     if layout.ranks == 1:
-        return text
+        return text + trunk
     cost = folding_cost(model.model, residues=tokens, itemsize=dtype.itemsize)
     sent = float(sum(entry.bytes for entry in cost.entries if entry.phase == "forward"))
-    return f"{text}, {format_bytes(whole // layout.ranks)} of it a rank, which sends {format_bytes(sent)} a pass"
+    return f"{text}, {format_bytes(whole // layout.ranks)} of it a rank, which sends {format_bytes(sent)} a pass{trunk}"
 
 
 def write_structure(folder: Path, name: str, structure: Structure) -> list[Path]:
