@@ -5,7 +5,8 @@ from __future__ import annotations
 from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial import AXIAL_MODES, Axes, AxialMode, find_axial_mode
 from meshfold.folding.dropout import SharedDropout
-from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldStack, EsmFoldTrunk
+from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldStack
+from meshfold.folding.esmfold_trunk import EsmFoldTrunk
 from meshfold.folding.evoformer import EvoformerBlock, EvoformerStack, ExtraMSABlock, ExtraMSAStack, PairStack
 from meshfold.folding.functions import attend, gate, key_bias_of, layer_norm, multiply_edges
 from meshfold.folding.memory import MemorySettings

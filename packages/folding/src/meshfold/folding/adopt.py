@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldTrunk
+from meshfold.folding.esmfold import EsmFoldBlock
 from meshfold.folding.esmfold2 import MSAEncoder, MSAEncoderLayer, PairUpdateStack
+from meshfold.folding.esmfold_trunk import EsmFoldTrunk
 from meshfold.mesh import LayoutError
 
 

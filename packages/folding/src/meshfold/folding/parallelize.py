@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
-from meshfold.folding.esmfold import EsmFoldTrunk
 from meshfold.folding.esmfold2 import MSAEncoder, PairUpdateStack
+from meshfold.folding.esmfold_trunk import EsmFoldTrunk
 from meshfold.folding.memory import KEEP_ALL, MemorySettings
 from meshfold.folding.planning import MemoryLimit
 from meshfold.folding.stack import Stack
