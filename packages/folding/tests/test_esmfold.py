@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from esm_models import check_esmfold, differences, esmfold, esmfold_results
+from esm_models import PairParts, check_esmfold, differences, esmfold, esmfold_results
 from torch import nn
 
 from meshfold.folding import (
@@ -66,12 +66,16 @@ def test_chunks_and_recomputation_change_nothing() -> None:
 
 
 def test_a_plan_counts_the_blocks_of_a_trunk() -> None:
-    model = adopt_models(esmfold().eval())
+    model = adopt_models(esmfold(num_blocks=1).eval())
     stack = model.trunk.stack()
-    whole = plan_memory(stack, residues=32, training=False, dtype=torch.float32)
-    assert whole.settings == MemorySettings() and whole.no_blocks == 2
-    lean = plan_memory(stack, residues=32, training=False, dtype=torch.float32, limit=whole.bytes * 2 // 3)
+    whole = plan_memory(stack, residues=16, training=False, dtype=torch.float32)
+    assert whole.settings == MemorySettings() and whole.no_blocks == 1
+    lean = plan_memory(stack, residues=16, training=False, dtype=torch.float32, limit=whole.bytes * 2 // 3)
     assert lean.settings.chunk_bytes is not None and lean.bytes <= whole.bytes * 2 // 3
+    parallelize_folding(model, Mesh({"axial": 1}, rank=0), memory=lean.count.peak)
+    with torch.no_grad():
+        model.float()(torch.arange(16).unsqueeze(0), num_recycles=0)
+    assert model.trunk.blocks[0].tri_mul_in.axes.memory == lean.settings
     assert [tuple(p.shape) for p in stack.blocks.parameters()] == [
         tuple(p.shape) for p in model.trunk.blocks.parameters()
     ]
@@ -147,7 +151,9 @@ def test_recorded_equals_planned() -> None:
         assert log.bytes == planned.bytes > 0
 
 
-def test_what_cannot_be_replaced_is_refused() -> None:
+def test_what_cannot_be_done_is_refused() -> None:
+    with pytest.raises(LayoutError, match="memory='1GiB': ESMFold 2 has no plan of memory yet"):
+        parallelize_folding(PairParts(), Mesh({"axial": 1}, rank=0), memory="1GiB")
     model = esmfold()
     with pytest.raises(
         LayoutError, match="EsmFoldingTrunk cannot be replaced in place: give the model that contains it"

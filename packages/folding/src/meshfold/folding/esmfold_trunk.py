@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from meshfold.folding.dropout import name_dropouts
 from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldStack, split_and_join_cost
 from meshfold.folding.memory import Parts, run_parts
 from meshfold.folding.primitives import LayerNorm
+from meshfold.folding.stack import Chooser
 from meshfold.tensor_parallel import CostEntry
 
 
@@ -57,6 +59,10 @@ class EsmFoldTrunk(nn.Module):
     """The trunk of ESMFold: blocks, recycling and the structure module, on whole tensors, which every rank has.
 
     Pair tensors are split while blocks run, from one recycle to the next. The structure module sees whole tensors, on every rank.
+
+    Attributes:
+        chooser: returns chunks and recomputation for the sizes of a batch, as of a :class:`.Stack`; None: they are those of ``axes``.
+        on_recycle: called before each pass with its number, from 0, and how many there are.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class EsmFoldTrunk(nn.Module):
         self.structure_module = structure_module
         self.trunk2sm_s = trunk2sm_s
         self.trunk2sm_z = trunk2sm_z
+        self.chooser: Chooser | None = None
+        self._planned: list[EsmFoldStack] = []  # a list, so that it is no child
         self.on_recycle: Callable[[int, int], None] | None = None
         name_dropouts(self)
         self.axes: Axes = WHOLE
@@ -142,6 +150,7 @@ class EsmFoldTrunk(nn.Module):
             )
             raise ValueError(f"{given}: the trunk needs at least one pass; give no_recycles from 0 up")
         pair_mask = mask.unsqueeze(2) * mask.unsqueeze(1)
+        self._choose_memory(pair_feats)
         s_0 = axes.split(seq_feats, (1, axes.all))
         z_0 = axes.split(pair_feats, (1, axes.rows), (2, axes.columns))
         s, z = torch.zeros_like(s_0), torch.zeros_like(z_0)
@@ -168,6 +177,20 @@ class EsmFoldTrunk(nn.Module):
                     structure = {}
         structure["s_s"], structure["s_z"] = whole_s, whole_z
         return structure
+
+    def _choose_memory(self, z: Tensor) -> None:
+        """Take the settings that :attr:`chooser` returns for pairs ``b r r c_z``; nothing without one."""
+        if self.chooser is None:
+            return
+        if not self._planned:
+            self._planned.append(self.stack())
+        self._planned[0].axes = self.axes
+        settings = self.chooser(self._planned[0], z, dict(residues=z.shape[1], batch=z.shape[0]))
+        if self.axes.memory != settings:
+            axes = replace(self.axes, memory=settings)
+            split: list[Any] = [module for module in self.modules() if isinstance(getattr(module, "axes", None), Axes)]
+            for module in split:
+                module.axes = axes
 
     def _first_pairs(self, z_0: Tensor, recycled: Tensor, bins: Tensor, positions: Tensor) -> Tensor:
         """Return what the blocks get, this rank's block ``b i j c_z``, some rows at a time.

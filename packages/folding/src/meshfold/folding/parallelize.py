@@ -47,7 +47,8 @@ def parallelize_folding(
             then :func:`meshfold.folding.plan_memory` chooses for the sizes of each batch. Weights do not count.
 
     Raises:
-        LayoutError: if the mode is unknown, the mesh has none of its axes, or the model has no folding block.
+        LayoutError: if the mode is unknown, the mesh has none of its axes, or the model has no folding block; for memory of
+            ESMFold 2.
     """
     found = find_axial_mode(mode)
     if not any(axis in mesh.axes for axis in found.axes):
@@ -65,11 +66,16 @@ def parallelize_folding(
             "EsmForProteinFolding of transformers"
         )
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
+    unplanned = [module for module in modules if isinstance(module, (PairUpdateStack, MSAEncoder))]
+    if unplanned and limit != KEEP_ALL:
+        raise LayoutError(
+            f"memory={memory!r}: ESMFold 2 has no plan of memory yet, nor chunks of other sizes: leave memory out"
+        )
     axes = Axes.of(mesh, found, product_steps, limit if isinstance(limit, MemorySettings) else KEEP_ALL)
     mesh.prepare(*axes.all)
     for module in modules:
         module.axes = axes
-        if isinstance(module, Stack):
+        if isinstance(module, (Stack, EsmFoldTrunk)):
             module.chooser = None if isinstance(limit, MemorySettings) else MemoryLimit(limit)
     return model
 
