@@ -61,7 +61,7 @@ class EsmFoldTrunk(nn.Module):
     Pair tensors are split while blocks run, from one recycle to the next. The structure module sees whole tensors, on every rank.
 
     Attributes:
-        chooser: returns chunks and recomputation for the sizes of a batch, as of a :class:`.Stack`; None: they are those of ``axes``.
+        chooser: returns chunks and recomputation for the sizes of a batch, as of a :class:`.Stack`; None: those of ``axes``.
         on_recycle: called before each pass with its number, from 0, and how many there are.
     """
 
