@@ -77,7 +77,7 @@ def test_ranks_write_what_one_writes(folder: Path, tmp_path: Path, capfd: pytest
     fasta.write_text(">one\nACDEF\n>two of them\nGHIK:LMX\n")
     given = ["fold", "--model", str(folder), "--fasta", str(fasta), "--recycles", "0", "--output"]
     assert main([*given, str(tmp_path / "1")]) == 0
-    assert main([*given, str(tmp_path / "3"), "--ranks", "3", "--memory", "250KiB"]) == 0
+    assert main([*given, str(tmp_path / "3"), "--ranks", "3"]) == 0
     printed = capfd.readouterr()
     for name in ("one.pdb", "two.pdb"):
         one, three = ((tmp_path / ranks / name).read_text() for ranks in "13")
@@ -92,7 +92,18 @@ def test_ranks_write_what_one_writes(folder: Path, tmp_path: Path, capfd: pytest
         "2/2 two: 7 residues, 2 chains; a pair tensor has 32.00 KiB, 10.67 KiB of it a rank, which sends" in printed.err
     )
     assert "pass 1 of 1" in printed.err
-    assert "; the trunk takes" in printed.err and "KiB, chunks of" in printed.err
+
+
+@pytest.mark.slow
+def test_a_trunk_keeps_to_its_memory(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["fold", "--model", str(folder), "--sequence", "MKTAYIAKQR:GSHM", "--recycles", "1", "--output"]
+    assert main([*given, str(tmp_path / "whole")]) == 0
+    assert main([*given, str(tmp_path / "lean"), "--memory", "450KiB"]) == 0
+    whole, lean = ((tmp_path / name / "sequence.pdb").read_text() for name in ("whole", "lean"))
+    assert numbers(whole) == coordinates(lean)
+    assert "; the trunk takes" in (told := capsys.readouterr().err) and ", chunks of " in told
+    assert main([*given, str(tmp_path / "none"), "--memory", "150KiB"]) == 1
+    assert "39 residues with 1 sequences do not fit into 150.00 KiB over one rank" in capsys.readouterr().err
 
 
 def test_esmfold_2_folds_a_complex(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
