@@ -23,8 +23,9 @@ from meshfold.folding.axial.residues import (
 from meshfold.folding.axial.sizes import Sizes, join_cost, split_cost
 from meshfold.folding.dropout import ResidueDropout, SharedDropout, name_dropouts
 from meshfold.folding.memory import Parts, add_update, own_tensor, run_block, run_parts
-from meshfold.folding.primitives import LayerNorm, run_positions
+from meshfold.folding.primitives import LayerNorm
 from meshfold.folding.stack import Shapes, Stack
+from meshfold.folding.transitions import run_positions
 from meshfold.folding.triangle import (
     TriangleAttention,
     TriangleMultiplicationIncoming,
