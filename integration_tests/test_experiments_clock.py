@@ -13,7 +13,7 @@ from experiments import all as every
 from experiments.megascale import run as megascale
 from experiments.megatron import layer, run, simulated, step
 from experiments.megatron.step import Run
-from experiments.report import read_csv, rounded, with_results
+from experiments.report import Experiment, rounded, with_results
 from experiments.selective_recompute import counting
 from experiments.selective_recompute import run as selective
 from experiments.selective_recompute import simulated as recomputed
@@ -26,31 +26,37 @@ MACHINE = find_machine(simulated.MACHINE)
 SMALL = Run(layers=4, hidden=256, heads=4, vocabulary=512, sequence=128, batch=64, gpus=8, tensor=2, pipeline=2)
 
 
-def test_megatron_is_simulated_as_committed() -> None:
-    then = json.loads((run.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
-    rows = [0, 4, 9]
-    published = read_csv(run.FOLDER / "published_table1.csv")
-    assert rounded([simulated.one(simulated.run_of(published[i]), published[i]) for i in rows]) == [
-        then["table 1"][i] for i in rows
-    ]
-    compared = read_csv(run.FOLDER / "published_table2.csv")
-    assert rounded([simulated.one(simulated.compared(compared[i]), compared[i]) for i in (0, 6)]) == [
-        then["table 2"][i] for i in (0, 6)
-    ]
+@pytest.mark.parametrize("experiment", [run.EXPERIMENT, megascale.EXPERIMENT], ids=["megatron", "megascale"])
+def test_verdicts_on_the_clock_are_those_of_the_page(experiment: Experiment) -> None:
+    """The clock may become better, so numbers may differ a little from the committed ones; a verdict may not."""
+    then = json.loads((experiment.folder / "results" / "simulated.json").read_text(encoding="utf-8"))
+    now = rounded(experiment.simulate())
+    assert_close(now, then)
+    assert [one.name for one in experiment.claims(now) if one.holds != one.expected] == []
 
 
-def test_megascale_is_simulated_as_committed() -> None:
-    then = json.loads((megascale.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
-    assert rounded(megascale.EXPERIMENT.simulate()) == then
-
-
-def test_selective_recomputation_is_simulated_as_committed() -> None:
+def test_verdicts_on_selective_recomputation_are_those_of_the_page() -> None:
     then = json.loads((selective.FOLDER / "results" / "simulated.json").read_text(encoding="utf-8"))
-    assert rounded(recomputed.layers()) == then["layer"]
-    assert rounded(recomputed.steps()) == then["steps"]
+    now = {**then, "layer": recomputed.layers(), "steps": recomputed.steps()}
+    assert [one.name for one in selective.EXPERIMENT.claims(now) if one.holds != one.expected] == []
     counted = {row["scheme"]: row["counted"] for row in then["bytes"]}
     for scheme in ("tensor + sequence", "tensor + sequence + selective", "full"):
         assert counting.kept(**counting.SCHEMES[scheme]) == counted[scheme]
+
+
+def assert_close(now: object, then: object) -> None:
+    """Raise unless numbers in a nest are within a tenth of each other."""
+    if isinstance(now, dict) and isinstance(then, dict):
+        assert list(now) == list(then)
+        now, then = list(now.values()), list(then.values())
+    if isinstance(now, list) and isinstance(then, list):
+        assert len(now) == len(then)
+        for one, other in zip(now, then, strict=True):
+            assert_close(one, other)
+    elif isinstance(now, float):
+        assert now == pytest.approx(then, rel=0.1)
+    else:
+        assert now == then
 
 
 def test_zero_is_planned_as_committed(monkeypatch: pytest.MonkeyPatch) -> None:
