@@ -235,3 +235,18 @@ def test_families_have_the_ranks_and_follow_the_spec() -> None:
     )
     pairs = itertools.product(found, [candidates])
     assert all(next(make(family, 16, blocks=6)) for family, make in pairs)
+
+
+@pytest.mark.slow
+def test_all_ranks_choose_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshfold.planner.suggestions import choice_words, suggest_here
+
+    chosen = []
+    for rank in ("0", "1"):
+        for name, value in dict(
+            RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost"
+        ).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", "29511")
+        chosen.append(choice_words(suggest_here(small, batch_size=4, seq_len=64, device="cpu")))
+    assert chosen[0] == chosen[1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshfold.engine import evaluation
 from meshfold.engine.assembly.arguments import Arguments
+from meshfold.engine.assembly.auto_spec import resolve_arguments
 from meshfold.engine.assembly.build import build
 from meshfold.engine.batches.loader import DataPositions, ShardedLoader
 from meshfold.engine.batches.sharding import shard_batch
@@ -22,7 +23,6 @@ from meshfold.engine.moved import integration
 from meshfold.engine.persistence import load_checkpoint, save_checkpoint
 from meshfold.engine.train_step import TrainStep
 from meshfold.mesh import ParallelSpec
-from meshfold.mesh.spec import reject_unknown_arguments
 from meshfold.mesh.watchdog import report_errors
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Engine:
     """
 
     @report_errors
-    @reject_unknown_arguments
+    @resolve_arguments
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -93,7 +93,7 @@ class Engine:
             model: a module (rank 0's weights are used); a function that builds one, which is then never materialised whole
                 and starts from the same weights under every spec; or :func:`meshfold.engine.pretrained` of a Hugging Face
                 folder, whose weights are read directly into their shards.
-            parallel: the spec, as in ``dict(data=2, tensor=dict(mode="2d", size=4))``.
+            parallel: the spec, as in ``dict(data=2, tensor=dict(mode="2d", size=4))``, or ``"auto"``: the best for ``example``.
             optimizer: ``dict(name="adamw", lr=...)``, or a class or function of the parameters. None: evaluation only.
             precision: ``"fp32"``, ``"fp64"``, ``"bf16"``, ``"fp16"``, ``dict(name="fp16", initial_scale=...)``, or
                 ``dict(name="bf16", matmul="fp8", recipe=..., keep=("head", "router"))`` for linear layers in fp8.

@@ -231,6 +231,15 @@ def read_parallel(words: list[str]) -> dict[str, Any]:
     return found
 
 
+AUTO = {"auto": True}
+"""The spec of ``--parallel auto``, until one is chosen."""
+
+
+def read_parallel_or_auto(words: list[str]) -> dict[str, Any]:
+    """Return the dict of the words of ``--parallel``; :data:`AUTO` for ``auto``."""
+    return dict(AUTO) if words == ["auto"] else read_parallel(words)
+
+
 def _from_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise Failure(f"--parallel {str(path)!r}: there is no such file")

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from meshfold.cli.arguments import Failure
+from meshfold.cli.auto_spec import with_chosen_spec
 from meshfold.cli.train_arguments import configure, settings_of
 from meshfold.mesh.processes import STOPPED_CODE
 
@@ -91,6 +92,8 @@ def start(
     from meshfold.train.progress import make_progress
 
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
+    settings, more = with_chosen_spec(settings, ranks, progress)
+    words = [*words, *more]  # the last one counts
     settings = _settled(settings, ranks, progress)
     spec = ParallelSpec.parse(settings.parallel, ranks)
     spec = spec.with_world_size(spec.world_size)  # data defaults to 1 without --ranks
@@ -161,6 +164,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     if settings.hf is not None and (here.rank > 0 or not plan):
         silence_transformers()
     progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
+    settings, _ = with_chosen_spec(settings, here.world_size, progress if plan else Progress())
     settings = _settled(settings, here.world_size, progress if plan else Progress())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     require_runnable(spec)

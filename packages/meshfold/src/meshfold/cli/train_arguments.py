@@ -14,7 +14,7 @@ from meshfold.cli.arguments import (
     rate,
     read_changes,
     read_model,
-    read_parallel,
+    read_parallel_or_auto,
     read_rules,
     several,
 )
@@ -179,7 +179,7 @@ def settings_of(arguments: argparse.Namespace) -> TrainSettings:
 
     names = (field.name for field in fields(TrainSettings))
     typed = {name: words[name] for name in names if words.get(name) is not None}
-    readers = {"parallel": read_parallel, "changes": read_changes, "rules": read_rules}
+    readers = {"parallel": read_parallel_or_auto, "changes": read_changes, "rules": read_rules}
     typed.update({name: read(typed[name]) for name, read in readers.items() if name in typed})
     typed.update({name: tuple(typed[name]) for name in ("extensions", "exclude", "track") if name in typed})
     given = read_settings(words["out"]) if words["resume"] else {}

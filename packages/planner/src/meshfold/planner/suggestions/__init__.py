@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshfold.planner.suggestions.here import choice_words, local_machine, suggest_here
 from meshfold.planner.suggestions.layouts import Candidate, Family, candidates, families
 from meshfold.planner.suggestions.options import Option, Rejected, Suggestion, option_of, plan_of
 from meshfold.planner.suggestions.outlook import Clock, Outlook
@@ -26,15 +27,18 @@ __all__ = [
     "Suggestion",
     "breakdown",
     "candidates",
+    "choice_words",
     "draw_suggestion",
     "explained",
     "families",
     "line_to_paste",
+    "local_machine",
     "losers_table",
     "option_of",
     "pareto_front",
     "plan_of",
     "suggest",
+    "suggest_here",
     "suggestion_numbers",
     "suggestion_table",
 ]

@@ -42,7 +42,19 @@ class Bound:
     def seconds(self, family: Family) -> float:
         """Return the least seconds of a step."""
         messages = self.blocks / family.stages * (self._tensor(family) + self._sequence(family))
-        return _SURE * (self._compute(family.stages) + messages)
+        return max(_SURE * (self._compute(family.stages) + messages), self._gradients(family))
+
+    def _gradients(self, family: Family) -> float:
+        """Return the seconds of summing gradients and gathering parameters once over the data ranks, in two bytes an element."""
+        spec = family.spec
+        ranks = round(self._rows(family))
+        if ranks == 1 or spec.expert is not None:
+            return 0.0
+        held = self.shape.parameters / (self.ranks / ranks)
+        axes = tuple(
+            axis for axis, size in spec.axes.items() if axis in ("data", "seq", "ring", "ulysses") and size > 1
+        )
+        return _SURE * 2 * 2 * held * (ranks - 1) / ranks / self.clock.rate(spec, axes)
 
     def _compute(self, stages: int) -> float:
         """Return the seconds of the busiest rank: stages have whole blocks, and the last one the head."""
