@@ -219,9 +219,16 @@ def refusal(spec: dict[str, Any], changes: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_dropout_is_refused_under_sequence() -> None:
-    said = run_on_ranks(2, refusal, SPECS["ring"][1], dict(dropout=0.1))[0]
-    assert "set the model's dropout to 0" in said
+@pytest.mark.parametrize(
+    ("size", "mode", "changes", "wanted"),
+    [
+        (2, "ring", dict(dropout=0.1), "set the model's dropout to 0"),
+        (3, "ulysses", {}, "4 query heads cannot be split over 3 ranks of ulysses"),
+    ],
+)
+def test_refused_under_sequence(size: int, mode: str, changes: dict[str, Any], wanted: str) -> None:
+    said = run_on_ranks(size, refusal, dict(sequence=dict(mode=mode, size=size)), changes)[0]
+    assert wanted in said
 
 
 def test_mistakes() -> None:

@@ -35,6 +35,8 @@ def check_given(model: nn.Module, world: World, *, own_loss: bool) -> None:
         return
     written = world.spec.written or str(world.spec)
     if _splits_image(model, written):
+        if found := _heads(model, world, spec):
+            raise SpecError(f"{written}: {found}")
         return
     if found := _layers(model):
         raise SpecError(f"{written}: {found}")
