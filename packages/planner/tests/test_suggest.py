@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from meshfold.mesh import MeshfoldError, ParallelSpec, SpecError
+from meshfold.mesh import Mesh, MeshfoldError, ParallelSpec, SpecError
 from meshfold.mesh.spec import TensorSpec
 from meshfold.models import GPT, GPTConfig, Llama, LlamaConfig, MoELlamaConfig
 from meshfold.planner import MACHINES, Machine, Suggestion, fits, step_speed, suggest
+from meshfold.planner.machines import leaves_node
 from meshfold.planner.suggestions import Candidate, Clock, Family, candidates, families, plan_of
 from meshfold.planner.suggestions.profile import Profile, Profiler
 
@@ -221,6 +222,15 @@ class NoLoss(nn.Module):
 def test_a_model_that_cannot_be_traced_is_refused() -> None:
     with pytest.raises(SpecError, match="cannot be traced"):
         suggested(build=NoLoss)
+
+
+def test_links_by_arithmetic_are_those_of_all_groups() -> None:
+    for sizes, devices in itertools.product(([2, 2, 2], [4, 1, 2], [3, 2, 2], [2, 6, 1], [8, 1, 2]), (1, 2, 4, 6, 8)):
+        axes = dict(zip("abc", sizes, strict=True))
+        mesh = Mesh(axes, rank=0)
+        for over in itertools.chain.from_iterable(itertools.combinations("abc", n) for n in (1, 2, 3)):
+            spans = any(len({rank // devices for rank in ranks}) > 1 for ranks in mesh.groups(*over))
+            assert leaves_node(devices, tuple(axes.items()), over) == spans, (axes, devices, over)
 
 
 def test_families_have_the_ranks_and_follow_the_spec() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from meshfold.mesh import Mesh, SpecError, did_you_mean
@@ -86,7 +88,8 @@ class Machine:
 
     def slowest(self, mesh: Mesh, axes: tuple[str, ...]) -> float:
         """Return the lowest bandwidth of the groups along the axes, which other ranks wait for."""
-        return min(self.bandwidth(tuple(ranks)) for ranks in mesh.groups(*axes))
+        sizes = tuple((name, mesh.size(name)) for name in mesh.names)
+        return self.between if leaves_node(self.devices, sizes, axes) else self.inside
 
     def rates(
         self,
@@ -123,6 +126,28 @@ class Machine:
             disk_bytes=int(host.disk),
             cpu_optimizer={regime: host.cores / ranks / cost for regime, cost in _CORE_SECONDS.items()},
         )
+
+
+@lru_cache(maxsize=4096)
+def leaves_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> bool:
+    """Return True if ranks of some group along the axes are on several nodes.
+
+    Args:
+        devices: ranks of a node, which have consecutive numbers.
+        sizes: of all axes of a mesh, outermost first.
+        axes: or factors of them.
+    """
+    names = [name for name, _ in sizes]
+    outermost = min((names.index(axis) for axis in axes if axis in names), default=0)
+    block = math.prod(size for _, size in sizes[outermost:])  # a group's ranks are in one aligned block of so many
+    if all(axis in names for axis in axes):
+        if devices % block == 0:
+            return False
+        strides = {name: math.prod(size for _, size in sizes[place + 1 :]) for place, name in enumerate(names)}
+        if sum((size - 1) * strides[name] for name, size in sizes if name in axes) >= devices:
+            return True
+    mesh = Mesh(dict(sizes), rank=0)
+    return any(len({rank // devices for rank in ranks}) > 1 for ranks in mesh.groups(*axes))
 
 
 OPTIMIZER = 0.82

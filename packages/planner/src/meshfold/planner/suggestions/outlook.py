@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from meshfold.engine.states import BUCKET_BYTES
-from meshfold.mesh import Mesh, ParallelSpec
+from meshfold.mesh import ParallelSpec
 from meshfold.pipeline import Costs, schedule, simulate_costs
 from meshfold.planner.clock import Work, optimizer_seconds
 from meshfold.planner.estimates import MOMENTS, Memory
-from meshfold.planner.machines import OPTIMIZER, Machine
+from meshfold.planner.machines import OPTIMIZER, Machine, leaves_node
 from meshfold.planner.suggestions.layouts import Candidate
 from meshfold.planner.suggestions.profile import Message, Part, Profile, Step
 from meshfold.planner.suggestions.stages import idle_share, live_microbatches, rank_of, stage_blocks
@@ -159,20 +158,8 @@ class Clock:
 
     def rate(self, spec: ParallelSpec, axes: tuple[str, ...]) -> float:
         """Return the bytes a second that a rank sends over axes of the spec's mesh."""
-        return _slowest(self.machine_key, tuple(spec.axes.items()), axes)
-
-    @property
-    def machine_key(self) -> tuple[int, float, float]:
-        """The machine's links."""
-        return self.machine.devices, self.machine.inside, self.machine.between
-
-
-@lru_cache(maxsize=4096)
-def _slowest(links: tuple[int, float, float], axes: tuple[tuple[str, int], ...], over: tuple[str, ...]) -> float:
-    devices, inside, between = links
-    mesh = Mesh(dict(axes), rank=0)
-    crosses = any(len({rank // devices for rank in ranks}) > 1 for ranks in mesh.groups(*over))
-    return between if crosses else inside
+        leaves = leaves_node(self.machine.devices, tuple(spec.axes.items()), axes)
+        return self.machine.between if leaves else self.machine.inside
 
 
 class _Reckoning:

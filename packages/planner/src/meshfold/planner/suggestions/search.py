@@ -210,7 +210,7 @@ class _Search:
             seconds, _, _, kind, node = heapq.heappop(self.queue)
             if kind == _FAMILY:
                 if seconds < (1 - TOLERANCE) * self.least:
-                    self._open(node)
+                    self._open(node, seconds)
                 else:
                     self.unopened.append((seconds, node))
             elif not self._reprice(seconds, kind, node):
@@ -261,8 +261,8 @@ class _Search:
             return True
         return following >= (1 - TOLERANCE) * best and len(fitting) >= self.options
 
-    def _open(self, family: Family) -> None:
-        """Trace a family's layout, and put its candidates into the queue."""
+    def _open(self, family: Family, bound: float) -> None:
+        """Trace a family's layout, and put its candidates into the queue; none is expected to be faster than the bound."""
         fitting = [one.speed.seconds for one in self.planned if not one.misfit]
         key = str(family.spec.to_dict())
         try:
@@ -279,7 +279,7 @@ class _Search:
             self.considered += 1
             outlook = self.clock.outlook(candidate, profile)
             if self._can_fit(candidate, outlook, self._ratio(candidate)[1]):
-                made.append((outlook.seconds, candidate.complexity, candidate, outlook))
+                made.append((max(bound, outlook.seconds), candidate.complexity, candidate, outlook))
         made.sort(key=lambda one: one[:2])
         if made:
             self.nearest[key] = made[0][2], made[0][3]
