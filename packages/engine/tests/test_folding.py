@@ -125,6 +125,13 @@ def test_it_trains_as_on_one_process(name: str, serial: tuple[list[float], dict[
         check(found, serial)
 
 
+@pytest.mark.slow
+def test_it_trains_the_same_under_a_plan_of_memory(serial: tuple[list[float], dict[str, Tensor]]) -> None:
+    """At 450 kB the plan recomputes; everything kept would take more."""
+    for found in run_on_ranks(2, train, dict(axial=dict(size=2, memory=450_000), zero=dict(stage=3))):
+        check(found, serial)
+
+
 def test_a_checkpoint_goes_on_under_other_axes(tmp_path: Path, serial: tuple[list[float], dict[str, Tensor]]) -> None:
     first, second = str(tmp_path / "dap"), str(tmp_path / "grid")
     grid = dict(axial=dict(mode="grid", rows=2, columns=2))
