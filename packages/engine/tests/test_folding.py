@@ -127,7 +127,7 @@ def test_it_trains_as_on_one_process(name: str, serial: tuple[list[float], dict[
 
 @pytest.mark.slow
 def test_it_trains_the_same_under_a_plan_of_memory(serial: tuple[list[float], dict[str, Tensor]]) -> None:
-    """At 450 kB the plan recomputes; everything kept would take more."""
+    """At 450 kB the plan takes chunks and recomputes; everything kept would take 1.4 MB."""
     for found in run_on_ranks(2, train, dict(axial=dict(size=2, memory=450_000), zero=dict(stage=3))):
         check(found, serial)
 
