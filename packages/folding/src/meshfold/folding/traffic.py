@@ -28,6 +28,7 @@ def folding_cost(
     """Return the collectives of a forward, a backward and :func:`.sum_gradients`, as each rank sees them.
 
     The phases are ``forward``, ``backward`` and ``gradients``. Needs no other process: the mesh may be ``Mesh(axes, rank=0)``.
+    Settings of memory are not counted: chunks send the same bytes in more messages, and recomputation sends those of forward again.
 
     Args:
         model: after :func:`.parallelize_folding`; on the meta device too. Inputs of stacks are taken to need a gradient.
