@@ -287,6 +287,39 @@ _LAPTOP = Machine(
     source="rough: eight processes that share a CPU, gloo",
 )
 
+# Machines of papers: Frontera's nodes of four Quadro RTX 5000 over InfiniBand FDR (Optimus, Tesseract), and Piz Daint's of one P100
+# over Aries (Li et al. 2021, arXiv 2105.13120).
+_OF_PAPERS = (
+    replace(
+        _gpu(
+            "rtx5000x4",
+            memory_gib=15.5,
+            memory_tb=0.36,
+            peak={"fp16": 89.2, "bf16": 11.2, "fp32": 11.2, "fp64": 0.35},
+            share=0.7,
+            inside=9,
+            between=1.3,
+            host=_host(memory_gib=128, cores=16, pcie=(9, 9, 16), bandwidth=90, disk_tb=0.2, disk=(0.5, 0.4)),
+            source=_SHEET,
+        ),
+        devices=4,
+    ),
+    replace(
+        _gpu(
+            "piz-daint",
+            memory_gib=15.5,
+            memory_tb=0.55,
+            peak={"fp16": 18.7, "bf16": 9.3, "fp32": 9.3, "fp64": 4.7},
+            share=0.7,
+            inside=8,
+            between=8,
+            host=_host(memory_gib=64, cores=12, pcie=(9, 9, 16), bandwidth=45, disk_tb=0.001, disk=(0.5, 0.4)),
+            source=_SHEET,
+        ),
+        devices=1,
+    ),
+)
+
 
 def _one_gpu(node: Machine) -> Machine:
     """Return one GPU of a node of eight with an eighth of the host, as rented. The H200's was measured."""
@@ -299,7 +332,7 @@ def _one_gpu(node: Machine) -> Machine:
     return replace(node, name=node.name.removesuffix("x8"), devices=1, host=host, source=source)
 
 
-MACHINES: dict[str, Machine] = {one.name: one for one in (*_NODES, *map(_one_gpu, _NODES), _LAPTOP)}
+MACHINES: dict[str, Machine] = {one.name: one for one in (*_NODES, *map(_one_gpu, _NODES), *_OF_PAPERS, _LAPTOP)}
 
 
 def find_machine(name: str) -> Machine:
