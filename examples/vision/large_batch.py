@@ -98,13 +98,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[int, float]]:
     args = parser.parse_args(argv)
     small = args.batches[0]
     found: dict[str, dict[int, float]] = {}
-    for name in args.optimizers:
-        found[name] = {
-            batch: train(args.parallel, name, batch=batch, small=small, samples=args.samples) for batch in args.batches
-        }
-        shown = "  ".join(f"{batch}: {loss:.3f}" for batch, loss in found[name].items())
-        if start().rank == 0:
-            print(f"{name:5}  loss by batch  {shown}", flush=True)
+    with start() as process:
+        for name in args.optimizers:
+            found[name] = {
+                batch: train(args.parallel, name, batch=batch, small=small, samples=args.samples)
+                for batch in args.batches
+            }
+            shown = "  ".join(f"{batch}: {loss:.3f}" for batch, loss in found[name].items())
+            if process.rank == 0:
+                print(f"{name:5}  loss by batch  {shown}", flush=True)
     return found
 
 

@@ -233,7 +233,7 @@ def _not_installed(name: str) -> str:
         (["convert", "damaged", "x"], "Did you mean damaged/checkpoint?"),
         (
             ["bench"],
-            "say which one; there are: align, attention, cpu-adam, decode, experts, folding, fp8, fp8-curve, hugging-face, ",
+            "say which one; there are: align, attention, cpu-adam, decode, diffusion, experts, folding, fp8, fp8-curve, ",
         ),
         (["bench", "tensor-paralel"], "Did you mean 'tensor-parallel'?"),
         (["generate", "t", "hello", "you"], 'unrecognized arguments: hello you. Write --prompt "hello you". See'),

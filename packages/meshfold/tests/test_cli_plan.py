@@ -136,7 +136,8 @@ def test_times_add_up() -> None:
 
 def test_machines_know_where_a_group_lies() -> None:
     for name in MACHINES:
-        assert find_machine(name).inside > find_machine(name).between
+        machine = find_machine(name)
+        assert machine.inside > machine.between or machine.devices == 1
     h200 = find_machine("h200x8")
     assert h200.bandwidth((0, 1, 7)) == h200.inside
     assert h200.bandwidth((7, 8)) == h200.between

@@ -34,10 +34,10 @@ def confidence_figure(structure: Structure, title: str) -> Figure:
     from meshfold.huggingface import CHAIN_NAMES
 
     residues = len(structure.plddt)
-    figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(6, 9), dpi=120, layout="constrained")  # fits a phone
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    curve, matrix = figure.subplots(1, 2)
+    curve, matrix = figure.subplots(2, 1, height_ratios=(2, 3))
     for low, high, colour in BANDS:
         curve.axhspan(low, high, color=colour, alpha=0.25, linewidth=0)
     numbers = range(1, residues + 1)

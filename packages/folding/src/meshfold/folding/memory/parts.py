@@ -186,8 +186,9 @@ def add_update(
         update: takes ``given`` and ``into``.
         given: its arguments.
         dropout: of the update; None: none.
-        in_place: change ``x`` and return it; without gradients.
+        in_place: change ``x`` and return it, unless autograd records.
     """
+    in_place = in_place and not torch.is_grad_enabled()  # a pipeline records gradients inside of blocks only
     drops = dropout is not None and dropout.training and dropout.p != 0.0
     if in_place and not drops:
         update(*given, into=x)
