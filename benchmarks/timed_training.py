@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import synchronize
+from benchmarks.peers.absent import AbsentError
 
 Step = Callable[[], Tensor]
 """Trains once: the loss, on the device; of this rank's rows or of all."""
@@ -20,6 +21,23 @@ Step = Callable[[], Tensor]
 
 MOST_SETTLING = 80
 """Steps at most until a memory plan that changes during training has come to rest."""
+
+
+def take_device() -> None:
+    """Take this rank's GPU; without one, a single thread, since ranks share the cores."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        torch.set_num_threads(1)
+
+
+def train_or_absent(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> None:
+    """:func:`train`, but a peer that cannot take part is no failure: rank 0 writes why."""
+    try:
+        train(job, contestant)
+    except AbsentError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            Path(job["out"]).write_text(json.dumps({"error": str(error)}))
 
 
 def train(job: dict[str, Any], contestant: Callable[[dict[str, Any]], Step]) -> None:

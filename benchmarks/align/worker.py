@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this fil
 
 from benchmarks.align import trl_trainers
 from benchmarks.align.peers import dpo_by_hand, grpo_by_hand
-from benchmarks.peers.absent import AbsentError
 
 Step = Callable[[], Tensor]
 
@@ -157,11 +156,7 @@ CONTESTANTS: dict[str, dict[str, Callable[[dict[str, Any]], Step]]] = {
 
 
 if __name__ == "__main__":
-    from benchmarks.timed_training import train
+    from benchmarks.timed_training import train_or_absent
 
     job = json.loads(sys.argv[1])
-    try:
-        train(job, CONTESTANTS[job["method"]][job["contestant"]])
-    except AbsentError as error:  # a peer that is not there is no failure
-        if int(os.environ.get("RANK", "0")) == 0:
-            Path(job["out"]).write_text(json.dumps({"error": str(error)}))
+    train_or_absent(job, CONTESTANTS[job["method"]][job["contestant"]])

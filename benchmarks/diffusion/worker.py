@@ -117,19 +117,12 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
 
 
 if __name__ == "__main__":
-    from benchmarks.peers.absent import AbsentError
-    from benchmarks.timed_training import train
+    from benchmarks.timed_training import take_device, train_or_absent
 
     job = json.loads(sys.argv[1])
-    if torch.cuda.is_available():
-        place = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(place)
-        if job["limit"] is not None:  # whatever the plan says: beyond it is out of memory
-            whole = torch.cuda.get_device_properties(place).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, job["limit"] * GIB / whole), place)
-    else:
-        torch.set_num_threads(1)
-    try:
-        train(job, CONTESTANTS[job["contestant"]])
-    except AbsentError as error:  # a peer that cannot take part is no failure
-        Path(job["out"]).write_text(json.dumps({"error": str(error)}))
+    take_device()
+    if torch.cuda.is_available() and job["limit"] is not None:  # whatever the plan says: beyond it is out of memory
+        place = torch.cuda.current_device()
+        whole = torch.cuda.get_device_properties(place).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job["limit"] * GIB / whole), place)
+    train_or_absent(job, CONTESTANTS[job["contestant"]])

@@ -87,15 +87,8 @@ DEFAULT = ("ours", "transformers", "torchtitan", "torchtitan, compiled")
 
 
 if __name__ == "__main__":
-    from benchmarks.peers.absent import AbsentError
-    from benchmarks.timed_training import train
+    from benchmarks.timed_training import take_device, train_or_absent
 
     job = json.loads(sys.argv[1])
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        torch.set_num_threads(1)
-    try:
-        train(job, CONTESTANTS[job["contestant"]])
-    except AbsentError as error:  # a peer that is not there is no failure
-        Path(job["out"]).write_text(json.dumps({"error": str(error)}))
+    take_device()
+    train_or_absent(job, CONTESTANTS[job["contestant"]])

@@ -118,18 +118,12 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Step]] = {
 
 
 if __name__ == "__main__":
-    from benchmarks.timed_training import train
+    from benchmarks.timed_training import take_device, train_or_absent
     from meshfold.mesh import start
 
     job = json.loads(sys.argv[1])
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        torch.set_num_threads(1)
+    take_device()
     if job["ranks"] > 1:
         start()
     torch._dynamo.config.recompile_limit = 64  # blocks share their code
-    try:
-        train(job, CONTESTANTS[job["contestant"]])
-    except AbsentError as error:  # a peer that is not there is no failure
-        Path(job["out"]).write_text(json.dumps({"error": str(error)}))
+    train_or_absent(job, CONTESTANTS[job["contestant"]])
