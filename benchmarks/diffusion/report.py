@@ -13,7 +13,7 @@ from benchmarks.reports import met, read_bars, table
 
 BARS = read_bars("diffusion", ("capped", "diffusers", "dit", "flux"))
 RIVALS = {"sd2": ("diffusers", "diffusers"), "dit-xl": ("dit", "FSDP2"), "flux-12b": ("flux", "FSDP2")}
-"""Of a case: its bar, and who it is against."""
+"""The bar of each case, and the peer that it is against."""
 HEAD = ("contestant", "s a step", "images/s", "its time ÷ ours", "peak GiB", "J an image", "mean MHz", "loss", "note")
 
 

@@ -1,4 +1,4 @@
-"""What FastFold claims, beside what was computed, counted and run."""
+"""Claims of FastFold, beside what was computed, counted and run."""
 
 from __future__ import annotations
 

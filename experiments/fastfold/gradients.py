@@ -1,4 +1,4 @@
-"""What two faulty backwards do to training: blocks over two ranks beside one process in float64, with ours and with each fault.
+"""Errors of gradients under two faulty backwards, and ours: blocks over two ranks beside one process, in float64.
 
 The faults are those of FastFold's published code, written anew from their description, in place of the adjoint of our changes of
 layout (:class:`meshfold.folding.axial.redistribute.Redistribution`).
@@ -123,7 +123,7 @@ def _run(model: nn.Module, mesh: Mesh) -> list[Tensor]:
 
 
 def _off(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
-    """How far each tensor is off, in its largest element."""
+    """Return the relative error of each tensor's largest difference."""
     largest = [float(one.abs().max()) for one in wanted]
     floor = SMALLEST * max(largest)
     return [float((a - b).abs().max()) / max(scale, floor) for a, b, scale in zip(wanted, got, largest, strict=True)]

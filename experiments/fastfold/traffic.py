@@ -1,4 +1,4 @@
-"""What a rank sends for one block: axial parallelism, counted and planned, beside tensor parallelism and FastFold's collectives.
+"""Bytes that a rank sends for a block: axial parallelism, counted and planned, tensor parallelism, FastFold's collectives.
 
 FastFold's tensor parallelism is Megatron's, in attention and transitions: heads and hidden channels over ranks, an all-reduce of
 the output forward and of the input's gradient backward. The outer product and triangle multiplications are not split.
@@ -40,7 +40,7 @@ def everything(phases: Sequence[Phase], ranks: Sequence[int]) -> list[dict[str, 
 
 
 def axial(ranks: int, sequences: int, residues: int) -> tuple[dict[str, float], dict[str, float]]:
-    """What a rank sends under ``dap`` by part of a step: recorded in a run, and foreseen by the plan."""
+    """Return what a rank sends under ``dap`` by part of a step: recorded in a run, and planned."""
     with rank_of(ranks) as (block, _):
         m, z = inputs(ranks, sequences, residues)
         with record() as log:
@@ -60,7 +60,7 @@ def axial(ranks: int, sequences: int, residues: int) -> tuple[dict[str, float], 
 
 
 def fastfold_forward(ranks: int, sequences: int, residues: int) -> float:
-    """What FastFold's published code sends forward: six gathers and six all-to-alls.
+    """Return what FastFold's published code sends forward: six gathers and six all-to-alls.
 
     Gathered: the bias of row attention, one factor of the outer product, an operand of both triangle multiplications, two biases of
     triangle attention. Exchanged: the MSA twice, the pair tensor four times.
@@ -72,7 +72,7 @@ def fastfold_forward(ranks: int, sequences: int, residues: int) -> float:
 
 
 def tensor(ranks: int, sequences: int, residues: int) -> dict[str, float]:
-    """What a rank sends under tensor parallelism, recorded from products that run under the library's mode ``1d``.
+    """Return what a rank sends under tensor parallelism, recorded from products that run under the library's mode ``1d``.
 
     Raises:
         RuntimeError: if that is not what the products' plans say.

@@ -1,4 +1,4 @@
-"""What MegaScale claims, beside what was simulated; and the page that shows it."""
+"""Claims of MegaScale, beside what was simulated; and the page that shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SC'21 claims, beside what was simulated; and the page that shows it."""
+"""Claims of SC'21, beside what was simulated; and the page that shows it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "174.6": dict(layers=96, hidden=12288, heads=96),
     "529.6": dict(layers=105, hidden=20480, heads=128),
 }
-"""Of table 2's models, which table 1 and its text name."""
+"""Shapes of table 2's models, which table 1 and its text name."""
 TOKENS = 300e9  # of table 2's days
 
 

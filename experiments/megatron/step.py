@@ -86,7 +86,7 @@ class Run:
         )
 
     def flop(self, *, recomputed: bool) -> float:
-        """Of a step: SC'21, equation 3, with full recomputation; three quarters of it without."""
+        """Operations of a step: SC'21, equation 3, with full recomputation; three quarters of it without."""
         h, s = self.hidden, self.sequence
         share = 1 + s / (6 * h) + self.vocabulary / (16 * self.layers * h)
         if not recomputed:

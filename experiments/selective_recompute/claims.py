@@ -1,4 +1,4 @@
-"""What the paper claims, beside what was counted and simulated; and the page that shows it."""
+"""Claims of the paper, beside what was counted and simulated; and the page that shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ZeRO claims, beside formulas and plans; and the page that shows it."""
+"""Claims of ZeRO, beside formulas and plans; and the page that shows it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def bytes_a_parameter(stage: int, ranks: int) -> float:
 
 
 def plan(stage: int, ranks: int) -> dict[str, Any]:
-    """What a rank holds, in bytes a parameter, and sends in a step, in elements a parameter, times N / (N − 1)."""
+    """Return what a rank holds, in bytes a parameter, and sends in a step, in elements a parameter, times N / (N − 1)."""
     spec = ParallelSpec.parse(dict(data=ranks, zero=dict(stage=stage, placement="cuda")))
     found = estimate(
         lambda: GPT(CONFIG),

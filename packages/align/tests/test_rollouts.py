@@ -114,7 +114,7 @@ def rows_of(tokens: list[list[int]], n: int) -> dict[str, torch.Tensor]:
 
 
 def agree_with_scores(specs: Mapping[str, dict[str, Any]]) -> None:
-    """What a rollout says of its tokens is what the trainer's forward says, and that of training what scoring says, to the bit."""
+    """A rollout's log-probabilities are those of the trainer's forward, and training's those of scoring to the bit."""
     for name, spec in specs.items():
         seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 

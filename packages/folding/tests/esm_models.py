@@ -198,7 +198,7 @@ def esmfold2(**changed: Any) -> EsmFold2Model:
 
 
 class PairParts(nn.Module):
-    """What holds pair tensors in an ESMFold 2: a stack of pair updates and the MSA encoder."""
+    """The parts of an ESMFold 2 that hold pair tensors: a stack of pair updates and the MSA encoder."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def batch_of(name: str, rows: int = 4) -> dict[str, Tensor]:
 
 
 class Distance:
-    """Of the pooled output, and of the mean of all tokens, from ``target``."""
+    """Squared distance from ``target`` of the pooled output, plus that of the mean of all tokens."""
 
     batch_fields = ("target",)
 

@@ -58,7 +58,7 @@ _PROCESSORS = {"AttnProcessor2_0": "", "JointAttnProcessor2_0": "behind", "FluxA
 """Attention whose code is known: the place of the text's tokens among the image's."""
 _TEXT, _ROTARY = "encoder_hidden_states", "image_rotary_emb"
 _QUERIES = ("to_q", "qkv", "q_proj", "query")
-"""What attention modules call the projection to queries."""
+"""Names that attention modules give to the projection to queries."""
 
 
 def find_image_model(model: nn.Module) -> nn.Module | None:

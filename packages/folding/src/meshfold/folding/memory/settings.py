@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshfold.mesh import MeshfoldError, did_you_mean
 
 RECOMPUTE = ("none", "updates", "blocks", "both")
-"""What backward computes again; see :class:`MemorySettings`."""
+"""Names of what backward computes again; see :class:`MemorySettings`."""
 
 
 @dataclass(frozen=True, kw_only=True)
