@@ -152,3 +152,20 @@ def test_a_model_without_folding_blocks_is_refused() -> None:
 def test_compiled_blocks_are_refused() -> None:
     with fake_world(2), pytest.raises(SpecError, match="compile under axial: the collectives of folding blocks"):
         Engine(Fold, dict(axial=2), compile=True)
+
+
+def evaluate(spec: dict[str, Any]) -> list[float]:
+    """Return losses of an evaluation, a step and an evaluation."""
+    example = batch() if "pipeline" in spec else None
+    asked = dict(precision="fp64", optimizer=dict(name="adamw", lr=0.05))
+    with Engine(Fold, spec, loss_fn=loss, seed=3, example=example, **asked) as engine:
+        return [
+            float(run(engine.shard_batch(batch()))) for run in (engine.eval_step, engine.train_step, engine.eval_step)
+        ]
+
+
+@pytest.mark.parametrize("spec", [dict(axial=2), dict(pipeline=2)], ids=str)
+def test_evaluation_adds_in_place_and_is_that_of_one_process(spec: dict[str, Any]) -> None:
+    wanted = run_on_ranks(1, evaluate, {})[0]
+    for found in run_on_ranks(2, evaluate, spec):
+        assert found == pytest.approx(wanted, rel=1e-9)
