@@ -200,8 +200,8 @@ def peak_rss() -> int:
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is told by Linux's /proc only")
 def test_memory_is_bounded_by_the_pieces_in_flight(tmp_path: Path) -> None:
-    """32 MiB that do not begin on a page pass through two buffers of 1 MiB."""
-    source = random_bytes(32 << 20, offset=8)
+    """64 MiB that do not begin on a page pass through two buffers of 1 MiB."""
+    source = random_bytes(64 << 20, offset=8)
     out = torch.zeros(source.nbytes + 8, dtype=torch.uint8)[8:]
     with DiskStore(tmp_path, 0, {"a": source.nbytes}, in_flight=2, chunk_bytes=1 << 20) as store:
         store.write("a", source).wait()  # threads and buffers exist from here on
@@ -211,7 +211,7 @@ def test_memory_is_bounded_by_the_pieces_in_flight(tmp_path: Path) -> None:
         for _ in range(2):
             store.write("a", source)
             store.read("a", out).wait()
-        assert peak_rss() - before < 8 << 20
+        assert peak_rss() - before < 32 << 20  # the rest is for what else a process may do meanwhile
     assert torch.equal(out, source)
 
 
