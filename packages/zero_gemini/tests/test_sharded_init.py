@@ -160,5 +160,5 @@ def peak_mib(lazily: bool, stage: int) -> tuple[float, float]:
 def test_no_rank_ever_holds_more_than_its_share_and_a_chunk() -> None:
     for peak, after in run_on_ranks(2, peak_mib, True, 3):
         # 96 MiB of shards; while they are filled one chunk of 16 MiB and one parameter of 8 with its random numbers.
-        assert 96 <= after < 97 and after + 16 <= peak < 150, (peak, after)
+        assert 96 <= after < 97 and 111 < peak < 150, (peak, after)
     assert min(peak for peak, _ in run_on_ranks(2, peak_mib, False, 3)) > 192
