@@ -1,0 +1,99 @@
+"""Training steps of GPTs that run: what the ``measured.py`` of experiments on memory have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from experiments.planned import GB
+from meshfold.engine import Engine
+from meshfold.mesh import all_reduce, barrier
+from meshfold.models import GPT, GPTConfig
+from meshfold.zero_gemini import MemoryPlanError
+
+UNFIT = (torch.OutOfMemoryError, MemoryError, MemoryPlanError)
+"""Errors of a model that does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all rows of a measurement have in common.
+
+    Attributes:
+        sequence: tokens.
+        steps: that count; two more run before them.
+        recompute: as for the engine.
+        device: of this rank.
+        limit: bytes of a GPU that may be allocated; None: all. A CPU has no such limit.
+    """
+
+    sequence: int
+    steps: int
+    recompute: str | None
+    device: torch.device
+    limit: float | None = None
+
+    @property
+    def precision(self) -> str:
+        """bf16 on a GPU, float32 on a CPU."""
+        return "bf16" if self.device.type == "cuda" else "fp32"
+
+
+def trained(config: GPTConfig, parallel: Mapping[str, object], job: Job, *, batch: int) -> dict[str, Any]:
+    """Train a GPT for a few steps on all ranks; it is random, and so is its batch.
+
+    Returns:
+        ``fits``, and if it does the median seconds of a step, samples a second, the most GB allocated on the fullest GPU (None on
+        a CPU), and the last loss.
+    """
+    cuda = job.device.type == "cuda"
+    if cuda and job.limit is not None:
+        whole = torch.cuda.get_device_properties(job.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit / whole), job.device)
+    try:
+        return {"fits": True, **_steps(config, parallel, job, batch)}
+    except UNFIT as error:
+        return {"fits": False, "why": str(error).partition("\n")[0]}
+    finally:
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def _steps(config: GPTConfig, parallel: Mapping[str, object], job: Job, batch: int) -> dict[str, Any]:
+    cuda = job.device.type == "cuda"
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (batch, job.sequence), generator=generator)
+    with Engine(
+        lambda: GPT(config),
+        parallel=parallel,
+        optimizer=dict(name="adamw", lr=1e-4),
+        precision=job.precision,
+        recompute=job.recompute,
+        device=job.device,
+    ) as engine:
+        rows = engine.shard_batch({"input_ids": tokens, "labels": tokens})
+        world = engine.mesh.group(*engine.mesh.names)
+        times, loss = [], 0.0
+        for step in range(job.steps + 2):
+            if cuda and step == 2:
+                torch.cuda.reset_peak_memory_stats(job.device)
+            barrier(world, job.device)
+            began = time.perf_counter()
+            loss = engine.train_step(rows)
+            if cuda:
+                torch.cuda.synchronize(job.device)
+            times.append(time.perf_counter() - began)
+        peak = float(torch.cuda.max_memory_allocated(job.device)) if cuda else 0.0
+        found = torch.tensor([median(times[2:]), peak], dtype=torch.float64, device=job.device)
+        seconds, most = all_reduce(found, world, op="max").tolist()
+    return {
+        "seconds": seconds,
+        "samples/s": batch / seconds,
+        "GB": most / GB if cuda else None,
+        "loss": float(loss),
+    }

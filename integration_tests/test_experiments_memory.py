@@ -1,0 +1,76 @@
+"""Experiments on memory, made of plans: their pages follow from the committed numbers, small plans agree with them, and they run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.gpt2_xl import measured as xl_measured
+from experiments.gpt2_xl import run as xl
+from experiments.gpt2_xl import simulated as xl_plans
+from experiments.planned import GB, Node, Size, planned
+from experiments.report import Experiment, summary, with_results
+from experiments.trained import Job, trained
+from meshfold.models import GPTConfig
+
+SMALL = Size(layers=3, hidden=256, heads=4)
+EXPERIMENTS = (xl.EXPERIMENT,)
+
+
+def committed(experiment: Experiment) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((experiment.folder / "results" / "simulated.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda one: one.name)
+def test_pages_follow_from_the_numbers(experiment: Experiment) -> None:
+    numbers = committed(experiment)
+    made = experiment.claims(numbers)
+    assert [one.name for one in made if one.holds != one.expected] == []
+    results = experiment.folder / "results"
+    assert (results / "table.md").read_text(encoding="utf-8") == experiment.page(numbers, made)
+    readme = (experiment.folder / "README.md").read_text(encoding="utf-8")
+    assert with_results(readme, summary(made)) == readme
+
+
+def test_a_plan_says_what_fits() -> None:
+    node = Node(preset="a100x8", devices=2, gpu_gib=40, host_gb=100, source="")
+    machine = node.machine()
+    assert (machine.devices, machine.host.memory) == (2, 100 * GB)
+    spec = dict(data=2, zero=dict(stage=3, placement="cuda"))
+    few, more = (planned(SMALL, spec, machine, batch=batch, sequence=128) for batch in (8, 16))
+    assert few["fits"] and few["GB"] < more["GB"] and few["parameters"] == more["parameters"]
+    work = 8 * few["parameters"] * 8 * 128
+    assert few["TFLOP/s"] * 1e12 * 2 * few["seconds"] == pytest.approx(work)
+    assert not planned(SMALL, spec, replace(machine, memory=1e7), batch=8, sequence=128)["fits"]
+
+
+def test_the_largest_batch_is_one_that_fits() -> None:
+    machine = replace(xl_plans.node(), memory=1.2e9)
+    most = xl_plans.largest("ddp", machine, SMALL)
+    fits = [planned(SMALL, xl_plans.SPECS["ddp"], machine, batch=4 * rows)["fits"] for rows in (most, most + 1)]
+    assert fits == [True, False]
+
+
+def test_strategies_run() -> None:
+    options = xl_measured.arguments().parse_args(["--layers", "1", "--sequence", "8", "--steps", "1"])
+    found = xl_measured.measure(options, 1, torch.device("cpu"))
+    assert [row["fits"] for row in found["rows"]] == [True] * 3
+    assert found["rows"][1]["loss"] == pytest.approx(found["rows"][2]["loss"], rel=1e-5)
+    assert "1 ranks on CPU" in xl_measured.page(found)
+    found["rows"][1] = {"strategy": "ddp", "batch": 2, "fits": False, "why": ""}
+    assert "| ddp | 2 | – | does not fit | – |" in xl_measured.page(found)
+
+
+def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore.")
+
+    monkeypatch.setattr("experiments.trained._steps", full)
+    job = Job(sequence=8, steps=1, recompute=None, device=torch.device("cpu"))
+    config = GPTConfig(vocab_size=8, hidden=8, layers=1, heads=1, max_positions=8)
+    assert trained(config, {}, job, batch=1) == {"fits": False, "why": "CUDA out of memory."}
