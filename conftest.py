@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-# Before torch is imported anywhere: ranks share the machine, and threads of theirs would fight over its cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Hugging Face libraries then fail at once where a test forgot to give a local path.
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_OFFLINE"] = "1"
-
 import gc
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -23,6 +16,18 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from integration_tests.warm_python import WarmPython
+
+# What the machine says of a job, of commands and of terminals does not reach the tests.
+_JOBS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SETTINGS = ("MESHFOLD_DEBUG", "MESHFOLD_KERNELS", "MESHFOLD_WATCHDOG", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+for name in [*os.environ]:
+    if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in (*_JOBS, *_SETTINGS):
+        del os.environ[name]
+# Before torch is imported anywhere: ranks share the machine, and threads of theirs would fight over its cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Hugging Face libraries then fail at once where a test forgot to give a local path.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 # Examples may be slow on a busy machine. The same ones every time, so that a change is judged by what it changes;
 # `make test-all` looks for new and more ones, and a failure there prints how to get its example again.

@@ -205,7 +205,7 @@ def test_the_harness_reads_a_page() -> None:
 def test_the_harness_runs_a_page(tmp_path: Path, run_script: RunScript) -> None:
     script = tmp_path / "page.py"
     write_script(PAGE, script, watched=True)
-    assert run_script(script, timeout=60) == ("", "read from bash\n\n")
+    assert run_script(script, timeout=TIMEOUT) == ("", "read from bash\n\n")
     printed = [(tmp_path / f"printed.{number}").read_text() for number in range(3)]
     assert printed == ["", "", "read from bash\n\n"]
 
@@ -223,7 +223,7 @@ def test_a_broken_page_fails_at_its_own_line(
 ) -> None:
     script = tmp_path / "page.py"
     write_script(page, script, watched=True)
-    how, output = run_script(script, timeout=60)
+    how, output = run_script(script, timeout=TIMEOUT)
     assert how == "ended with 1"
     assert f'page.py", line {line}' in output
     assert message in output
@@ -241,7 +241,7 @@ def test_pages_know_nothing_of_each_other(tmp_path: Path, run_script: RunScript)
         script = tmp_path / str(number) / "page.py"
         script.parent.mkdir()
         write_script(page, script, watched=True)
-        said.append(run_script(script, timeout=60))
+        said.append(run_script(script, timeout=TIMEOUT))
     assert said == [("", "at the end\n"), ("", "torch.float32 __main__ True\n")]
 
 

@@ -17,7 +17,7 @@ from meshfold.checkpoint.tensors import TensorFile
 from meshfold.engine import Engine
 from meshfold.engine.zero.states import ZeroStates
 from meshfold.mesh import SpecError, record
-from meshfold.mesh.testing import fake_world, ranks, run_on_ranks
+from meshfold.mesh.testing import fake_world, ranks, run_on_ranks, tensor_memory
 from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import MemoryPlanError
 from meshfold.zero_gemini.chunks import parameter_table as members
@@ -525,26 +525,6 @@ def test_the_seed_decides_what_is_rounded() -> None:
 # -- what is held -----------------------------------------------------------------------------------------------------
 
 
-class Peak:
-    """The most bytes of CPU tensors at one time that were made since the block began."""
-
-    def __enter__(self) -> Peak:
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        )
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._profile.__exit__(*error)
-        results: Any = self._profile.profiler
-        changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
-        now = self.bytes = 0
-        for event in sorted(changes, key=lambda event: int(event.start_ns())):
-            now += event.nbytes()
-            self.bytes = max(self.bytes, now)
-
-
 def deep() -> GPT:
     return GPT(GPTConfig(vocab_size=VOCABULARY, hidden=64, layers=12, heads=4, max_positions=16))
 
@@ -554,19 +534,19 @@ def test_neither_a_function_nor_a_step_is_ever_whole(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(members, "LEAST_ELEMS", 2**13)
     monkeypatch.setattr(members, "PARTS", 50)
     elements = sum(p.numel() for p in deep().parameters())
-    with Peak() as whole:
+    with tensor_memory() as whole:
         engine_of({}, deep, precision="fp32")
-    assert whole.bytes > 4 * elements  # the measure measures
+    assert whole.peak > 4 * elements  # the measure measures
     with fake_world(64, rank=3):
-        with Peak() as peak:
+        with tensor_memory() as memory:
             engine = engine_of(dict(data=64, zero=dict(stage=3)), deep, precision="fp32")
-        assert 12 * elements / 64 < peak.bytes < 3 * elements, peak.bytes / elements
+        assert 12 * elements / 64 < memory.peak < 3 * elements, memory.peak / elements
         assert sum(p.numel() for p in engine.model.parameters()) == 0
         batch = torch.zeros(1, 8, dtype=torch.int64)
         engine.train_step(batch)
-        with Peak() as peak:
+        with tensor_memory() as memory:
             engine.train_step(batch)
-        assert peak.bytes < 3 * elements, peak.bytes / elements
+        assert memory.peak < 3 * elements, memory.peak / elements
         assert sum(p.numel() for p in engine.model.parameters()) == 0
 
 

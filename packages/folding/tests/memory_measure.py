@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from meshfold.folding import MemorySettings, parallelize_folding
 from meshfold.folding.axial.sizes import Sizes
 from meshfold.folding.stack import Stack
 from meshfold.mesh import Mesh, dropout_stream
+from meshfold.mesh.testing import tensor_memory
 
 
 def measured_peak(
@@ -40,15 +39,6 @@ def measured_peak(
 
 
 def _peak(step: Callable[[], None]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with tensor_memory() as memory:
         step()
-    results: Any = seen.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted(
-        ((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"),
-        key=lambda event: event[0],
-    )
-    now = peak = 0
-    for _, change in events:
-        now += change
-        peak = max(peak, now)
-    return peak
+    return memory.peak

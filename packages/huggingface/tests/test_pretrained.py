@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import importlib.util
 import json
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from meshfold.engine import CheckpointError, Engine, pretrained
 from meshfold.mesh import SpecError
-from meshfold.mesh.testing import run_on_ranks
+from meshfold.mesh.testing import run_on_ranks, tensor_memory
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
 from hugging_face_families import folder_of, model_of
@@ -273,46 +270,11 @@ def test_what_one_rank_cannot_read_fails_on_all(tmp_path: Path) -> None:
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
-LIBC = ctypes.CDLL(None)
-
-
-class Peak:
-    """The most anonymous memory of this process while it is entered, above what there was, in bytes.
-
-    What malloc keeps of freed tensors is given back before each look: it hangs on which tests ran here before.
-    """
-
-    def __enter__(self) -> Peak:
-        self._before, self.bytes, self._done = self._now(), 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.001):
-            self.bytes = max(self.bytes, self._now() - self._before)
-
-    def _now(self) -> int:
-        if hasattr(LIBC, "malloc_trim"):  # glibc's
-            LIBC.malloc_trim(0)
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
 def peak_of(folder: str, parallel: dict[str, Any]) -> int:
-    # once before: what libraries take for good is not the model's
-    engine = Engine(pretrained(folder), parallel)
-    engine.close()
-    del engine
-    gc.collect()  # a model in chunks and its hooks refer to each other
-    with Peak() as peak:
+    with tensor_memory() as memory:
         engine = Engine(pretrained(folder), parallel)
     engine.close()
-    return peak.bytes
+    return memory.peak
 
 
 SHARED: dict[str, dict[str, Any]] = {
@@ -324,7 +286,6 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.few(1)
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize(
     "how", ["2d", "zero 3", *(pytest.param(how, marks=pytest.mark.slow) for how in ("1d", "pipeline"))]
 )

@@ -229,7 +229,7 @@ def on_ranks(run: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: i
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(200)
     assert None not in found
     return found
 

@@ -203,7 +203,7 @@ def test_a_rank_that_dies_is_named_not_those_it_left_alone(code: int, said: str)
     with pytest.raises(RankFailure, match=f"rank 1 of 4 failed in die_on: the process {said}") as caught:
         run_on_ranks(4, die_on, 1, code)
     assert "last words" in str(caught.value)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 100
     run_on_ranks(4, total, 0.0)
 
 
@@ -225,7 +225,7 @@ def test_ranks_that_do_not_answer_show_their_stacks() -> None:
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of 2 did not end leave_out within 1 s") as caught:
         run_on_ranks(2, leave_out, 0, timeout_s=1.0)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 100
     assert "in leave_out" in str(caught.value) and "in barrier" in str(caught.value)
     run_on_ranks(2, total, 0.0)
 
@@ -277,7 +277,7 @@ def test_a_helper_beside_the_test_can_be_imported(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
@@ -311,8 +311,8 @@ def test_no_rank_outlives_the_test_process(tmp_path: Path, how: str) -> None:
     if how == "busy":
         time.sleep(0.2)
         process.kill()
-    process.communicate(timeout=10)
-    deadline = time.monotonic() + 5
+    process.communicate(timeout=100)
+    deadline = time.monotonic() + 60
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == []
@@ -322,7 +322,7 @@ def test_no_rank_outlives_the_test_process(tmp_path: Path, how: str) -> None:
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
     file.write_text("from meshfold.mesh.testing import run_on_ranks\ndef f(): ...\nrun_on_ranks(2, f)\n")
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "if __name__ == '__main__'" in done.stderr
 
 
@@ -347,7 +347,7 @@ def test_a_fake_world_of_512_ranks_with_many_groups() -> None:
         x = torch.ones(4)
         dist.all_reduce(x, group=dist.new_group(list(range(1, 512, 2))))
     assert not process_group.is_started()
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 100
     with pytest.raises(LaunchError, match="rank 4 is outside a fake world of 4"), fake_world(4, rank=4):
         pass
 

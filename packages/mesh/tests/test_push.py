@@ -218,7 +218,7 @@ def test_a_slow_rank_neither_loses_nor_repeats_a_block() -> None:
 
 def one_does_not_push() -> str:
     group = group_of(2)
-    watch(1.0)
+    watch(2.0)
     push.all_gather_push(torch.ones(3), group).wait()
     try:
         if group.index == 1:
@@ -232,7 +232,7 @@ def one_does_not_push() -> str:
 
 def looks_for_its_glasses() -> None:
     """Keep rank 1 busy while rank 0 waits for its block."""
-    time.sleep(4)
+    time.sleep(6)
 
 
 @pytest.mark.few(1)

@@ -17,7 +17,7 @@ from meshfold.mesh.watchdog.rank_errors import ErrorLocation, Failure, report_er
 
 BEAT_S = 0.1
 LONG_S = 1.0
-SLOW_BEAT_S = 1.0
+SLOW_BEAT_S = 2.0
 """Much more than a rank that has failed is given to go on"""
 
 
@@ -45,7 +45,7 @@ def caught(*, fails: bool) -> None:
 @contextmanager
 def watched(beat_s: float = BEAT_S) -> Iterator[Group]:
     usual, diagnosis._BEAT_S = diagnosis._BEAT_S, beat_s
-    watch = monitor.watch(60.0)
+    watch = monitor.watch(250.0)
     try:
         yield Mesh(dict(pipe=4)).group("pipe")
     finally:
@@ -64,7 +64,7 @@ def heard_of(rank: int) -> Failure:
 
 def one_fails(how: str) -> tuple[str, float]:
     diagnosis._BEAT_S = BEAT_S  # of this pool's ranks, which end with the test
-    monitor.watch(60.0)
+    monitor.watch(250.0)
     group = Mesh(dict(pipe=4)).group("pipe")
     barrier(group)
     if how == "after errors of their own":
@@ -106,7 +106,7 @@ def check(how: str) -> None:
     for rank, (text, seconds) in enumerate(found[:3]):
         assert text.startswith(f"CollectiveError: rank 3 failed, so the others end: Trouble: {WRONG}\n"), text
         assert f"(Rank {rank} was in {'receive' if how == 'messages' else 'all_reduce'} of (2,) float32" in text
-        assert seconds < 20.0
+        assert seconds < 100.0
         if how != "at the end of its program":
             assert "raise Trouble(WRONG)" in text and "test_rank_errors.py:" in text
 

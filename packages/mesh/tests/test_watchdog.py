@@ -18,7 +18,7 @@ from meshfold.mesh.recording.flight_recorder import Call, FlightRecorder
 from meshfold.mesh.testing import close_pools, fake_world, ranks, run_on_ranks
 from meshfold.mesh.watchdog.monitor import GpuProgress, watch
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 
 
 def mesh() -> Mesh:
@@ -67,12 +67,12 @@ def test_the_rank_that_did_not_come_is_named_on_every_rank(what: str) -> None:
         found = run_on_ranks(4, one_comes_late, what)
     finally:
         close_pools()  # its connections are broken now
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 110
     # Rank 3 comes when the others have gone: it gets the same message, or that of a broken connection with it.
     verdicts = {text.partition("\n(Rank")[0] for text in found}
     assert len(verdicts) == 1, found
     [verdict] = verdicts
-    assert "in step 2, number " in verdict and "did not finish in 1 s" in verdict
+    assert "in step 2, number " in verdict and "did not finish in 2 s" in verdict
     culprit = next(line for line in verdict.splitlines() if line.startswith("  rank 3: "))
     assert "in late_for_its_data" in culprit and "test_watchdog.py:" in culprit
     assert "its last collective was all_reduce of (3,) float32 over data (ranks 1, 3)" in culprit

@@ -362,11 +362,11 @@ def test_run_starts_ranks_and_passes_arguments_on(meshfold: Run, tmp_path: Path)
 
 def test_run_shows_the_first_failing_ranks_traceback(meshfold: Run, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
-        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('a hole')\ntime.sleep(60)\n"
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('a hole')\ntime.sleep(250)\n"
     )
     begin = time.monotonic()
     found = meshfold("run", "--ranks", 2, "fails.py")
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 110
     assert found.returncode == 1
     assert "rank 1 of 2 raised" in found.stderr
     assert found.stderr.rstrip().endswith("ValueError: a hole")
@@ -582,7 +582,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_job(meshfold: Run, text: Path,
     (tmp_path / "spec.py").write_text(SABOTAGE)
     begin = time.monotonic()
     found = meshfold("train", "--data", text, *TINY, "--steps", 10**6, "--out", "out", "--parallel", "spec.py")
-    assert time.monotonic() - begin < 100
+    assert time.monotonic() - begin < 115
     assert found.returncode == 1
     assert "rank 1 of 2 raised" in found.stderr
     assert found.stderr.rstrip().endswith("ValueError: a hole in the data")
@@ -617,7 +617,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind(
         preexec_fn=_heed_ctrl_c,
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(read_metrics(tmp_path / "out" / "metrics.jsonl")) < 2:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
@@ -625,7 +625,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process_behind(
         processes = 3 if ranks == 2 else 1  # the warm Python has a stand-in for each
         assert len(children) == processes * (2 if start == "warm" else 1) - 1
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=120) == 130
         assert not any(Path(f"/proc/{pid}").exists() for pid in children) and not _processes_in(tmp_path)
         assert process.stderr is not None
         assert "asked to stop; Ctrl-C again ends" in process.stderr.read()

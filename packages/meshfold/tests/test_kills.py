@@ -19,7 +19,7 @@ from meshfold.mesh.testing import RankFailure, ranks, run_on_ranks
 from meshfold.models import GPT, GPTConfig
 
 STEPS = 16
-LIMIT_S = 2.0
+LIMIT_S = 4.0
 PATIENCE_S = 300.0  # of a machine that does other things too
 SPECS: dict[str, dict[str, Any]] = {
     "tensor": dict(data=2, tensor=2),
@@ -120,13 +120,13 @@ def test_a_rank_that_is_stopped_is_named(victim: int) -> None:
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(4, stopped_in_the_middle, victim, timeout_s=100)
     text = str(caught.value)
-    assert "in step 5" in text and "did not finish in 2 s" in text, text
+    assert "in step 5" in text and "did not finish in 4 s" in text, text
     if victim:
         line = next(line for line in text.splitlines() if line.strip().startswith(f"rank {victim}: process "))
         assert "is stopped (by SIGSTOP or a debugger)" in line and "in step 4" in line
     else:  # here rank 0 serves the store
         assert "the store in which they met does not answer" in text
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 90
 
 
 def asked_to_stop(victim: int, folder: str) -> tuple[int, list[float]]:

@@ -56,7 +56,7 @@ def taken_by(monkeypatch: pytest.MonkeyPatch, who: str) -> dict[str, int]:
     take = _Deal._next
 
     def next_chunk(self: _Deal, *, on_device: bool) -> object:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 100
         while not on_device and (self._left if who == "device" else not self._on_device):
             assert time.monotonic() < until
             time.sleep(1e-3)

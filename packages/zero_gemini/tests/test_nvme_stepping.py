@@ -270,7 +270,7 @@ def test_what_killed_processes_left_goes_with_a_word_and_nothing_else(tmp_path: 
         stores = [DiskStore(sys.argv[1], rank, {"a": 1 << 20}) for rank in (3, 7)]
         os._exit(1)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], timeout=120, check=False)
     others = {
         "meshfold-optimizer-rank00009.blocks": b"the only copy of a thesis",
         "meshfold-optimizer-1-rank00003.blocks": b"MFBLOCKS, and then something else",

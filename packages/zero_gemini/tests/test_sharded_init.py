@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from meshfold.mesh import Mesh, MeshfoldError, SpecError, annotate, build_on_meta, materialize
 from meshfold.mesh.parameters.parameter_meta import metadata_on
-from meshfold.mesh.testing import ranks, run_on_ranks
+from meshfold.mesh.testing import ranks, run_on_ranks, tensor_memory
 from meshfold.zero_gemini import Gemini, Memory, ShardedInit
 
 CPU = torch.device("cpu")
@@ -145,16 +143,12 @@ MIB = 2**20
 
 def peak_mib(lazily: bool, stage: int) -> tuple[float, float]:
     """Return the most memory that tensors of this rank hold while a model of 192 MiB is built, and what they hold then."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as counted:
+    with tensor_memory() as memory:
         with ShardedInit() if lazily else nullcontext():
             model = nn.ModuleList(nn.Linear(2048, 1024, bias=False) for _ in range(24))  # 8 MiB each
         held = shared(model, stage, 4 * MIB)
-    assert counted.profiler is not None and counted.profiler.kineto_results is not None
-    # What torch's allocator gave and took back. A process's own size holds code and free pages too, which differ by machine.
-    changes = [event for event in counted.profiler.kineto_results.events() if event.name() == "[memory]"]
-    sizes = list(accumulate(event.nbytes() / MIB for event in sorted(changes, key=lambda event: event.start_ns())))
     held.close()
-    return max(sizes), sizes[-1]
+    return memory.peak / MIB, memory.held / MIB
 
 
 def test_no_rank_ever_holds_more_than_its_share_and_a_chunk() -> None:

@@ -1,6 +1,16 @@
-"""Tests on several ranks: warm pools of gloo processes, and a fake world for recorded tests."""
+"""Tests on several ranks: warm pools of gloo processes, a fake world for recorded tests, bytes of tensors."""
 
 from meshfold.mesh.testing.pool import RankFailure
 from meshfold.mesh.testing.run import close_pools, copy_for_ranks, fake_world, ranks, run_on_ranks
+from meshfold.mesh.testing.tensor_memory import TensorMemory, tensor_memory
 
-__all__ = ["RankFailure", "close_pools", "copy_for_ranks", "fake_world", "ranks", "run_on_ranks"]
+__all__ = [
+    "RankFailure",
+    "TensorMemory",
+    "close_pools",
+    "copy_for_ranks",
+    "fake_world",
+    "ranks",
+    "run_on_ranks",
+    "tensor_memory",
+]
