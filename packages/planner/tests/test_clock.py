@@ -47,6 +47,16 @@ def test_an_operator_takes_the_longer_of_flop_and_bytes() -> None:
     assert optimizer_seconds(82, replace(H200, memory_rate=100.0)) == pytest.approx(1.0)
 
 
+def test_products_that_are_added_in_place_are_counted() -> None:
+    """SUMMA and rings add panel by panel; FLOP of both are those of the whole product."""
+    a, b, y = (torch.empty(shape, device="meta") for shape in ((8, 16), (16, 4), (8, 4)))
+    with DryRun() as run, Work.counted(run) as counter:
+        y.addmm_(a, b)
+        y.addmm_(a, b, beta=0)
+        y.expand(3, 8, 4).clone().baddbmm_(a.expand(3, 8, 16), b.expand(3, 16, 4))
+    assert counter.flop == 5 * 2 * 8 * 16 * 4
+
+
 def test_a_kernel_counts_as_one_operator() -> None:
     x = torch.empty(64, 256, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(256, dtype=torch.bfloat16, device="meta")

@@ -44,7 +44,9 @@ class OperatorCounter(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry  # it imports Triton
 
         super().__init__()  # type: ignore[no-untyped-call]
-        self._formulas = flop_registry
+        aten = torch.ops.aten  # the registry has no operators in place: panels of SUMMA and of rings are added by them
+        in_place = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+        self._formulas = {**flop_registry, **{changes: flop_registry[makes] for changes, makes in in_place.items()}}
         self.counts: Counter[Operator] = Counter()
         self.flop = self.repeated_flop = 0
         self._is_repeating = False
