@@ -1,0 +1,145 @@
+"""Experiments on tensor parallelism: one trace made anew, pages of the committed numbers, verdicts that can fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments import report
+from experiments.optimus import run as optimus
+from experiments.optimus import simulated as optimus_numbers
+from experiments.report import Experiment, with_results
+from experiments.tensor_layers import Grid, Size, hold, largest_batch, link_rate, memory, seconds, trace
+from experiments.tensor_measured import Measurement, arguments, grids, page, plan
+from meshfold.mesh.testing import ranks
+from meshfold.planner import find_machine
+
+SMALL = Size(hidden=64, heads=8, sequence=16, batch=8)
+ONE, TWO, DEEP, CUBE = (
+    Grid(mode="1d", sizes=(4,)),
+    Grid(mode="2d", sizes=(2, 2)),
+    Grid(mode="2.5d", sizes=(2, 2, 2)),
+    Grid(mode="3d", sizes=(2, 2, 2)),
+)
+RTX = find_machine("rtx5000x4")
+
+
+def committed(experiment: Experiment) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((experiment.folder / "results" / experiment.numbers_file).read_text("utf-8"))
+    return found
+
+
+# -- a layer --------------------------------------------------------------------------------------------------------
+
+
+def test_a_traced_layer_sends_and_computes_what_formulas_say() -> None:
+    one, two = trace(ONE, SMALL), trace(TWO, SMALL)
+    stream = SMALL.stream
+    assert one.moved("forward") == pytest.approx(2 * 2 * 3 / 4 * stream)  # two ring all-reduces
+    flop = 24 * SMALL.batch * SMALL.sequence * SMALL.hidden**2 * (1 + SMALL.sequence / (6 * SMALL.hidden))
+    for traced in (one, two):
+        assert 4 * traced.forward.flop == pytest.approx(flop)
+        assert 4 * traced.backward.flop == pytest.approx(2 * flop)
+    weights = SMALL.parameters * SMALL.itemsize
+    summa = sum(m.bytes for m in two.sent["forward"] if m.kind == "all_gather")
+    assert summa == pytest.approx((7 * stream + weights) / 4)  # (q - 1) / q² of what the papers count for g = q = 2
+    whole, split = hold(ONE, SMALL), hold(TWO, SMALL)
+    assert memory(whole, 2).inputs == 4 * memory(split, 2).inputs == 4 * memory(whole, 2, spread=4).inputs
+
+
+def test_trees_and_latency_are_charged_on_the_clock() -> None:
+    traced = trace(TWO, SMALL)
+    rings, trees = (seconds(traced, TWO, SMALL, RTX, trees=which) for which in (False, True))
+    assert trees.sent > 1.5 * rings.sent and trees.forward == rings.forward
+    slower = seconds(traced, TWO, SMALL, replace(RTX, latency=1.0))
+    calls = sum(one.calls for phase in traced.sent.values() for one in phase)
+    assert slower.sent == pytest.approx(calls, rel=0.01)
+    assert rings.training(recompute=True) == pytest.approx(rings.training(recompute=False) + rings.inference)
+
+
+def test_groups_that_leave_a_node_share_its_links() -> None:
+    line, square, odd = (Grid(mode=m, sizes=s) for m, s in (("1d", (16,)), ("2d", (4, 4)), ("2d", (6, 6))))
+    assert link_rate(RTX, ONE, ("tensor",)) == link_rate(RTX, square, ("col",)) == RTX.inside
+    assert link_rate(RTX, line, ("tensor",)) == 4 * RTX.between
+    assert link_rate(RTX, square, ("row",)) == RTX.between
+    assert link_rate(RTX, odd, ("col",)) == 2 * RTX.between  # some nodes have ranks of two groups
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    room = 3e6
+
+    def held(batch: int) -> float:
+        return memory(hold(TWO, replace(SMALL, batch=batch)), 2).total
+
+    most = largest_batch(TWO, SMALL, 2, room)
+    assert most % 2 == 0 and held(most) <= room < held(most + 2)
+    assert largest_batch(TWO, SMALL, 2, 1.0) == 0
+
+
+def test_grids_of_ranks() -> None:
+    assert grids(4, ("1d", "2d", "2.5d", "3d")) == [ONE, TWO, Grid(mode="2.5d", sizes=(4, 1, 1))]
+    assert grids(8, ("1d", "2d", "3d")) == [Grid(mode="1d", sizes=(8,)), CUBE]
+    assert DEEP in grids(8, ("2.5d",))
+
+
+WORDS = [
+    f"--{name}={value}"
+    for name, value in dict(layers=2, hidden=32, heads=4, sequence=8, batch=4, repeats=1, half=0, cap=1).items()
+]
+
+
+@ranks(2)
+def test_stacks_are_measured() -> None:
+    options = arguments("", Path()).parse_args(WORDS)
+    grid = Grid(mode="1d", sizes=(2,))
+    nothing = {"sent": 0.0, "held": 1.0, "largest": 1.0}
+    found = Measurement(options, 2, torch.device("cpu")).everything([(grid, nothing)])
+    (row,) = found["rows"]
+    assert row["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 4 * 8 * 32 * 4 and row["off"] < 1e-5
+    assert row["held"] > 0 and row["largest"] > 4 and row["seconds"] > 0
+    assert "2 ranks on CPU" in page({**found, "title": "It"})
+
+
+def test_what_is_measured_was_planned() -> None:
+    found = plan(Grid(mode="1d", sizes=(2,)), arguments("", Path()).parse_args(WORDS))
+    assert found["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 4 * 8 * 32 * 4
+
+
+# -- verdicts -------------------------------------------------------------------------------------------------------
+
+
+def spoil_optimus(found: dict[str, Any]) -> None:
+    found["rows"][0]["training"] *= 1.4
+
+
+ALL: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
+    "optimus": (optimus.EXPERIMENT, spoil_optimus, "sequences a second of 1D"),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_pages_are_made_from_the_committed_numbers_and_can_fail(name: str) -> None:
+    experiment, spoil, claim = ALL[name]
+    found = committed(experiment)
+    claims = experiment.claims(found)
+    assert (experiment.folder / "results" / "table.md").read_text("utf-8") == experiment.page(found, claims)
+    readme = (experiment.folder / "README.md").read_text("utf-8")
+    assert with_results(readme, report.summary(claims)) == readme
+    assert [one.name for one in claims if one.holds != one.expected] == []
+    assert (experiment.folder / "results" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    spoil(found)
+    assert claim in [one.name for one in experiment.claims(found) if one.holds != one.expected]
+
+
+def test_optimus_is_simulated_as_committed() -> None:
+    then = committed(optimus.EXPERIMENT)["rows"][1]
+    now = optimus_numbers.row_of("2d", optimus_numbers.settings()[0])
+    assert {key: now[key] for key in ("batch", "training", "sent")} == pytest.approx(
+        {key: then[key] for key in ("batch", "training", "sent")}, rel=0.1
+    )
