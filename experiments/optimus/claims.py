@@ -22,9 +22,9 @@ PAGE = """<!-- made from simulated.json by run.py; edit neither -->
 
 ## Weak scaling
 
-`{machine}`, {precision}, {layers} layers, sequences of {sequence} tokens, every layer recomputed, the largest batch that
-fits. *2d*: rings, as our code sends; *2d, trees*: broadcasts along trees, as the paper counts. Seconds of operators and collectives: for one
-sequence.
+`{machine}`, {precision}, {layers} layers, sequences of {sequence} tokens, every layer recomputed, the largest batch that fits.
+*2d*: rings, as our code sends; *2d, trees*: broadcasts along trees, as the paper counts. Seconds of operators and collectives: for
+one sequence.
 
 {weak}
 
