@@ -65,7 +65,7 @@ def test_texts_do_not_depend_on_chunks_neighbours_and_evictions(form: str, kind:
     requests = crowded.complete(given, sampling=GREEDY)
     assert [request.tokens for request in requests] == alone
     assert sum(request.evictions for request in requests) > 0
-    assert crowded.scheduler.pages.used == 0
+    assert crowded.scheduler.used_pages == 0
 
 
 def test_compiled_blocks_keep_codes_too() -> None:

@@ -37,7 +37,7 @@ def test_greedy_texts_are_those_of_transformers(kind: str) -> None:
     assert generator.paged, generator.reason
     found = generator.generate(given, sampling=GREEDY)
     assert found.tokens == wanted
-    assert generator.scheduler.pages.used == 0
+    assert generator.scheduler.used_pages == 0
     for prompt, text, logprobs in zip(given, found.tokens, found.logprobs, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
@@ -85,7 +85,7 @@ def test_requests_in_random_order_are_those_one_by_one(ahead: int) -> None:
         assert found[i].finish == request.finish
         assert found[i].logprobs == pytest.approx(request.logprobs, abs=2e-5)
     assert {r.finish for r in alone} == {"stop", "length"}
-    assert generator.scheduler.pages.used == 0
+    assert generator.scheduler.used_pages == 0
 
 
 def test_a_request_does_not_change_with_its_neighbours() -> None:
@@ -140,7 +140,7 @@ def test_stop_strings_end_a_text_and_are_cut_off() -> None:
     [cut] = generator.complete([[5, 6]], sampling=Sampling(temperature=0.0, max_new_tokens=12, stop=("??", stop)))
     assert (cut.text, cut.finish) == (free.text[:first], "stop")
     assert cut.tokens == free.tokens[: first + 2]
-    assert generator.scheduler.pages.used == 0
+    assert generator.scheduler.used_pages == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt", marks=pytest.mark.slow)])
@@ -163,7 +163,7 @@ def test_the_model_is_left_as_it_was() -> None:
     next(stream)
     assert model.config._attn_implementation == before and model.training and not model.lm_head._forward_pre_hooks
     stream.close()
-    assert not generator.busy and generator.scheduler.pages.used == 0
+    assert not generator.busy and generator.scheduler.used_pages == 0
     ours = own("gpt").train()
     ours.blocks[0].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -180,7 +180,7 @@ def test_a_failed_step_drops_its_requests_and_their_pages() -> None:
     with pytest.raises(ZeroDivisionError):
         generator.step()
     hook.remove()
-    assert request.finish == "cancelled" and generator.scheduler.pages.used == 0
+    assert request.finish == "cancelled" and generator.scheduler.used_pages == 0
     assert generator.generate([[3, 4, 5]], sampling=GREEDY).tokens == [greedy(model, [3, 4, 5], 8)]
 
 

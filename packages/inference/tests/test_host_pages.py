@@ -20,7 +20,7 @@ from meshfold.inference import Generator, Pages, Request, Sampling
 from meshfold.inference.cache import LayerShape, Pool
 from meshfold.inference.forward import PagedForward
 from meshfold.inference.host_pages import HostPages
-from meshfold.inference.schedule import Scheduler
+from meshfold.inference.schedule import Part, Scheduler
 from meshfold.mesh import SpecError
 from meshfold.mesh.testing import run_on_ranks
 
@@ -71,7 +71,7 @@ def test_texts_are_those_of_an_unlimited_pool(sampling: Sampling, more: dict[str
         requests = generator.complete(given, sampling=sampling)
         assert [request.tokens for request in requests] == wanted.tokens
         assert torch.allclose(torch.tensor([r.logprobs for r in requests]), torch.tensor(wanted.logprobs), atol=1e-4)
-        assert sum(request.evictions for request in requests) > 0 and generator.scheduler.pages.used == 0
+        assert sum(request.evictions for request in requests) > 0 and generator.scheduler.used_pages == 0
         restored = sum(request.restored for request in requests)
         assert (restored > 0) == (host_tokens == 64) or host_tokens == 4
         assert generator.host is None if not host_tokens else generator.host is not None and generator.host.used == 0
@@ -105,7 +105,7 @@ class Fake:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=7), st.integers(0, 8), st.data())
 def test_no_place_is_lost(wanted: list[tuple[int, int]], room: int, data: st.DataObject) -> None:
     store = Fake(room)
-    scheduler = Scheduler(Pages(9, 2), most_rows=4, chunk=6, store=store)
+    scheduler = Scheduler([Part(Pages(9, 2), store)], most_rows=4, chunk=6)
     requests = [Request(i, (i,) * n, Sampling(max_new_tokens=more)) for i, (n, more) in enumerate(wanted)]
     for request in requests:
         scheduler.submit(request)
@@ -118,7 +118,7 @@ def test_no_place_is_lost(wanted: list[tuple[int, int]], room: int, data: st.Dat
         left = [request for request in requests if not request.finish]
         if left and data.draw(st.integers(0, 9)) == 0:
             scheduler.finish(data.draw(st.sampled_from(left)), "cancelled")
-    assert not store.held and sorted(store.left) == list(range(room)) and scheduler.pages.used == 0
+    assert not store.held and sorted(store.left) == list(range(room)) and scheduler.used_pages == 0
 
 
 def on_ranks() -> tuple[list[list[int]], int]:

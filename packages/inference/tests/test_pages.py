@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from meshfold.inference import Pages, Sampling
 from meshfold.inference.pages import OutOfPages
-from meshfold.inference.schedule import Request, Scheduler, Step, ids_of
+from meshfold.inference.schedule import Part, Request, Scheduler, Step, ids_of
 from meshfold.mesh import MeshfoldError, SpecError
 
 COUNT, SIZE = 9, 3
@@ -107,7 +107,7 @@ def test_requests_in_any_order_are_those_alone(seed: int, share: bool) -> None:
     chance = random.Random(seed)
     size, count = chance.choice([1, 2, 4]), chance.choice([12, 20, 40])
     pages = Pages(count, size)
-    scheduler = Scheduler(pages, most_rows=chance.choice([1, 3, 6]), chunk=chance.choice([6, 11]), share=share)
+    scheduler = Scheduler([Part(pages)], most_rows=chance.choice([1, 3, 6]), chunk=chance.choice([6, 11]), share=share)
     prompts = [tuple(chance.randrange(2) for _ in range(chance.randint(1, 3 * size + 4))) for _ in range(32)]
     requests = []
     for number, prompt in enumerate(prompts):
@@ -149,7 +149,7 @@ def test_requests_in_any_order_are_those_alone(seed: int, share: bool) -> None:
 
 def test_a_full_pool_evicts_who_came_last_and_loses_nothing() -> None:
     pages = Pages(6, 2)
-    scheduler = Scheduler(pages, most_rows=4, chunk=8)
+    scheduler = Scheduler([Part(pages)], most_rows=4, chunk=8)
     requests = [Request(i, (i, i, i), Sampling(max_new_tokens=8, seed=i)) for i in range(3)]
     for request in requests:
         scheduler.submit(request)
@@ -162,22 +162,22 @@ def test_a_full_pool_evicts_who_came_last_and_loses_nothing() -> None:
 
 
 def test_sequences_that_begin_alike_compute_it_once() -> None:
-    scheduler = Scheduler(Pages(32, 4), most_rows=8, chunk=64)
+    scheduler = Scheduler([Part(Pages(32, 4))], most_rows=8, chunk=64)
     prompt = tuple(range(10))
     for number in range(4):
         scheduler.submit(Request(number, prompt, Sampling(max_new_tokens=2)))
     step = scheduler.plan()
     assert [span.count for span in step.spans] == [10, 2, 2, 2]  # already in the step that computes it
-    assert scheduler.pages.used == 3 + 3
+    assert scheduler.used_pages == 3 + 3
     fill(step, {}, 4)
 
 
 def test_requests_are_checked() -> None:
-    scheduler = Scheduler(Pages(4, 2), most_rows=1, chunk=4)
+    scheduler = Scheduler([Part(Pages(4, 2))], most_rows=1, chunk=4)
     with pytest.raises(SpecError, match=r"takes 5 pages, and there are 4.*max_new_tokens=4"):
         scheduler.submit(Request(0, (1,) * 5, Sampling(max_new_tokens=5)))
     with pytest.raises(SpecError, match="chunk=3"):
-        Scheduler(Pages(4, 2), most_rows=4, chunk=3)
+        Scheduler([Part(Pages(4, 2))], most_rows=4, chunk=3)
     for wrong in ([], [1.5], ["a"], [-1]):
         with pytest.raises(SpecError, match="a prompt"):
             ids_of(wrong)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,12 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parent))  # for the helpers beside this file, on every rank
-from inference_models import FAMILIES, greedy, hugging_face, own, prompts
+from inference_models import FAMILIES, greedy, hugging_face, own
 
 from meshfold.engine import Engine
-from meshfold.inference import Generator, Sampling
+from meshfold.inference import Generator, Request, Sampling
 from meshfold.mesh.testing import run_on_ranks
 
-GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
-DRAWN = Sampling(top_k=20, max_new_tokens=4, seed=4)
 MEGATRON = dict(mode="megatron")
 SPECS: dict[str, tuple[int, dict[str, Any]]] = {
     "1d": (2, dict(tensor=2)),
@@ -25,38 +24,68 @@ SPECS: dict[str, tuple[int, dict[str, Any]]] = {
     "2d": (4, dict(tensor=dict(mode="2d", size=4))),
     "2.5d": (4, dict(tensor=dict(mode="2.5d", size=4, depth=4))),
     "3d": (4, dict(tensor=dict(mode="3d", grid=(2, 2, 1)))),
+    "3d with split columns": (4, dict(tensor=dict(mode="3d", grid=(1, 2, 2)))),
     "data": (2, dict(data=2)),
     "zero 3": (4, dict(data=2, tensor=2, zero=dict(stage=3))),
     "expert": (2, dict(data=2, expert=dict(size=2))),
     "pipeline": (2, dict(pipeline=2)),
     "pipeline and 1d": (4, dict(pipeline=2, tensor=2)),
+    "pipeline and zero 3": (4, dict(pipeline=2, data=2, zero=dict(stage=3))),
     "ring": (2, dict(sequence=dict(mode="ring", size=2))),
     "ulysses": (2, dict(sequence=dict(mode="ulysses", size=2))),
 }
-PAGED = ("1d", "1d of 4", "1d+sequence", "data", "zero 3", "expert")
+WHOLE = ("ring", "ulysses")  # sequences that ranks share
+ROUGH = ("llama", "qwen3", "mistral", "mixtral")  # their norms compute in float32
+PARTS = {"2d": 2, "2.5d": 4, "3d": 4, "3d with split columns": 2}
+"""parts into which the rows of a batch are split"""
 KINDS = ["gpt", "llama of ours", "llama of ours, window", *(kind for kind in FAMILIES if kind != "gpt2")]
 
 
 def made(kind: str) -> Any:
+    """Return a model in float64, which grouped products of experts do not take."""
     if kind in FAMILIES:
-        return hugging_face(kind)
-    return own("gpt") if kind == "gpt" else own("llama", window=5 if "window" in kind else None)
+        model = hugging_face(kind)
+        return model if kind == "mixtral" else model.double()
+    return own("gpt" if kind == "gpt" else "llama", window=5 if "window" in kind else None).double()
 
 
-def texts(
-    cases: list[tuple[str, dict[str, Any]]],
-) -> list[tuple[list[list[int]], list[list[int]], list[list[float]], str]]:
+def wishes() -> list[tuple[list[int], Sampling]]:
+    """Prompts, of which some begin alike, each with settings of its own."""
+    kinds: list[dict[str, Any]] = [dict(temperature=0.0), dict(top_k=20), dict(temperature=1.2, repetition_penalty=1.3)]
+    first = [5, 9, 11, 7, 33, 8, 41, 12, 6]
+    return [
+        ([*first[: 5 + i % 5], 20 + i % 3], Sampling(max_new_tokens=11 - i % 7, seed=i, **kinds[i % 3]))
+        for i in range(9)
+    ]
+
+
+def crowded(model: Any, name: str) -> tuple[Generator, list[Request]]:
+    """Run requests that arrive one by one over pools that are too small for all."""
+    chance, waiting, requests = random.Random(5), wishes(), []
+    parts = PARTS.get(name, 1)
+    host = 0 if name in WHOLE else 14 * parts
+    generator = Generator(model, tokens=22 * parts, page_size=2, most_rows=6, chunk=8, ahead=2, host_tokens=host)
+    while waiting or generator.busy:
+        while waiting and chance.random() < 0.6:
+            requests.append(generator.submit(*waiting.pop(0)))
+        generator.step()
+    return generator, requests
+
+
+def texts(cases: list[tuple[str, str]]) -> list[Any]:
     found = []
-    for kind, spec in cases:
-        with Engine(made(kind), spec) as engine:
-            generator = Generator(engine.generator, page_size=4, most_rows=3, chunk=5, ahead=3)
-            rollouts = generator.generate(prompts(3), sampling=DRAWN)
+    for kind, name in cases:
+        precision = "fp32" if kind == "mixtral" else "fp64"
+        with Engine(made(kind), SPECS[name][1], precision=precision) as engine:
+            generator, requests = crowded(engine.generator, name)
+            scheduler = generator.scheduler
+            assert scheduler.used_pages == 0 and (generator.host is None or generator.host.used == 0)
             found.append(
                 (
-                    generator.generate(prompts(3), sampling=GREEDY).tokens,
-                    rollouts.tokens,
-                    rollouts.logprobs,
+                    [(r.tokens, r.logprobs) for r in requests],
+                    [sum(getattr(r, what) > 0 for r in requests) for what in ("evictions", "shared", "restored")],
                     generator.reason,
+                    len(scheduler.parts),
                 )
             )
     return found
@@ -64,16 +93,24 @@ def texts(
 
 def check(size: int, cases: list[tuple[str, str]]) -> None:
     models = {kind: made(kind).eval() for kind, _ in cases}
-    for rank in run_on_ranks(size, texts, [(kind, SPECS[name][1]) for kind, name in cases]):
-        for (likely, drawn, logprobs, reason), (kind, name) in zip(rank, cases, strict=True):
-            model, case = models[kind], (kind, name, reason)
-            assert (not reason) == (name in PAGED), case
-            assert likely == [greedy(model, prompt, 4) for prompt in prompts(3)], case
-            alone = Generator(model).generate(prompts(3), sampling=DRAWN)
-            assert drawn == alone.tokens, case
-            assert [p for row in logprobs for p in row] == pytest.approx(
-                [p for row in alone.logprobs for p in row], abs=1e-4
-            ), case
+    alone = {}
+    for kind, model in models.items():
+        one = Generator(model, page_size=8, most_rows=1)
+        alone[kind] = [one.submit(*wish) for wish in wishes()]
+        while one.busy:
+            one.step()
+    for kind, model in models.items():
+        for (prompt, sampling), request in zip(wishes(), alone[kind], strict=True):
+            assert sampling.temperature or request.tokens == greedy(model, prompt, sampling.max_new_tokens)
+    for rank in run_on_ranks(size, texts, cases):
+        for (heard, counts, reason, parts), (kind, name) in zip(rank, cases, strict=True):
+            case = (kind, name, reason, counts)
+            assert (not reason) == (name not in WHOLE), case
+            assert reason or (counts[0] and counts[1] and counts[2]), case
+            assert parts == PARTS.get(name, 1), case
+            for (tokens, logprobs), request in zip(heard, alone[kind], strict=True):
+                assert tokens == request.tokens, case
+                assert logprobs == pytest.approx(request.logprobs, abs=2e-5 if kind in ROUGH else 1e-9), case
 
 
 def families(name: str) -> list[str]:

@@ -19,8 +19,8 @@ from meshfold.inference.cache import Rows
 from meshfold.inference.sampling import Sampling, SamplingRows, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span
 
-Logits = Callable[[Tensor, Rows], Tensor]
-"""ids ``b`` and what attention needs -> logits ``b v``"""
+Logits = Callable[[Tensor, Tensor, Rows], Tensor]
+"""ids and positions ``b``, and what attention needs of this rank's rows -> logits ``b v``"""
 _IDLE = Sampling(temperature=0.0)
 
 
@@ -35,7 +35,17 @@ class DecodeBatch:
     """Buffers of a batch of so many rows, and the graphs over them."""
 
     def __init__(
-        self, rows: int, width: int, most: int, size: int, spare: int, device: torch.device, *, whole: bool
+        self,
+        rows: int,
+        width: int,
+        most: int,
+        size: int,
+        spare: int,
+        device: torch.device,
+        *,
+        mine: slice,
+        whole: bool,
+        captures: bool,
     ) -> None:
         """Args:
         rows: of the batch.
@@ -44,6 +54,8 @@ class DecodeBatch:
         size: tokens of a page.
         spare: the page for keys and values that no sequence needs.
         device: of the buffers.
+        mine: the rows that this rank has in attention.
+        captures: steps become CUDA graphs.
         whole: attention gets tables of one width always, for compiled code; a graph does anyway.
         """
         self._rows, self._width, self._most, self._size, self._spare = rows, width, most, size, spare
@@ -57,16 +69,18 @@ class DecodeBatch:
         self._settings = sampling_rows([_IDLE] * rows, device)
         self._seen: Tensor | None = None
         self._listed: list[list[int]] = []
+        self._places: list[int] = []  # the row of each sequence
         self._next: list[tuple[Request, int]] = []  # the sequence of each row, and its next position
         self._graphs: dict[tuple[bool, bool, bool], torch.cuda.CUDAGraph] = {}
-        self._captures = device.type == "cuda"
+        self._mine, self._captures = mine, captures
         self._whole = whole or self._captures
 
-    def load(self, spans: Sequence[Span], steps: int, seen: Tensor | None) -> None:
+    def load(self, spans: Sequence[Span], places: Sequence[int], steps: int, seen: Tensor | None) -> None:
         """Fill the buffers.
 
         Args:
             spans: the sequences, each with its last token.
+            places: the row of each.
             steps: tokens that will be computed.
             seen: ``b v`` bool, words that the sequences have, if some have a penalty on them.
         """
@@ -74,30 +88,27 @@ class DecodeBatch:
         # spare page.
         used = min(max(-(-(span.start + steps) // self._size) for span in spans) + 1, self._width)
         listed = [[*span.request.pages[:used], *[self._spare] * (used - len(span.request.pages))] for span in spans]
-        if listed != self._listed:
-            tables = torch.tensor(listed + [[self._spare] * used] * (self._rows - len(spans)))
+        if listed != self._listed or places != self._places:
+            tables = torch.full((self._rows, used), self._spare)
+            tables[places] = torch.tensor(listed)
             self._tables[:, :used].copy_(tables)
         self._used = self._width if self._whole else used
-        self._listed = listed
+        self._listed, self._places = listed, [*places]
         goes_on = self._next == [(span.request, span.start) for span in spans]
         self._next = [(span.request, span.start + steps) for span in spans]
         if not goes_on:  # else the device has all of it
-            self._fill(spans, seen)
+            self._fill(spans, places, seen)
         self._step.zero_()
 
-    def _fill(self, spans: Sequence[Span], seen: Tensor | None) -> None:
+    def _fill(self, spans: Sequence[Span], places: Sequence[int], seen: Tensor | None) -> None:
         """Fill the buffers that steps carry on, and the settings."""
-        idle = self._rows - len(spans)
-        numbers = torch.tensor(
-            [
-                [*(span.request.slice(span.start, span.stop)[0] for span in spans), *[0] * idle],
-                [*(span.start for span in spans), *[0] * idle],
-                [*[1] * len(spans), *[0] * idle],
-            ]
-        )
+        numbers, rows = torch.zeros(3, self._rows, dtype=torch.int64), [_IDLE] * self._rows
+        for span, row in zip(spans, places, strict=True):
+            numbers[:, row] = torch.tensor([span.request.slice(span.start, span.stop)[0], span.start, 1])
+            rows[row] = span.request.sampling
         for buffer, values in zip((self._ids, self._positions, self._going), numbers, strict=True):
             buffer.copy_(values)
-        given = sampling_rows([span.request.sampling for span in spans] + [_IDLE] * idle, torch.device("cpu"))
+        given = sampling_rows(rows, torch.device("cpu"))
         for name, value in vars(given).items():
             if isinstance(value, Tensor):
                 getattr(self._settings, name).copy_(value)
@@ -107,7 +118,7 @@ class DecodeBatch:
         if seen is not None:
             if self._seen is None or self._seen.shape[1] != seen.shape[1]:
                 self._seen = torch.zeros(self._rows, seen.shape[1], dtype=torch.bool, device=seen.device)
-            self._seen[: len(spans)].copy_(seen)
+            self._seen[torch.tensor(places, device=seen.device)] = seen
 
     @property
     def captured(self) -> bool:
@@ -139,8 +150,9 @@ class DecodeBatch:
         place = torch.div(self._positions, self._size, rounding_mode="floor").clamp(max=self._width - 1)
         page = self._tables.gather(1, place.unsqueeze(1)).squeeze(1)
         page = torch.where(self._positions < self._width * self._size, page, self._spare)
-        rows = Rows(page, self._positions % self._size, self._positions, self._tables[:, : self._used])
-        found = logits(self._ids, rows)
+        mine, offset = self._mine, self._positions % self._size
+        rows = Rows(page[mine], offset[mine], self._positions[mine], self._tables[mine, : self._used])
+        found = logits(self._ids, self._positions, rows)
         settings: SamplingRows = self._settings
         tokens, logprobs = sample(found, self._positions + 1, settings, self._seen)
         if settings.penalizes and self._seen is not None:

@@ -16,17 +16,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshfold.inference.cache import Chunk, LayerShape, PagedLayer, Pool, Rows
+from meshfold.inference.batch import Batch, RowParts, lay_out
+from meshfold.inference.cache import LayerShape, PagedLayer, Pool, Rows
+from meshfold.inference.calls import ModelCalls
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
-from meshfold.inference.routing import head_of, routed
+from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
 from meshfold.mesh import SpecError
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.tracking import without_tracking
-from meshfold.tensor_parallel.convert import padding_for_decoding, row_multiple
+from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
 
 Sampled = tuple[list[int], list[float]]
 """tokens and log-probs"""
@@ -68,7 +70,7 @@ class PagedForward:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         pages: int,
         size: int,
         device: torch.device,
@@ -79,8 +81,8 @@ class PagedForward:
         cache: str | None = None,
     ) -> None:
         """Args:
-        model: a module whose attention can be routed.
-        pages, size: of the pool.
+        model: a module whose attention can be routed, or a pipeline of its stages; all its ranks must make one.
+        pages, size: of this rank's pool.
         device: of the model.
         longest: tokens of the longest sequence.
         most: tokens that are computed in a row before the host reads them.
@@ -88,24 +90,25 @@ class PagedForward:
         cache: form of the keys and values, as for :class:`meshfold.inference.cache.Pool`.
 
         Raises:
-            SpecError: if its logits by pages are not those that it computes by itself.
+            SpecError: if its attention cannot be routed, or its logits by pages are not those that it computes by itself.
         """
-        self.model, self.device = model, device
+        self._calls, self.device = ModelCalls(model, device), device
+        self.model = self._calls.module
         self._rows: Rows | None = None
         self._chosen: Tensor | None = None
         self._number: dict[nn.Module, int] = {}
-        self._multiple = row_multiple(model, 1)
+        self._parts = RowParts(*attention_part(self.model), row_multiple(self.model, 1))
         self._width, self._most = min(-(-longest // size), pages), most
         self._batches: dict[int, DecodeBatch] = {}
         self._words = 0
         self._paged: dict[nn.Module, PagedLayer] = {}
         shapes = self._shapes()
         self.pool = Pool(shapes, pages, size, device, cache)
-        self._blocks = CompiledBlocks(model, self._number, compile) if compile else None
+        self._blocks = CompiledBlocks(self.model, self._number, compile) if compile else None
         self._paged = {layer: self.pool.layer(number) for layer, number in self._number.items()} if compile else {}
         self.row_kernels: RowKernels | None = None
-        if device.type == "cuda" and not compile and find_spec("triton") is not None:
-            self.row_kernels = RowKernels(model, head_of(model))
+        if device.type == "cuda" and not compile and not self._calls.staged and find_spec("triton") is not None:
+            self.row_kernels = RowKernels(self.model, head_of(self.model))
         self._check()
 
     @contextmanager
@@ -122,96 +125,62 @@ class PagedForward:
             stack.enter_context(routed(self.model, self._attend, self._paged if compiled else None))
             stack.enter_context(without_tracking())
             head = head_of(self.model)
-            if head is not None and self._multiple == 1:
+            if head is not None and not self._parts.split:
                 hook = head.register_forward_pre_hook(self._choose, prepend=True)
                 stack.callback(hook.remove)
             yield
 
-    def logits(self, ids: Tensor, rows: Rows, chosen: Tensor | None = None) -> Tensor:
+    def logits(self, ids: Tensor, positions: Tensor, rows: Rows, chosen: Tensor | None = None) -> Tensor:
         """Return logits ``t v``; inside of :meth:`entered`.
 
         Args:
-            ids: ``t``, of the rows.
-            rows: what attention needs.
+            ids, positions: ``t``, of all rows.
+            rows: what attention needs of this rank's.
             chosen: int64, the rows whose logits are needed; None for all.
         """
-        count = ids.shape[0]
         self._rows, self._chosen = rows, chosen
         for layer in self._paged.values():
             layer.rows = rows
-        options = {} if getattr(self.model, "caches_keys", False) else {"use_cache": False}
-        output = self.model(ids.unsqueeze(1), position_ids=rows.positions.unsqueeze(1), **options)
-        logits: Tensor = getattr(output, "logits", output)
-        logits = logits.reshape(-1, logits.shape[-1])
-        return logits if chosen is None or logits.shape[0] != count else logits[chosen]
-
-    def batch(self, step: Step) -> tuple[Tensor, Rows, Tensor]:
-        """Return the ids of a step's rows, attention's metadata, and the rows that sample, as tensors on the device."""
-        size, spans = self.pool.size, step.spans
-        count = sum(span.count for span in spans)
-        filled = -(-count // self._multiple) * self._multiple
-        ids: list[int] = []
-        positions: list[int] = []
-        pages, offsets, last = [], [], []
-        for span in spans:
-            places = range(span.start, span.stop)
-            ids += span.request.slice(span.start, span.stop)
-            positions += places
-            pages += [span.request.pages[place // size] for place in places]
-            offsets += [place % size for place in places]
-            if span.samples:
-                last.append(len(ids) - 1)
-        more = filled - count
-        numbers = torch.tensor(
-            [ids + [0] * more, positions + [0] * more, pages + [self.pool.spare] * more, offsets + [0] * more]
-        ).to(self.device)
-        singles = len(step.decode)
-        width = max((len(span.request.pages) for span in step.decode), default=1)
-        listed = [span.request.pages + [self.pool.spare] * (width - len(span.request.pages)) for span in step.decode]
-        tables = torch.tensor(listed, dtype=torch.int64).view(singles, width).to(self.device)
-        chunks, row = [], singles
-        for span in step.prefill:
-            mine = span.request.pages[: -(-span.stop // size)]
-            chunks.append(Chunk(row, span.count, span.start, torch.tensor(mine).to(self.device)))
-            row += span.count
-        if more:
-            spare = torch.tensor([self.pool.spare]).to(self.device)
-            chunks += [Chunk(row + i, 1, 0, spare) for i in range(more)]
-        rows = Rows(numbers[2], numbers[3], numbers[1], tables, tuple(chunks))
-        return numbers[0], rows, torch.tensor(last, dtype=torch.int64).to(self.device)
+        logits = self._calls.logits(ids.unsqueeze(1), positions.unsqueeze(1))
+        self._words = logits.shape[-1]
+        logits = logits.reshape(-1, self._words)
+        return logits if chosen is None or logits.shape[0] != ids.shape[0] else logits[chosen]
 
     def run_ahead(self, step: Step, steps: int) -> list[Sampled]:
         """Run a step of sequences with one token each, and those that follow it, for all of them; return what each samples."""
         spans = step.decode
-        count = -(-bucket(len(spans)) // self._multiple) * self._multiple
-        batch = self._batches.get(count)
+        each = self._parts.each(bucket(self._parts.longest(spans, tokens=False)))
+        batch = self._batches.get(each)
         if batch is None:
             batch = DecodeBatch(
-                count,
+                each * self._parts.parts,
                 self._width,
                 self._most,
                 self.pool.size,
                 self.pool.spare,
                 self.device,
+                mine=self._parts.mine(each * self._parts.parts),
                 whole=self._blocks is not None,
+                captures=self.device.type == "cuda" and not self._calls.staged,
             )
-            self._batches[count] = batch
+            self._batches[each] = batch
         found: list[Sampled] = []
-        batch.load(spans, steps, seen_words(spans, self._words, self.device))
+        places = self._parts.places(spans, each)
+        batch.load(spans, places, steps, seen_words(spans, self._words, self.device))
         if batch.captured:
             rolled = batch.run(steps, None)
         else:
-            with self.entered(compiled=True, single=count == 1):
+            with self.entered(compiled=True, single=each * self._parts.parts == 1):
                 rolled = batch.run(steps, self.logits)
         for tokens, logprobs in zip(*rolled, strict=True):
-            found.append((tokens[: len(spans)], logprobs[: len(spans)]))
+            found.append(([tokens[row] for row in places], [logprobs[row] for row in places]))
         return found
 
     def run(self, step: Step) -> Sampled:
         """Run a step."""
         with self.entered():
-            ids, rows, last = self.batch(step)
-            logits = self.logits(ids, rows, last)
+            batch = lay_out(step, self._parts, self.pool.size, self.pool.spare, self.device)
+            logits = self.logits(batch.ids, batch.positions, batch.rows, batch.last)
         return draw(logits, [span for span in step.spans if span.samples])
 
     # -- attention --------------------------------------------------------------------------------------------------
@@ -219,6 +188,8 @@ class PagedForward:
     def _attend(
         self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
     ) -> Tensor:
+        if self._calls.looks:
+            return _unattended(q, v)
         if self._rows is None or q.shape[0] != self._rows.page.shape[0]:
             raise SpecError(f"attention has {q.shape[0]} rows on this rank, not those of the batch")
         return self.pool.attend(self._number[layer], q, k, v, self._rows, scale=scale, window=window)
@@ -230,51 +201,62 @@ class PagedForward:
         return args[0].index_select(0, self._chosen), *args[1:]
 
     def _shapes(self) -> list[LayerShape]:
-        """Call the model once to see its attention layers in their order, and their keys."""
+        """Run this rank's layers once to see its attention layers in their order, and their keys."""
         shapes: list[LayerShape] = []
-        count = self._multiple
+        count = self._parts.each(1)
 
         def attend(
             layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None
         ) -> Tensor:
+            if self._calls.looks:
+                return _unattended(q, v)
             if q.shape[0] != count:
-                raise SpecError("a tensor mode that splits the rows of a batch: paged attention needs all on each rank")
+                raise SpecError(f"attention has {q.shape[0]} rows on this rank, and {count} were expected")
             if layer in self._number:
                 raise SpecError(f"{type(layer).__name__} attends twice in one forward")
             self._number[layer] = len(shapes)
             shapes.append(LayerShape(k.shape[1], k.shape[2], v.dtype))
-            return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            return _unattended(q, v)
 
-        with ready(self.model), routed(self.model, attend), without_tracking():
-            zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
-            self._words = self.logits(zeros, Rows(zeros, zeros, zeros, zeros.view(-1, 1))).shape[-1]
-        if not shapes:
-            raise SpecError(f"{type(self.model).__name__} calls no attention that can be routed to pages")
+        with self._calls.agreed():
+            reason = unrouted_reason(self.model)
+            if reason:
+                raise SpecError(reason)
+        with self._calls.agreed(), ready(self.model), routed(self.model, attend), without_tracking():
+            zeros = torch.zeros(count * self._parts.parts, 1, dtype=torch.int64, device=self.device)
+            self._calls.rehearse(zeros, zeros)
+            if not shapes:
+                raise SpecError(f"{type(self.model).__name__} calls no attention that can be routed to pages")
         return shapes
 
     def _check(self) -> None:
         """Compare logits by pages with the model's own, on a few tokens: another mixer of tokens would show."""
         size, tokens = self.pool.size, 4
         words = getattr(getattr(self.model, "config", None), "vocab_size", 8)
-        request = Request(0, tuple(word % words for word in range(1, tokens + 1)), _CHECK)
-        request.pages = list(range(-(-tokens // size)))
-        if len(request.pages) > self.pool.pages:
+        prompt = tuple(word % words for word in range(1, tokens + 1))
+        requests = [Request(0, prompt, _CHECK, part=part) for part in range(self._parts.parts)]
+        for request in requests:
+            request.pages = list(range(-(-tokens // size)))
+        if len(requests[0].pages) > self.pool.pages:
             return
-        steps = [Step((), (Span(request, 0, 2),)), Step((), (Span(request, 2, 1),)), Step((Span(request, 3, 1),), ())]
+
+        def spans(start: int, count: int) -> tuple[Span, ...]:
+            return tuple(Span(request, start, count) for request in requests)
+
         found = []
         with self.entered():
-            for step in steps:
-                ids, rows, _ = self.batch(step)
-                found.append(self.logits(ids, rows)[: step.spans[0].count])
-        if self.row_kernels is not None and self._multiple == 1:
-            self._try_row_kernels(ids, rows, found[-1])
+            for step in (Step((), spans(0, 2)), Step((), spans(2, 1)), Step(spans(3, 1), ())):
+                batch = lay_out(step, self._parts, size, self.pool.spare, self.device)
+                logits = self.logits(batch.ids, batch.positions, batch.rows)
+                found.append(logits.view(self._parts.parts, -1, self._words)[:, : step.spans[0].count])
+        if self.row_kernels is not None and not self._parts.split:
+            self._try_row_kernels(batch, found[-1][0])
         with ready(self.model), without_tracking():
-            ids = torch.tensor([request.prompt], device=self.device).expand(self._multiple, -1)
-            options = {} if getattr(self.model, "caches_keys", False) else {"use_cache": False}
-            output = self.model(ids, **options)
-            expected = getattr(output, "logits", output)[0].float()
+            ids = torch.tensor([prompt], device=self.device).expand(self._parts.each(1) * self._parts.parts, -1)
+            expected = self._calls.logits(ids)[:1].float()
         self.pool.clear()
-        error = _distance(torch.cat(found), expected)
+        logits = torch.cat(found, 1)
+        error = _distance(logits, expected.expand_as(logits))
         exact = self.pool.layers[0].scale is None and self.pool.layers[0].dtype in (torch.float32, torch.float64)
         if not error < (1e-2 if exact else 0.3):
             raise SpecError(
@@ -282,17 +264,22 @@ class PagedForward:
                 "something besides causal attention mixes its tokens"
             )
 
-    def _try_row_kernels(self, ids: Tensor, rows: Rows, wanted: Tensor) -> None:
+    def _try_row_kernels(self, batch: Batch, wanted: Tensor) -> None:
         """Compute a row by its kernels; drop them if the result differs, or if Triton cannot compile them."""
         try:
             with self.entered(single=True):
-                error = _distance(self.logits(ids, rows), wanted)
+                error = _distance(self.logits(batch.ids, batch.positions, batch.rows), wanted)
         except Exception as problem:  # of Triton's compiler
             reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
             warnings.warn(f"no kernels for a single row, which is slower: {reason}", stacklevel=2)
             error = float("inf")
         if not error < (1e-3 if wanted.dtype == torch.float32 else 0.15):
             self.row_kernels = None  # or its norms and layers are not what their names say
+
+
+def _unattended(q: Tensor, v: Tensor) -> Tensor:
+    """Return something in the shape of attention's output."""
+    return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -12,12 +12,12 @@ from torch import nn
 from meshfold.inference.forward import PagedForward, Runner, WholeForward
 from meshfold.inference.host_pages import HostPages
 from meshfold.inference.pages import Pages
-from meshfold.inference.routing import unrouted_reason
 from meshfold.inference.sampling import Sampling, request_seed
-from meshfold.inference.schedule import Request, Scheduler, ids_of
+from meshfold.inference.schedule import Part, Request, Scheduler, ids_of
 from meshfold.kernels import CACHE_FORMS
 from meshfold.mesh import MeshfoldError, SpecError, did_you_mean
 from meshfold.mesh.spec import argument_checks as settings
+from meshfold.tensor_parallel.convert import attention_part
 
 MOST_TOKENS = 4096
 """tokens of a sequence for which there is room by default"""
@@ -59,7 +59,7 @@ class Generator:
         paged: keys and values are kept in pages; otherwise every token costs a forward of its whole sequence.
         reason: why they are not; empty if they are.
         scheduler: queue and pages.
-        host: pages on the host; None if there are none.
+        host: pages of this rank on the host; None if there are none.
         version: of the weights.
     """
 
@@ -81,7 +81,8 @@ class Generator:
     ) -> None:
         """Args:
         model: a causal language model: one of ours or of transformers', or ``engine.generator``.
-        tokens: room in the pool for so many tokens; by default ``most_rows`` sequences of the longest length, 4,096 at most.
+        tokens: room in the pool for so many tokens; in 2d, 2.5d and 3d, whose ranks share the rows of a batch, of all ranks.
+            By default ``most_rows`` sequences of the longest length, 4,096 at most.
         page_size: tokens of a page.
         most_rows: sequences that run at once.
         chunk: tokens of prompts and sequences that one forward computes at most.
@@ -124,22 +125,22 @@ class Generator:
         self._ahead = settings.count("ahead", ahead) if ahead is not None else 8 if device.type == "cuda" else 1
         self.version, self._requests = 0, 0
         self.runner: Runner
-        self.reason = unrouted_reason(self._module) if isinstance(model, nn.Module) else "it is a pipeline"
-        if not self.reason:
-            try:
-                longest = min(self.longest or pages * page_size, pages * page_size)
-                self.runner = PagedForward(
-                    model,
-                    pages,
-                    page_size,
-                    device,
-                    longest=longest,
-                    most=self._ahead,
-                    compile="inductor" if compile is True else compile,
-                    cache=cache,
-                )
-            except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
-                self.reason = str(error)
+        self.reason = ""
+        part, parts = attention_part(self._module)
+        each = -(-pages // parts)
+        try:
+            self.runner = PagedForward(
+                model,
+                each,
+                page_size,
+                device,
+                longest=min(self.longest or each * page_size, each * page_size),
+                most=self._ahead,
+                compile="inductor" if compile is True else compile,
+                cache=cache,
+            )
+        except MeshfoldError as error:  # a spec, or a model, that the conversion refuses to run in this way
+            self.reason = str(error)
         settings.count("host_tokens", host_tokens, least=0)
         if self.reason and (cache is not None or host_tokens):
             name, value = ("host_tokens", host_tokens) if cache is None else ("cache", cache)
@@ -149,15 +150,19 @@ class Generator:
         if self.reason:
             self.runner = WholeForward(model, device)
         self.paged = not self.reason
-        self.host: HostPages | None = None
-        if isinstance(self.runner, PagedForward) and host_tokens >= page_size:
-            self.host = HostPages(self.runner.pool, host_tokens // page_size)
+        hosts: list[HostPages | None] = [None] * parts
+        if isinstance(self.runner, PagedForward):
+            if host_tokens >= page_size:
+                count = -(-(host_tokens // page_size) // parts)
+                hosts = [HostPages(self.runner.pool, count, here=number == part) for number in range(parts)]
+        else:
+            part, parts, each = 0, 1, pages
+        self.host = hosts[part]
         self.scheduler = Scheduler(
-            Pages(pages, page_size),
+            [Part(Pages(each, page_size), host) for host in hosts[:parts]],
             most_rows=most_rows,
             chunk=chunk,
             share=share_prefixes and self.paged,
-            store=self.host,
         )
 
     @property
@@ -258,7 +263,7 @@ class Generator:
                 "new weights while requests run: their keys and values are of the old ones; wait or cancel them"
             )
         self.version += 1
-        self.scheduler.pages.forget()
+        self.scheduler.forget()
 
     def _step(self) -> list[Piece]:
         step = self.scheduler.plan()
@@ -286,7 +291,7 @@ class Generator:
     def _rest(self) -> None:
         """Forget what pages hold once nothing runs: the weights may change before the next request."""
         if not self.busy:
-            self.scheduler.pages.forget()
+            self.scheduler.forget()
 
     def _texts(self, requests: Iterable[Request]) -> None:
         """End requests at stop strings, and give those that have ended their text."""

@@ -20,15 +20,17 @@ class HostPages:
         count: pages there is room for.
     """
 
-    def __init__(self, pool: Pool, count: int) -> None:
+    def __init__(self, pool: Pool, count: int, *, here: bool = True) -> None:
         """Args:
         pool: of the device.
         count: pages.
+        here: False for a part of the rows that other ranks have: places are counted, as there, and nothing is copied.
         """
-        self.count, self._device = count, pool.device
+        self.count, self._device, self._here = count, pool.device, here
         self._parts = [part for layer in pool.layers for part in layer.parts]
         self._sizes = [part[:, 0].numel() * part.itemsize for part in self._parts]
-        self._bytes = torch.empty(count, sum(self._sizes), dtype=torch.uint8, pin_memory=pool.device.type == "cuda")
+        pinned = here and pool.device.type == "cuda"
+        self._bytes = torch.empty(count if here else 0, sum(self._sizes), dtype=torch.uint8, pin_memory=pinned)
         self._free = list(range(count - 1, -1, -1))
 
     @property
@@ -46,14 +48,14 @@ class HostPages:
         if len(pages) > len(self._free):
             return ()
         slots = tuple(self._free.pop() for _ in pages)
-        for page, slot in zip(pages, slots, strict=True):
+        for page, slot in zip(pages, slots, strict=True) if self._here else ():
             made = torch.cat([part[:, page].contiguous().view(torch.uint8).flatten() for part in self._parts])
             self._bytes[slot].copy_(made, non_blocking=True)
         return slots
 
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copy from places on the host into pages of the pool."""
-        for slot, page in zip(slots, pages, strict=True):
+        for slot, page in zip(slots, pages, strict=True) if self._here else ():
             pieces = self._bytes[slot].to(self._device, non_blocking=True).split(self._sizes)
             for part, piece in zip(self._parts, pieces, strict=True):
                 there = part[:, page].view(torch.uint8)

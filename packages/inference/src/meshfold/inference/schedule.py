@@ -5,6 +5,9 @@ other sequences. A waiting sequence is admitted when the pages for its tokens ar
 last gives its own back and waits again, in front. Its keys and values wait on the host if there is room; otherwise its tokens are
 computed again later (Kwon et al., arXiv 2309.06180, section 4.5). Neither changes any token.
 
+Where ranks share the rows of a batch, as in 2d, each part of the rows has pages and sequences of its own (:class:`Part`). All ranks
+plan for all parts.
+
 Plain Python and deterministic: ranks that make the same calls make the same plans.
 """
 
@@ -36,6 +39,7 @@ class Request:
         evictions: how often its pages were taken away.
         restored: how often they came back from the host.
         shared: tokens at its start whose pages were there already when it was admitted last.
+        part: of the rows, where its pages are.
     """
 
     number: int
@@ -48,6 +52,7 @@ class Request:
     evictions: int = 0
     restored: int = 0
     shared: int = 0
+    part: int = 0
     pages: list[int] = field(default_factory=list, repr=False)
     computed: int = field(default=0, repr=False)  # tokens whose keys and values are in pages
     named: int = field(default=0, repr=False)  # full pages whose contents are known
@@ -113,20 +118,30 @@ class Store(Protocol):
         """Give places back."""
 
 
-class Scheduler:
-    """Queue of requests over the pages of one pool."""
+@dataclass(frozen=True)
+class Part:
+    """The pool of the ranks that have one part of a batch's rows in attention.
 
-    def __init__(
-        self, pages: Pages, *, most_rows: int, chunk: int, share: bool = True, store: Store | None = None
-    ) -> None:
-        """Args:
-        pages: of the pool.
-        most_rows: sequences that run at once.
-        chunk: tokens that one step computes at most.
-        share: sequences that begin with the same tokens use the same pages.
+    Attributes:
+        pages: of this pool.
         store: takes the pages of evicted sequences; None: their tokens are computed anew.
+    """
+
+    pages: Pages
+    store: Store | None = None
+
+
+class Scheduler:
+    """Queue of requests over the pages of one pool, or of one for each part of the rows."""
+
+    def __init__(self, parts: Sequence[Part], *, most_rows: int, chunk: int, share: bool = True) -> None:
+        """Args:
+        parts: of the rows, at least one, with equally many pages each.
+        most_rows: sequences that run at once; each part takes an equal share, rounded up.
+        chunk: tokens that one step computes at most, of all parts.
+        share: sequences of one part that begin with the same tokens use the same pages.
         """
-        self.pages, self.share, self.store = pages, share, store
+        self.parts, self.share = tuple(parts), share
         self.most_rows, self.chunk = settings.count("most_rows", most_rows), settings.count("chunk", chunk)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they came
@@ -134,11 +149,24 @@ class Scheduler:
             raise SpecError(
                 f"chunk={chunk}, most_rows={most_rows}: a step has a token for each row; write chunk={most_rows}"
             )
+        self._rows = -(-most_rows // len(self.parts))
+        self._tokens = max(chunk // len(self.parts), self._rows)
+        self._size = self.parts[0].pages.size
 
     @property
     def busy(self) -> bool:
         """True while some request has not ended."""
         return bool(self.waiting or self.running)
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that some sequence uses, of all parts."""
+        return sum(part.pages.used for part in self.parts)
+
+    def forget(self) -> None:
+        """Forget what pages hold, as the weights may change."""
+        for part in self.parts:
+            part.pages.forget()
 
     def submit(self, request: Request) -> None:
         """Put a request at the end of the queue.
@@ -147,11 +175,13 @@ class Scheduler:
             SpecError: if it would not fit into an empty pool.
         """
         most = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never looked at
-        if self.pages.needed(most) > self.pages.count:
-            room = self.pages.count * self.pages.size
+        pages = self.parts[0].pages
+        if pages.needed(most) > pages.count:
+            room = pages.count * pages.size
+            each = f" for each of the {len(self.parts)} parts of the rows" if len(self.parts) > 1 else ""
             raise SpecError(
                 f"a request of {len(request.prompt)} tokens with max_new_tokens={request.sampling.max_new_tokens} takes "
-                f"{self.pages.needed(most)} pages, and there are {self.pages.count}: together they may have {room + 1} tokens; "
+                f"{pages.needed(most)} pages, and there are {pages.count}{each}: together they may have {room + 1} tokens; "
                 f"give more pages, or max_new_tokens={max(room + 1 - len(request.prompt), 1)}"
             )
         self.waiting.append(request)
@@ -160,27 +190,35 @@ class Scheduler:
         """Return what the next forward computes; pages for it are taken. Empty if there is nothing to do."""
         decode: list[Span] = []
         prefill: list[Span] = []
-        left, evicted = self.chunk, False
+        left = [self._tokens] * len(self.parts)
+        evicted: set[int] = set()  # parts that are full
         for request in [r for r in self.running if r.length - r.computed == 1]:
             if request not in self.running:
                 continue  # evicted for one that came earlier
             if self._grow(request, request.length):
                 decode.append(Span(request, request.computed, 1))
-                left -= 1
+                left[request.part] -= 1
             else:
-                evicted = True
+                evicted.add(request.part)
         for request in [r for r in self.running if r.length - r.computed > 1]:
-            if left:
-                prefill.append(self._chunk(request, left))
-                left -= prefill[-1].count
-        while left and not evicted and self.waiting and len(self.running) < self.most_rows:
+            if left[request.part]:
+                prefill.append(self._chunk(request, left[request.part]))
+                left[request.part] -= prefill[-1].count
+        while self.waiting:
             request = self.waiting[0]
-            if not self._admit(request):
+            open_parts = [part for part in self._open_parts(request) if left[part] and part not in evicted]
+            if not any(self._admit(request, part) for part in open_parts):
                 break
             self.running.append(self.waiting.popleft())
-            prefill.append(self._chunk(request, left))
-            left -= prefill[-1].count
+            prefill.append(self._chunk(request, left[request.part]))
+            left[request.part] -= prefill[-1].count
         return Step(tuple(decode), tuple(prefill))
+
+    def _open_parts(self, request: Request) -> list[int]:
+        """Return the parts that may take one more sequence, those with the fewest first; only its own if its keys wait there."""
+        counts = [sum(r.part == part for r in self.running) for part in range(len(self.parts))]
+        found = [part for part, count in enumerate(counts) if count < self._rows]
+        return [part for part in sorted(found, key=counts.__getitem__) if not request.saved or part == request.part]
 
     def _chunk(self, request: Request, most: int) -> Span:
         span = Span(request, request.computed, min(request.length - request.computed, most))
@@ -193,16 +231,23 @@ class Scheduler:
 
         Pages for their tokens are taken. 1 if a prompt is being computed, or a waiting sequence could start soon.
         """
-        if step.prefill or (self.waiting and len(self.running) < self.most_rows):
+        if step.prefill or (self.waiting and self._open_parts(self.waiting[0])):
             return 1
         longest = max(span.request.sampling.max_new_tokens - len(span.request.tokens) for span in step.decode)
         steps = min(most, longest)
-        while steps > 1 and sum(self._wanted(span, steps) for span in step.decode) > self.pages.available:
+        while steps > 1 and not self._fits(step, steps):
             steps -= 1
         if steps > 1:
             for span in step.decode:
-                span.request.pages += self.pages.take(self._wanted(span, steps))
+                span.request.pages += self._pages(span.request).take(self._wanted(span, steps))
         return steps
+
+    def _fits(self, step: Step, steps: int) -> bool:
+        """Return True if each part has the pages for so many tokens of its sequences."""
+        wanted = [0] * len(self.parts)
+        for span in step.decode:
+            wanted[span.request.part] += self._wanted(span, steps)
+        return all(count <= part.pages.available for count, part in zip(wanted, self.parts, strict=True))
 
     def commit(self, step: Step, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
         """Record what a step has computed.
@@ -259,27 +304,32 @@ class Scheduler:
         for request in self.running:
             self._drop_pages(request)
         self.running, self.waiting = [], deque()
-        self.pages.forget()
+        self.forget()
 
     # -- pages ----------------------------------------------------------------------------------------------------
+
+    def _pages(self, request: Request) -> Pages:
+        return self.parts[request.part].pages
 
     def _wanted(self, span: Span, steps: int) -> int:
         """Return how many more pages a sequence needs for so many tokens; it never has more than its request allows."""
         most = len(span.request.prompt) + span.request.sampling.max_new_tokens - 1
-        return max(self.pages.needed(min(span.start + steps, most)) - len(span.request.pages), 0)
+        needed = self._pages(span.request).needed(min(span.start + steps, most))
+        return max(needed - len(span.request.pages), 0)
 
-    def _admit(self, request: Request) -> bool:
-        """Take pages for all tokens of a request; False if there are not enough."""
-        shared, chain = self.pages.share(request.slice(0, request.length)) if self.share else ([], 0)
-        more = self.pages.needed(request.length) - len(shared)
-        if more > self.pages.available:
-            self.pages.release(shared)
+    def _admit(self, request: Request, part: int) -> bool:
+        """Take pages of a part for all tokens of a request; False if there are not enough."""
+        pages, store = self.parts[part].pages, self.parts[part].store
+        shared, chain = pages.share(request.slice(0, request.length)) if self.share else ([], 0)
+        more = pages.needed(request.length) - len(shared)
+        if more > pages.available:
+            pages.release(shared)
             return False
-        request.pages = [*shared, *self.pages.take(more)]
-        request.computed = request.shared = len(shared) * self.pages.size
+        request.part, request.pages = part, [*shared, *pages.take(more)]
+        request.computed = request.shared = len(shared) * self._size
         request.named, request.chain = len(shared), chain
-        if self.store is not None and request.kept > request.computed:
-            self.store.load(request.saved[len(shared) :], request.pages[len(shared) : len(request.saved)])
+        if store is not None and request.kept > request.computed:
+            store.load(request.saved[len(shared) :], request.pages[len(shared) : len(request.saved)])
             request.computed = request.kept
             request.restored += 1
         self._drop_saved(request)
@@ -287,41 +337,44 @@ class Scheduler:
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Take pages for so many tokens, from those that came later if there is no other way; False if it had to go itself."""
-        more = self.pages.needed(tokens) - len(request.pages)
-        while more > self.pages.available:
-            last = self.running[-1]
+        pages = self._pages(request)
+        more = pages.needed(tokens) - len(request.pages)
+        while more > pages.available:
+            last = next(r for r in reversed(self.running) if r.part == request.part)
             self._evict(last)
             if last is request:
                 return False
         if more > 0:
-            request.pages += self.pages.take(more)
+            request.pages += pages.take(more)
         return True
 
     def _evict(self, request: Request) -> None:
         self.running.remove(request)
-        if self.store is not None and request.computed:
-            request.saved = self.store.save(request.pages[: self.pages.needed(request.computed)])
+        pages, store = self.parts[request.part].pages, self.parts[request.part].store
+        if store is not None and request.computed:
+            request.saved = store.save(request.pages[: pages.needed(request.computed)])
             request.kept = request.computed if request.saved else 0
         self._drop_pages(request)
         request.evictions += 1
         self.waiting.appendleft(request)
 
     def _drop_pages(self, request: Request) -> None:
-        self.pages.release(request.pages)
+        self._pages(request).release(request.pages)
         request.pages, request.computed, request.named, request.chain = [], 0, 0, 0
 
     def _drop_saved(self, request: Request) -> None:
-        if self.store is not None and request.saved:
-            self.store.free(request.saved)
+        store = self.parts[request.part].store
+        if store is not None and request.saved:
+            store.free(request.saved)
         request.saved, request.kept = (), 0
 
     def _name(self, request: Request, computed: int) -> None:
         if not self.share:
             return
-        size = self.pages.size
+        size = self._size
         for page in range(request.named, min(computed, request.length) // size):
             tokens = request.slice(page * size, (page + 1) * size)
-            request.chain = self.pages.remember(request.chain, tokens, request.pages[page])
+            request.chain = self._pages(request).remember(request.chain, tokens, request.pages[page])
             request.named = page + 1
 
 

@@ -276,7 +276,31 @@ class Pipeline:
         The output is a tensor, or an object with the tensors among the output's fields as attributes, such as ``logits``. So
         ``meshfold.models.generate(pipeline, ids, 20)`` writes text.
         """
-        calls = self._batches.to_call(args, kwargs)
+        return self._call(self._batches.to_call(args, kwargs))
+
+    @torch.no_grad()
+    def whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model as ``pipeline(...)`` does, with the batch in one piece: its layers find all rows at once."""
+        return self._call(self._batches.to_call(args, kwargs, count=1))
+
+    @torch.no_grad()
+    def forward_alone(self, *args: Any, **kwargs: Any) -> None:
+        """Run this rank's stages on random inputs in the shape of such a call; stages exchange no activations.
+
+        For code that watches how layers are called. All ranks of the pipeline must call.
+        """
+        [work] = self._batches.to_call(args, kwargs, count=1)
+        plan = self._plans.of(work)
+        with preserved_buffers(self.module):
+            for stage in self._stages.values():
+                stage.run(work, plan, stage.random_inputs(plan, self.device))
+
+    @property
+    def looks(self) -> bool:
+        """True while layers run on placeholders, to find out what stages exchange: they must keep nothing of what they see."""
+        return self._plans.looks
+
+    def _call(self, calls: list[Microbatch]) -> Any:
         outputs = list(self._outputs(self._replicas.filled(calls)))[: len(calls)]
         source = self.stage_ranks[-1]
         here = outputs if self._channels.index == source else None

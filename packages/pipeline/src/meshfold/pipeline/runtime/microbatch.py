@@ -271,10 +271,10 @@ class Batches:
                 work.kwargs.setdefault("use_cache", False)
         return works
 
-    def to_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Microbatch]:
-        """Cut the arguments of a call for its output; all parts have equal weight."""
+    def to_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, count: int | None = None) -> list[Microbatch]:
+        """Cut the arguments of a call for its output, into ``count`` parts if given; all have equal weight."""
         given = self._moved((args, kwargs))
-        count = self._programs.count(rows_of(given), training=False)
+        count = count or self._programs.count(rows_of(given), training=False)
         default = {"use_cache": False} if self._takes_cache else {}
         works = split(given, count, own_loss=True, weigh=lambda part: 1.0)
         return [replace(work, args=work.given[0], kwargs={**default, **work.given[1]}, given=None) for work in works]

@@ -345,7 +345,11 @@ def _device(device: torch.device | str | None, model: nn.Module) -> torch.device
 
 
 class TransferPlans:
-    """Made when a shape is first seen, by running the model's forward on meta tensors."""
+    """Made when a shape is first seen, by running the model's forward on meta tensors.
+
+    Attributes:
+        looks: such a forward runs.
+    """
 
     def __init__(self, staged: StagedModel, mesh: Mesh, axis: str, replicas: Replicas) -> None:
         """Args:
@@ -356,6 +360,7 @@ class TransferPlans:
         """
         self._staged, self._mesh, self._axis, self._replicas = staged, mesh, axis, replicas
         self._known: dict[object, TransferPlan] = {}
+        self.looks = False
 
     def of(self, work: Microbatch) -> TransferPlan:
         """Return the plan for a micro-batch of this shape."""
@@ -365,8 +370,16 @@ class TransferPlans:
         module = self._staged.module
         key = (module.training, signature(work.args, work.kwargs))
         if key not in self._known:
-            with self._replicas.around_trial(), preserved_buffers(module):
+            with self._replicas.around_trial(), preserved_buffers(module), self._looking():
                 plan = partition.partial_forward.look(lambda: module(*work.args, **work.kwargs), partition.loose())
             plan.check(partition.bounds, partition.blocks.name)
             self._known[key] = plan
         return self._known[key]
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        self.looks = True
+        try:
+            yield
+        finally:
+            self.looks = False

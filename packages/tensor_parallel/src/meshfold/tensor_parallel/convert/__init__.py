@@ -2,7 +2,7 @@
 
 from meshfold.tensor_parallel.convert.functional_dropout import FunctionalDropout
 from meshfold.tensor_parallel.convert.huggingface import find_functional_dropout, recompute_contexts
-from meshfold.tensor_parallel.convert.model_adapter import padding_for_decoding, row_multiple
+from meshfold.tensor_parallel.convert.model_adapter import attention_part, padding_for_decoding, row_multiple
 from meshfold.tensor_parallel.convert.own_tokens import OwnTokens
 from meshfold.tensor_parallel.convert.parallelize import parallelize
 from meshfold.tensor_parallel.convert.report import Placed, Report
@@ -14,6 +14,7 @@ __all__ = [
     "OwnTokens",
     "Placed",
     "Report",
+    "attention_part",
     "check_rules",
     "find_functional_dropout",
     "padding_for_decoding",

@@ -5,7 +5,7 @@
   (:class:`LazyOutputs`). Otherwise they are returned whole.
 - The residual stream of a model without a head is returned whole.
 - A model whose modules have ``attended_rows = True`` gets its positions whole. These modules, which compute masks and rotary tables
-  from them, get the rows that attention has.
+  from them, get the rows that attention has. Where single tokens are decoded, this holds for other models' rotary tables too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ _INSIDE = ("output_hidden_states", "output_attentions")
 
 def row_multiple(model: nn.Module, sequence: int) -> int:
     """Return the number of rows that a batch of sequences of this length is padded to a multiple of; 1 for an unsplit model."""
+    model = getattr(model, "_orig_mod", model)
     adapter: ModelAdapter | None = model.__dict__.get(_ADAPTER)
     return 1 if adapter is None else adapter.padded_rows(1, sequence)
+
+
+def attention_part(model: nn.Module) -> tuple[int, int]:
+    """Return which part of a batch's rows this rank has in attention, and how many parts there are; (0, 1) for all rows."""
+    model = getattr(model, "_orig_mod", model)
+    adapter: ModelAdapter | None = model.__dict__.get(_ADAPTER)
+    return (0, 1) if adapter is None else adapter.attended_part
 
 
 @contextmanager
@@ -111,6 +119,8 @@ class ModelAdapter(StreamAdapter):
             bind_collect(mesh, -1, residual["h"]),
         )
         self._of_attention = [m for m in model.modules() if getattr(m, "attended_rows", False)]
+        self._rotary = [m for m in model.modules() if self._attended != self._stream and _is_rotary(m)]
+        self._positions: Tensor | None = None  # of all rows, for these
         kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._parameters = tuple(name for name, p in parameters_of(model).items() if p.kind in kinds)
 
@@ -120,11 +130,18 @@ class ModelAdapter(StreamAdapter):
         self.attach(self.model, prepend=True)
         for module in self._of_attention:
             module.register_forward_pre_hook(self._attended_rows)
+        for module in self._rotary:
+            module.register_forward_pre_hook(self._attended_positions, with_kwargs=True)
 
     def padded_rows(self, rows: int, sequence: int) -> int:
         """Return the smallest batch from ``rows`` up that can be split, for sequences of this length."""
         step = math.lcm(self._by_rows, self._by_tokens // math.gcd(self._by_tokens, sequence))
         return math.ceil(rows / step) * step
+
+    @property
+    def attended_part(self) -> tuple[int, int]:
+        """The number of this rank's block of rows in attention, and the number of blocks."""
+        return self.mesh.index(*self._attended), self.mesh.size(*self._attended)
 
     # -- in -----------------------------------------------------------------------------------------------------
 
@@ -191,6 +208,7 @@ class ModelAdapter(StreamAdapter):
 
     def _cut_rows(self, given: dict[str, Any]) -> dict[str, Any]:
         """Cut masks and positions that differ between rows to this rank's rows."""
+        self._positions = None
         if not self._attended and not self._stream:
             return given
         made = dict(given)
@@ -198,6 +216,10 @@ class ModelAdapter(StreamAdapter):
         for name in names[:2] if self._of_attention else names:
             value = given.get(name)
             if not isinstance(value, Tensor) or value.shape[0] != self._batch.rows:
+                continue
+            if name == "position_ids" and self.for_decoding and self._batch.length == 1 and not self._whole:
+                self._positions = value  # one token a row has no mask, so only rotary tables follow attention's rows
+                made[name] = take_block(value, self.mesh, 0, self._stream)
                 continue
             if self._attended != self._stream or (self._whole and self._stream):
                 who = f"{self._whole}, which stays whole," if self._whole else "attention"
@@ -214,6 +236,17 @@ class ModelAdapter(StreamAdapter):
         if not args or not isinstance(args[0], Tensor) or args[0].shape[0] != self._batch.rows:
             return None
         return self._block_of_rows(args[0]), *args[1:]
+
+    def _attended_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Give rotary tables the positions of this rank's rows in attention."""
+        if self._positions is None:
+            return None
+        mine = take_block(self._positions, self.mesh, 0, self._attended)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": mine}
+        return (args[0], mine, *args[2:]), kwargs
 
     def _block_of_rows(self, value: Tensor) -> Tensor:
         """Return this rank's rows in attention."""
@@ -274,6 +307,11 @@ class ModelAdapter(StreamAdapter):
                 f"the model return its logits"
             )
         return value[: self._batch.given] if value.shape[0] == self._batch.rows else value
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Return True for a module of transformers' kind that makes rotary tables: (stream, position_ids) -> (cos, sin)."""
+    return "Rotary" in type(module).__name__ and list(parameters_of(module))[:2] == ["x", "position_ids"]
 
 
 class LazyOutputs(OnMesh):
