@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -85,20 +86,33 @@ def drawn(request: Request, position: int) -> int:
     return hash((request.slice(0, position), request.sampling.seed)) % 5
 
 
-def fill(step: Step, held: dict[tuple[int, int], tuple[int, ...]], size: int) -> tuple[list[int], list[float]]:
+def fill(step: Step, held: dict[tuple[int, int, int], tuple[int, ...]], size: int) -> tuple[list[int], list[float]]:
     """Do as a forward does: write the tokens of all spans to their pages, then read all that each sequence sees."""
     for span in step.spans:
         for position in range(span.start, span.stop):
-            place = (span.request.pages[position // size], position % size)
+            place = (span.request.part, span.request.pages[position // size], position % size)
             held[place] = tuple(span.request.slice(0, position + 1))
     tokens = []
     for span in step.spans:
         for position in range(span.stop):
-            place = (span.request.pages[position // size], position % size)
+            place = (span.request.part, span.request.pages[position // size], position % size)
             assert held[place] == tuple(span.request.slice(0, position + 1)), "keys of another sequence"
         if span.samples:
             tokens.append(drawn(span.request, span.stop))
     return tokens, [0.0] * len(tokens)
+
+
+class Places:
+    """A store of pages that says yes to everything."""
+
+    def save(self, pages: Sequence[int]) -> tuple[int, ...]:
+        return tuple(range(len(pages)))
+
+    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        assert len(slots) == len(pages)
+
+    def free(self, slots: Sequence[int]) -> None:
+        assert slots
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -106,8 +120,9 @@ def fill(step: Step, held: dict[tuple[int, int], tuple[int, ...]], size: int) ->
 def test_requests_in_any_order_are_those_alone(seed: int, share: bool) -> None:
     chance = random.Random(seed)
     size, count = chance.choice([1, 2, 4]), chance.choice([12, 20, 40])
-    pages = Pages(count, size)
-    scheduler = Scheduler([Part(pages)], most_rows=chance.choice([1, 3, 6]), chunk=chance.choice([6, 11]), share=share)
+    parts = [Part(Pages(count, size)) for _ in range(1 + seed % 3)]
+    scheduler = Scheduler(parts, most_rows=chance.choice([1, 3, 6]), chunk=chance.choice([6, 11]), share=share)
+    most_rows, most_tokens = -(-scheduler.most_rows // len(parts)), scheduler.chunk // len(parts)
     prompts = [tuple(chance.randrange(2) for _ in range(chance.randint(1, 3 * size + 4))) for _ in range(32)]
     requests = []
     for number, prompt in enumerate(prompts):
@@ -120,8 +135,9 @@ def test_requests_in_any_order_are_those_alone(seed: int, share: bool) -> None:
             scheduler.submit(waiting.pop(0))
         step = scheduler.plan()
         assert step.spans or not scheduler.busy
-        assert sum(span.count for span in step.spans) <= scheduler.chunk
-        assert len(scheduler.running) <= scheduler.most_rows
+        for part in range(len(parts)):
+            assert sum(span.count for span in step.spans if span.request.part == part) <= max(most_tokens, most_rows)
+            assert sum(request.part == part for request in scheduler.running) <= most_rows
         prefilling = {span.request for span in step.prefill}
         assert {span.request for span in step.decode} == {
             r for r in scheduler.running if r not in prefilling and r.length - r.computed == 1
@@ -131,9 +147,9 @@ def test_requests_in_any_order_are_those_alone(seed: int, share: bool) -> None:
             scheduler.commit(step, *fill(step, held, size))
             step = scheduler.next_step(step)
         steps += 1
-        assert pages.used == len({page for r in scheduler.running for page in r.pages})
+        assert scheduler.used_pages == len({(r.part, page) for r in scheduler.running for page in r.pages})
         assert steps < 5000
-    assert pages.used == 0
+    assert scheduler.used_pages == 0
     for request in requests:
         alone = Request(0, request.prompt, request.sampling)
         while not alone.finish:
@@ -145,6 +161,8 @@ def test_requests_in_any_order_are_those_alone(seed: int, share: bool) -> None:
         assert (request.tokens, request.finish) == (alone.tokens, alone.finish)
     if share:
         assert any(r.shared for r in requests) or size > 2
+    if scheduler.most_rows > 1:
+        assert {r.part for r in requests} == set(range(len(parts)))
 
 
 def test_a_full_pool_evicts_who_came_last_and_loses_nothing() -> None:
@@ -153,7 +171,7 @@ def test_a_full_pool_evicts_who_came_last_and_loses_nothing() -> None:
     requests = [Request(i, (i, i, i), Sampling(max_new_tokens=8, seed=i)) for i in range(3)]
     for request in requests:
         scheduler.submit(request)
-    held: dict[tuple[int, int], tuple[int, ...]] = {}
+    held: dict[tuple[int, int, int], tuple[int, ...]] = {}
     while scheduler.busy:
         step = scheduler.plan()
         scheduler.commit(step, *fill(step, held, 2))
@@ -170,6 +188,24 @@ def test_sequences_that_begin_alike_compute_it_once() -> None:
     assert [span.count for span in step.spans] == [10, 2, 2, 2]  # already in the step that computes it
     assert scheduler.used_pages == 3 + 3
     fill(step, {}, 4)
+
+
+def test_parts_take_turns_and_keep_what_waits_on_the_host() -> None:
+    parts = [Part(Pages(4, 2), Places()) for _ in range(2)]
+    scheduler = Scheduler(parts, most_rows=4, chunk=16)
+    requests = [Request(i, (i, i), Sampling(max_new_tokens=5)) for i in range(4)]
+    for request in requests:
+        scheduler.submit(request)
+    homes = []
+    while scheduler.busy:
+        step = scheduler.plan()
+        homes.append([r.part for r in requests])
+        new = sum(span.samples for span in step.spans)
+        scheduler.commit(step, [7] * new, [0.0] * new)
+    assert homes[0] == [0, 1, 0, 1] and homes[-1] == homes[0]
+    assert [r.evictions for r in requests] == [0, 0, 1, 1] and [r.restored for r in requests] == [0, 0, 1, 1]
+    with pytest.raises(SpecError, match=r"takes 5 pages, and there are 4 for each of the 2 parts of the rows"):
+        scheduler.submit(Request(9, (1,) * 5, Sampling(max_new_tokens=5)))
 
 
 def test_requests_are_checked() -> None:

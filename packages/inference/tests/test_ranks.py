@@ -121,8 +121,8 @@ def families(name: str) -> list[str]:
 
 
 THIN: dict[int, list[tuple[str, str]]] = {
-    2: [("gpt", "1d"), ("mixtral", "expert"), ("opt", "1d"), ("llama of ours, window", "pipeline")],
-    4: [("llama", "1d of 4"), ("mistral", "zero 3"), ("qwen3", "2d"), ("gpt", "3d")],
+    2: [("mixtral", "expert"), ("opt", "1d"), ("llama of ours, window", "pipeline")],
+    4: [("llama", "1d of 4"), ("mistral", "zero 3"), ("qwen3", "2d"), ("llama", "3d with split columns")],
 }
 
 
