@@ -117,6 +117,8 @@ def families(name: str) -> list[str]:
     """Return the families that run under a spec: Mixtral's code sorts tokens, which ranks that split sequences refuse."""
     if name == "expert":
         return ["mixtral"]
+    if name == "pipeline and zero 3":  # its grouped products refuse the stand-ins of weights that other ranks have
+        return [kind for kind in KINDS if kind != "mixtral"]
     return [kind for kind in KINDS if kind != "mixtral" or name not in ("ring", "ulysses")]
 
 

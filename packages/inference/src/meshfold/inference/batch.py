@@ -18,7 +18,7 @@ from meshfold.inference.schedule import Span, Step
 
 @dataclass(frozen=True)
 class RowParts:
-    """How the ranks of a model share the rows of a batch.
+    """Split of a batch's rows over the ranks of a model.
 
     Attributes:
         part: of this rank in attention.
