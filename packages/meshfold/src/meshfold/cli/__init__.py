@@ -25,6 +25,7 @@ COMMANDS = {
     "run": "start a script on local ranks; the first failing rank's traceback is what you see",
     "plan": "bytes a rank holds and moves for a spec and a model, without a GPU",
     "suggest": "the specs with which a model trains fastest on a machine, without a GPU",
+    "calibrate": "measure this machine, for plan, suggest and train --machine FILE",
     "generate": "continue text with a model from a folder, under any spec",
     "fold": "predict structures of proteins with ESMFold or ESMFold 2, one protein on many GPUs",
     "convert": "between checkpoints and Hugging Face folders, in both directions",

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from meshfold.train.settings import TrainSettings
 
 
-def with_chosen_spec(settings: TrainSettings, ranks: int | None, progress: Progress) -> tuple[TrainSettings, list[str]]:
+def with_chosen_spec(
+    settings: TrainSettings, ranks: int | None, progress: Progress, machine: str | None = None
+) -> tuple[TrainSettings, list[str]]:
     """Return the settings with a spec, and the words of the command line that say what was chosen.
 
     All ranks of a job choose the same: it follows from the settings and from the kind of their devices.
@@ -21,15 +23,17 @@ def with_chosen_spec(settings: TrainSettings, ranks: int | None, progress: Progr
         settings: of the run; unchanged unless their spec is ``auto``.
         ranks: world size, if given or running; by default one for each GPU.
         progress: is told what was chosen.
+        machine: a name or a file of ``meshfold calibrate``, instead of the preset of the devices' kind.
 
     Raises:
-        SpecError: if no spec fits.
+        SpecError: if no spec fits, and for an unknown machine.
         Failure: if ``accumulate`` or ``recompute`` leave nothing to choose.
     """
     if settings.parallel != AUTO:
         return settings, []
     if settings.resume:
         raise Failure("--parallel auto with --resume: type the spec that settings.json has, or another one")
+    from meshfold.planner import find_machine
     from meshfold.planner.suggestions import choice_words, suggest_here
     from meshfold.train.model_choice import choose_model
 
@@ -40,6 +44,7 @@ def with_chosen_spec(settings: TrainSettings, ranks: int | None, progress: Progr
         seq_len=settings.seq_len,
         ranks=ranks,
         device=settings.device,
+        machine=None if machine is None else find_machine(machine),
         precision=settings.precision,
         optimizer=settings.optimizer,
         rules=settings.rules,

@@ -54,8 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_NAMES, help="(adamw)")
     parser.add_argument(
         "--machine",
-        metavar="NAME",
-        help="h200, h100, a100, v100 with one GPU, h200x8, h100x8, a100x8, v100x8, laptop (default: h200 or h200x8)",
+        metavar="NAME|FILE",
+        help="h200, h100, a100, v100 with one GPU, h200x8, h100x8, a100x8, v100x8, laptop, or a file of meshfold calibrate "
+        "(default: h200 or h200x8)",
     )
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of a device, if not the machine's: 24GiB")
     parser.add_argument("--host-memory", type=byte_size, metavar="SIZE", help="of a host, if not the machine's: 125GiB")

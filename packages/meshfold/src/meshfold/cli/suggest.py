@@ -32,7 +32,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold suggest``."""
     add_model(parser)
     parser.add_argument(
-        "--machine", default="h200x8", metavar="NAME", help="h200x8, h100x8, a100x8, v100x8, h100, ... (h200x8)"
+        "--machine",
+        default="h200x8",
+        metavar="NAME|FILE",
+        help="h200x8, h100x8, a100x8, v100x8, h100, ..., or a file of meshfold calibrate (h200x8)",
     )
     parser.add_argument("--ranks", type=positive, metavar="N", help="world size (default: one node of the machine)")
     parser.add_argument("--batch-size", type=positive, required=True, metavar="N", help="sequences of a global batch")

@@ -57,10 +57,18 @@ def run(arguments: argparse.Namespace) -> int:
             plan=not arguments.no_plan,
             as_json=arguments.json,
             report=arguments.report,
+            machine=arguments.machine,
         )
     if arguments.ranks not in (None, here.world_size):
         raise Failure(f"--ranks {arguments.ranks}, but {here.source} started {here.world_size}: leave --ranks out")
-    return _as_rank(settings, here, plan=not arguments.no_plan, as_json=arguments.json, report=arguments.report)
+    return _as_rank(
+        settings,
+        here,
+        plan=not arguments.no_plan,
+        as_json=arguments.json,
+        report=arguments.report,
+        machine=arguments.machine,
+    )
 
 
 def start(
@@ -71,6 +79,7 @@ def start(
     plan: bool = True,
     as_json: bool = False,
     report: bool = False,
+    machine: str | None = None,
 ) -> int:
     """Check everything, show the plan, and train: here, if the spec has one rank, else on ranks that are started.
 
@@ -81,6 +90,7 @@ def start(
         plan: whether to print it.
         as_json: print each step as JSON.
         report: whether the plan lists every submodule and its layout.
+        machine: name or file, for which ``auto`` chooses.
 
     Returns:
         The exit code.
@@ -92,7 +102,7 @@ def start(
     from meshfold.train.progress import make_progress
 
     progress = make_progress(settings.last_step, show=True, as_json=as_json)
-    settings, more = with_chosen_spec(settings, ranks, progress)
+    settings, more = with_chosen_spec(settings, ranks, progress, machine)
     words = [*words, *more]  # the last one counts
     settings = _settled(settings, ranks, progress)
     spec = ParallelSpec.parse(settings.parallel, ranks)
@@ -103,7 +113,7 @@ def start(
     check_trackers(settings.track)
     check_folder(settings, progress)
     inputs = _open_inputs(settings, spec, progress)
-    chosen = _planned(settings, spec, inputs, progress, show=plan, report=report)
+    chosen = _planned(settings, spec, inputs, progress, show=plan, report=report, machine=machine)
     if spec.world_size == 1:
         from meshfold.train.loop import train
 
@@ -150,7 +160,9 @@ class CtrlC:
         signal.raise_signal(signal.SIGTERM)
 
 
-def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool) -> int:
+def _as_rank(
+    settings: TrainSettings, here: Environment, *, plan: bool, as_json: bool, report: bool, machine: str | None
+) -> int:
     """Run as one of the ranks that are already running."""
     from meshfold.engine.world import require_runnable
     from meshfold.huggingface import silence_transformers
@@ -164,7 +176,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     if settings.hf is not None and (here.rank > 0 or not plan):
         silence_transformers()
     progress = make_progress(settings.last_step, show=here.rank == 0, as_json=as_json)
-    settings, _ = with_chosen_spec(settings, here.world_size, progress if plan else Progress())
+    settings, _ = with_chosen_spec(settings, here.world_size, progress if plan else Progress(), machine)
     settings = _settled(settings, here.world_size, progress if plan else Progress())
     spec = ParallelSpec.parse(settings.parallel, here.world_size)
     require_runnable(spec)
@@ -172,7 +184,7 @@ def _as_rank(settings: TrainSettings, here: Environment, *, plan: bool, as_json:
     check_folder(settings, progress if plan else Progress())
     if plan:  # on every rank: torch numbers process groups, fake ones too, and the numbers must agree
         checked = _open_inputs(settings, spec, progress)
-        settings = _planned(settings, spec, checked, progress, show=True, report=report)
+        settings = _planned(settings, spec, checked, progress, show=True, report=report, machine=machine)
     with join(device=settings.device, meeting=watchdog_limit(settings.watchdog) or DEFAULT_TIMEOUT) as process:
         everyone = Mesh({"rank": process.world_size}).group("rank")
         if here.local_rank == 0:
@@ -267,6 +279,7 @@ def _planned(
     *,
     show: bool,
     report: bool = False,
+    machine: str | None = None,
 ) -> TrainSettings:
     """Set up the engine on meta tensors, print the plan, and report a refusal in one sentence.
 
@@ -274,10 +287,11 @@ def _planned(
         The settings; with attention by tokens, where ``overlap="auto"`` leaves that open and the plan expects faster steps.
     """
     from meshfold.mesh import MeshfoldError
-    from meshfold.planner import choose_attention, estimate, unlimited_machine
+    from meshfold.planner import choose_attention, estimate, find_machine, unlimited_machine
     from meshfold.planner.report import memory_table, mesh_picture, traffic_table
 
-    machine = unlimited_machine()
+    links = unlimited_machine() if machine is None else find_machine(machine)
+    roomy = unlimited_machine()
 
     def estimated(spec: ParallelSpec) -> Estimate:
         return estimate(
@@ -291,12 +305,12 @@ def _planned(
             accumulate=settings.accumulate,
             rules=settings.rules,
             clip=settings.clip > 0,
-            machine=machine,
+            machine=roomy,
         )
 
     try:
         found = estimated(spec)
-        device = replace(machine, memory=_device_memory(settings) or machine.memory)
+        device = replace(links, memory=_device_memory(settings) or links.memory)
         attention = choose_attention(found, device, settings.precision, estimated)
     except MeshfoldError:
         raise

@@ -22,7 +22,7 @@ from meshfold.cli.arguments import (
 if TYPE_CHECKING:
     from meshfold.train.settings import TrainSettings
 
-_OF_THE_COMMAND = ("help", "out", "ranks", "resume", "no_plan", "report", "json", "model", "hf")
+_OF_THE_COMMAND = ("help", "out", "ranks", "machine", "resume", "no_plan", "report", "json", "model", "hf")
 FP8_NAMES = ("rowwise_hp_dw", "rowwise", "tensorwise", "block128")
 OPTIMIZER_NAMES = (
     *("adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "came", "muon"),
@@ -62,6 +62,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument(
         "--device", choices=("cpu", "cuda"), help="(default: a GPU for each rank where there are as many)"
+    )
+    work.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help="for which --parallel auto and overlap='auto' choose: a name as for meshfold plan, or a file of meshfold calibrate",
     )
     work.add_argument("--precision", choices=("fp32", "fp64", "bf16", "fp16"), help="(fp32)")
     work.add_argument(

@@ -14,13 +14,10 @@ from dataclasses import dataclass, field
 
 from meshfold.kernels import count_kernels
 from meshfold.mesh.model_io import DryRun, Operator, OperatorCounter
-from meshfold.planner.machines import OPTIMIZER, Machine
+from meshfold.planner.efficiency import MATMULS, Efficiency
+from meshfold.planner.machines import Machine
 
-MATMULS = 0.86
-"""Fraction of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
-_ATTENTION = {64: 0.58, 128: 0.70}
-"""Size of a head: fraction of the matmuls' rate that attention reaches, forward and backward together. Only pairs that it
-computes count (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
+__all__ = ["MATMULS", "Work", "attention_share", "optimizer_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +51,16 @@ class Work:
 
     def seconds(self, machine: Machine, precision: str) -> float:
         """Return its seconds on a machine: the operators in sequence, or the host's launches if they take longer."""
-        matmuls = MATMULS * machine.flops[precision]
+        reached, flops = machine.efficiency, machine.flops[precision]
+        every, some = reached.matmuls * flops, bool(reached.by_flop.get(precision))
+        moved = reached.elementwise * machine.memory_rate
         in_turn = launches = 0.0
         for operator, count in self.operators.items():
-            rate = matmuls * (attention_share(operator.head_dim) if operator.head_dim else 1.0)
-            in_turn += count * max(operator.computed * operator.flop / rate, operator.bytes / machine.memory_rate)
+            if operator.head_dim:
+                rate = every * reached.of_attention(operator.head_dim)
+            else:
+                rate = flops * reached.of_matmul(precision, operator.flop) if some and operator.flop else every
+            in_turn += count * max(operator.computed * operator.flop / rate, operator.bytes / moved)
             launches += count * machine.launch
         return max(in_turn, launches)
 
@@ -76,10 +78,10 @@ class Work:
 
 
 def attention_share(head_dim: int) -> float:
-    """Return the fraction of the matmuls' rate that attention with heads of this size reaches."""
-    return _ATTENTION[min(_ATTENTION, key=lambda size: abs(size - head_dim))]
+    """Return the share of the matmuls' rate that attention with heads of this size reaches, where it was not measured."""
+    return Efficiency().of_attention(head_dim)
 
 
 def optimizer_seconds(moved: int, machine: Machine) -> float:
     """Return the seconds of an optimizer step on a device that reads and writes ``moved`` bytes."""
-    return moved / (OPTIMIZER * machine.memory_rate)
+    return moved / (machine.efficiency.optimizer * machine.memory_rate)

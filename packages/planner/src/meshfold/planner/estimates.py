@@ -256,7 +256,8 @@ def step_times(found: Estimate, machine: Machine, precision: str) -> Times:
     mesh = Mesh(found.spec.axes, rank=0)
     spent = {"tensor": 0.0, "data": 0.0}
     for entry in found.traffic:
-        seconds = entry.calls * machine.latency + entry.bytes / machine.slowest(mesh, entry.axes)
+        rate = machine.slowest(mesh, entry.axes)
+        seconds = machine.message_seconds(entry.kind, entry.bytes, rate, calls=entry.calls)
         spent["data" if entry.phase in ("weights", "gradients", "parameters") else "tensor"] += seconds
     return Times(
         compute=found.work.seconds(machine, precision),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from meshfold.mesh import Mesh, SpecError, did_you_mean
+from meshfold.planner.efficiency import OPTIMIZER as OPTIMIZER
+from meshfold.planner.efficiency import Efficiency, Link
 
 if TYPE_CHECKING:
     from meshfold.zero_gemini.planner import Machine as Rates
@@ -58,6 +60,8 @@ class Machine:
         latency: seconds of the smallest collective.
         source: where the numbers come from.
         launch: seconds in which the host launches an operator (measured beside an H200: 9 µs from Python, 5 in a backward).
+        efficiency: shares of these rates that operators reach.
+        collectives: kind to its link inside a node, where it was measured; others take ``latency`` and ``inside``.
     """
 
     name: str
@@ -71,11 +75,25 @@ class Machine:
     latency: float
     source: str
     launch: float = 7e-6
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    collectives: Mapping[str, Link] = field(default_factory=dict)
 
     def peak(self, precision: str) -> float:
         """Return the FLOP/s of the data sheet, which MFU divides by; of a machine without one, those of a large matmul."""
-        known = PEAK_TFLOPS.get(self.name.removesuffix("x8").upper())
+        known = next((peaks for kind, peaks in PEAK_TFLOPS.items() if kind in self.name.upper()), None)
         return self.flops[precision] if known is None else 1e12 * known[precision]
+
+    def message_seconds(self, kind: str, sent: float, rate: float, *, calls: int = 1) -> float:
+        """Return the seconds of collectives.
+
+        Args:
+            kind: as in ``meshfold.mesh.recording.comm_log``.
+            sent: bytes that a rank sends in all calls.
+            rate: :meth:`bandwidth` or :meth:`slowest` of their ranks.
+            calls: number of collectives.
+        """
+        link = self.collectives.get(kind) if rate == self.inside else None
+        return (link or Link(latency=self.latency, rate=rate)).seconds(sent, calls)
 
     def bandwidth(self, ranks: tuple[int, ...]) -> float:
         """Return the bytes a second that a rank sends in a collective of these ranks: the slowest link on the ring."""
@@ -113,7 +131,7 @@ class Machine:
         return Rates(
             name=self.name,
             flops=self.flops[precision],
-            gpu_memory=OPTIMIZER * self.memory_rate,
+            gpu_memory=self.efficiency.optimizer * self.memory_rate,
             h2d=host.up,
             d2h=host.down,
             pcie_both=host.both,
@@ -150,8 +168,6 @@ def leaves_node(devices: int, sizes: tuple[tuple[str, int], ...], axes: tuple[st
     return any(len({rank // devices for rank in ranks}) > 1 for ranks in mesh.groups(*axes))
 
 
-OPTIMIZER = 0.82
-"""Share of the rate of a plain copy that a fused optimizer step reaches (H200: 3.47 of 4.24 TB/s)."""
 # Seconds per element and core of an optimizer step in cache, by regime.
 _CORE_SECONDS = {"A": 0.86e-9, "B": 0.95e-9, "C": 3.0e-9}
 
@@ -336,13 +352,23 @@ MACHINES: dict[str, Machine] = {one.name: one for one in (*_NODES, *map(_one_gpu
 
 
 def find_machine(name: str) -> Machine:
-    """Return the machine of a name.
+    """Return the machine of a name, or of a file that ``meshfold calibrate`` has written.
+
+    Args:
+        name: a key of :data:`MACHINES`, or a path that ends in ``.json``.
 
     Raises:
-        SpecError: for an unknown name.
+        SpecError: for an unknown name, and a file that cannot be read.
     """
+    if name not in MACHINES and name.endswith(".json"):
+        from meshfold.planner.machine_files import read_machine
+
+        return read_machine(name)
     if name not in MACHINES:
-        raise SpecError(f"there is no machine {name!r}.{did_you_mean(name, MACHINES)} Known: {', '.join(MACHINES)}")
+        raise SpecError(
+            f"there is no machine {name!r}.{did_you_mean(name, MACHINES)} Known: {', '.join(MACHINES)}; or the .json file "
+            "that meshfold calibrate writes"
+        )
     return MACHINES[name]
 
 

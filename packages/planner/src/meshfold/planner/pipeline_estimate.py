@@ -347,7 +347,7 @@ def _simulated(one: _Rank, stages: Sequence[StageCosts], asked: _Asked, mesh: Me
     send = []
     for stage, (source, target) in zip(stages, pairwise(stage_ranks), strict=False):
         link = min(machine.bandwidth((ranks[source], ranks[target])) for ranks in mesh.groups(PIPE))
-        send.append(machine.latency + sum(stage.sent) / link)
+        send.append(machine.message_seconds("send", sum(stage.sent), link))
     costs = Costs(
         forward=forward,
         backward_input=backward,

@@ -57,7 +57,7 @@ class StageCosts:
         forward, backward, weight = (
             work.seconds(machine, precision)
             + sum(
-                machine.latency + float(entry.bytes) / machine.slowest(mesh, entry.axes)
+                machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes))
                 for entry in sent
                 if entry.group_size > 1
             )

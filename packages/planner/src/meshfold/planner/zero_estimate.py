@@ -27,7 +27,7 @@ from meshfold.mesh import Entry, Log, Mesh, record
 from meshfold.mesh.collectives.push import bytes_of_channel, channel_bytes, pushes
 from meshfold.mesh.model_io import DryRun, OperatorCounter
 from meshfold.mesh.spec import ZeroSpec
-from meshfold.planner.clock import MATMULS, Work, attention_share
+from meshfold.planner.clock import Work
 from meshfold.planner.estimates import Memory
 from meshfold.planner.machines import Machine
 from meshfold.zero_gemini import MemoryPlanError, slot_alignment
@@ -199,9 +199,9 @@ def trace_without_values(
     """
     base = sum(buffer.nbytes for buffer in model.buffers()) + WORKSPACE_BYTES
     clock = OperatorClock(
-        flops=MATMULS * machine.flops[precision.name],
-        bytes_per_second=machine.memory_rate,
-        attention=attention_share,
+        flops=machine.efficiency.matmuls * machine.flops[precision.name],
+        bytes_per_second=machine.efficiency.elementwise * machine.memory_rate,
+        attention=machine.efficiency.of_attention,
     )
     handles = [
         parameter.register_post_accumulate_grad_hook(release_gradient)
@@ -234,7 +234,9 @@ def with_collectives(trace: Trace, log: Log, mesh: Mesh, machine: Machine) -> Tr
     moments, layers = list(trace.moments), list(trace.layers)
     for phase in ("forward", "backward"):
         sent = [entry for entry in log.entries if entry.phase == phase and entry.group_size > 1]
-        spent = sum(machine.latency + float(entry.bytes) / machine.slowest(mesh, entry.axes) for entry in sent)
+        spent = sum(
+            machine.message_seconds(entry.kind, float(entry.bytes), machine.slowest(mesh, entry.axes)) for entry in sent
+        )
         half = [i for i, moment in enumerate(moments) if moment.backward == (phase == "backward")]
         whole = sum(moments[i].seconds for i in half)
         for i in half:

@@ -50,6 +50,7 @@ def suggest_here(
     seq_len: int,
     ranks: int | None = None,
     device: str | None = None,
+    machine: Machine | None = None,
     optimizer: str = "adamw",
     **settings: Any,
 ) -> Suggestion:
@@ -61,6 +62,7 @@ def suggest_here(
         seq_len: tokens of a sequence.
         ranks: world size; by default that of the job, else one for each GPU.
         device: ``"cpu"`` leaves GPUs out.
+        machine: the devices, if they were measured; by default the preset of their kind.
         optimizer: its name; one without a number of moments counts as AdamW.
         settings: as for :func:`suggest`.
 
@@ -69,11 +71,11 @@ def suggest_here(
     """
     here = Environment.detect()
     local = here.local_world_size if here.world_size > 1 else ranks
-    machine = local_machine(local, device=device)
-    world = here.world_size if here.world_size > 1 else ranks or machine.devices
+    found = local_machine(local, device=device) if machine is None else machine
+    world = here.world_size if here.world_size > 1 else ranks or found.devices
     known = optimizer if optimizer in MOMENTS else "adamw"
     return suggest(
-        build, machine, ranks=world, batch_size=batch_size, seq_len=seq_len, optimizer=known, options=1, **settings
+        build, found, ranks=world, batch_size=batch_size, seq_len=seq_len, optimizer=known, options=1, **settings
     )
 
 

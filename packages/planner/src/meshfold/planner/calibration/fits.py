@@ -1,0 +1,142 @@
+"""Fits of a machine's numbers to samples: pure functions of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from meshfold.planner.efficiency import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulSample:
+    """One measured matmul.
+
+    Attributes:
+        precision: of its operands.
+        side: of the squares.
+        seconds: of one, mean of a forward's, an input gradient's and a weight gradient's.
+    """
+
+    precision: str
+    side: int
+    seconds: float
+
+    @property
+    def flop(self) -> float:
+        """Floating-point operations."""
+        return 2.0 * self.side**3
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s."""
+        return self.flop / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageSample:
+    """One measured collective.
+
+    Attributes:
+        kind: as in ``meshfold.mesh.recording.comm_log``.
+        sent: bytes that a rank sends, by the ring count.
+        seconds: of the slowest rank.
+    """
+
+    kind: str
+    sent: float
+    seconds: float
+
+
+def matmul_rates(samples: Sequence[MatmulSample]) -> dict[str, float]:
+    """Return the highest FLOP/s of each precision."""
+    found: dict[str, float] = {}
+    for sample in samples:
+        found[sample.precision] = max(found.get(sample.precision, 0.0), sample.rate)
+    return found
+
+
+def matmul_shares(samples: Sequence[MatmulSample]) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Return pairs of FLOP and share of the highest rate, by precision and rising FLOP.
+
+    Shares never fall with the size: a larger matmul that was slower was disturbed, or is at the limit of power, and a plan must not
+    say that less work takes longer.
+    """
+    best = matmul_rates(samples)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.flop):
+        pairs = found.setdefault(sample.precision, [])
+        share = sample.rate / best[sample.precision]
+        pairs.append((sample.flop, max(share, pairs[-1][1] if pairs else 0.0)))
+    return {precision: tuple(pairs) for precision, pairs in found.items()}
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return (α, 1/β) with the least squares of relative errors of ``α + bytes / β``; neither is below zero.
+
+    Relative, so that small messages count as much as large ones.
+
+    Args:
+        points: bytes and seconds.
+
+    Raises:
+        ValueError: without a point.
+    """
+    if not points:
+        raise ValueError("a fit needs at least one point")
+    # Divided by the seconds, α · (1/t) + slope · (x/t) should be 1.
+    rows = [(1 / seconds, size / seconds) for size, seconds in points]
+    aa, ab, bb = sum(a * a for a, _ in rows), sum(a * b for a, b in rows), sum(b * b for _, b in rows)
+    a1, b1 = sum(a for a, _ in rows), sum(b for _, b in rows)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        latency, slope = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+        if latency >= 0 and slope >= 0:
+            return latency, slope
+        if latency < 0:
+            return 0.0, b1 / bb
+    return a1 / aa, 0.0
+
+
+def relative_errors(link: Link, samples: Sequence[MessageSample]) -> list[float]:
+    """Return how far the link is from each sample, as a share of the measured seconds."""
+    return [abs(link.seconds(sample.sent) - sample.seconds) / sample.seconds for sample in samples]
+
+
+def fit_link(samples: Sequence[MessageSample]) -> Link:
+    """Return a collective's α–β, with the largest error of a fit to every second size for the sizes between.
+
+    The link itself is fitted to all samples.
+
+    Raises:
+        ValueError: without a sample.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.sent)
+    seen, held_out = ordered[::2], ordered[1::2]
+    errors = relative_errors(_link(seen), held_out) if held_out else []
+    whole = _link(ordered)
+    return Link(latency=whole.latency, rate=whole.rate, error=max(errors, default=float("nan")))
+
+
+def _link(samples: Sequence[MessageSample]) -> Link:
+    latency, slope = fit_line([(sample.sent, sample.seconds) for sample in samples])
+    return Link(latency=latency, rate=1 / slope if slope > 0 else 1e15)
+
+
+def fit_links(samples: Sequence[MessageSample]) -> dict[str, Link]:
+    """Return the link of each kind."""
+    kinds = dict.fromkeys(sample.kind for sample in samples)
+    return {kind: fit_link([sample for sample in samples if sample.kind == kind]) for kind in kinds}
+
+
+def typical_link(links: Mapping[str, Link]) -> Link:
+    """Return one link for kinds that were not measured: the mean latency, and the rate at which all together send equal bytes.
+
+    Raises:
+        ValueError: without a link.
+    """
+    if not links:
+        raise ValueError("there is no link to take the mean of")
+    slope = fmean(1 / link.rate for link in links.values())
+    return Link(latency=fmean(link.latency for link in links.values()), rate=1 / slope)

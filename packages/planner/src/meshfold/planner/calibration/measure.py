@@ -1,0 +1,221 @@
+"""A machine from samples: every rank measures its device while the others measure theirs, then all measure their links."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshfold.mesh import Group, Mesh, Process, SpecError, all_reduce, barrier
+from meshfold.planner.calibration.fits import (
+    MatmulSample,
+    MessageSample,
+    fit_links,
+    matmul_rates,
+    matmul_shares,
+    typical_link,
+)
+from meshfold.planner.calibration.messages import message_samples
+from meshfold.planner.calibration.samples import (
+    DTYPES,
+    Effort,
+    attention_shares,
+    launch_seconds,
+    matmul_samples,
+    memory_rates,
+    sustained_share,
+)
+from meshfold.planner.efficiency import Efficiency, Link
+from meshfold.planner.machines import Host, Machine
+from meshfold.planner.suggestions.here import local_machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A measured machine.
+
+    Attributes:
+        machine: for plans.
+        matmuls: samples, means over ranks.
+        messages: samples inside a node, of the slowest rank.
+        ranks: that took part.
+        notes: numbers that were not measured, and whose they are.
+    """
+
+    machine: Machine
+    matmuls: tuple[MatmulSample, ...]
+    messages: tuple[MessageSample, ...]
+    ranks: int
+    notes: tuple[str, ...]
+
+    def samples(self) -> dict[str, Any]:
+        """Return the samples as numbers for JSON."""
+        return {
+            "ranks": self.ranks,
+            "torch": torch.__version__,
+            "matmuls": [asdict(sample) for sample in self.matmuls],
+            "messages": [asdict(sample) for sample in self.messages],
+            "notes": list(self.notes),
+        }
+
+
+def calibrate(process: Process, effort: Effort, *, disk: Path | None = None, name: str | None = None) -> Calibration:
+    """Measure the machine. All ranks of the job must call; all return the same.
+
+    Args:
+        process: this rank.
+        effort: sizes of the samples.
+        disk: a folder on the disk to measure; None leaves the preset's rates.
+        name: of the machine; by default that of its GPU, and the ranks of a node.
+
+    Raises:
+        SpecError: if nodes have different numbers of ranks, and if no precision can be multiplied.
+        DiskError: if the folder cannot be used.
+    """
+    device, local = process.device, process.environment.local_world_size
+    nodes, rest = divmod(process.world_size, local)
+    if rest:
+        raise SpecError(f"{process.world_size} ranks on nodes of {local}: start as many ranks on every node")
+    base = local_machine(local, device=device.type)
+    mesh = Mesh({"node": nodes, "local": local})
+    try:
+        everyone, here, there = mesh.group("node", "local"), mesh.group("local"), mesh.group("node")
+        barrier(everyone, device)
+        matmuls = _means(matmul_samples(device, effort), effort.sides, everyone, device)
+        if not matmuls:
+            raise SpecError(f"no matmul runs on {device}: torch {torch.__version__} has no kernels for it")
+        machine, notes = _of_devices(base, matmuls, everyone, device, effort)
+        messages = message_samples(here, device, effort) if here.size > 1 else []
+        machine = _linked(machine, messages, notes)
+        if there.size > 1:
+            between = typical_link(fit_links(message_samples(there, device, effort)))
+            machine = replace(machine, between=min(between.rate, machine.inside))
+        elif local > 1 or nodes == 1:
+            notes.append(f"links between nodes: those of {base.name}")
+        machine = replace(machine, host=_host(base.host, everyone, device, effort, disk, local, notes))
+    finally:
+        mesh.close()
+    kind = torch.cuda.get_device_name(device).lower().replace(" ", "-") if device.type == "cuda" else "cpu"
+    machine = replace(
+        machine, name=name or f"{kind}x{local}", source=f"measured by meshfold calibrate on {process.world_size} ranks"
+    )
+    return Calibration(
+        machine=machine, matmuls=tuple(matmuls), messages=tuple(messages), ranks=process.world_size, notes=tuple(notes)
+    )
+
+
+def _mean(values: Sequence[float], everyone: Group, device: torch.device) -> list[float]:
+    """Return the means over all ranks."""
+    total = all_reduce(torch.tensor(values, dtype=torch.float64, device=device), everyone)
+    return [float(value) / everyone.size for value in total.tolist()]
+
+
+def _means(
+    samples: Sequence[MatmulSample], sides: Sequence[int], everyone: Group, device: torch.device
+) -> list[MatmulSample]:
+    """Return the samples that all ranks have, with their mean seconds: a slower rank may have stopped at a smaller size."""
+    table = {(sample.precision, sample.side): sample.seconds for sample in samples}
+    keys = [(precision, side) for precision in DTYPES for side in sides]
+    seconds = _mean([table.get(key, math.nan) for key in keys], everyone, device)
+    return [
+        MatmulSample(precision=precision, side=side, seconds=one)
+        for (precision, side), one in zip(keys, seconds, strict=True)
+        if not math.isnan(one)
+    ]
+
+
+def _of_devices(
+    base: Machine, matmuls: Sequence[MatmulSample], everyone: Group, device: torch.device, effort: Effort
+) -> tuple[Machine, list[str]]:
+    """Return the machine with rates of devices, and notes."""
+    flops, shares = matmul_rates(matmuls), matmul_shares(matmuls)
+    most = "bf16" if device.type == "cuda" and "bf16" in flops else max(flops, key=lambda precision: flops[precision])
+    best = max((sample for sample in matmuls if sample.precision == most), key=lambda sample: sample.rate)
+    memory = memory_rates(device, effort)
+    sustained = sustained_share(best, device, effort)
+    attention = attention_shares(sustained * flops[most], device, effort, DTYPES[most])
+    launch = launch_seconds(device, effort)
+    values = _mean(
+        [memory.copy, memory.elementwise, memory.optimizer, sustained, launch, *attention.values()], everyone, device
+    )
+    copy, elementwise, optimizer, sustained, launch, *of_heads = values
+    absent = [precision for precision in base.flops if precision not in flops]
+    notes = [f"matmuls in {', '.join(absent)}: those of {base.name}"] if absent else []
+    return replace(
+        base,
+        memory=base.memory if device.type == "cuda" else _host_bytes(base.host.memory) / base.devices,
+        memory_rate=copy,
+        flops={**base.flops, **flops},
+        launch=launch,
+        efficiency=Efficiency(
+            matmuls=sustained,
+            by_flop=shares,
+            attention=dict(zip(attention, of_heads, strict=True)),
+            elementwise=elementwise / copy,
+            optimizer=optimizer / copy,
+        ),
+    ), notes
+
+
+def _linked(machine: Machine, messages: Sequence[MessageSample], notes: list[str]) -> Machine:
+    """Return the machine with links inside a node."""
+    if not messages:
+        notes.append(f"links of ranks: those of {machine.name}, since one rank has none (--ranks 2 measures them)")
+        return machine
+    links = fit_links(messages)
+    links["send"], links["exchange_rows"] = links["shift"], links["all_to_all"]
+    usual: Link = typical_link(links)
+    return replace(
+        machine, latency=usual.latency, inside=usual.rate, collectives=links, between=min(machine.between, usual.rate)
+    )
+
+
+def _host(
+    host: Host,
+    everyone: Group,
+    device: torch.device,
+    effort: Effort,
+    disk: Path | None,
+    local: int,
+    notes: list[str],
+) -> Host:
+    """Return the host with measured copies, memory and disk; each rank has its share while the others use theirs."""
+    host = replace(host, memory=_host_bytes(host.memory), cores=_cores() if device.type == "cpu" else host.cores)
+    if effort.host:
+        from meshfold.zero_gemini.machine_rates import measure_machine
+
+        rates = measure_machine(device, everyone=everyone)
+        up, down, both, bandwidth = _mean([rates.h2d, rates.d2h, rates.pcie_both, rates.host_memory], everyone, device)
+        host = replace(host, up=up, down=down, both=both, bandwidth=bandwidth * local)
+    else:
+        notes.append("copies to the host and its memory: not measured")
+    if disk is None:
+        notes.append("disk: not measured (--disk FOLDER measures it)")
+        return host
+    from meshfold.zero_gemini.nvme import bench, free_bytes
+
+    found = bench(disk, effort.disk_bytes)
+    read, write = _mean([found.read_bytes_per_s, found.write_bytes_per_s], everyone, device)
+    return replace(host, disk_read=read * local, disk_write=write * local, disk=float(free_bytes(disk) or host.disk))
+
+
+def _host_bytes(otherwise: float) -> float:
+    """Return the bytes of memory that this process's control group may use, or those of the host."""
+    from meshfold.zero_gemini.machine_rates import UNLIMITED_BYTES, available_host_bytes
+
+    limit = available_host_bytes()
+    if limit < UNLIMITED_BYTES:
+        return float(limit)
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, OSError, ValueError):  # not Linux
+        return otherwise
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

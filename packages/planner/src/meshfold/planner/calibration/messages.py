@@ -1,0 +1,72 @@
+"""Samples of collectives over a group of running ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshfold.mesh import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    moved_bytes,
+    reduce_scatter,
+    shift,
+)
+from meshfold.mesh.recording import Kind
+from meshfold.planner.calibration.fits import MessageSample
+from meshfold.planner.calibration.samples import Effort, wait
+
+_CALLS = 5
+KINDS: dict[Kind, Callable[[Tensor, Group], object]] = {
+    "all_reduce": lambda x, group: all_reduce(x, group),
+    "all_gather": lambda x, group: all_gather(x, group, 0),
+    "reduce_scatter": lambda x, group: reduce_scatter(x, group, 0),
+    "all_to_all": lambda x, group: all_to_all(x.view(group.size, -1), group, 0, 1),
+    "broadcast": lambda x, group: broadcast(x, group, 0),
+    "shift": lambda x, group: shift(x, group),
+}
+"""Measured kinds. ``send`` takes the seconds of ``shift``, which is a send and a receive beside each other."""
+
+
+def message_samples(group: Group, device: torch.device, effort: Effort) -> list[MessageSample]:
+    """Measure every kind for every size: seconds of the slowest rank, between barriers. All ranks of the group must call.
+
+    Args:
+        group: of two ranks or more.
+        device: of the tensors.
+        effort: its sizes are those of the block that the ring count names: what all ranks have together in a gather, what each
+            rank has in a sum.
+    """
+    found = []
+    for kind, run in KINDS.items():
+        for size in effort.message_bytes:
+            size = max(group.size * 4, size // (group.size * 4) * group.size * 4)
+            mine = size // group.size if kind == "all_gather" else size
+            x = torch.zeros(mine // 4, device=device)
+            seconds = _agreed_seconds(lambda: run(x, group), group, device, effort.repeats)  # noqa: B023
+            found.append(MessageSample(kind=kind, sent=float(moved_bytes(kind, size, group.size)), seconds=seconds))
+            if seconds * 4 > effort.longest_s:
+                break
+    return found
+
+
+def _agreed_seconds(work: Callable[[], object], group: Group, device: torch.device, repeats: int) -> float:
+    """Return the slowest rank's seconds in the fastest of several timings: the same number on all ranks."""
+    times = []
+    for _ in range(repeats + 1):
+        barrier(group, device)
+        wait(device)
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            work()
+        wait(device)
+        times.append((time.perf_counter() - begin) / _CALLS)
+    slowest = all_reduce(torch.tensor(times[1:], dtype=torch.float64, device=device), group, op="max")
+    return max(float(slowest.min()), 1e-9)

@@ -1,0 +1,192 @@
+"""Samples of one device: matmuls by size and precision, attention, memory, an optimizer step, launches of operators."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshfold.planner.calibration.fits import MatmulSample
+
+MiB = 2**20
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Sizes of samples.
+
+    Attributes:
+        sides: of square matmuls, rising.
+        longest_s: seconds; larger sizes than the first that takes so long are left out.
+        window_s: least seconds of one timing.
+        repeats: timings of each sample, of which the fastest counts: other work on a machine only slows it down.
+        steady_s: seconds of matmuls in sequence.
+        tokens: of attention's sequences.
+        memory_bytes: of a copy.
+        message_bytes: of collectives' blocks, rising.
+        disk_bytes: of the file that measures a disk.
+        host: measure copies to a GPU and the host's memory.
+    """
+
+    sides: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192)
+    longest_s: float = 0.25
+    window_s: float = 0.02
+    repeats: int = 5
+    steady_s: float = 2.0
+    tokens: int = 2048
+    memory_bytes: int = 256 * MiB
+    message_bytes: tuple[int, ...] = tuple(1024 * 4**n for n in range(10))
+    disk_bytes: int = 1024 * MiB
+    host: bool = True
+
+
+TINY = Effort(
+    sides=(16, 32, 64),
+    window_s=0.0,
+    repeats=1,
+    steady_s=0.0,
+    tokens=32,
+    memory_bytes=MiB,
+    message_bytes=(256, 1024, 4096, 16384),
+    disk_bytes=MiB,
+    host=False,
+)
+"""Sizes to try the command with: their rates say nothing."""
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, effort: Effort) -> float:
+    """Return the seconds of one call, after calls that do not count: the fastest of several timings."""
+    work()
+    once = _timed(work, device, 1)
+    calls = max(1, min(1000, math.ceil(effort.window_s / once)))
+    return min(_timed(work, device, calls) for _ in range(effort.repeats))
+
+
+def _timed(work: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Return the seconds of one of several calls in a row."""
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        work()
+    wait(device)
+    return max(time.perf_counter() - begin, 1e-9) / calls
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done all work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matmul_samples(device: torch.device, effort: Effort) -> list[MatmulSample]:
+    """Measure square matmuls in every precision that the device multiplies, in the three layouts of training."""
+    found = []
+    for precision, dtype in DTYPES.items():
+        for side in effort.sides:
+            try:
+                seconds = _matmul_seconds(side, dtype, device, effort)
+            except (RuntimeError, NotImplementedError):  # a precision that this device or build lacks
+                break
+            found.append(MatmulSample(precision=precision, side=side, seconds=seconds))
+            if seconds * 8 > effort.longest_s:
+                break
+    return found
+
+
+def _three_matmuls(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Return a call of a linear layer's matmuls: output, gradient of the input, gradient of the weight."""
+    x, weight, dy = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+
+    def run() -> None:
+        functional.linear(x, weight)
+        dy @ weight
+        dy.t() @ x
+
+    return run
+
+
+def _matmul_seconds(side: int, dtype: torch.dtype, device: torch.device, effort: Effort) -> float:
+    return best_seconds(_three_matmuls(side, dtype, device), device, effort) / 3
+
+
+def sustained_share(best: MatmulSample, device: torch.device, effort: Effort) -> float:
+    """Return the share of a matmul's rate that many reach in sequence: clocks fall where power is limited."""
+    run = _three_matmuls(best.side, DTYPES[best.precision], device)
+    calls = max(1, round(effort.steady_s / (3 * best.seconds)))
+    run()
+    return min(1.0, best.seconds / (_timed(run, device, calls) / 3))
+
+
+def attention_shares(rate: float, device: torch.device, effort: Effort, dtype: torch.dtype) -> dict[int, float]:
+    """Measure causal attention, forward and backward, by size of a head: share of ``rate`` in FLOP/s, masked pairs not counted."""
+    found = {}
+    for head_dim in (64, 128):
+        heads = 512 // head_dim
+        q, k, v = (
+            torch.randn(2, heads, effort.tokens, head_dim, device=device).to(dtype).requires_grad_() for _ in range(3)
+        )
+
+        def run(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+        # Two matmuls forward and five backward, of which causal masking leaves half of the pairs.
+        flop = 7 * 2 * 2 * heads * effort.tokens**2 * head_dim / 2
+        found[head_dim] = flop / best_seconds(run, device, effort) / rate
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRates:
+    """Bytes a second, reads and writes together.
+
+    Attributes:
+        copy: of a plain copy.
+        elementwise: of sums, activations and norms of a model.
+        optimizer: of a fused AdamW step.
+    """
+
+    copy: float
+    elementwise: float
+    optimizer: float
+
+
+def memory_rates(device: torch.device, effort: Effort) -> MemoryRates:
+    """Measure the device's memory."""
+    count = effort.memory_bytes // 4
+    x, y, out = (torch.zeros(count, device=device) for _ in range(3))
+    copy = 2 * effort.memory_bytes / best_seconds(lambda: out.copy_(x), device, effort)
+    rows = x.view(-1, 1024)
+    weight = torch.ones(1024, device=device)
+    works: tuple[tuple[int, Callable[[], object]], ...] = (
+        (3, lambda: torch.add(x, y, out=out)),
+        (2, lambda: functional.gelu(x)),
+        (2, lambda: functional.layer_norm(rows, (1024,), weight, weight)),
+    )
+    spent = sum(best_seconds(work, device, effort) for _, work in works)
+    elementwise = sum(passes for passes, _ in works) * effort.memory_bytes / spent
+    parameter = torch.nn.Parameter(x)
+    parameter.grad = y
+    adam = torch.optim.AdamW([parameter], lr=0.0, fused=True)
+    adam.step()
+    optimizer = 7 * effort.memory_bytes / best_seconds(adam.step, device, effort)
+    return MemoryRates(copy=copy, elementwise=elementwise, optimizer=optimizer)
+
+
+def launch_seconds(device: torch.device, effort: Effort) -> float:
+    """Measure the host's seconds for an operator of a forward and its backward, on tensors so small that nothing else counts."""
+    x = torch.ones(8, device=device, requires_grad=True)
+    length = 100
+
+    def run() -> None:
+        y = x
+        for _ in range(length):
+            y = y * 1.0
+        y.backward(torch.ones_like(y))
+
+    return best_seconds(run, device, effort) / (2 * length)

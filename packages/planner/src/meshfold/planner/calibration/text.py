@@ -1,0 +1,47 @@
+"""A measured machine as tables."""
+
+from __future__ import annotations
+
+import math
+
+from meshfold.mesh.spec import format_bytes, format_table
+from meshfold.planner.calibration.measure import Calibration
+from meshfold.planner.report import format_seconds
+
+
+def calibration_table(found: Calibration) -> str:
+    """Return matmuls by size, the device's other rates, links by kind with their errors, and what was not measured."""
+    machine, reached = found.machine, found.machine.efficiency
+    sides = sorted({sample.side for sample in found.matmuls})
+    precisions = list(dict.fromkeys(sample.precision for sample in found.matmuls))
+    rates = {(sample.precision, sample.side): sample.rate for sample in found.matmuls}
+    matmuls: list[list[str]] = [["matmuls, TFLOP/s", *(str(side) for side in sides)]]
+    for precision in precisions:
+        cells = (rates.get((precision, side)) for side in sides)
+        matmuls.append([precision, *("" if rate is None else f"{rate / 1e12:.3g}" for rate in cells)])
+    attention = ", ".join(f"{share:.2f} with heads of {size}" for size, share in reached.attention.items())
+    device = [
+        ["memory", f"{format_bytes(machine.memory)}, {machine.memory_rate / 1e9:,.4g} GB/s copied"],
+        ["matmuls in sequence", f"{reached.matmuls:.2f} of the rate of one"],
+        ["attention", f"{attention} of these"],
+        [
+            "other operators",
+            f"{reached.elementwise:.2f} of the rate of copies, a step of AdamW {reached.optimizer:.2f}",
+        ],
+        ["a launch", format_seconds(machine.launch)],
+        [
+            "host",
+            f"{machine.host.up / 1e9:.3g} GB/s up, {machine.host.down / 1e9:.3g} down, {machine.host.bandwidth / 1e9:.3g} memory",
+        ],
+        ["disk", f"{machine.host.disk_read / 1e9:.3g} GB/s read, {machine.host.disk_write / 1e9:.3g} written"],
+    ]
+    parts = [format_table(matmuls, "<>"), format_table(device)]
+    if found.messages:
+        rows = [["collectives", "latency", "GB/s", "held-out error"]]
+        for kind in dict.fromkeys(sample.kind for sample in found.messages):
+            link = machine.collectives[kind]
+            error = "" if math.isnan(link.error) else f"{100 * link.error:.0f} %"
+            rows.append([kind, format_seconds(link.latency), f"{link.rate / 1e9:.3g}", error])
+        parts.append(format_table(rows, "<>"))
+    parts.append([f"not measured: {note}" for note in found.notes])
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)

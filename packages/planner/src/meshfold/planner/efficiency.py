@@ -1,0 +1,71 @@
+"""Shares of a machine's rates that the operators of a model reach, and the links that its collectives reach."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MATMULS = 0.86
+"""Share of one large matmul's rate that a model's matmuls reach in sequence (measured: OPT-6.7B on an H200)."""
+OPTIMIZER = 0.82
+"""Share of the rate of a plain copy that a fused optimizer step reaches (H200: 3.47 of 4.24 TB/s)."""
+ATTENTION: Mapping[int, float] = {64: 0.58, 128: 0.70}
+"""Size of a head: share of the matmuls' rate that attention reaches, forward and backward together. Only pairs that it
+computes count (measured: cuDNN's on an H200, 4 × 4096 tokens, causal)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Shares of a machine's rates that operators reach. The defaults are those of data centre GPUs.
+
+    Attributes:
+        matmuls: share of ``flops`` that large matmuls reach one after the other.
+        by_flop: by precision, pairs of a matmul's FLOP and the share of ``matmuls`` that matmuls of that size reach, by rising
+            FLOP; without an entry all reach the whole.
+        attention: size of a head to the share of the matmuls' rate that attention reaches.
+        elementwise: share of ``memory_rate`` that operators without matmuls reach.
+        optimizer: share of ``memory_rate`` that the step of the optimizer reaches.
+    """
+
+    matmuls: float = MATMULS
+    by_flop: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    attention: Mapping[int, float] = field(default_factory=lambda: dict(ATTENTION))
+    elementwise: float = 1.0
+    optimizer: float = OPTIMIZER
+
+    def of_matmul(self, precision: str, flop: float) -> float:
+        """Return the share of ``flops`` that a matmul of this size reaches: between measured sizes by the logarithm of its FLOP."""
+        table = self.by_flop.get(precision, ())
+        if not table or flop >= table[-1][0]:
+            return self.matmuls * (table[-1][1] if table else 1.0)
+        upper = bisect_left(table, flop, key=lambda pair: pair[0])
+        if upper == 0:
+            return self.matmuls * table[0][1]
+        (low, before), (high, after) = table[upper - 1], table[upper]
+        way = math.log(flop / low) / math.log(high / low)
+        return self.matmuls * (before + way * (after - before))
+
+    def of_attention(self, head_dim: int) -> float:
+        """Return the share of the matmuls' rate that attention with heads of this size reaches: that of the nearest known size."""
+        return self.attention[min(self.attention, key=lambda size: abs(size - head_dim))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A collective's cost by α–β: ``latency`` seconds a call, and ``rate`` bytes a second that a rank sends by the ring count.
+
+    Attributes:
+        latency: seconds of the smallest call.
+        rate: bytes a second.
+        error: largest relative error for sizes that the fit has not seen; nan if it was not measured.
+    """
+
+    latency: float
+    rate: float
+    error: float = math.nan
+
+    def seconds(self, sent: float, calls: int = 1) -> float:
+        """Return the seconds of so many calls that send so many bytes together."""
+        return calls * self.latency + sent / self.rate

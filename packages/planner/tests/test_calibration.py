@@ -1,0 +1,162 @@
+"""Calibration: fits of made-up samples, machines as files, and a tiny measurement on two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshfold.mesh import Mesh, SpecError, all_reduce, start
+from meshfold.mesh.model_io import Operator
+from meshfold.mesh.testing import ranks
+from meshfold.planner import MACHINES, find_machine
+from meshfold.planner.calibration import (
+    TINY,
+    MatmulSample,
+    MessageSample,
+    calibrate,
+    calibration_table,
+    fit_line,
+    fit_link,
+    fit_links,
+    matmul_rates,
+    matmul_shares,
+    read_machine,
+    typical_link,
+    write_machine,
+)
+from meshfold.planner.clock import Work
+from meshfold.planner.efficiency import Efficiency, Link
+
+H200 = MACHINES["h200x8"]
+SIZES = [1024 * 4**n for n in range(8)]
+
+
+def test_a_line_is_found_again() -> None:
+    latency, slope = fit_line([(size, 2e-5 + size / 3e9) for size in SIZES])
+    assert (latency, 1 / slope) == (pytest.approx(2e-5), pytest.approx(3e9))
+
+
+@pytest.mark.parametrize(
+    "points",
+    [[(1e3, 1.0)], [(1e3, 2.0), (1e6, 1.0)], [(1e3, 1e-9), (1e6, 1.0)], [(5.0, 1.0), (5.0, 1.0)]],
+)
+def test_no_fit_has_a_negative_latency_or_rate(points: list[tuple[float, float]]) -> None:
+    latency, slope = fit_line(points)
+    assert latency >= 0 and slope >= 0 and latency + slope > 0
+
+
+def test_the_error_is_of_sizes_that_the_fit_has_not_seen() -> None:
+    exact = [MessageSample(kind="all_reduce", sent=size, seconds=1e-5 + size / 1e9) for size in SIZES]
+    assert fit_link(exact).error == pytest.approx(0, abs=1e-9)
+    # Every second size takes twice as long: a fit to the others misses them by half.
+    odd = [replace(one, seconds=one.seconds * (1 + n % 2)) for n, one in enumerate(exact)]
+    assert fit_link(odd).error == pytest.approx(0.5)
+    assert math.isnan(fit_link(exact[:1]).error)
+
+
+def test_links_by_kind_and_the_usual_one() -> None:
+    samples = [
+        MessageSample(kind=kind, sent=size, seconds=latency + size / rate)
+        for kind, latency, rate in (("all_reduce", 1e-5, 1e9), ("shift", 3e-5, 3e9))
+        for size in SIZES
+    ]
+    links = fit_links(samples)
+    assert links["shift"].rate == pytest.approx(3e9) and links["all_reduce"].latency == pytest.approx(1e-5)
+    usual = typical_link(links)
+    assert (usual.latency, usual.rate) == (pytest.approx(2e-5), pytest.approx(1.5e9))
+    with pytest.raises(ValueError, match="no link"):
+        typical_link({})
+
+
+def test_shares_of_matmuls_never_fall_with_their_size() -> None:
+    speeds = {64: 1e12, 128: 4e12, 256: 3e12, 512: 8e12}
+    samples = [
+        MatmulSample(precision="bf16", side=side, seconds=2 * side**3 / rate) for side, rate in reversed(speeds.items())
+    ]
+    assert matmul_rates(samples) == {"bf16": pytest.approx(8e12)}
+    shares = [share for _, share in matmul_shares(samples)["bf16"]]
+    assert shares == [pytest.approx(share) for share in (1 / 8, 1 / 2, 1 / 2, 1)]
+
+
+def test_small_matmuls_take_longer_on_a_measured_machine() -> None:
+    reached = Efficiency(matmuls=0.5, by_flop={"bf16": ((1e6, 0.25), (1e8, 0.75), (1e10, 1.0))})
+    assert [reached.of_matmul("bf16", flop) for flop in (1e3, 1e7, 1e12)] == [0.125, pytest.approx(0.25), 0.5]
+    assert reached.of_matmul("fp32", 1e3) == 0.5  # not measured: as large ones
+    machine = replace(H200, flops={"bf16": 1e12}, memory_rate=1e9, launch=0.0, efficiency=reached)
+    work = Work(operators={Operator(10**7): 3, Operator(0, bytes=10**9): 1})
+    assert work.seconds(machine, "bf16") == pytest.approx(3 * 1e7 / 0.25e12 + 1)
+    half = replace(machine, efficiency=replace(reached, elementwise=0.5))
+    assert half.launch == 0 and work.seconds(half, "bf16") == pytest.approx(3 * 1e7 / 0.25e12 + 2)
+
+
+def test_a_measured_kind_takes_its_own_link_inside_a_node() -> None:
+    machine = replace(
+        H200, latency=1.0, inside=100.0, between=10.0, collectives={"shift": Link(latency=5.0, rate=50.0)}
+    )
+    assert machine.message_seconds("shift", 100, machine.inside, calls=2) == 12.0
+    assert machine.message_seconds("all_reduce", 100, machine.inside, calls=2) == 3.0
+    assert machine.message_seconds("shift", 100, machine.between) == 11.0
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+    reached = Efficiency(by_flop={"bf16": ((1e6, 0.5), (1e9, 1.0))}, attention={64: 0.4})
+    link = Link(latency=1e-5, rate=1e9, error=0.1)
+    machine = replace(MACHINES[name], efficiency=reached, collectives={"all_reduce": link})
+    file = tmp_path / "new" / "machine.json"
+    write_machine(machine, file, {"what": "was measured"})
+    assert find_machine(str(file)) == machine
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"meshfold_machine": 2}, "no 'meshfold_machine': 1"),
+        ({"memroy": 1}, "unknown key 'memroy'. Did you mean 'memory'?"),
+        ({"inside": 0}, "inside=0 must be a number above 0"),
+        ({"latency": "fast"}, "latency='fast' must be a number"),
+        ({"flops": {}}, "flops is empty"),
+        ({"flops": {"bf16": -1}}, "flops: bf16=-1 must be"),
+        ({"host": 3}, "host=3 must be an object"),
+        ({"collectives": {"shift": {"latency": 0}}}, "collectives: shift: 'rate' is missing"),
+        ({"efficiency": {"by_flop": {"bf16": [[2, 0.5], [1, 1.0]]}}}, "by rising FLOP"),
+    ],
+)
+def test_a_wrong_file_says_what_to_change(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    write_machine(H200, file, {})
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(SpecError, match=said.replace(".", r"\.").replace("?", r"\?")):
+        read_machine(file)
+
+
+def test_a_missing_or_broken_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"No such file or directory\. meshfold calibrate --out"):
+        find_machine(str(tmp_path / "none.json"))
+    (tmp_path / "text.json").write_text("no JSON")
+    with pytest.raises(SpecError, match=r"is not JSON .*write it with meshfold calibrate"):
+        find_machine(str(tmp_path / "text.json"))
+
+
+@ranks(2)
+def test_two_ranks_measure_one_machine() -> None:
+    with start() as process:
+        found = calibrate(process, TINY, name="two")
+        machine = found.machine
+        assert (machine.name, machine.devices, found.ranks) == ("two", 2, 2)
+        assert {"fp32", "bf16", "fp64", "fp16"} <= set(machine.flops)
+        assert {sample.side for sample in found.matmuls} == set(TINY.sides)
+        assert {"all_reduce", "send", "exchange_rows"} < set(machine.collectives)
+        numbers = [machine.inside, machine.latency, machine.memory_rate, machine.flops["fp32"], machine.launch]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        mesh = Mesh({"rank": 2})
+        assert torch.equal(all_reduce(mine, mesh.group("rank")), 2 * mine)  # both ranks have the same
+        mesh.close()
+        table = calibration_table(found)
+        assert "held-out error" in table and "disk: not measured (--disk FOLDER measures it)" in table
