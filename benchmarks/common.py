@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -233,14 +234,8 @@ def milliseconds(step: Callable[[], Any], repeats: int) -> float:
     return float(begin.elapsed_time(end)) / repeats
 
 
-def interleave(
-    contestants: Sequence[Contestant], *, rounds: int, warm_up: int, repeats: int, between: Callable[[], None]
-) -> dict[str, list[float]]:
-    """Rounds A B C A B C of all contestants that can run: milliseconds a step, by name.
-
-    Args:
-        between: called before each timing, so that all ranks start together.
-    """
+def interleave(contestants: Sequence[Contestant], *, rounds: int, warm_up: int, repeats: int) -> dict[str, list[float]]:
+    """Rounds A B C A B C of all contestants that can run: milliseconds a step, by name."""
     running = [c for c in contestants if c.step is not None]
     for contestant in running:
         for _ in range(warm_up):
@@ -249,7 +244,6 @@ def interleave(
     times: dict[str, list[float]] = {c.name: [] for c in running}
     for _ in range(rounds):
         for contestant in running:
-            between()
             times[contestant.name].append(milliseconds(contestant.step, repeats))  # type: ignore[arg-type]
     return times
 
@@ -273,36 +267,63 @@ Timed = tuple[dict[str, list[float]], dict[str, dict[str, float]]]
 
 
 def timed_windows(
-    contestants: Sequence[Contestant], *, rounds: int, window_s: float, settle_s: float
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    window_s: float,
+    settle_s: float,
+    between: Callable[[], None] = lambda: None,
+    agreed: Callable[[float], float] = float,
+    gpus: int = 1,
 ) -> Iterator[Timed]:
     """Time rounds A B C A B C, each contestant for a window of seconds, after a warm-up in which clocks settle.
+
+    Args:
+        contestants: those without a step are left out.
+        rounds: how often each is timed.
+        window_s: seconds of a contestant in a round.
+        settle_s: seconds of warm-up, of the first contestant.
+        between: called before each window, so that all ranks start together.
+        agreed: makes a number of this rank one that all ranks have, so that all take as many steps.
+        gpus: whose watts are added up; 0: none are read, as on ranks that write nothing.
 
     Yields:
         What was measured until the end of each round; last, all of it with the power.
     """
     running = [each for each in contestants if each.step is not None]
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < settle_s:
-        running[0].step()  # type: ignore[misc]
-        synchronize()
-    repeats = {
-        each.name: max(1, math.ceil(window_s * 1e3 / milliseconds(each.step, 2)))  # type: ignore[arg-type]
-        for each in running
-    }
+    lasts = {each.name: agreed(milliseconds(each.step, 2)) for each in running}  # type: ignore[arg-type]
+    if running and settle_s:
+        for _ in range(math.ceil(settle_s * 1e3 / lasts[running[0].name])):
+            running[0].step()  # type: ignore[misc]
+            synchronize()
+        lasts = {each.name: agreed(milliseconds(each.step, 2)) for each in running}  # type: ignore[arg-type]
+    repeats = {name: max(1, math.ceil(window_s * 1e3 / each)) for name, each in lasts.items()}
     times: dict[str, list[float]] = {each.name: [] for each in running}
     windows: dict[str, list[tuple[float, float]]] = {each.name: [] for each in running}
-    with PowerLog() as log:
+    with PowerLog() if gpus else nullcontext() as log:
         for _ in range(rounds):
             for each in running:
+                between()
                 first = time.time()
                 times[each.name].append(milliseconds(each.step, repeats[each.name]))  # type: ignore[arg-type]
                 windows[each.name].append((first + AVERAGED_S, time.time()))
             yield times, {name: {} for name in times}
-    power = {}
+    power: dict[str, dict[str, float]] = {name: {} for name in times}
     for name, spans in windows.items():
-        means = [mean for span in spans if (mean := log.mean(*span, 1))]
+        means = [mean for span in spans if log is not None and (mean := log.mean(*span, gpus))]
         power[name] = {key: sum(mean[key] for mean in means) / len(means) for key in ("watts", "mhz") if means}
     yield times, power
+
+
+def agree(device: torch.device, group: Any = None) -> Callable[[float], float]:
+    """Return what makes a number of this rank the largest of all ranks'."""
+
+    def agreed(value: float) -> float:
+        told = torch.tensor(value, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
+        return float(told)
+
+    return agreed
 
 
 def measure(

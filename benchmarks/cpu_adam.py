@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         contestants.append(_build(name, args.parameters))
         made = contestants[-1]
         print(f"{name:<40} error {made.error:.1e}  {made.note}", flush=True)
-    times = interleave(contestants, rounds=args.rounds, warm_up=2, repeats=args.repeats, between=lambda: None)
+    times = interleave(contestants, rounds=args.rounds, warm_up=2, repeats=args.repeats)
     result = {
         "area": "cpu-adam",
         "machine": {**machine(), **_versions(), "load_before": load},

@@ -1,0 +1,1 @@
+"""Blocks under each tensor-parallel mode, beside DTensor and FSDP2."""
