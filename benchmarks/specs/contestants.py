@@ -32,10 +32,17 @@ SPECS: dict[int, dict[str, dict[str, Any]]] = {
         "sequence 2 × zero 3": dict(data=2, sequence=dict(mode="ring", size=2), zero=dict(stage=3, placement="cuda")),
         "zero 3": dict(data=4, zero=dict(stage=3, placement="cuda")),
         "zero 3, kept whole": dict(data=4, zero=dict(stage=3, placement="cuda", reshard_after_forward=False)),
+        "zero 3, pushed": dict(data=4, zero=dict(stage=3, placement="cuda", transport="push")),
+        "zero 3, kept whole, pushed": dict(
+            data=4, zero=dict(stage=3, placement="cuda", reshard_after_forward=False, transport="push")
+        ),
         "zero 2": dict(data=4, zero=dict(stage=2, placement="cuda")),
     },
 }
 """by how many ranks there are"""
+
+FP8 = ", fp8"
+"""at the end of a spec: matrix products with eight-bit operands, scaled by rows"""
 
 PEERS: dict[str, dict[str, Any]] = {
     "FSDP2": dict(compiled=False, reshard=True),
@@ -48,20 +55,21 @@ PEERS: dict[str, dict[str, Any]] = {
 class Ours:
     """See :class:`benchmarks.specs.worker.Trainer`."""
 
-    def __init__(self, work: Work, spec: Mapping[str, Any], *, compiled: bool) -> None:
+    def __init__(self, work: Work, spec: Mapping[str, Any], *, compiled: bool, fp8: bool) -> None:
         from meshfold.engine import Engine
 
         args = work.args
+        precision = dict(name=args.precision, matmul="fp8", recipe="rowwise") if fp8 else args.precision
         self.engine = Engine(
             work.maker(compiled=compiled),
             spec,
             optimizer=dict(name="adamw", lr=args.lr),
-            precision=args.precision,
+            precision=precision,
             clip_grad_norm=args.clip,
             lr_scheduler=work.rates,
         )
         self.device, self.rank = self.engine.device, self.engine.mesh.rank
-        self.flags = {"parallel": dict(spec), "precision": args.precision, "compiled blocks": compiled}
+        self.flags = {"parallel": dict(spec), "precision": precision, "compiled blocks": compiled}
 
     def prepare(self, batch: Tensor) -> dict[str, Tensor]:
         mine: Tensor = self.engine.shard_batch(batch).to(self.device)
@@ -77,7 +85,8 @@ class Ours:
 def names(ranks: int) -> list[str]:
     """All contestants on so many ranks."""
     ours = list(SPECS[ranks])
-    return [*ours, *(f"{name} compiled" for name in ours), *PEERS]
+    fp8 = [f"{name}{FP8}{end}" for name in ours if name.startswith("zero 3") for end in ("", " compiled")]
+    return [*ours, *(f"{name} compiled" for name in ours), *fp8, *PEERS]
 
 
 def builder(name: str, ranks: int) -> Callable[[Work], Trainer]:
@@ -90,5 +99,6 @@ def builder(name: str, ranks: int) -> Callable[[Work], Trainer]:
             return FSDP2(work, **PEERS[name])
 
         return peer
-    spec = SPECS[ranks][name.removesuffix(" compiled")]
-    return lambda work: Ours(work, spec, compiled=name.endswith(" compiled"))
+    whole = name.removesuffix(" compiled")
+    spec, fp8 = SPECS[ranks][whole.removesuffix(FP8)], whole.endswith(FP8)
+    return lambda work: Ours(work, spec, compiled=whole != name, fp8=fp8)

@@ -10,11 +10,13 @@ from typing import Any
 
 from benchmarks import reports
 from benchmarks.common import median
-from benchmarks.specs.contestants import PEERS
+from benchmarks.specs.contestants import FP8, PEERS
 from meshfold.models import build, preset
 from meshfold.train.metrics import flops_per_token, peak_of_gpu
 
-BARS = reports.read_bars("specs", ("fsdp2", "curves"))
+BARS = reports.read_bars("specs", ("fsdp2", "fsdp2_two", "mfu", "fp8", "curves"))
+JUDGED = dict(model="llama-8b", seq_len=4096, precision="bf16")
+"""The work that the bars of speed are for."""
 HEAD = (
     "contestant",
     "FSDP2 compiled ÷ this",
@@ -24,6 +26,8 @@ HEAD = (
     "peak GiB",
     "loss",
     "curve off by",
+    "mJ a token",
+    "MHz",
 )
 
 
@@ -83,26 +87,48 @@ def _distances(result: dict[str, Any]) -> dict[str, float]:
 def _rows(result: dict[str, Any]) -> Iterator[list[str]]:
     s = result["settings"]
     distances = _distances(result)
-    config = preset(s["model"], max_positions=s["seq_len"])
-    work = flops_per_token(partial(build, config), s["seq_len"])
-    most = peak_of_gpu(result["machine"].get("gpu", ""), s["precision"])
     for name, runs in result["contestants"].items():
         times = _seconds(result, name)
         if not times:
             yield [name, str(runs[0].get("error", "no timed step"))]
             continue
-        tokens = s["rows"] * s["seq_len"] / s["ranks"] / median(times)
+        tokens = _tokens(s, median(times))
+        share = _mfu(result, tokens)
         curve = runs[0]["losses"]
         yield [
             name,
             "other call" if (found := _ratio(result, name, "FSDP2 compiled")) is None else f"{found:.3f}",
             reports.spread((median(times), min(times), max(times)), 3),
             f"{tokens:,.0f}",
-            f"{tokens * work / most:.1%}" if most else "–",
+            f"{share:.1%}" if share is not None else "–",
             f"{max(run['peak_bytes'] for run in runs) / 2**30:.1f}",
             f"{curve[0]:.3f} → {curve[-1]:.3f}",
             f"{distances[name]:.2%}" if name in distances else "–",
+            *_energy([run for run in runs if "watts" in run], median(times) / (s["rows"] * s["seq_len"])),
         ]
+
+
+def _tokens(settings: dict[str, Any], seconds: float) -> float:
+    """Return tokens a second of a GPU, for a step of so many seconds."""
+    return float(settings["rows"] * settings["seq_len"] / settings["ranks"] / seconds)
+
+
+def _mfu(result: dict[str, Any], tokens: float) -> float | None:
+    """Return the share of the GPU's bf16 operations that so many tokens a second need; None for an unknown GPU."""
+    s = result["settings"]
+    most = peak_of_gpu(result["machine"].get("gpu", ""), s["precision"])
+    if not most:
+        return None
+    config = preset(s["model"], max_positions=s["seq_len"])
+    return tokens * flops_per_token(partial(build, config), s["seq_len"]) / most
+
+
+def _energy(runs: list[dict[str, Any]], seconds: float) -> tuple[str, str]:
+    """Return the cells of the energy of a token, which takes so many seconds, and of the mean clock."""
+    if not runs:
+        return "–", "–"
+    watts, clock = (sum(run[key] for run in runs) / len(runs) for key in ("watts", "mhz"))
+    return f"{1e3 * watts * seconds:.1f}", f"{clock:.0f}"
 
 
 def bars(result: dict[str, Any]) -> list[str]:
@@ -110,16 +136,26 @@ def bars(result: dict[str, Any]) -> list[str]:
     ranks = result["settings"]["ranks"]
     found = []
     times = {name: median(values) for name in result["contestants"] if (values := _seconds(result, name))}
-    ours = [name for name in times if name not in PEERS]
+    low = [name for name in times if FP8 in name]
+    ours = [name for name in times if name not in (*PEERS, *low)]
     rivals = [name for name in times if name in PEERS and "compiled" in name]
     if ours and rivals:
         best, rival = min(ours, key=times.__getitem__), min(rivals, key=times.__getitem__)
         value, names = _ratio(result, best, rival), {"best": best, "rival": rival}
+        bar = BARS["fsdp2_two"] if ranks == BARS["fsdp2_two"].ranks else BARS["fsdp2"]
         found.append(
-            f"- {BARS['fsdp2'].what.format(**names)}: not measured in one call"
+            f"- {bar.what.format(**names)}: not measured in one call"
             if value is None
-            else BARS["fsdp2"].line(value, ranks, **names)
+            else bar.line(value, ranks, **names)
         )
+    judged = ranks if all(result["settings"].get(name) == value for name, value in JUDGED.items()) else -1
+    for key, some in (("mfu", ours), ("fp8", low)):
+        if some:
+            best = min(some, key=times.__getitem__)
+            tokens = _tokens(result["settings"], times[best])
+            share = _mfu(result, tokens)
+            if key == "fp8" or share is not None:
+                found.append(BARS[key].line(tokens if key == "fp8" else share or 0.0, judged, best=best))
     distances = _distances(result)
     if len(distances) > 1:
         furthest = max(distances, key=distances.__getitem__)

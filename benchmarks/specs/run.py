@@ -30,6 +30,7 @@ from benchmarks.common import (
     start_ranks,
     write,
 )
+from benchmarks.power import PowerLog
 from benchmarks.specs.contestants import SPECS, names
 from benchmarks.specs.report import described, report
 
@@ -93,10 +94,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(f"--model {args.model}: a Llama, as in llama-8b")
     if args.rise < 1:
         raise SystemExit(f"--rise {args.rise}: steps in which the learning rate rises, at least 1")
-    if args.seq_len % 2 or args.rows % args.ranks or args.steps <= args.warm_up:
+    if args.seq_len % 2 or args.rows % args.ranks or not 0 < args.warm_up < args.steps:
         raise SystemExit(
             f"--seq-len {args.seq_len} must be even, --rows {args.rows} a multiple of --ranks {args.ranks}, and --steps "
-            f"{args.steps} more than --warm-up {args.warm_up}"
+            f"{args.steps} more than --warm-up {args.warm_up}, which must be at least 1"
         )
     return args
 
@@ -115,7 +116,7 @@ def _opened(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run(args: argparse.Namespace, argv: list[str], name: str, steps: int) -> dict[str, Any]:
     """One start of a contestant: what its rank 0 noted, and why it ended if it failed."""
-    with tempfile.TemporaryDirectory(prefix="specs-") as folder:
+    with tempfile.TemporaryDirectory(prefix="specs-") as folder, PowerLog() as power:
         out = Path(folder) / "found.json"
         job = {"contestant": name, "steps": steps, "out": str(out)}
         words = [*argv, "--rank-job", json.dumps(job)]
@@ -123,6 +124,9 @@ def _run(args: argparse.Namespace, argv: list[str], name: str, steps: int) -> di
         found: dict[str, Any] = {"losses": [], "seconds": [], "peak_bytes": 0}
         if out.exists():
             found = json.loads(out.read_text())
+    ends = found.pop("ends", [])
+    if len(ends) > args.warm_up:
+        found.update(power.mean(ends[args.warm_up - 1], ends[-1], args.ranks))
     if ended != 0:
         print(said[-3000:], file=sys.stderr, flush=True)
         found["error"] = how_it_ended(ended, said, args.timeout)

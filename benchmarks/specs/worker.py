@@ -59,6 +59,7 @@ def run(args: argparse.Namespace, job: dict[str, Any]) -> int:
         "build_seconds": time.perf_counter() - begin,
         "losses": [],
         "seconds": [],
+        "ends": [],
         "peak_bytes": 0,
     }
     for step in range(job["steps"]):
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace, job: dict[str, Any]) -> int:
         found["losses"].append(trainer.step(batch))
         synchronize()
         found["seconds"].append(time.perf_counter() - begin)
+        found["ends"].append(time.time())
         if torch.cuda.is_available():
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
             if step == 0:  # from here on what building took does not count
