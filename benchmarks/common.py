@@ -332,6 +332,7 @@ def measure(
     options: argparse.Namespace,
     settings: Sequence[str],
     packages: Sequence[str] = (),
+    world: Any = None,
 ) -> None:
     """Measure memory, time and power of all contestants that can run, and write the result to ``--out`` after each round.
 
@@ -341,7 +342,10 @@ def measure(
         options: parsed arguments, with those of :func:`add_output` and :func:`add_rounds`.
         settings: names of the options that are written with the result.
         packages: distributions whose versions are written with the machine.
+        world: the group of ranks that measure together; its rank 0 writes. None: this process alone.
     """
+    first = world is None or world.rank == 0
+    together: dict[str, Any] = {} if world is None else dict(agreed=agree(world.device))
     for each in contestants:
         measure_memory(each)
     known: dict[str, Any] = dict(
@@ -353,9 +357,15 @@ def measure(
         error={each.name: each.error for each in contestants},
     )
     for times, power in timed_windows(
-        contestants, rounds=options.rounds, window_s=options.window_s, settle_s=options.settle_s
+        contestants,
+        rounds=options.rounds,
+        window_s=options.window_s,
+        settle_s=options.settle_s,
+        gpus=(1 if world is None else world.world_size) if first else 0,
+        **together,
     ):
-        write(options.out, dict(known, milliseconds=times, power=power))
+        if first:
+            write(options.out, dict(known, milliseconds=times, power=power))
 
 
 def median(values: Sequence[float]) -> float:

@@ -1,6 +1,8 @@
 """Milliseconds a generated token of a Llama of 8B's shape on one GPU: ours beside transformers with a static cache, compiled.
 
 `meshfold bench decode` generates a text of --new tokens for each of --batch sequences, greedily, and divides its time by --new.
+With --ranks 2 our model is split over two GPUs by tensor parallelism. --batch 256 --prompt 512 is many requests at once, beside
+transformers' continuous batching.
 It writes JSON; `--report FILE.json` makes the table from it. Column *error*: log-probs of the generated tokens, less those of
 one forward of the whole text by the same model, the largest difference. The bound is the bytes of the weights that a token
 reads, by the --bandwidth of the memory.
@@ -9,7 +11,7 @@ reads, by the --bandwidth of the memory.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +30,10 @@ from benchmarks.common import (
     add_rounds,
     check_out,
     measure,
-    median,
     parse_with_tiny,
-    ratios,
     synchronize,
 )
-from benchmarks.reports import ratio, read_bars, table
+from benchmarks.decode_report import FORMS, JUDGED, OURS, PEER, report
 
 TINY = dict(
     vocabulary=256,
@@ -51,11 +51,10 @@ TINY = dict(
     dtype="float32",
     backend="aot_eager",
 )
-JUDGED = dict(vocabulary=128256, hidden=4096, heads=32, kv_heads=8, ffn=14336, layers=32)
-"""The model that the bars are for."""
-OURS, ON_THEIRS, PEER = "ours", "ours on transformers' Llama", "transformers static compiled"
-EAGER = "transformers dynamic"
-BARS = read_bars("decode", ("speed", "transformers"))
+ON_THEIRS = "ours on transformers' Llama"
+EAGER, CONTINUOUS = "transformers dynamic", "transformers continuous batching"
+PREFILL = 8192
+"""Tokens of prompts that one forward of ours computes at most, where there are many."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="meshfold bench decode", description=__doc__.split("\n")[0])
     for name, value in JUDGED.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share our model by tensor parallelism")
     parser.add_argument("--batch", type=int, default=1, help="sequences")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens that are generated after it")
@@ -83,6 +83,35 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print("\n".join(makers(options)))
         return 0
+    if options.ranks == 1:
+        measure_here(options)
+        report(options.out)
+        return 0
+    if "RANK" not in os.environ:
+        check_out(options.out)
+        from meshfold.mesh.processes import launch
+
+        ended = launch([str(Path(__file__).resolve()), *argv], options.ranks)
+        if not ended:
+            report(options.out)
+        return ended
+    from meshfold.mesh.processes import process_group
+
+    world = process_group.start()
+    try:
+        measure_here(options, world)
+    finally:
+        world.close()
+    return 0
+
+
+def measure_here(options: argparse.Namespace, world: Any = None) -> None:
+    """Measure in this process; on several ranks each calls it, and the first one writes.
+
+    Args:
+        options: parsed arguments.
+        world: the group of ranks; None for one.
+    """
     check_out(options.out)
     torch._dynamo.config.recompile_limit = 64  # contestants share the code of their blocks
     found = list(contestants(options))
@@ -95,6 +124,7 @@ def main(argv: Sequence[str]) -> int:
         options,
         settings=(
             *JUDGED,
+            "ranks",
             "batch",
             "prompt",
             "new",
@@ -105,9 +135,8 @@ def main(argv: Sequence[str]) -> int:
             "bandwidth",
             "weight_bytes",
         ),
+        world=world,
     )
-    report(options.out)
-    return 0
 
 
 def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
@@ -122,17 +151,21 @@ def makers(options: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     found: dict[str, Callable[[], Contestant]] = {
         OURS: lambda: ours(OURS, model("own"), options),
         f"{OURS} compiled": lambda: ours(f"{OURS} compiled", model("own"), options, compile=options.backend),
-        **{f"{OURS} {form} compiled": partial(packed, form, options) for form in ("int8", "fp8", "int4")},
+        **{f"{OURS} {form} compiled": partial(packed, form, options) for form in FORMS},
         f"{OURS} plain": lambda: ours(f"{OURS} plain", model("own"), options, plain=True),
-        **{f"{OURS} {form}": partial(packed, form, options, compiled=False) for form in ("int8", "fp8", "int4")},
+        **{f"{OURS} {form}": partial(packed, form, options, compiled=False) for form in FORMS},
         ON_THEIRS: lambda: ours(ON_THEIRS, model("theirs"), options),
         f"{ON_THEIRS} compiled": lambda: ours(
             f"{ON_THEIRS} compiled", model("theirs"), options, compile=options.backend
         ),
         PEER: lambda: theirs(PEER, model("theirs"), options, cache_implementation="static"),
         EAGER: lambda: theirs(EAGER, model("theirs"), options),
+        CONTINUOUS: lambda: continuous(CONTINUOUS, model("theirs"), options),
     }
-    return found
+    if options.ranks == 1:
+        return found
+    split = (OURS, f"{OURS} compiled", *(f"{OURS} {form}" for form in FORMS))
+    return {name: make for name, make in found.items() if name in split}
 
 
 def contestants(options: argparse.Namespace) -> Iterator[Contestant]:
@@ -183,7 +216,7 @@ def profile(contestants: Sequence[Contestant], options: argparse.Namespace) -> N
             print(f"{spent / options.new:9.2f} µs {count / options.new:7.2f} x {key[:110]}")
 
 
-def ours(name: str, model: nn.Module, options: argparse.Namespace, plain: bool = False, **settings: Any) -> Contestant:
+def ours(name: str, model: Any, options: argparse.Namespace, plain: bool = False, **settings: Any) -> Contestant:
     """Return our generator over a model; ``plain``: without the kernels of a single row."""
     from meshfold.inference import Generator, Sampling
 
@@ -193,7 +226,7 @@ def ours(name: str, model: nn.Module, options: argparse.Namespace, plain: bool =
         tokens=room,
         page_size=options.page_size,
         most_rows=options.batch,
-        chunk=max(options.batch * options.prompt, 512),
+        chunk=max(min(options.batch * options.prompt, PREFILL), 512, options.batch),
         ahead=options.ahead,
         **settings,
     )
@@ -209,7 +242,8 @@ def ours(name: str, model: nn.Module, options: argparse.Namespace, plain: bool =
     fused = getattr(generator.runner, "row_kernels", None) is not None
     if torch.cuda.is_available() and not fused and not plain and not settings.get("compile"):
         note = note or "without the kernels of a single row"
-    return Contestant(name, step, note=note, error=error_of(model, given, step()))
+    whole = options.ranks == 1  # a split model is called by its engine
+    return Contestant(name, step, note=note, error=error_of(model, given, step()) if whole else float("nan"))
 
 
 def packed(form: str, options: argparse.Namespace, *, compiled: bool = True) -> Contestant:
@@ -240,6 +274,27 @@ def theirs(name: str, model: Any, options: argparse.Namespace, **settings: Any) 
     return Contestant(name, step)
 
 
+def continuous(name: str, model: Any, options: argparse.Namespace) -> Contestant:
+    """Return transformers' continuous batching, with CUDA graphs and batches that are prepared ahead where there is a GPU."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    settings = GenerationConfig(
+        max_new_tokens=options.new, min_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    on_gpu = torch.cuda.is_available()
+    batching = ContinuousBatchingConfig(use_cuda_graph=on_gpu, use_async_batching=on_gpu, allow_block_sharing=False)
+    given = prompts(options).tolist()
+
+    def step() -> Any:
+        found = model.generate_batch(given, generation_config=settings, continuous_batching_config=batching)
+        short = [len(each.generated_tokens) for each in found.values() if len(each.generated_tokens) != options.new]
+        if len(found) != len(given) or short:
+            raise RuntimeError(f"{len(found)} of {len(given)} requests ended, {len(short)} of them too early")
+        return found
+
+    return Contestant(name, step)
+
+
 def prompts(options: argparse.Namespace) -> Tensor:
     """Return random prompts, ``batch prompt``."""
     random = torch.Generator().manual_seed(1)
@@ -256,8 +311,8 @@ def error_of(model: Any, given: list[list[int]], found: Any) -> float:
     return float((exact - torch.tensor(found.logprobs[0], device=device)).abs().max())
 
 
-def own_model(options: argparse.Namespace) -> nn.Module:
-    """Return our Llama with random weights."""
+def own_model(options: argparse.Namespace) -> Any:
+    """Return our Llama with random weights; on several ranks what generates with the part of it that is here."""
     from meshfold.models import LlamaConfig, build
 
     config = LlamaConfig(
@@ -270,7 +325,16 @@ def own_model(options: argparse.Namespace) -> nn.Module:
         max_positions=options.prompt + options.new + 1,
         tie=False,
     )
-    return made_here(lambda: build(config), options)
+    if options.ranks == 1:
+        return made_here(lambda: build(config), options)
+    from meshfold.engine import Engine
+
+    precision = "bf16" if options.dtype == "bfloat16" else "fp32"
+    torch.manual_seed(0)
+    engine = Engine(lambda: build(config), dict(tensor=options.ranks), precision=precision)
+    model = engine.generator.eval()
+    model.engine_of_ranks = [engine]  # lives as long as the model, and is no part of its state
+    return model
 
 
 def their_model(options: argparse.Namespace) -> Any:
@@ -311,62 +375,6 @@ def weight_bytes(options: argparse.Namespace) -> int:
     block = options.hidden * (2 * options.heads + 2 * options.kv_heads) * head + 3 * options.hidden * options.ffn
     wide: int = getattr(torch, options.dtype).itemsize
     return int(options.layers * block + options.hidden * options.vocabulary) * wide
-
-
-def report(path: Path) -> None:
-    """Write the table beside a result, and print it."""
-    found = json.loads(path.read_text())
-    settings, times = found["settings"], found["milliseconds"]
-    bound = settings["weight_bytes"] / (settings["bandwidth"] * 1e9)
-    peer = times.get(PEER)
-    rows = []
-    for name, values in times.items():
-        tokens = [value / settings["new"] for value in values]
-        power, gib = found["power"][name], found["peak_bytes"][name] / 2**30
-        error = found["error"][name]
-        rows.append(
-            (
-                name,
-                f"{median(tokens):.3f} ({min(tokens):.3f}–{max(tokens):.3f})",
-                f"{settings['batch'] * 1e3 / median(tokens):,.0f}",
-                f"{bound / median(tokens):.0%}",
-                ratio(values, peer) if peer else "–",
-                f"{gib:.2f}" if gib else "–",
-                f"{power['watts']:.0f}" if power else "–",
-                f"{error:.1e}" if error == error else "–",
-                found["notes"].get(name, ""),
-            )
-        )
-    rows += [(name, *["–"] * 7, note) for name, note in found["notes"].items() if name not in times]
-    head = (
-        "contestant",
-        "ms a token",
-        "tokens/s",
-        "of the bound",
-        f"{PEER} ÷ this",
-        "GiB beside weights",
-        "W",
-        "error",
-        "note",
-    )
-    lines = [
-        f"Measured on: {', '.join(f'{key} {value}' for key, value in found['machine'].items() if value is not None)}.",
-        "",
-        f"{settings['layers']} blocks, hidden {settings['hidden']:,}, heads {settings['heads']} and {settings['kv_heads']}, ffn "
-        f"{settings['ffn']:,}, {settings['vocabulary']:,} words, {settings['dtype']}; {settings['batch']} sequences of "
-        f"{settings['prompt']} + {settings['new']} tokens, greedy, prefill included. Bound: "
-        f"{settings['weight_bytes'] / 1e9:.2f} GB at {settings['bandwidth']:g} TB/s, {bound:.2f} ms.",
-        "",
-        *table(head, rows),
-        "",
-    ]
-    best = min((n for n in times if n.startswith(OURS)), key=lambda n: median(times[n]), default="")
-    if best and settings["batch"] == 1 and all(settings[name] == value for name, value in JUDGED.items()):
-        lines.append(BARS["speed"].line(1e3 * settings["new"] / median(times[best]), 1, best=best))
-        if peer:
-            lines.append(BARS["transformers"].line(ratios(times[best], peer)[0], 1, best=best))
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":
