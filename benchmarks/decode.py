@@ -286,7 +286,9 @@ def continuous(name: str, model: Any, options: argparse.Namespace) -> Contestant
     given = prompts(options).tolist()
 
     def step() -> Any:
-        found = model.generate_batch(given, generation_config=settings, continuous_batching_config=batching)
+        found = model.generate_batch(
+            given, generation_config=settings, continuous_batching_config=batching, persistent_manager=True
+        )
         short = [len(each.generated_tokens) for each in found.values() if len(each.generated_tokens) != options.new]
         if len(found) != len(given) or short:
             raise RuntimeError(f"{len(found)} of {len(given)} requests ended, {len(short)} of them too early")
