@@ -16,8 +16,11 @@ from torch import nn
 from meshfold.engine import Engine
 from meshfold.inference import Generator, Sampling, quantize
 from meshfold.inference.forward import PagedForward
+from meshfold.inference.fused_sums import FusedSums, OneShot
 from meshfold.inference.routing import head_of
 from meshfold.inference.row_kernels import RowKernels
+from meshfold.kernels import sum_add_norm
+from meshfold.mesh import Group, SpecError, all_reduce
 from meshfold.mesh.testing import run_on_ranks
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
@@ -127,3 +130,76 @@ def test_kernels_that_cannot_be_made_are_done_without(monkeypatch: pytest.Monkey
     assert generator.runner.row_kernels is None
     prompt = prompts(2)[1]
     assert generator.generate([prompt], sampling=GREEDY).tokens == [greedy(model, prompt, 6)]
+
+
+class PlainSum:
+    """What the one-shot kernel computes, by a collective."""
+
+    rows = 4
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.calls = group, []  # type: ignore[var-annotated]
+
+    def __call__(
+        self, x: torch.Tensor, stream: torch.Tensor, gain: torch.Tensor, eps: float, call: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append((x.shape[0], call))
+        return sum_add_norm([all_reduce(x, self.group)], stream, gain, eps)
+
+
+def with_sums(model: nn.Module, **settings: Any) -> tuple[Generator, PlainSum]:
+    generator = Generator(model, **settings)
+    assert isinstance(generator.runner, PagedForward) and generator.runner.sums is None  # not on CPUs
+    sums = generator.runner.sums = FusedSums(model)
+    plain = PlainSum(sums.group)
+    sums.use(plain)
+    return generator, plain
+
+
+def fused_on_ranks(kinds: list[str]) -> list[Any]:
+    from meshfold.models import llama
+
+    found: list[Any] = []
+    for kind in kinds:
+        with Engine(hugging_face(kind) if kind != "own" else own("llama"), dict(tensor=2)) as engine:
+            generator, plain = with_sums(engine.generator, most_rows=6, page_size=4)
+            runner: Any = generator.runner
+            one = generator.generate([prompts(2)[1]], sampling=GREEDY).tokens
+            calls, plain.calls = plain.calls, []
+            three = generator.generate(prompts(3), sampling=GREEDY).tokens
+            many, before = [*plain.calls], len(plain.calls)
+            generator.generate(prompts(6), sampling=GREEDY)  # more rows than are fused
+            runner._check()
+            found.append((one, calls, three, many, len(plain.calls) - before, runner.sums is not None))
+            with pytest.raises(SpecError, match="GPUs"):
+                OneShot(runner.sums.group, 32, torch.float32, torch.device("cpu"))
+
+    def parallel(self: Any, x: torch.Tensor, seq_len: int, rotary: Any, mask: Any = None) -> torch.Tensor:
+        return x + self.attn(self.norm1(x), seq_len, rotary, mask) + self.mlp(self.norm2(x))
+
+    real, llama.Block.forward = llama.Block.forward, parallel  # type: ignore[method-assign]
+    try:
+        with Engine(own("llama"), dict(tensor=2)) as engine:
+            generator, _ = with_sums(engine.generator)
+            runner = generator.runner
+            runner._check()
+            found.append(runner.sums is None)
+    finally:
+        llama.Block.forward = real  # type: ignore[method-assign]
+    with Engine(own("gpt"), dict(tensor=2)) as engine, pytest.raises(SpecError, match="not followed by a norm"):
+        FusedSums(engine.model)
+    return found
+
+
+@pytest.mark.parametrize("kinds", [["own"], pytest.param(["qwen3", "mistral"], marks=pytest.mark.slow)])
+def test_sums_over_ranks_take_the_norms_after_them_along(kinds: list[str]) -> None:
+    for rank in run_on_ranks(2, fused_on_ranks, kinds):
+        for kind, (one, calls, three, many, others, fits) in zip(kinds, rank[:-1], strict=True):
+            model = hugging_face(kind) if kind != "own" else own("llama").eval()
+            assert one == [greedy(model, prompts(2)[1], 6)]
+            assert three == [greedy(model, prompt, 6) for prompt in prompts(3)]
+            # Two sums in each of two layers, for each token but the first, which the prompt gives.
+            assert calls == [(1, call) for _ in range(5) for call in range(4)]
+            assert many == [(4, call) for _ in range(5) for call in range(4)]
+            assert others == 4 and fits  # of the check alone
+        assert rank[-1]  # a block whose second norm does not follow its first sum was found out

@@ -17,6 +17,7 @@ FILES = (
     "test_tensor_lists.py",
     "test_factored_lists.py",
     "test_row_product.py",
+    "test_one_shot_triton.py",
 )
 
 

@@ -21,11 +21,12 @@ from meshfold.inference.cache import LayerShape, PagedLayer, Pool, Rows
 from meshfold.inference.calls import ModelCalls
 from meshfold.inference.compiled import CompiledBlocks
 from meshfold.inference.decode import DecodeBatch, bucket
+from meshfold.inference.fused_sums import FusedSums, OneShot
 from meshfold.inference.routing import head_of, routed, unrouted_reason
 from meshfold.inference.row_kernels import RowKernels
 from meshfold.inference.sampling import Sampling, sample, sampling_rows
 from meshfold.inference.schedule import Request, Span, Step
-from meshfold.mesh import SpecError
+from meshfold.mesh import SpecError, all_reduce
 from meshfold.mesh.model_io import eval_mode
 from meshfold.mesh.tracking import without_tracking
 from meshfold.tensor_parallel.convert import attention_part, padding_for_decoding, row_multiple
@@ -66,6 +67,7 @@ class PagedForward:
     Attributes:
         pool: keys and values of this rank.
         row_kernels: for a single running sequence on a GPU; None if they are not used.
+        sums: over ranks, fused with the norms after them, for few running sequences on GPUs; None if they are not used.
     """
 
     def __init__(
@@ -109,11 +111,18 @@ class PagedForward:
         self.row_kernels: RowKernels | None = None
         if device.type == "cuda" and not compile and not self._calls.staged and find_spec("triton") is not None:
             self.row_kernels = RowKernels(self.model, head_of(self.model))
+        self.sums = _one_shot_sums(self.model, device) if self.row_kernels is not None else None
         self._check()
 
     @contextmanager
-    def entered(self, *, compiled: bool = False, single: bool = False) -> Iterator[None]:
-        """Context manager: the model is ready, its attention is routed to the pool, and its blocks are compiled if requested."""
+    def entered(self, *, compiled: bool = False, single: bool = False, rows: int = 0) -> Iterator[None]:
+        """Context manager: the model is ready, its attention is routed to the pool, and its blocks are compiled if requested.
+
+        Args:
+            compiled: run compiled blocks, if there are any.
+            single: use the kernels of a single row.
+            rows: of running sequences, whose sums are fused if they are few; 0 for others.
+        """
         with ExitStack() as stack:
             if compiled and self._blocks is not None:
                 stack.enter_context(self._blocks.entered())
@@ -122,6 +131,8 @@ class PagedForward:
                 stack.enter_context(ready(self.model))
             if single and self.row_kernels is not None:
                 stack.enter_context(self.row_kernels.entered())
+            if self.sums is not None and 0 < rows <= self.sums.rows:
+                stack.enter_context(self.sums.entered())
             stack.enter_context(routed(self.model, self._attend, self._paged if compiled else None))
             stack.enter_context(without_tracking())
             head = head_of(self.model)
@@ -139,6 +150,8 @@ class PagedForward:
             chosen: int64, the rows whose logits are needed; None for all.
         """
         self._rows, self._chosen = rows, chosen
+        if self.sums is not None:
+            self.sums.begin()
         for layer in self._paged.values():
             layer.rows = rows
         logits = self._calls.logits(ids.unsqueeze(1), positions.unsqueeze(1))
@@ -170,7 +183,8 @@ class PagedForward:
         if batch.captured:
             rolled = batch.run(steps, None)
         else:
-            with self.entered(compiled=True, single=each * self._parts.parts == 1):
+            count = each * self._parts.parts
+            with self.entered(compiled=True, single=count == 1, rows=count):
                 rolled = batch.run(steps, self.logits)
         for tokens, logprobs in zip(*rolled, strict=True):
             found.append(([tokens[row] for row in places], [logprobs[row] for row in places]))
@@ -251,6 +265,8 @@ class PagedForward:
                 found.append(logits.view(self._parts.parts, -1, self._words)[:, : step.spans[0].count])
         if self.row_kernels is not None and not self._parts.split:
             self._try_row_kernels(batch, found[-1][0])
+        if self.sums is not None and not self._try_sums(batch, found[-1][0]):
+            self.sums = None
         with ready(self.model), without_tracking():
             ids = torch.tensor([prompt], device=self.device).expand(self._parts.each(1) * self._parts.parts, -1)
             expected = self._calls.logits(ids)[:1].float()
@@ -275,6 +291,29 @@ class PagedForward:
             error = float("inf")
         if not error < (1e-3 if wanted.dtype == torch.float32 else 0.15):
             self.row_kernels = None  # or its norms and layers are not what their names say
+
+    def _try_sums(self, batch: Batch, wanted: Tensor) -> bool:
+        """Return True if a row with fused sums has the logits that it has without, on all ranks."""
+        try:
+            with self.entered(rows=batch.ids.shape[0]):
+                error = _distance(self.logits(batch.ids, batch.positions, batch.rows), wanted)
+        except Exception as problem:  # of Triton's compiler
+            reason = (str(problem) or type(problem).__name__).strip().split("\n")[0]
+            warnings.warn(f"no fused sums over ranks, which is slower: {reason}", stacklevel=2)
+            error = float("inf")
+        fits = error < (1e-3 if wanted.dtype in (torch.float32, torch.float64) else 0.15)
+        sums = self.sums
+        return sums is not None and bool(all_reduce(torch.tensor(int(fits), device=self.device), sums.group, "min"))
+
+
+def _one_shot_sums(model: nn.Module, device: torch.device) -> FusedSums | None:
+    """Return the sums of a model by one-shot kernels; None where its ranks have none."""
+    try:
+        sums = FusedSums(model)
+        sums.use(OneShot(sums.group, sums.columns, sums.dtype, device))
+    except SpecError:  # another mode, one rank, ranks on several machines, other norms
+        return None
+    return sums
 
 
 def _unattended(q: Tensor, v: Tensor) -> Tensor:

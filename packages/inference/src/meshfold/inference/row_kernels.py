@@ -51,13 +51,13 @@ class RowKernels:
                 head is not None
                 and isinstance(norm, nn.Module)
                 and _layer(head) is not None
-                and _gain(norm) is not None
+                and gain_of(norm) is not None
             ):
                 self._norms[head] = norm
         for module in model.modules():
             if _layer(module) is not None:
                 self._forwards[module] = partial(self._linear, module)
-            elif isinstance(module, Linear) and _sharded_layer(module) is not None:
+            elif isinstance(module, Linear) and sharded_layer(module) is not None:
                 self._forwards[module] = partial(self._sharded, module)
         for module in model.modules():
             names = next(
@@ -69,7 +69,7 @@ class RowKernels:
             self._forwards[norm] = _as_given
         self._added: dict[nn.Module, Tensor] = {}  # the stream, for a layer that adds it to its output
         for block in model.modules():
-            ends = [_submodule(block, path) for path in ("attn.out", "mlp.down")]
+            ends = [submodule(block, path) for path in ("attn.out", "mlp.down")]
             if type(block).__module__.startswith("meshfold.models.") and all(_layer(end) is not None for end in ends):
                 self._forwards[block] = partial(self._block, block)
 
@@ -93,9 +93,9 @@ class RowKernels:
 
     def _take_norm(self, block: nn.Module, name: str, readers: tuple[str, ...]) -> None:
         norm = getattr(block, name, None)
-        if not isinstance(norm, nn.Module) or _gain(norm) is None:
+        if not isinstance(norm, nn.Module) or gain_of(norm) is None:
             return
-        layers = [_submodule(block, reader) for reader in readers]
+        layers = [submodule(block, reader) for reader in readers]
         if all(layer is not None and _layer(layer) is not None for layer in layers):
             self._norms.update({layer: norm for layer in layers if layer is not None})
 
@@ -114,11 +114,11 @@ class RowKernels:
         if x.numel() != x.shape[-1] or known is None:
             given = x if norm is None else type(norm).forward(norm, x)
             return type(layer).forward(layer, given)  # type: ignore[no-any-return]
-        return row_product(x, known, norm=None if norm is None else _gain(norm), add=self._added.pop(layer, None))
+        return row_product(x, known, norm=None if norm is None else gain_of(norm), add=self._added.pop(layer, None))
 
     def _sharded(self, layer: Linear, given: Tensor) -> Tensor:
         """Compute a layer that is split over ranks by one local product, followed by its sum over ranks if it has one."""
-        known = _sharded_layer(layer)
+        known = sharded_layer(layer)
         if given.numel() != given.shape[-1] or known is None:
             return type(layer).forward(layer, given)
         y = row_product(layer.input_adapter(given)[0], known)
@@ -138,7 +138,7 @@ class RowKernels:
             half = first.weight.shape[0] // 2
             first, second = first.part(0, half), second.part(half, 2 * half)
         norm = self._norms.get(gate)
-        hidden = row_product(x, second, gate=first, norm=None if norm is None else _gain(norm))
+        hidden = row_product(x, second, gate=first, norm=None if norm is None else gain_of(norm))
         return self._linear(down, hidden)
 
 
@@ -146,7 +146,7 @@ def _as_given(x: Tensor, *others: Any) -> Tensor:
     return x
 
 
-def _submodule(block: nn.Module, path: str) -> nn.Module | None:
+def submodule(block: nn.Module, path: str) -> nn.Module | None:
     found: Any = block
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -167,7 +167,7 @@ def _layer(module: object) -> RowWeight | None:
     return RowWeight(weight, module.bias)
 
 
-def _sharded_layer(layer: Linear) -> RowWeight | None:
+def sharded_layer(layer: Linear) -> RowWeight | None:
     """Return the operands of a layer that is split over ranks and gathers neither input nor weight; None for any other."""
     plan = layer.plan
     if layer.stored != "nk" or layer.exchange is not None or any(plan.extras(operand) for operand in ("x", "w", "y")):
@@ -179,7 +179,7 @@ def _sharded_layer(layer: Linear) -> RowWeight | None:
     return None if weight is None or not weight.is_contiguous() else RowWeight(weight)
 
 
-def _gain(norm: nn.Module) -> tuple[Tensor, float] | None:
+def gain_of(norm: nn.Module) -> tuple[Tensor, float] | None:
     """Return gain and epsilon of a norm that may be an RMSNorm; None for any other."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     bias = getattr(norm, "bias", None)

@@ -74,6 +74,14 @@ from meshfold.kernels.linear_cross_entropy import (
 from meshfold.kernels.merge_attention import merge_attention_
 from meshfold.kernels.nf4 import NF4_BLOCK, Nf4Linear, pack_nf4, unpack_nf4
 from meshfold.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from meshfold.kernels.one_shot import (
+    OneShotMemory,
+    one_shot_bytes,
+    one_shot_rows,
+    one_shot_slot,
+    one_shot_sum,
+    sum_add_norm,
+)
 from meshfold.kernels.packed_weight import (
     PACKED_FORMATS,
     PackedWeight,
@@ -150,6 +158,7 @@ __all__ = [
     "KernelError",
     "KeyValuePages",
     "Nf4Linear",
+    "OneShotMemory",
     "PackedWeight",
     "QuantizedState",
     "RowWeight",
@@ -216,6 +225,10 @@ __all__ = [
     "masked_attention",
     "merge_attention_",
     "of_codes",
+    "one_shot_bytes",
+    "one_shot_rows",
+    "one_shot_slot",
+    "one_shot_sum",
     "pack_nf4",
     "pack_weight",
     "packed_weight_of",
@@ -234,6 +247,7 @@ __all__ = [
     "shared_columns",
     "split_master",
     "square_sum_lists",
+    "sum_add_norm",
     "sum_exp_and_target",
     "sum_of_magnitudes",
     "sum_of_squares",

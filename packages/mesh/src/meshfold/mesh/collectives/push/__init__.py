@@ -17,6 +17,7 @@ from meshfold.mesh.collectives.push.channels import (
 )
 from meshfold.mesh.collectives.push.epochs import sources, targets
 from meshfold.mesh.collectives.push.part_sums import sum_parts
+from meshfold.mesh.collectives.push.peer_memory import PeerMemory, peer_memory
 from meshfold.mesh.collectives.push.pushed import (
     all_gather_push,
     pushes,
@@ -28,10 +29,12 @@ __all__ = [
     "LARGEST_SLOT_BYTES",
     "Channel",
     "Exchange",
+    "PeerMemory",
     "all_gather_push",
     "bytes_of_channel",
     "channel",
     "channel_bytes",
+    "peer_memory",
     "pushes",
     "reduce_scatter_push",
     "reduce_scatter_push_squares",

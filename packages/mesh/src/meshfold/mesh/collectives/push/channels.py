@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ PIECE_SLOT_BYTES = 64 * 2**20
 LARGEST_SLOT_BYTES = 2**30
 """The largest slot: blocks that need a larger one go in pieces, or by other means."""
 
+T = TypeVar("T")
 _channels: dict[tuple[str, str, int, bool], Channel | str] = {}
 _ranks: dict[str, tuple[int, ...]] = {}  # of the groups that have asked, by name
 _made_in: Any = None  # the world of the channels
@@ -98,23 +99,39 @@ def _rounded(slot_bytes: int) -> int:
 
 
 def _open(group: Group, device: torch.device, slot_bytes: int) -> Channel | str:
+    transport = open_together(group, device, "a push channel", lambda: _transport(group, device, slot_bytes))
+    return transport if isinstance(transport, str) else Channel(transport)
+
+
+def open_together(group: Group, device: torch.device, what: str, make: Callable[[], T]) -> T | str:
+    """Make what a group's ranks make together in memory that all of them reach; return the first reason against it instead, if any.
+
+    All ranks of the group must call.
+
+    Args:
+        group: of more than one rank.
+        device: of the memory.
+        what: is made.
+        make: makes it; a RuntimeError is a reason.
+    """
     if world_reason := _unsuited(group):
         return world_reason
+    made: T | None = None
     with unrecorded():
-        here, transport = _reason(group, device), None
+        here = _reason(group, device)
         reason = _agreed(group, device, here)
         if not reason:
             try:
                 with flight_recorder.meeting(
-                    "the opening of a push channel", group.ranks, group.ranks[group.index], group.name
+                    f"the opening of {what}", group.ranks, group.ranks[group.index], group.name
                 ):
-                    transport = _transport(group, device, slot_bytes)
+                    made = make()
             except MeshfoldError:
                 raise
             except RuntimeError as error:
                 here = f"{type(error).__name__}: {error}"
             reason = _agreed(group, device, here)
-    return reason if reason or transport is None else Channel(transport)
+    return reason if reason or made is None else made
 
 
 def _unsuited(group: Group) -> str:
