@@ -80,27 +80,12 @@ class GpuTransport:
         Raises:
             RuntimeError: if symmetric memory cannot be had, or a peer's writes do not arrive.
         """
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is mapped
-        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")  # private, so untyped
-
         self.index, self.size, self.slot_bytes, self._device = group.index, group.size, slot_bytes, device
         self._start = epochs.SLOTS * slot_bytes
         length = self._start + FLAG_BYTES
         with torch.cuda.device(device):
-            self._own = symmetric.empty(length, dtype=torch.uint8, device=device)
-            self._own.zero_()
-            torch.cuda.synchronize(device)  # before any peer can write here: mapping waits for all of them
-            handle: Any = symmetric.rendezvous(self._own, group.name)
-            if (handle.rank, handle.world_size) != (group.index, group.size):
-                raise RuntimeError(
-                    f"symmetric memory counts this rank as {handle.rank} of {handle.world_size}, the group as "
-                    f"{group.index} of {group.size}"
-                )
-            self._handle = handle  # owns the mapping
-            whole: list[Tensor] = [
-                self._own if rank == self.index else handle.get_buffer(rank, (length,), torch.uint8)
-                for rank in range(self.size)
-            ]
+            whole, self._handle = map_memory(group, length, device)
+            self._own = whole[self.index]
             self._slots = [[one[slot * slot_bytes :][:slot_bytes] for slot in range(epochs.SLOTS)] for one in whole]
             self._addresses = [one.data_ptr() for one in whole]
             self._flags = [address + self._start for address in self._addresses]
@@ -197,6 +182,27 @@ class _On:
 
     def __exit__(self, *error: object) -> None:
         self._transport._side = None
+
+
+def map_memory(group: Group, length: int, device: torch.device) -> tuple[list[Tensor], Any]:
+    """Return bytes of every GPU of a group, zeros, as this rank sees them, and the owner of the mapping; all ranks must call.
+
+    Raises:
+        RuntimeError: if symmetric memory cannot be had.
+    """
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is mapped
+    symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")  # private, so untyped
+    own: Tensor = symmetric.empty(length, dtype=torch.uint8, device=device)
+    own.zero_()
+    torch.cuda.synchronize(device)  # before any peer can write here: mapping waits for all of them
+    handle: Any = symmetric.rendezvous(own, group.name)
+    if (handle.rank, handle.world_size) != (group.index, group.size):
+        raise RuntimeError(
+            f"symmetric memory counts this rank as {handle.rank} of {handle.world_size}, the group as "
+            f"{group.index} of {group.size}"
+        )
+    ranks = range(group.size)
+    return [own if rank == group.index else handle.get_buffer(rank, (length,), torch.uint8) for rank in ranks], handle
 
 
 def missing(numbers: list[int], device: torch.device) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshfold.mesh.collectives.operations import barrier
 from meshfold.mesh.collectives.push.channels import open_together
+from meshfold.mesh.collectives.push.gpu import map_memory
 from meshfold.mesh.group import Group
 from meshfold.mesh.processes import process_group
 
@@ -35,18 +33,10 @@ class PeerMemory:
         Raises:
             RuntimeError: if symmetric memory cannot be had, or a peer's writes do not arrive.
         """
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is mapped
-        symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")  # private, so untyped
         self.length = length
         with torch.cuda.device(device):
-            self._own: Tensor = symmetric.empty(length, dtype=torch.uint8, device=device)
-            self._own.zero_()
-            torch.cuda.synchronize(device)  # before any peer can write here: mapping waits for all of them
-            self._handle = symmetric.rendezvous(self._own, group.name)  # owns the mapping
-            whole = [
-                self._own if rank == group.index else self._handle.get_buffer(rank, (length,), torch.uint8)
-                for rank in range(group.size)
-            ]
+            whole, self._handle = map_memory(group, length, device)
+            self._own = whole[group.index]
             self.addresses = torch.tensor([one.data_ptr() for one in whole], device=device)
             for one in whole:
                 one[group.index] = 1
