@@ -147,6 +147,7 @@ def _as_given(x: Tensor, *others: Any) -> Tensor:
 
 
 def submodule(block: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at a path below another; None if there is none."""
     found: Any = block
     for name in path.split("."):
         found = getattr(found, name, None)
