@@ -1,0 +1,138 @@
+"""Table, bars and scatter plot of a result of the foresight benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import reports
+from benchmarks.common import median
+
+BARS = reports.read_bars("foresight", ("memory", "time", "all"))
+_MEMORY, _TIME, _ALL = 0.05, 0.10, 0.20
+
+
+def report(path: Path) -> int:
+    """Write the table and the plot next to a result; 1 if a bar is missed."""
+    result = json.loads(path.read_text())
+    reports.save(_drawn(result), [described(result)], path)
+    print(described(result))
+    return int(any(not ok for _, ok in verdict_lines(result)))
+
+
+def errors(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return measured seconds and bytes (0: not counted) of each configuration that ran, and the plan's relative errors."""
+    found = {}
+    for name, one in result["configurations"].items():
+        runs = [run for run in one["runs"] if "error" not in run]
+        if not runs:
+            continue
+        # A start's median, and the fastest start: other work on the machine only slows one down.
+        seconds = min(median(run["seconds"]) for run in runs)
+        held = max(run["bytes"] for run in runs)
+        found[name] = {
+            "seconds": seconds,
+            "bytes": held,
+            "time error": one["planned"]["seconds"] / seconds - 1,
+            **({"memory error": one["planned"]["bytes"] / held - 1} if held else {}),
+        }
+    return found
+
+
+def shares(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the shares of configurations that the bars judge; one that did not run counts as missed."""
+    found = errors(result)
+    times = [abs(one["time error"]) for one in found.values()]
+    memory = [abs(one["memory error"]) for one in found.values() if "memory error" in one]
+    failed = len(result["configurations"]) - len(found)
+
+    def share(values: list[float], most: float) -> float:
+        count = len(values) + failed
+        return sum(value <= most for value in values) / count if count else 0.0
+
+    return {"memory": share(memory, _MEMORY), "time": share(times, _TIME), "all": share(times, _ALL)}
+
+
+def verdict_lines(result: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Return a line for each bar, and whether it is met."""
+    found = shares(result)
+    return [(bar.line(found[name], 0), bar.met(found[name])) for name, bar in BARS.items()]
+
+
+def described(result: Mapping[str, Any]) -> str:
+    """Return the result in Markdown: the bars, then every configuration."""
+    m, found = result["machine"], errors(result)
+    where = m.get("gpu") or f"CPU, {m['cpu_cores']} cores"
+    counted = sum("memory error" in one for one in found.values())
+    lines = [
+        f"Plans beside one training of each configuration on {where}, torch {m['torch']}: {len(found)} of "
+        f"{len(result['configurations'])} ran, memory is counted of {counted}. Seconds are of an optimizer step, from a "
+        "barrier to the end of the slowest rank: a start's median, and the fastest start. Memory is the fullest rank's. "
+        "Errors are plan / measured − 1.",
+        "",
+        *(line for line, _ in verdict_lines(result)),
+        "",
+    ]
+    rows = []
+    for name, one in result["configurations"].items():
+        plan, has = one["planned"], found.get(name)
+        if has is None:
+            why = next((run["error"] for run in one["runs"]), "not begun in time")
+            rows.append((name, _spec(one), f"{plan['seconds']:.4g}", "", "", f"{plan['bytes'] / 2**30:.3f}", "", why))
+            continue
+        held = "memory error" in has
+        rows.append(
+            (
+                name,
+                _spec(one),
+                f"{plan['seconds']:.4g}",
+                f"{has['seconds']:.4g}",
+                f"{100 * has['time error']:+.1f} %",
+                f"{plan['bytes'] / 2**30:.3f}",
+                f"{has['bytes'] / 2**30:.3f}" if held else "",
+                f"{100 * has['memory error']:+.1f} %" if held else "not counted",
+            )
+        )
+    head = ("configuration", "spec", "planned s", "measured s", "error", "planned GiB", "measured GiB", "error")
+    return "\n".join([*lines, *reports.table(head, rows)])
+
+
+def _spec(one: Mapping[str, Any]) -> str:
+    asked = one["configuration"]
+    return f"{asked['ranks']}: `{asked['parallel']}`"
+
+
+def _drawn(result: Mapping[str, Any]) -> Any:
+    """Draw predicted against measured, seconds above and memory below, with bands of the bars."""
+    found = errors(result)
+    figure, panels = reports.panels(2, 1, 8.0)
+    for panel, key, unit, scale, bands in (
+        (panels[0][0], "seconds", "seconds a step", 1.0, (_TIME, _ALL)),
+        (panels[1][0], "bytes", "GiB of the fullest rank", 2.0**30, (_MEMORY,)),
+    ):
+        points = [
+            (one[key] / scale, result["configurations"][name]["planned"][key] / scale)
+            for name, one in found.items()
+            if one[key]
+        ]
+        panel.set(xscale="log", yscale="log", xlabel=f"measured {unit}", ylabel=f"planned {unit}")
+        if not points:
+            panel.set_title("not counted")
+            continue
+        low, high = min(map(min, points)) / 1.5, max(map(max, points)) * 1.5
+        for band in bands:
+            panel.fill_between(
+                [low, high],
+                [low * (1 - band), high * (1 - band)],
+                [low * (1 + band), high * (1 + band)],
+                color=reports.PEER,
+                alpha=0.18,
+                lw=0,
+                label=f"within {100 * band:.0f} %",
+            )
+        panel.plot([low, high], [low, high], color=reports.PEER, lw=1)
+        panel.plot([x for x, _ in points], [y for _, y in points], "o", color=reports.OURS, ms=5)
+        panel.legend(loc="upper left")
+    return figure

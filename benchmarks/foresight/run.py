@@ -1,0 +1,184 @@
+"""Plans beside what was measured: memory and time of a step of at least 40 configurations, by turns, on the ranks at hand.
+
+`meshfold bench foresight` calibrates the machine (or takes `--machine FILE`), plans the configurations that its devices can
+hold, trains each for some steps, `--rounds` times by turns, and says whether the bars are met: memory within 5 %, time within 10 %
+for nine of ten and within 20 % for all. `--list` shows the configurations, `--report FILE.json` makes table and plot from a
+result. A result is added to: on one, two and four GPUs of the same kind, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
+
+import torch
+
+from benchmarks.common import add_output, by_turns, check_out, how_it_ended, machine, start_ranks, write
+from benchmarks.foresight.configurations import Configuration, configurations, planned, runnable
+from benchmarks.foresight.report import report, verdict_lines
+from meshfold.mesh import MeshfoldError
+from meshfold.planner import Machine, find_machine
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry point of `meshfold bench foresight`; 1 if a bar is missed."""
+    args = _arguments(argv)
+    if args.report:
+        return report(args.report)
+    known = configurations()
+    if args.list:
+        print("\n".join(f"{name:<26} {one.ranks} {one.device:<5} {_words(one)}" for name, one in known.items()))
+        return 0
+    check_out(args.out)
+    with tempfile.TemporaryDirectory(prefix="foresight-") as folder:
+        # Links differ with the number of ranks, and so does a rank's share of a host: one machine for each number.
+        chosen = _chosen(known, args, Path(folder))
+        if not chosen:
+            raise SystemExit("no configuration fits the ranks and the memory here; see --list, --device and --ranks")
+        result = _opened(args)
+        for name, (one, foreseen) in chosen.items():
+            result["configurations"][name] = {"configuration": asdict(one), "planned": foreseen, "runs": []}
+        _measure(chosen, result, args, Path(folder))
+    report(args.out)
+    return int(any(not ok for _, ok in verdict_lines(result)))
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="meshfold bench foresight", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: GPUs where there are some)")
+    parser.add_argument("--ranks", type=int, help="ranks at hand (default: the GPUs, or 2 without one)")
+    parser.add_argument("--exactly", type=int, help="only configurations of so many ranks")
+    parser.add_argument(
+        "--machine", metavar="NAME|FILE", help="a preset, or a file of meshfold calibrate, instead of calibrating"
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="see --list")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each configuration, by turns")
+    parser.add_argument("--window-s", type=float, default=3.0, help="seconds of timed steps in a start")
+    parser.add_argument("--budget-s", type=float, default=3600.0, help="seconds after which no configuration is begun")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a new result that end the ranks")
+    parser.add_argument("--list", action="store_true", help="the configurations")
+    add_output(parser, "foresight")
+    args = parser.parse_args(argv)
+    args.begun = time.time()
+    gpus = torch.cuda.device_count()
+    args.device = args.device or ("cuda" if gpus else "cpu")
+    args.ranks = args.ranks or (gpus if args.device == "cuda" else 2)
+    if args.device == "cuda" and args.ranks > gpus:
+        raise SystemExit(f"--ranks {args.ranks}, and torch sees {gpus} GPUs: give fewer, or --device cpu")
+    return args
+
+
+def _words(one: Configuration) -> str:
+    """Return a configuration in a line."""
+    model = " ".join([one.model or "hf", *(one.changes or one.hf)])
+    more = [f"recompute={one.recompute}"] if one.recompute else []
+    more += [f"accumulate={one.accumulate}"] if one.accumulate > 1 else []
+    return ", ".join([model, one.parallel, f"{one.batch} x {one.seq_len}", one.precision, *more])
+
+
+def _opened(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the result to add to: the file's, if it is of the same parts and versions, else a new one."""
+    here = {key: value for key, value in machine().items() if key != "gpus"}
+    fresh: dict[str, Any] = {"area": "foresight", "machine": here, "configurations": {}}
+    if not args.out.exists():
+        return fresh
+    found: dict[str, Any] = json.loads(args.out.read_text())
+    if found["machine"] != here:
+        raise SystemExit(f"{args.out} is of another machine: give another --out")
+    return found
+
+
+def _chosen(
+    known: Mapping[str, Configuration], args: argparse.Namespace, folder: Path
+) -> dict[str, tuple[Configuration, dict[str, Any]]]:
+    """Return the configurations to measure, with what is planned for each."""
+    names = args.only or list(known)
+    if strangers := [name for name in names if name not in known]:
+        raise SystemExit(f"there is no configuration {strangers[0]!r}; --list shows them")
+    memory = float(torch.cuda.get_device_properties(0).total_memory) if args.device == "cuda" else 2.0**60
+    fitting = runnable({name: known[name] for name in names}, device=args.device, ranks=args.ranks, memory=memory)
+    machines: dict[int, Machine] = {}
+    chosen = {}
+    for name, one in fitting.items():
+        if args.exactly not in (None, one.ranks):
+            continue
+        if one.ranks not in machines:
+            machines[one.ranks] = _machine(args, one.ranks, folder)
+        try:
+            foreseen = planned(one, machines[one.ranks], folder / name)
+        except MeshfoldError as error:
+            print(f"{name}: not planned: {error}", file=sys.stderr)
+            continue
+        if foreseen.misfit:
+            print(f"{name}: left out, as planned: {foreseen.misfit}", flush=True)
+            continue
+        chosen[name] = (one, {"seconds": foreseen.seconds, "bytes": foreseen.bytes})
+        print(f"{name:<26} planned {foreseen.seconds:.4g} s, {foreseen.bytes / 2**30:.3f} GiB", flush=True)
+    return chosen
+
+
+def _machine(args: argparse.Namespace, ranks: int, folder: Path) -> Machine:
+    """Return the machine to plan for: the given one, or the one here measured with so many ranks."""
+    if args.machine:
+        return find_machine(args.machine)
+    file = folder / f"machine-{ranks}.json"
+    print(f"calibrating with {ranks} ranks", flush=True)
+    words = ["calibrate", "--ranks", str(ranks), "--device", args.device, "--out", str(file)]
+    code = subprocess.run([sys.executable, "-m", "meshfold.cli", *words], check=False).returncode  # it keeps no memory
+    if code:
+        raise SystemExit(code)
+    return find_machine(str(file))
+
+
+def _measure(
+    chosen: Mapping[str, tuple[Configuration, dict[str, Any]]],
+    result: dict[str, Any],
+    args: argparse.Namespace,
+    folder: Path,
+) -> None:
+    """Train all by turns and write the result after each start of ranks."""
+    for number, ranks in enumerate(sorted({one.ranks for one, _ in chosen.values()})):
+        names = [name for name, (one, _) in chosen.items() if one.ranks == ranks]
+        order = list(by_turns(names, args.rounds))
+        for turn in range(args.rounds):
+            waiting = order[turn * len(names) : (turn + 1) * len(names)]
+            while waiting:
+                out = folder / f"found-{number}-{turn}-{len(waiting)}.jsonl"
+                job = {
+                    "names": waiting,
+                    "out": str(out),
+                    "folder": str(folder),
+                    "device": args.device,
+                    "window_s": args.window_s,
+                    "until": args.begun + args.budget_s,
+                }
+                ended, said = start_ranks(WORKER, [json.dumps(job)], ranks, args.timeout)
+                lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+                done = {line.pop("name"): line for line in lines if "begun" not in line}
+                begun = [line["name"] for line in lines if "begun" in line]
+                broken = [name for name in begun if name not in done] if ended != 0 else []
+                for name in broken:
+                    done[name] = {"error": how_it_ended(ended, said, args.timeout)}
+                if ended != 0 and not broken:
+                    print(said[-3000:], file=sys.stderr)
+                    raise SystemExit(f"the ranks did not start: {how_it_ended(ended, said, args.timeout)}")
+                for name, run in done.items():
+                    result["configurations"][name]["runs"].append(run)
+                write(args.out, result)
+                waiting = [] if ended == 0 else [name for name in waiting if name not in done]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

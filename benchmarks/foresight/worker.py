@@ -1,0 +1,116 @@
+"""What a rank does: train some configurations by turns, and let rank 0 note seconds and memory of each as soon as it has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own
+
+import torch
+
+from benchmarks.foresight.configurations import Configuration, configurations
+from meshfold.engine import Engine
+from meshfold.mesh import Group, Mesh, all_reduce, barrier, start
+from meshfold.mesh.model_io import LiveBytes
+
+_WARM_UP, _LEAST = 3, 3  # steps
+
+
+def run(job: dict[str, Any]) -> None:
+    """Measure the job's ``names``; each result is a line of its ``out``, beginning with one that says what is about to run."""
+    known = configurations()
+    with start(device=job["device"]) as process:
+        mesh = Mesh({"rank": process.world_size})
+        everyone, out = mesh.group("rank"), Path(job["out"])
+        for name in job["names"]:
+            left = job["until"] - time.time()
+            if float(_most(-left, everyone, process.device)) > 0:  # the same on all ranks
+                break
+            _note(out, process.rank, name=name, begun=True)
+            folder = Path(job["folder"]) / f"{name}-{process.rank}"
+            try:
+                found = measured(known[name], folder, job["window_s"], everyone, process.device)
+            except torch.OutOfMemoryError as error:  # all ranks are as full, or the launcher ends them
+                found = {"error": f"out of memory: {str(error).splitlines()[0][:160]}"}
+            _note(out, process.rank, name=name, **found)
+            if process.device.type == "cuda":
+                torch.cuda.empty_cache()
+        mesh.close()
+
+
+def _note(out: Path, rank: int, **entries: Any) -> None:
+    if rank == 0:
+        with out.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(entries) + "\n")
+
+
+def _most(value: float, everyone: Group, device: torch.device) -> float:
+    """Return the largest value of all ranks."""
+    return float(all_reduce(torch.tensor(value, dtype=torch.float64, device=device), everyone, op="max"))
+
+
+def measured(
+    one: Configuration, folder: Path, window_s: float, everyone: Group, device: torch.device
+) -> dict[str, Any]:
+    """Return the seconds of each timed step of the slowest rank, and the bytes of the fullest one.
+
+    On a GPU bytes are the allocator's largest; on a CPU those of all tensors that operators made, in one more step that is not
+    timed; under ``zero``, whose chunks no operator makes, there are none.
+    """
+    model = one.choose(folder)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    counted = not on_gpu and "zero" not in one.spec
+    live = LiveBytes()
+    with ExitStack() as stack:
+        if counted:
+            stack.enter_context(live)
+        engine = Engine(
+            model.build,
+            parallel=one.spec,
+            optimizer=dict(name="adamw", lr=1e-5),
+            precision=one.precision,
+            clip_grad_norm=1.0,
+            gradient_accumulation=one.accumulate,
+            recompute=one.recompute or None,
+            device=device,
+        )
+        with engine:
+            ids = torch.randint(model.vocab_size, (one.batch, one.seq_len), generator=torch.Generator().manual_seed(0))
+            shards = [engine.shard_batch(dict(input_ids=rows, labels=rows)) for rows in ids.chunk(one.accumulate)]
+
+            def step() -> float:
+                """Train once; return this rank's seconds, in which it waits for nobody who has not begun."""
+                barrier(everyone, device)
+                begin = time.perf_counter()
+                for shard in shards:
+                    engine.run_step(shard)
+                if on_gpu:
+                    torch.cuda.synchronize(device)
+                return time.perf_counter() - begin
+
+            step()
+            live.take()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            step()
+            held = torch.cuda.max_memory_allocated(device) if on_gpu else live.take()[0] if counted else 0
+            stack.close()
+            for _ in range(_WARM_UP - 2):
+                step()
+            steps = max(_LEAST, math.ceil(window_s / _most(step(), everyone, device)))
+            seconds = [_most(step(), everyone, device) for _ in range(steps)]
+            if on_gpu:
+                held = max(held, torch.cuda.max_memory_allocated(device))
+    return {"seconds": seconds, "bytes": int(_most(float(held), everyone, device))}
+
+
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))

@@ -1,0 +1,108 @@
+"""``meshfold bench foresight``: its configurations are valid, its errors and verdicts are right, a rank measures a small one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.foresight import report
+from benchmarks.foresight.configurations import GiB, configurations, planned, runnable
+from benchmarks.foresight.run import main
+from benchmarks.foresight.worker import measured, run
+from meshfold.engine.world import require_runnable
+from meshfold.mesh import Mesh, ParallelSpec, start
+from meshfold.mesh.testing import run_on_ranks
+from meshfold.planner import find_machine
+
+KNOWN = configurations()
+TINY = replace(KNOWN["cpu-tensor2"], model="llama-tiny", changes=(), seq_len=16, batch=4)
+
+
+def test_every_configuration_has_its_ranks_and_a_batch_that_divides() -> None:
+    assert len(KNOWN) >= 40
+    dimensions = set()
+    for name, one in KNOWN.items():
+        spec = ParallelSpec.parse(one.spec, one.ranks)
+        require_runnable(spec)
+        assert one.batch % (one.accumulate * spec.axes["data"]) == 0, name
+        dimensions |= set(one.spec)
+    assert dimensions == {"data", "tensor", "pipeline", "sequence", "expert", "zero"}
+
+
+def test_ranks_and_memory_choose() -> None:
+    def names(**at_hand: Any) -> set[str]:
+        return set(runnable(KNOWN, **{"device": "cuda", "ranks": 1, "memory": 79.0 * GiB, **at_hand}))
+
+    assert names() < names(memory=139.0 * GiB) and "gpt-10b-offloaded" not in names()
+    assert names() < names(ranks=2) < names(ranks=4)
+    assert all(name.startswith("cpu-") for name in names(device="cpu", ranks=2))
+
+
+def result(*configurations: tuple[float, float, list[dict[str, Any]]]) -> dict[str, Any]:
+    asked = {"ranks": 1, "parallel": "dict()"}
+    return {
+        "machine": {"cpu_cores": 2, "torch": "2"},
+        "configurations": {
+            f"c{n}": {"configuration": asked, "planned": {"seconds": seconds, "bytes": held}, "runs": runs}
+            for n, (seconds, held, runs) in enumerate(configurations)
+        },
+    }
+
+
+def test_errors_are_of_the_fastest_start_and_the_bars_judge_all() -> None:
+    slow, fast = {"seconds": [3.0, 2.0, 2.5], "bytes": 100}, {"seconds": [1.0, 1.0, 9.0], "bytes": 98}
+    found = result(
+        (1.05, 104, [slow, fast]), (1.15, 0, [{"seconds": [1.0], "bytes": 0}]), (1.0, 1, [{"error": "full"}])
+    )
+    errors = report.errors(found)
+    assert errors["c0"]["time error"] == pytest.approx(0.05) and errors["c0"]["memory error"] == pytest.approx(0.04)
+    assert "memory error" not in errors["c1"] and "c2" not in errors
+    # One that failed is missed by every bar.
+    assert report.shares(found) == {"memory": 1 / 2, "time": pytest.approx(1 / 3), "all": pytest.approx(2 / 3)}
+    assert [ok for _, ok in report.verdict_lines(found)] == [False, False, False]
+    good = result(*[(1.0, 100, [{"seconds": [1.0], "bytes": 100}])] * 10)
+    assert all(ok for _, ok in report.verdict_lines(good))
+    text = report.described(found)
+    assert "+5.0 %" in text and "full" in text and "not counted" in text
+
+
+def test_the_report_writes_table_and_plot(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps(result((1.0, 100, [{"seconds": [1.0], "bytes": 100}]))))
+    assert main(["--report", str(file)]) == 0
+    assert file.with_suffix(".png").stat().st_size > 0 and "within 5 %" in file.with_suffix(".md").read_text()
+
+
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    """Measure the small configuration."""
+    with start() as process:
+        mesh = Mesh({"rank": 2})
+        found = measured(TINY, folder / str(process.rank), 0.0, mesh.group("rank"), process.device)
+        mesh.close()
+    return found
+
+
+def test_ranks_measure_a_step_and_its_tensors(tmp_path: Path) -> None:
+    """The plan of memory is near what operators made: of a model so small, within a fifth."""
+    found = run_on_ranks(2, on_two_ranks, tmp_path)
+    assert all(len(one["seconds"]) >= 3 for one in found)
+    foreseen = planned(TINY, find_machine("laptop"), tmp_path)
+    assert not foreseen.misfit and foreseen.seconds > 0
+    assert found[0]["bytes"] == found[1]["bytes"] == pytest.approx(foreseen.bytes, rel=0.2)
+
+
+def test_a_worker_notes_what_it_begins_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "benchmarks.foresight.worker.configurations", lambda: {"small": replace(TINY, ranks=1, parallel="dict()")}
+    )
+    out = tmp_path / "found.jsonl"
+    job: dict[str, Any] = dict(names=["small"], out=str(out), folder=str(tmp_path), device="cpu", window_s=0.0)
+    run({**job, "until": 0.0})
+    assert not out.exists()
+    run({**job, "until": 2.0**40})
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first == {"name": "small", "begun": True} and second["bytes"] > 0
