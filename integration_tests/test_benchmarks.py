@@ -134,10 +134,10 @@ def test_pipelines_are_measured_beside_torchs(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("warm_commands")
 def test_the_longest_sequence_is_foretold_and_tried(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    words = ["--counts", "1", "--tries", "1", "--out", str(out)]
+    words = ["--counts", "2", "--tries", "1", "--out", str(out)]
     assert main(["bench", "longest-sequence", "--tiny", *words]) == 0
-    one = json.loads(out.read_text())["counts"]["1"]
-    assert one["line"]["foretold"] > 0 and one["attempts"]
+    two = json.loads(out.read_text())["counts"]["2"]
+    assert two["line"]["foretold"] > 0 and two["attempts"]
 
 
 def test_the_linear_loss_is_measured_without_a_gpu(tmp_path: Path) -> None:

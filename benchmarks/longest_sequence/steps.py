@@ -31,13 +31,20 @@ class Decoder(nn.Module):
         super().__init__()
         self.llama, self.piece = Llama(config), piece
 
-    def forward(self, ids: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-        """``1 s`` ids and targets that are moved already -> the sum of the losses over ``counted``."""
+    def forward(self, ids: Tensor) -> Tensor:
+        """``1 s`` ids of this rank -> its hidden states ``s hidden``."""
         of, s = self.llama, ids.shape[1]
         rotary = of.rotary(None, s, ids.device)
-        x = of.embed(ids.reshape(-1))
+        x: Tensor = of.embed(ids.reshape(-1))
         for block in of.blocks:
             x = checkpoint(block, x, s, rotary, use_reentrant=False)
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+        """Return the sum of the losses of this rank's hidden states over ``counted``.
+
+        It is no part of the forward, where tokens are split over ranks: a loss of pieces of a rank's own is the rank's own matter.
+        """
         total = x.new_zeros((), dtype=torch.float32)
         for rows, wanted in zip(x.split(self.piece), targets.reshape(-1).split(self.piece), strict=True):
             total = total + checkpoint(self._loss, rows, wanted, use_reentrant=False)
@@ -66,7 +73,7 @@ class Trainer:
         torch.manual_seed(0)
         with torch.device("meta"):
             model = Decoder(config, args.piece).to(getattr(torch, args.dtype))
-        self.model = model.to_empty(device=device)
+        self.model: Decoder = model.to_empty(device=device)
         for parameter in model.parameters():
             with torch.no_grad():
                 if parameter.dim() == 1:
@@ -84,7 +91,7 @@ class Trainer:
         ids = shard_sequence(whole, self.mesh, mode).to(self.device)
         targets = shard_sequence(next_tokens(whole), self.mesh, mode, pad=-100).to(self.device)
         counted = torch.tensor(float(tokens - 1), device=self.device)
-        share = self.model(ids, targets, counted)
+        share = self.model.loss(self.model(ids), targets, counted)
         share.backward()
         for parameter in self.model.parameters():
             if parameter.grad is not None and group.size > 1:
