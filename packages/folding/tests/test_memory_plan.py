@@ -18,7 +18,8 @@ from meshfold.folding import (
     plan_memory,
 )
 from meshfold.folding.axial.sizes import Sizes
-from meshfold.folding.planning.plan import FoldingRun, candidates, count_memory, leanest
+from meshfold.folding.planning.plan import candidates, count_memory, leanest
+from meshfold.folding.planning.run import FoldingRun
 from meshfold.folding.stack import Stack
 from meshfold.mesh import Mesh
 from meshfold.mesh.testing import ranks

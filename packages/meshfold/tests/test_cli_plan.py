@@ -12,6 +12,7 @@ import torch
 
 from meshfold.cli import main
 from meshfold.engine import Engine
+from meshfold.folding import PRESETS, EsmFoldStack, FoldingOutline
 from meshfold.mesh import ParallelSpec, record
 from meshfold.mesh.testing import run_on_ranks
 from meshfold.models import build, preset
@@ -318,3 +319,33 @@ def test_published_palms_fit_the_gpus_of_the_published_chart(
     assert (found["memory_bytes"]["total"] <= gpu * 2**30) == fits
     if fits:
         assert 0 < found["memory_bytes"]["host"] <= 125 * 2**30
+
+
+def test_a_folding_model_is_planned_over_residues_and_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiny() -> FoldingOutline:
+        return FoldingOutline(name="folding:tiny", stack=EsmFoldStack(1, 8, 8, 4, 4), recycled_channels=8)
+
+    monkeypatch.setitem(PRESETS, "folding:tiny", tiny)
+    plan = ["plan", "--model", "folding:tiny", "--residues", "16"]
+    assert main([*plan, "--gpus", "2,1", "--gpu-memory", "1GiB", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [(one["residues"], one["gpus"], one["fits"]) for one in answer["options"]] == [(16, 1, True), (16, 2, True)]
+    assert main([*plan, "--gpus", "1", "--gpu-memory", "30KiB"]) == 1
+    caught = capsys.readouterr()
+    assert " 16     1    no " in caught.out and "nothing fits: 16 residues on one rank need 0.00 GiB" in caught.err
+    refusals = {
+        ("--parallel", "data=2"): "--parallel is what the plan of a folding model answers",
+        ("--ranks", "4"): "--ranks is not for folding models",
+        ("--residues", "12,x"): "'12,x' is not a list of whole numbers from 1 up",
+        ("--model", "folding:esmfld"): "no folding model 'folding:esmfld'. Did you mean 'folding:esmfold'?",
+        ("--model", "gpt-tiny"): "--residues is for folding models, and this is --model gpt-tiny",
+    }
+    for words, message in refusals.items():
+        try:
+            code = main([*plan, *words])
+        except SystemExit as left:
+            code = int(left.code or 0)
+        assert code != 0
+        assert message in capsys.readouterr().err

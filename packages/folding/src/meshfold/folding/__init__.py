@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshfold.folding.adopt import adopt_models
 from meshfold.folding.axial import AXIAL_MODES, Axes, AxialMode, find_axial_mode
+from meshfold.folding.axial.sizes import Sizes
 from meshfold.folding.dropout import SharedDropout
 from meshfold.folding.esmfold import EsmFoldBlock, EsmFoldStack
 from meshfold.folding.esmfold_trunk import EsmFoldTrunk
@@ -18,7 +19,17 @@ from meshfold.folding.msa import (
 )
 from meshfold.folding.pairformer import AttentionPairBias, PairFormerBlock, PairFormerStack
 from meshfold.folding.parallelize import parallelize_folding, split_parameters, sum_gradients
-from meshfold.folding.planning import MemoryPlan, MemoryPlanError, longest_chain, plan_memory
+from meshfold.folding.planning import (
+    FoldingRun,
+    MemoryPlan,
+    MemoryPlanError,
+    StackWork,
+    count_work,
+    find_plan,
+    longest_chain,
+    plan_memory,
+)
+from meshfold.folding.presets import PRESETS, FoldingOutline, find_outline, recycled_bytes
 from meshfold.folding.primitives import Attention, GlobalAttention, LayerNorm, Linear
 from meshfold.folding.template import TemplatePairStack, TemplatePairStackBlock
 from meshfold.folding.traffic import folding_cost
@@ -31,6 +42,7 @@ from meshfold.folding.triangle import (
 
 __all__ = [
     "AXIAL_MODES",
+    "PRESETS",
     "Attention",
     "AttentionPairBias",
     "Axes",
@@ -42,6 +54,8 @@ __all__ = [
     "EvoformerStack",
     "ExtraMSABlock",
     "ExtraMSAStack",
+    "FoldingOutline",
+    "FoldingRun",
     "GlobalAttention",
     "LayerNorm",
     "Linear",
@@ -56,6 +70,8 @@ __all__ = [
     "PairFormerStack",
     "PairStack",
     "SharedDropout",
+    "Sizes",
+    "StackWork",
     "SwiGLUTransition",
     "TemplatePairStack",
     "TemplatePairStackBlock",
@@ -65,7 +81,10 @@ __all__ = [
     "TriangleMultiplicationOutgoing",
     "adopt_models",
     "attend",
+    "count_work",
     "find_axial_mode",
+    "find_outline",
+    "find_plan",
     "folding_cost",
     "gate",
     "key_bias_of",
@@ -74,6 +93,7 @@ __all__ = [
     "multiply_edges",
     "parallelize_folding",
     "plan_memory",
+    "recycled_bytes",
     "split_parameters",
     "sum_gradients",
 ]

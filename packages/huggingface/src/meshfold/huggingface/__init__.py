@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from meshfold.huggingface.conversion import convert_folder
     from meshfold.huggingface.export import save_hugging_face
     from meshfold.huggingface.folder_config import NO_REMOTE_CODE, require_config
-    from meshfold.huggingface.folding_models import FoldingFolder, FoldingModel, open_folding
+    from meshfold.huggingface.folding_models import FoldingFolder, FoldingModel, open_folding, outline_folding
     from meshfold.huggingface.from_folder import Pretrained, pretrained
     from meshfold.huggingface.palm_presets import PALM, palm, palm_config, palm_sizes, rotary_rows
     from meshfold.huggingface.structure import CHAIN_NAMES, Atom, Structure
@@ -31,6 +31,7 @@ __all__ = [
     "convert_folder",
     "open_folding",
     "open_model",
+    "outline_folding",
     "palm",
     "palm_config",
     "palm_sizes",
@@ -49,6 +50,7 @@ _MODULES = {
     "FoldingModel": "folding_models",
     "Structure": "structure",
     "open_folding": "folding_models",
+    "outline_folding": "folding_models",
     "EngineTrainer": "trainer",
     "HuggingFaceModel": "causal_lm",
     "NO_REMOTE_CODE": "folder_config",

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from meshfold.checkpoint.tensors import has_weights
-from meshfold.folding import EsmFoldTrunk, MemoryPlan, parallelize_folding, plan_memory
+from meshfold.folding import (
+    EsmFoldTrunk,
+    FoldingOutline,
+    MemoryPlan,
+    adopt_models,
+    parallelize_folding,
+    plan_memory,
+    recycled_bytes,
+)
 from meshfold.huggingface.folder_config import NO_REMOTE_CODE, read_config, read_raw_config, require_config
 from meshfold.huggingface.folding_inputs import LINKER, complex_features, join_chains
 from meshfold.huggingface.structure import Atom, Structure
@@ -76,6 +84,31 @@ class FoldingFolder:
             model.esm.half()
         parallelize_folding(model, mesh, mode)
         return PREDICTORS[self.model_class](model, mesh, mode)
+
+
+def outline_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingOutline:
+    """Return what a plan needs of a folder's ESMFold, from its configuration: no weight is read.
+
+    Args:
+        folder: where.
+        given: the user's text, for errors.
+
+    Raises:
+        SpecError: for a folder of another class.
+    """
+    import transformers
+
+    given = given or f"model {str(folder)!r}"
+    require_config(folder, given)
+    told = read_raw_config(Path(folder))
+    if told.get("model_type") != "esm" or not told.get("is_folding_model"):
+        raise SpecError(f"{given}: only ESMFold has a plan of memory: give a folder of EsmForProteinFolding")
+    with torch.device("meta"):
+        model: Any = transformers.EsmForProteinFolding(read_config(Path(folder), given))
+        adopt_models(model)
+    stack = model.trunk.stack()
+    beside = sum(weight.numel() for weight in model.parameters()) - sum(w.numel() for w in stack.parameters())
+    return FoldingOutline(name=str(folder), stack=stack, frozen_bytes=2 * beside, recycled_channels=model.trunk.c_z)
 
 
 def open_folding(folder: str | os.PathLike[str], given: str = "") -> FoldingFolder:
@@ -173,7 +206,7 @@ class EsmFold(FoldingModel):
         # Beside the blocks: the other weights, the pairs that each pass begins with, and the bins of two tables.
         blocks = {id(weight) for weight in trunk.blocks.parameters()}
         weights = (w.numel() * w.element_size() for w in self.model.parameters() if id(w) not in blocks)
-        pairs = -(-(tokens**2) // ranks) * (self.pair_channels * parameter.element_size() + 2 * 8)
+        pairs = recycled_bytes(tokens, ranks, self.pair_channels, parameter.element_size())
         plan = plan_memory(
             trunk.stack(),
             residues=tokens,

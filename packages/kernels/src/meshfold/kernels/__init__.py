@@ -30,7 +30,7 @@ from meshfold.kernels.cross_entropy import (
     loss_per_row,
     sum_exp_and_target,
 )
-from meshfold.kernels.dispatch import Availability, KernelError, available, count_kernels, use
+from meshfold.kernels.dispatch import Availability, KernelError, available, count_kernels, count_parts, use
 from meshfold.kernels.dropout import dropout
 from meshfold.kernels.factored_lists import (
     came_distance_lists,
@@ -186,6 +186,7 @@ __all__ = [
     "came_distance_lists",
     "casts_apart",
     "count_kernels",
+    "count_parts",
     "cross_entropy",
     "cross_entropy_backward",
     "dropout",

@@ -17,11 +17,11 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ ON_REQUEST = frozenset({"pair_attention"})
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 F = TypeVar("F", bound=Callable[..., object])
+P = TypeVar("P")
 Counted = Callable[[Callable[..., object]], Callable[..., object]]
 
 
@@ -233,6 +234,32 @@ def count_kernels(counted: Counted) -> Iterator[None]:
         yield
     finally:
         _counted = before
+
+
+Some = Callable[[Sequence[Any]], Iterable[Any]]
+_some_parts: Some | None = None
+
+
+@contextmanager
+def count_parts(some: Some) -> Iterator[None]:
+    """Context manager: on meta tensors, references that compute in many equal parts run ``some(parts)`` of them.
+
+    A count of memory runs a few parts; one of operators runs one, and counts it as many.
+
+    Args:
+        some: takes all parts, of which the last may be smaller, and yields those that run.
+    """
+    global _some_parts
+    before, _some_parts = _some_parts, some
+    try:
+        yield
+    finally:
+        _some_parts = before
+
+
+def parts_to_run(parts: Sequence[P], x: Tensor) -> Iterable[P]:
+    """Return the parts of a reference that run: all, or those that :func:`count_parts` takes if ``x`` is a meta tensor."""
+    return parts if _some_parts is None or not x.is_meta else _some_parts(parts)
 
 
 def _as_counted(reference: F, dtype: torch.dtype) -> F:

@@ -128,7 +128,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key_bias: Tenso
         return _attend_part(q, k, v, bias, key_bias)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(b, r, h, queries, dtype=torch.promote_types(q.dtype, torch.float32))
-    for rows, some in parts:
+    for rows, some in dispatch.parts_to_run(parts, q):
         out[:, rows, some], lse[:, rows, :, some] = _attend_part(
             q[:, rows, some],
             k[:, rows],
@@ -160,7 +160,7 @@ def gradients(
     dbias = None
     if with_bias and bias is not None:
         dbias = torch.zeros_like(bias, dtype=wide, memory_format=torch.contiguous_format)
-    for rows, some in parts:
+    for rows, some in dispatch.parts_to_run(parts, q):
         dq[:, rows, some], dk_part, dv_part, dbias_part = _gradients_of_part(
             dout[:, rows, some],
             q[:, rows, some],

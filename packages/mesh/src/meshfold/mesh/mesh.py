@@ -279,7 +279,8 @@ class Mesh:
 class MetaMesh(Mesh):
     """A mesh for meta tensors only: its collectives give shapes and send nothing, and need no process group.
 
-    Programs are counted on it for any number of ranks, also while other ranks are running. No recorder sees its collectives.
+    Programs are counted on it for any number of ranks, also while other ranks are running. Its collectives are
+    recorded by ``record(on_meta=True)`` only.
     """
 
     def __init__(self, axes: Mapping[str, int]) -> None:

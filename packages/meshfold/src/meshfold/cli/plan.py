@@ -9,6 +9,10 @@ torch.distributed.
 With zero=... it also says whether the model fits, where everything would live and what a step takes:
 
   meshfold plan --model gpt2-xl --parallel "dict(zero=dict(gpu_memory_limit='8GiB'))" --machine a100
+
+For a folding model it answers for every number of residues and of GPUs, and chooses layout and chunks:
+
+  meshfold plan --model folding:esmfold --residues 512,1024,2048,4096 --gpus 1,2,4,8 --gpu-memory 80GiB
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from meshfold.cli.arguments import (
     read_parallel,
     read_rules,
 )
+from meshfold.cli.plan_folding import add_folding, is_folding, plan_folding_model
 from meshfold.cli.train_arguments import FP8_NAMES, OPTIMIZER_NAMES, RECOMPUTE
 
 if TYPE_CHECKING:
@@ -42,7 +47,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_parallel(parser)
     parser.add_argument("--ranks", type=positive, metavar="N", help="world size (default: the product of the spec)")
     add_model(parser)
-    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="sequences of a global batch (8)")
+    parser.add_argument(
+        "--batch-size", type=positive, metavar="N", help="sequences of a global batch (8), or proteins of a step (1)"
+    )
     parser.add_argument(
         "--seq-len", type=positive, metavar="N", help="tokens of a sequence (default: the model's longest)"
     )
@@ -68,10 +75,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE.json", help="the same for chrome://tracing")
     parser.add_argument("--report", action="store_true", help="also show what becomes of each submodule")
     parser.add_argument("--json", action="store_true", help="print JSON, bytes and seconds as plain numbers")
+    add_folding(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``meshfold plan``."""
+    if is_folding(arguments):
+        return plan_folding_model(arguments)
+    arguments.batch_size = arguments.batch_size or 8
     parallel = read_parallel(arguments.parallel)
     read_model(arguments)
     changes, rules = read_changes(arguments.changes), read_rules(arguments.rules)

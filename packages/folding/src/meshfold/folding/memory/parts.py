@@ -6,7 +6,7 @@ part may be added to the residual in place, so that the update is never whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshfold.folding.memory.settings import MemorySettings
+from meshfold.kernels import count_parts
 from meshfold.mesh import checkpoint_contexts
 from meshfold.mesh.model_io import DryRun
 
@@ -86,8 +87,9 @@ def run_parts(parts: Parts, compute: Compute, dim: int, into: Tensor | None = No
     if _counts_some and len(bounds) > MOST_COUNTED:
         left = bounds[MOST_COUNTED][0]
         left, bounds = parts.length - left, bounds[:MOST_COUNTED]
+    some = bounds if _repeats is None or torch.is_grad_enabled() else _repeats(bounds)
     if into is not None:
-        for first, size in bounds:
+        for first, size in some:
             into.narrow(dim, first, size).add_(compute(first, size))
         return into
     if torch.is_grad_enabled():
@@ -98,7 +100,7 @@ def run_parts(parts: Parts, compute: Compute, dim: int, into: Tensor | None = No
     if len(bounds) == 1:
         return compute(*bounds[0])
     out: Tensor | None = None
-    for first, size in bounds:
+    for first, size in some:
         part = compute(first, size)
         if out is None:
             out = part.new_empty(_shape(part, dim, parts.length))
@@ -116,6 +118,8 @@ def _shape(part: Tensor, dim: int, length: int) -> list[int]:
 
 MOST_COUNTED = 3
 _counts_some = False
+Repeats = Callable[[Sequence[Any]], Iterable[Any]]
+_repeats: Repeats | None = None
 
 
 @contextmanager
@@ -127,9 +131,28 @@ def counting_some_parts() -> Iterator[None]:
     global _counts_some
     before, _counts_some = _counts_some, True
     try:
-        yield
+        with count_parts(lambda parts: parts[:MOST_COUNTED]):
+            yield
     finally:
         _counts_some = before
+
+
+@contextmanager
+def counting_parts_once(repeats: Repeats) -> Iterator[None]:
+    """Context manager for counts of operators on meta tensors: of equal parts one runs, and counts as many.
+
+    Parts that a backward follows all run, because the backward counts them too.
+
+    Args:
+        repeats: yields a part to run, counts it as often as there are equal ones, and then the last part.
+    """
+    global _repeats
+    before, _repeats = _repeats, repeats
+    try:
+        with count_parts(repeats):
+            yield
+    finally:
+        _repeats = before
 
 
 def repeat_in_backward(function: Callable[..., Any], *given: Any, draws: bool = False) -> Any:

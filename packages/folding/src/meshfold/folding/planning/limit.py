@@ -7,7 +7,8 @@ from torch import Tensor
 
 from meshfold.folding.axial.sizes import Sizes
 from meshfold.folding.memory import MemorySettings
-from meshfold.folding.planning.plan import FoldingRun, choose_settings
+from meshfold.folding.planning.plan import choose_settings
+from meshfold.folding.planning.run import FoldingRun
 from meshfold.folding.stack import Stack
 
 

@@ -6,64 +6,30 @@ under any layout; a deeper stack is as many times the difference larger.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from meshfold.folding.axial.axes import Axes
 from meshfold.folding.axial.modes import AxialMode, find_axial_mode
 from meshfold.folding.axial.sizes import Sizes
 from meshfold.folding.memory.parts import counting_some_parts
 from meshfold.folding.memory.settings import MemorySettings
 from meshfold.folding.planning.count import LiveTensor, LiveTensors, sum_by_name
+from meshfold.folding.planning.run import FoldingRun
 from meshfold.folding.stack import Stack
 from meshfold.kernels import count_kernels
 from meshfold.mesh import MeshfoldError, MetaMesh
-from meshfold.mesh.model_io import OperatorCounter
 from meshfold.mesh.spec import format_bytes, parse_bytes
-
-Clock = Callable[[OperatorCounter], float]
-"""Returns the seconds of counted operators."""
 
 _LINE_OF_GPU = 512  # bytes that the CUDA allocator rounds to
 
 
 class MemoryPlanError(MeshfoldError):
     """No chunks and no recomputation fit: the message names the largest tensor and what would help."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoldingRun:
-    """Sizes, ranks and precision that a plan is for.
-
-    Attributes:
-        sizes: of a batch.
-        mode: the axial mode.
-        axes: the ranks, by axis.
-        training: forward and backward, else forward without gradients.
-        dtype: of tensors and weights.
-        kernels: count what a GPU runs, with kernels as :func:`meshfold.kernels.use` chooses them; else what a CPU runs.
-    """
-
-    sizes: Sizes
-    mode: AxialMode
-    axes: Mapping[str, int]
-    training: bool = True
-    dtype: torch.dtype = torch.bfloat16
-    kernels: bool = True
-
-    @property
-    def ranks(self) -> str:
-        """``one rank``, or the axes with their sizes."""
-        split = {axis: size for axis, size in self.axes.items() if size > 1}
-        return (
-            f"{self.mode.name} {' × '.join(f'{axis} {size}' for axis, size in split.items())}" if split else "one rank"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +41,12 @@ class MemoryCount:
         peak: bytes of tensors that are alive at once, inputs and outputs too, weights and their gradients not.
         tensors: those of a stack of at most two blocks at its peak.
         block: bytes that each further block adds.
-        seconds: of forward, and backward in training; None without a clock.
     """
 
     settings: MemorySettings
     peak: int
     tensors: tuple[LiveTensor, ...]
     block: int
-    seconds: float | None = None
 
     @property
     def largest(self) -> LiveTensor:
@@ -101,7 +65,7 @@ class MemoryPlan:
         weights: bytes of weights, and of their gradients in training.
         other_bytes: of what else is on a device.
         limit: bytes of a device; None: no limit.
-        tried: every candidate that was counted, the chosen one last.
+        tried: every candidate that was counted.
     """
 
     run: FoldingRun
@@ -122,14 +86,18 @@ class MemoryPlan:
         """All bytes of a device."""
         return self.count.peak + self.weights + self.other_bytes
 
+    @property
+    def fits(self) -> bool:
+        """True if that is within the limit."""
+        return self.limit is None or self.bytes <= self.limit
+
     def __str__(self) -> str:
         sizes, count = self.run.sizes, self.count
         does = "forward and backward" if self.run.training else "inference"
         room = "" if self.limit is None else f" of {format_bytes(self.limit)}"
-        took = "" if count.seconds is None else f", {count.seconds:.3g} s"
         lines = [
             f"{sizes.residues} residues, {sizes.sequences} sequences, {self.no_blocks} blocks, {self.run.ranks}, {does}",
-            f"fits with {self.settings}: {format_bytes(self.bytes)}{room}{took}",
+            f"{'fits' if self.fits else 'does NOT fit'} with {self.settings}: {format_bytes(self.bytes)}{room}",
             f"{'weights and gradients' if self.run.training else 'weights':<40}{format_bytes(self.weights):>12}",
         ]
         if self.other_bytes:
@@ -159,7 +127,6 @@ def plan_memory(
     dtype: torch.dtype = torch.bfloat16,
     other_bytes: int = 0,
     kernels: bool = True,
-    clock: Clock | None = None,
 ) -> MemoryPlan:
     """Choose chunks and recomputation for a stack, before anything runs: the least time that fits.
 
@@ -176,8 +143,6 @@ def plan_memory(
         dtype: of tensors and weights.
         other_bytes: of what else is on a device, such as the state of an optimizer.
         kernels: count what a GPU runs; False: what a CPU runs.
-        clock: seconds of counted operators, for the plan's report. Candidates are tried in the order of their time: fewer and
-            larger parts first, and recomputation only where memory requires it.
 
     Raises:
         MemoryPlanError: if nothing fits.
@@ -186,23 +151,46 @@ def plan_memory(
     sizes = Sizes(residues=residues, sequences=sequences, batch=batch, templates=templates, itemsize=dtype.itemsize)
     found = find_axial_mode(mode)
     run = FoldingRun(sizes=sizes, mode=found, axes=_axes(found, axes), training=training, dtype=dtype, kernels=kernels)
+    plan = find_plan(stack, run, limit=limit, other_bytes=other_bytes)
+    if not plan.fits:
+        assert limit is not None
+        raise MemoryPlanError(_refusal(stack, run, plan.tried, plan.weights + other_bytes, limit))
+    return plan
+
+
+def find_plan(stack: Stack, run: FoldingRun, *, limit: int | None = None, other_bytes: int = 0) -> MemoryPlan:
+    """Return the plan of the first candidate that fits, or if none does, of the one with the least memory.
+
+    Arguments are those of :func:`plan_memory`.
+    """
     weights = _weight_bytes(stack, run)
-    tried: list[MemoryCount] = []
-    for settings in candidates(stack, run):
-        count = count_memory(stack, run, settings, clock=clock)
-        tried.append(count)
-        if limit is None or count.peak + weights + other_bytes <= limit:
-            return MemoryPlan(
-                run=run,
-                count=count,
-                no_blocks=len(stack.blocks),
-                weights=weights,
-                other_bytes=other_bytes,
-                limit=limit,
-                tried=tuple(tried),
-            )
-    assert limit is not None
-    raise MemoryPlanError(_refusal(stack, run, tried, weights + other_bytes, limit))
+    room = None if limit is None else limit - weights - other_bytes
+    chosen, tried = _first_that_fits(stack, run, room)
+    return MemoryPlan(
+        run=run,
+        count=chosen or min(tried, key=lambda count: count.peak),
+        no_blocks=len(stack.blocks),
+        weights=weights,
+        other_bytes=other_bytes,
+        limit=limit,
+        tried=tuple(tried),
+    )
+
+
+def _first_that_fits(stack: Stack, run: FoldingRun, room: int | None) -> tuple[MemoryCount | None, list[MemoryCount]]:
+    """Return the first candidate whose tensors fit into ``room`` bytes, and every one that was counted."""
+    given = list(candidates(stack, run))
+    counted = {settings: count_memory(stack, run, settings) for settings in given[:1]}
+    if room is not None and counted[given[0]].peak > room:
+        counted[given[-1]] = count_memory(stack, run, given[-1])  # the leanest: if it does not fit, none does
+        if counted[given[-1]].peak > room:
+            return None, list(counted.values())
+    for settings in given:
+        count = counted[settings] if settings in counted else count_memory(stack, run, settings)
+        counted[settings] = count
+        if room is None or count.peak <= room:
+            return count, list(counted.values())
+    return None, list(counted.values())
 
 
 def choose_settings(stack: Stack, run: FoldingRun, limit: int) -> MemorySettings:
@@ -211,12 +199,10 @@ def choose_settings(stack: Stack, run: FoldingRun, limit: int) -> MemorySettings
     Raises:
         MemoryPlanError: if none does.
     """
-    tried: list[MemoryCount] = []
-    for settings in candidates(stack, run):
-        tried.append(count_memory(stack, run, settings))
-        if tried[-1].peak <= limit:
-            return settings
-    raise MemoryPlanError(_refusal(stack, run, tried, 0, limit))
+    chosen, tried = _first_that_fits(stack, run, limit)
+    if chosen is None:
+        raise MemoryPlanError(_refusal(stack, run, tried, 0, limit))
+    return chosen.settings
 
 
 def candidates(stack: Stack, run: FoldingRun) -> Iterator[MemorySettings]:
@@ -277,61 +263,25 @@ def longest_chain(
     return least * step
 
 
-def count_memory(stack: Stack, run: FoldingRun, settings: MemorySettings, *, clock: Clock | None = None) -> MemoryCount:
+def count_memory(stack: Stack, run: FoldingRun, settings: MemorySettings) -> MemoryCount:
     """Count the memory of a stack under settings, on meta tensors."""
     blocks = len(stack.blocks)
-    runs = [_run(stack, number, run, settings, clock) for number in range(1, min(blocks, 2) + 1)]
-    live, seconds = runs[-1]
-    peak = live.take()[0]
-    block = peak - runs[0][0].take()[0] if blocks > 1 else 0
-    if seconds is not None and blocks > 2:
-        seconds += (blocks - 2) * (seconds - (runs[0][1] or 0.0))
-    return MemoryCount(
-        settings=settings,
-        peak=peak + max(blocks - 2, 0) * block,
-        tensors=live.at_peak,
-        block=block,
-        seconds=seconds,
-    )
+    runs = [_run(stack, number, run, settings) for number in range(1, min(blocks, 2) + 1)]
+    peak = runs[-1].take()[0]
+    block = peak - runs[0].take()[0] if blocks > 1 else 0
+    return MemoryCount(settings=settings, peak=peak + max(blocks - 2, 0) * block, tensors=runs[-1].at_peak, block=block)
 
 
-def _run(
-    stack: Stack, blocks: int, run: FoldingRun, settings: MemorySettings, clock: Clock | None
-) -> tuple[LiveTensors, float | None]:
-    counter = None if clock is None else OperatorCounter()
+def _run(stack: Stack, blocks: int, run: FoldingRun, settings: MemorySettings) -> LiveTensors:
     with _disable_current_modes(), ExitStack() as context:
-        model = stack.skeleton(blocks).to(run.dtype)
-        model.set_axes(Axes.of(MetaMesh(run.axes), run.mode, memory=settings))
+        model = run.skeleton(stack, blocks, settings)
         live = LiveTensors(model, round_bytes=_LINE_OF_GPU if run.kernels else 1)
-        context.enter_context(torch.enable_grad() if run.training else torch.no_grad())
-        if counter is None:
-            context.enter_context(counting_some_parts())
+        context.enter_context(counting_some_parts())
         context.enter_context(live)
-        context.enter_context(nullcontext() if counter is None else counter)
         if run.kernels:
-            as_one = live.as_one if counter is None else lambda f: live.as_one(counter.as_one(f))
-            context.enter_context(count_kernels(as_one))
-        _step(model, live, run)
-    return live, None if clock is None or counter is None else clock(counter)
-
-
-def _step(model: Stack, live: LiveTensors, run: FoldingRun) -> None:
-    """Run forward, and backward in training, from inputs that count."""
-    for parameter in model.parameters():  # weights and their gradients are counted apart
-        parameter.grad = torch.empty_like(parameter) if run.training else None
-    tensors, masks = model.shapes(run.sizes)
-    given: dict[str, Tensor] = {}
-    for name, shape in (tensors | masks).items():
-        with live.named(f"input {name}"):
-            given[name] = torch.empty(shape, dtype=run.dtype, device="meta")
-    for name in tensors:
-        given[name].requires_grad_(run.training)
-    made = model(**given)
-    outputs = [y for y in (made if isinstance(made, tuple) else (made,)) if isinstance(y, Tensor)]
-    if run.training:
-        with live.named("gradient of an output"):
-            gradients = [torch.empty_like(y) for y in outputs]
-        torch.autograd.backward(outputs, gradients)
+            context.enter_context(count_kernels(live.as_one))
+        run.step(model, live.named)
+    return live
 
 
 def _axes(mode: AxialMode, axes: Mapping[str, int] | None) -> Mapping[str, int]:

@@ -392,10 +392,11 @@ def note_call(
     later: bool,
 ) -> Call | None:
     """Report a collective to the recorder and the watchdog, if active; ``later``: it is awaited later."""
-    if not group.name:  # of a MetaMesh, which sends nothing
-        return None
+    on_meta = not group.name  # of a MetaMesh, which sends nothing
     if comm_log._active:
-        comm_log.note(kind, group.axes, group.size, times * x.numel() * x.element_size())
+        comm_log.note(kind, group.axes, group.size, times * x.numel() * x.element_size(), on_meta=on_meta)
+    if on_meta:
+        return None
     if torch.compiler.is_compiling() or flight_recorder.active is None:
         return None
     return flight_recorder.active.enter(kind, group, x, detail, peer, now=not later)

@@ -51,12 +51,22 @@ class OperatorCounter(TorchDispatchMode):
         self.flop = self.repeated_flop = 0
         self._is_repeating = False
         self._inside: int | None = None  # FLOP so far of what counts as one operator
+        self._times = 1
 
     def note(self, operator: Operator) -> None:
-        """Count an operator once."""
-        self.counts[operator] += 1
-        self.flop += operator.flop
-        self.repeated_flop += operator.flop * self._is_repeating
+        """Count an operator once, or as often as :meth:`times` says."""
+        self.counts[operator] += self._times
+        self.flop += self._times * operator.flop
+        self.repeated_flop += self._times * operator.flop * self._is_repeating
+
+    @contextmanager
+    def times(self, number: int) -> Iterator[None]:
+        """Context manager: what runs inside counts as so many runs of it, such as parts of one size. May nest."""
+        before, self._times = self._times, number * self._times
+        try:
+            yield
+        finally:
+            self._times = before
 
     def add_attention(self, flop: int, head_dim: int = 128, computed: float = 1.0) -> None:
         """Count attention that is in no operator: on the meta device :class:`DryRun` stands in for it."""
@@ -77,12 +87,13 @@ class OperatorCounter(TorchDispatchMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._inside is not None:
                 return function(*args, **kwargs)
-            self._inside = 0
+            self._inside, outside = 0, self._times
+            self._times = 1
             try:
                 made = function(*args, **kwargs)
                 flop = self._inside
             finally:
-                self._inside = None
+                self._inside, self._times = None, outside
             self.note(Operator(flop, _bytes_of((args, kwargs, made))))
             return made
 
@@ -103,7 +114,7 @@ class OperatorCounter(TorchDispatchMode):
             if self._inside is None:
                 self.note(Operator(flop, _bytes_of((args, kwargs, made))))
             else:
-                self._inside += flop
+                self._inside += self._times * flop
         return made
 
 

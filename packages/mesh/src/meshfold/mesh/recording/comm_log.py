@@ -64,10 +64,17 @@ class Entry:
 
 @dataclass(eq=False)  # compare by identity: two empty logs are different
 class Log:
-    """The collectives of one recording, in the order they were issued."""
+    """The collectives of one recording, in the order they were issued.
+
+    Attributes:
+        entries: the collectives.
+        phase: of those that come next.
+        on_meta: it records the collectives of a :class:`.MetaMesh`, which sends nothing, and no others.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     phase: str = "forward"
+    on_meta: bool = False
 
     @property
     def bytes(self) -> Fraction:
@@ -101,9 +108,12 @@ _active: list[Log] = []
 
 
 @contextmanager
-def record() -> Iterator[Log]:
-    """Record every collective that this process issues inside the block. Recordings may nest."""
-    log = Log()
+def record(*, on_meta: bool = False) -> Iterator[Log]:
+    """Record every collective that this process issues inside the block. Recordings may nest.
+
+    ``on_meta``: record those of a :class:`.MetaMesh` instead, which are counted and never sent.
+    """
+    log = Log(on_meta=on_meta)
     _active.append(log)
     try:
         yield log
@@ -134,10 +144,14 @@ def weight_gradients() -> Iterator[None]:
         _of_weights.pop()
 
 
-def note(kind: Kind, axes: tuple[str, ...], group_size: int, block_bytes: int) -> None:
-    """Report a collective to the active recordings; called only by :mod:`meshfold.mesh.collectives.operations`."""
+def note(kind: Kind, axes: tuple[str, ...], group_size: int, block_bytes: int, *, on_meta: bool = False) -> None:
+    """Report a collective to the active recordings; called only by :mod:`meshfold.mesh.collectives.operations`.
+
+    ``on_meta``: it belongs to a :class:`.MetaMesh`.
+    """
     for log in _active:
-        log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase, bool(_of_weights)))
+        if log.on_meta is on_meta:
+            log.entries.append(Entry(kind, axes, group_size, block_bytes, log.phase, bool(_of_weights)))
 
 
 Kind = Literal[
