@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.attention_schemes import measured as attention_measured
+from experiments.attention_schemes import run as attention
+from experiments.attention_schemes import simulated as schemes
+from experiments.attention_schemes.counting import Problem, Scheme, count
 from experiments.gpt2_xl import measured as xl_measured
 from experiments.gpt2_xl import run as xl
 from experiments.gpt2_xl import simulated as xl_plans
 from experiments.planned import GB, Node, Size, planned
-from experiments.report import Experiment, summary, with_results
+from experiments.report import Experiment, read_csv, rounded, summary, with_results
 from experiments.trained import Job, trained
+from meshfold.mesh.testing import ranks
 from meshfold.models import GPTConfig
 from meshfold.planner import Machine
 
 SMALL = Size(layers=3, hidden=256, heads=4)
-EXPERIMENTS = (xl.EXPERIMENT,)
+EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT)
 
 
 def committed(experiment: Experiment) -> dict[str, Any]:
@@ -78,3 +83,34 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(sequence=8, steps=1, recompute=None, device=torch.device("cpu"))
     config = GPTConfig(vocab_size=8, hidden=8, layers=1, heads=1, max_positions=8)
     assert trained(config, {}, job, batch=1) == {"fits": False, "why": "CUDA out of memory."}
+
+
+def test_attention_is_counted_as_committed() -> None:
+    then = committed(attention.EXPERIMENT)
+    readme, degrees = (read_csv(schemes.FOLDER / f"published_{name}.csv") for name in ("readme", "degrees"))
+    for row, numbers in (
+        (schemes.of_readme(readme[0]), then["readme"][0]),
+        (schemes.of_degrees(degrees[9]), then["degrees"][9]),
+    ):
+        assert row["ours"] == pytest.approx(numbers["ours"], rel=0.1)
+    assert rounded(schemes.volume(Scheme(ring=2, ulysses=4))) in then["volumes"]
+    assert [schemes.refused(n) for n in (32, 64)] == then["refused"][:2]
+
+
+def test_the_busiest_rank_of_a_basic_ring_has_nearly_twice_the_pairs() -> None:
+    problem = Problem(tokens=1024, heads=4, kv_heads=2, head_dim=16)
+    basic, zigzag = (count(problem, Scheme(ring=4, ulysses=1, order=order)) for order in ("contiguous", "zigzag"))
+    for phase, products in (("forward", 2), ("backward", 5)):
+        assert zigzag[phase].work.flop == 2 * products * 1024 * 1025 // 2 // 4 * 4 * 16
+        assert basic[phase].work.flop / zigzag[phase].work.flop == pytest.approx(3.5 / 2, rel=0.01)
+        assert basic[phase].ring_bytes == zigzag[phase].ring_bytes and basic[phase].exchange_bytes == 0
+
+
+@ranks(2)
+def test_schemes_run() -> None:
+    options = attention_measured.arguments().parse_args(["--tokens", "16", "--repeats", "1"])
+    found = attention_measured.measure(options, 2, torch.device("cpu"))
+    made = [(row["ring"], row["ulysses"], row["order"]) for row in found["rows"]]
+    assert made == [(1, 2, "zigzag"), (2, 1, "contiguous"), (2, 1, "zigzag")]
+    assert all(row["forward"] > 0 and row["both"] > 0 for row in found["rows"])
+    assert "| 2 | 1 | contiguous |" in attention_measured.page(found)
