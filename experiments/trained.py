@@ -1,19 +1,19 @@
-"""Training steps of GPTs that run: what the ``measured.py`` of experiments on memory have in common."""
+"""Training steps of language models that run: what the ``measured.py`` of experiments on memory have in common."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from experiments.planned import GB
 from meshfold.engine import Engine
 from meshfold.mesh import all_reduce, barrier
-from meshfold.models import GPT, GPTConfig
 from meshfold.zero_gemini import MemoryPlanError
 
 UNFIT = (torch.OutOfMemoryError, MemoryError, MemoryPlanError)
@@ -44,8 +44,10 @@ class Job:
         return "bf16" if self.device.type == "cuda" else "fp32"
 
 
-def trained(config: GPTConfig, parallel: Mapping[str, object], job: Job, *, batch: int) -> dict[str, Any]:
-    """Train a GPT for a few steps on all ranks; it is random, and so is its batch.
+def trained(
+    build: Callable[[], nn.Module], words: int, parallel: Mapping[str, object], job: Job, *, batch: int
+) -> dict[str, Any]:
+    """Train a language model of so many words for a few steps on all ranks; it is random, and so is its batch.
 
     Returns:
         ``fits``, and if it does the median seconds of a step, samples a second, the most GB allocated on the fullest GPU (None on
@@ -56,7 +58,7 @@ def trained(config: GPTConfig, parallel: Mapping[str, object], job: Job, *, batc
         whole = torch.cuda.get_device_properties(job.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, job.limit / whole), job.device)
     try:
-        return {"fits": True, **_steps(config, parallel, job, batch)}
+        return {"fits": True, **_steps(build, words, parallel, job, batch)}
     except UNFIT as error:
         return {"fits": False, "why": str(error).partition("\n")[0]}
     finally:
@@ -64,12 +66,14 @@ def trained(config: GPTConfig, parallel: Mapping[str, object], job: Job, *, batc
             torch.cuda.empty_cache()
 
 
-def _steps(config: GPTConfig, parallel: Mapping[str, object], job: Job, batch: int) -> dict[str, Any]:
+def _steps(
+    build: Callable[[], nn.Module], words: int, parallel: Mapping[str, object], job: Job, batch: int
+) -> dict[str, Any]:
     cuda = job.device.type == "cuda"
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (batch, job.sequence), generator=generator)
+    tokens = torch.randint(words, (batch, job.sequence), generator=generator)
     with Engine(
-        lambda: GPT(config),
+        build,
         parallel=parallel,
         optimizer=dict(name="adamw", lr=1e-4),
         precision=job.precision,

@@ -18,13 +18,15 @@ from experiments.gpt2_xl import run as xl
 from experiments.gpt2_xl import simulated as xl_plans
 from experiments.planned import GB, Node, Size, planned
 from experiments.report import Experiment, read_csv, rounded, summary, with_results
+from experiments.ring_attention import measured as ring_measured
+from experiments.ring_attention import run as ring
+from experiments.ring_attention import simulated as lengths
 from experiments.trained import Job, trained
 from meshfold.mesh.testing import ranks
-from meshfold.models import GPTConfig
 from meshfold.planner import Machine
 
 SMALL = Size(layers=3, hidden=256, heads=4)
-EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT)
+EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT, ring.EXPERIMENT)
 
 
 def committed(experiment: Experiment) -> dict[str, Any]:
@@ -81,12 +83,11 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("experiments.trained._steps", full)
     job = Job(sequence=8, steps=1, recompute=None, device=torch.device("cpu"))
-    config = GPTConfig(vocab_size=8, hidden=8, layers=1, heads=1, max_positions=8)
-    assert trained(config, {}, job, batch=1) == {"fits": False, "why": "CUDA out of memory."}
+    assert trained(torch.nn.Identity, 8, {}, job, batch=1) == {"fits": False, "why": "CUDA out of memory."}
 
 
 def test_attention_is_counted_as_committed() -> None:
-    then = committed(attention.EXPERIMENT)
+    then = committed(attention.EXPERIMENT, ring.EXPERIMENT)
     readme, degrees = (read_csv(schemes.FOLDER / f"published_{name}.csv") for name in ("readme", "degrees"))
     for row, numbers in (
         (schemes.of_readme(readme[0]), then["readme"][0]),
@@ -114,3 +115,26 @@ def test_schemes_run() -> None:
     assert made == [(1, 2, "zigzag"), (2, 1, "contiguous"), (2, 1, "zigzag")]
     assert all(row["forward"] > 0 and row["both"] > 0 for row in found["rows"])
     assert "| 2 | 1 | contiguous |" in attention_measured.page(found)
+
+
+def test_a_ring_needs_as_much_for_longer_sequences() -> None:
+    size = lengths.Size(layers=2, hidden=64, heads=4, inner=128)
+    alone, one = (lengths.plan(size, ring, 2, tokens)["GB"] for ring, tokens in ((False, 4096), (True, 8192)))
+    assert one == pytest.approx(alone, rel=0.01)
+
+
+def test_a_block_hides_messages_over_a_faster_link_sooner() -> None:
+    gpu = lengths.find_machine(lengths.MACHINE)
+    blocks = [lengths.hiding_block(gpu, link) for link in (gpu.inside, gpu.between)]
+    assert blocks[0] < 1000 < blocks[1]
+    assert [
+        lengths.block(row)["clock"] for row in read_csv(lengths.FOLDER / "published_blocks.csv")[:2]
+    ] == pytest.approx([block / 1e3 for block in blocks])
+
+
+def test_a_long_sequence_runs() -> None:
+    options = ring_measured.arguments().parse_args(["--tokens", "8"])
+    found = ring_measured.measure(options, 1, torch.device("cpu"))
+    assert [row["tokens"] for row in found["rows"]] == [8] and found["rows"][0]["fits"]
+    found["rows"].append({"tokens": 16, "fits": False, "why": ""})
+    assert "| 16 | – | does not fit |" in ring_measured.page(found)

@@ -40,10 +40,10 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
         ends = []
         long = [row for row in found["degrees"] if row["tokens"] > 100_000]
         for heads, colour, name in ((32, plotting.BLUE, "32 heads\nof 32"), (8, plotting.GREEN, "8 heads\nof 128")):
-            some = [row for row in long if row["heads"] == heads]
-            at = [8 // row["ulysses"] for row in some]
+            those = [row for row in long if row["heads"] == heads]
+            at = [8 // row["ulysses"] for row in those]
             for who, style in (("published", "o-"), ("ours", "x--")):
-                line = [row[who]["zigzag"] / row[who]["basic"] for row in some]
+                line = [row[who]["zigzag"] / row[who]["basic"] for row in those]
                 gains.plot(at, line, style, color=colour)
                 ends.append((line[-1], f"{name}" if who == "published" else "ours", colour))
         gains.set(

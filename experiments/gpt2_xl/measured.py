@@ -19,7 +19,7 @@ from experiments.measuring import publish, shared_cores, sizes, surroundings
 from experiments.report import NONE, markdown
 from experiments.trained import Job, trained
 from meshfold.mesh import start
-from meshfold.models import GPTConfig
+from meshfold.models import GPT, GPTConfig
 
 LIMIT = 40 * 2**30
 PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> di
         ("ddp", options.many, {}),
         ("sharded", options.many, {"zero": dict(stage=3, placement="cuda")}),
     ):
-        ran = trained(config, {"data": ranks, **spec}, job, batch=ranks * each)
+        ran = trained(lambda: GPT(config), config.vocab_size, {"data": ranks, **spec}, job, batch=ranks * each)
         rows.append({"strategy": strategy, "batch": ranks * each, **ran})
     names = ("layers", "hidden", "sequence", "steps")
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32

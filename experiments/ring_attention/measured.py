@@ -1,0 +1,117 @@
+"""One rank of ``meshfold reproduce ring-attention --measure N``: the longest sequence on ever more ranks, trained for real.
+
+The model has layers of the shape of 3 billion parameters. Sequences are doubled until they do not fit; on a CPU, which has no such
+limit, a rank's share stays at what ``--tokens`` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from experiments.measuring import publish, shared_cores, sizes, surroundings
+from experiments.report import NONE, markdown
+from experiments.trained import Job, trained
+from meshfold.mesh import start
+from meshfold.models import Llama, LlamaConfig
+
+PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
+
+# Ring Attention: lengths that ran
+
+{ranks} ranks on {device}, {kind}; Llama with {layers} layers of {hidden}, all blocks recomputed, one sequence over all GPUs;
+median of {steps} steps. Published: N GPUs have N times the length.
+
+{table}
+
+{verdict}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on this rank; rank 0 writes measured.json and measured.md."""
+    options = arguments().parse_args(argv)
+    with start() as process:
+        found = measure(options, process.world_size, torch.device(process.device))
+    if process.rank == 0:
+        publish(found, page, options.output)
+    return 0
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Sizes; on GPUs by default eight layers of the shape of 3 billion parameters, in 40 GB."""
+    table = [
+        ("layers", 1, 8, None),
+        ("hidden", 32, 3200, None),
+        ("heads", 2, 32, None),
+        ("inner", 64, 8640, None),
+        ("vocabulary", 128, 32_000, None),
+        ("tokens", 16, 65_536, "of a rank's share, to begin with"),
+        ("limit", 0, 40, "GB of a GPU that may be allocated"),
+        ("steps", 1, 3, "that count"),
+    ]
+    return sizes(__doc__, Path(__file__).parent, table)
+
+
+def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
+    """Train one sequence over all ranks, longer and longer."""
+    rows, tokens = [], options.tokens * ranks
+    while True:
+        config = LlamaConfig(
+            vocab_size=options.vocabulary,
+            hidden=options.hidden,
+            layers=options.layers,
+            heads=options.heads,
+            ffn=options.inner,
+            max_positions=tokens,
+        )
+        job = Job(
+            sequence=tokens,
+            steps=options.steps,
+            recompute="blocks",
+            device=device,
+            limit=options.limit * 1e9 or None,
+        )
+        spec: dict[str, object] = {"sequence": dict(mode="ring", size=ranks)} if ranks > 1 else {}
+        ran = trained(lambda: Llama(config), config.vocab_size, spec, job, batch=1)  # noqa: B023 - called at once
+        rows.append({"tokens": tokens, **ran})
+        if device.type != "cuda" or not ran["fits"]:
+            break
+        tokens *= 2
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    names = ("layers", "hidden", "steps", "limit")
+    return {
+        "ranks": ranks,
+        **surroundings(device, kind),
+        **{name: getattr(options, name) for name in names},
+        "rows": rows,
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """measured.md."""
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            *(
+                [NONE if row["GB"] is None else f"{row['GB']:.1f}", f"{row['seconds']:.2f}"]
+                if row["fits"]
+                else [NONE, "does not fit"]
+            ),
+        ]
+        for row in found["rows"]
+    ]
+    keys = ("ranks", "device", "kind", "layers", "hidden", "steps")
+    table = markdown(["tokens", "GB", "seconds"], rows)
+    return PAGE.format(**{key: found[key] for key in keys}, table=table, verdict=" ".join(shared_cores(found)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
