@@ -13,6 +13,9 @@ from experiments.attention_schemes import measured as attention_measured
 from experiments.attention_schemes import run as attention
 from experiments.attention_schemes import simulated as schemes
 from experiments.attention_schemes.counting import Problem, Scheme, count
+from experiments.auto_checkpointing import measured as budgets_measured
+from experiments.auto_checkpointing import run as budgets
+from experiments.auto_checkpointing import simulated as budget_plans
 from experiments.gpt2_xl import measured as xl_measured
 from experiments.gpt2_xl import run as xl
 from experiments.gpt2_xl import simulated as xl_plans
@@ -26,7 +29,7 @@ from meshfold.mesh.testing import ranks
 from meshfold.planner import Machine, find_machine
 
 SMALL = Size(layers=3, hidden=256, heads=4)
-EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT, ring.EXPERIMENT)
+EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT, ring.EXPERIMENT, budgets.EXPERIMENT)
 
 
 def committed(experiment: Experiment) -> dict[str, Any]:
@@ -138,3 +141,25 @@ def test_a_long_sequence_runs() -> None:
     assert [row["tokens"] for row in found["rows"]] == [8] and found["rows"][0]["fits"]
     found["rows"].append({"tokens": 16, "fits": False, "why": ""})
     assert "| 16 | – | does not fit |" in ring_measured.page(found)
+
+
+def test_a_smaller_budget_takes_longer() -> None:
+    one = replace(budget_plans.setting(), layers=3, hidden=128, heads=2, sequence=128)
+    whole = budget_plans.plan(one, 16, None)
+    blocks = budget_plans.plan(one, 16, None, "blocks")
+    between = budget_plans.plan(one, 16, (whole["GB"] + blocks["GB"]) / 2)
+    assert blocks["GB"] < between["GB"] < whole["GB"]
+    assert whole["seconds"] <= between["seconds"] <= blocks["seconds"]
+
+
+def test_the_batch_of_a_budget_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_plans, "plan", lambda one, batch, budget: {"GB": 4.0 + 0.9 * batch})
+    assert budget_plans.largest(budget_plans.setting(), 53.0) == 52
+
+
+def test_a_budget_runs() -> None:
+    options = budgets_measured.arguments().parse_args([])
+    found = budgets_measured.measure(options, 1, torch.device("cpu"))
+    assert [(row["budget"], row["fits"]) for row in found["rows"]] == [(53, True)]
+    found["rows"].append({"budget": 11, "fits": False, "why": ""})
+    assert "| 11 | – | does not fit | – |" in budgets_measured.page(found)

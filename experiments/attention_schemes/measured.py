@@ -75,11 +75,13 @@ def one(scheme: Scheme, options: argparse.Namespace, device: torch.device) -> di
     """Seconds of a scheme."""
     mesh = Mesh(scheme.axes)
     group = mesh.group(*scheme.axes)
-    q, k, v = (
-        torch.randn(1, options.tokens // scheme.ranks, heads, options.head_dim, device=device, dtype=_dtype(device))
-        .requires_grad_()
-        for heads in (options.heads, options.kv_heads, options.kv_heads)
-    )  # fmt: skip
+
+    def share_of(heads: int) -> torch.Tensor:
+        shape = (1, options.tokens // scheme.ranks, heads, options.head_dim)
+        x = torch.randn(shape, device=device, dtype=_dtype(device))
+        return x.requires_grad_()
+
+    q, k, v = (share_of(heads) for heads in (options.heads, options.kv_heads, options.kv_heads))
 
     def forward() -> torch.Tensor:
         return attention(q, k, v, mesh=mesh, mode=scheme.mode, causal=True, order=scheme.order)

@@ -64,25 +64,8 @@ def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> di
     """Train one sequence over all ranks, longer and longer."""
     rows, tokens = [], options.tokens * ranks
     while True:
-        config = LlamaConfig(
-            vocab_size=options.vocabulary,
-            hidden=options.hidden,
-            layers=options.layers,
-            heads=options.heads,
-            ffn=options.inner,
-            max_positions=tokens,
-        )
-        job = Job(
-            sequence=tokens,
-            steps=options.steps,
-            recompute="blocks",
-            device=device,
-            limit=options.limit * 1e9 or None,
-        )
-        spec: dict[str, object] = {"sequence": dict(mode="ring", size=ranks)} if ranks > 1 else {}
-        ran = trained(lambda: Llama(config), config.vocab_size, spec, job, batch=1)  # noqa: B023 - called at once
-        rows.append({"tokens": tokens, **ran})
-        if device.type != "cuda" or not ran["fits"]:
+        rows.append(one(options, tokens, ranks, device))
+        if device.type != "cuda" or not rows[-1]["fits"]:
             break
         tokens *= 2
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -93,6 +76,22 @@ def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> di
         **{name: getattr(options, name) for name in names},
         "rows": rows,
     }
+
+
+def one(options: argparse.Namespace, tokens: int, ranks: int, device: torch.device) -> dict[str, Any]:
+    """Train a sequence of so many tokens for a few steps."""
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=options.heads,
+        ffn=options.inner,
+        max_positions=tokens,
+    )
+    limit = options.limit * 1e9 or None
+    job = Job(sequence=tokens, steps=options.steps, recompute="blocks", device=device, limit=limit)
+    spec: dict[str, object] = {"sequence": dict(mode="ring", size=ranks)} if ranks > 1 else {}
+    return {"tokens": tokens, **trained(lambda: Llama(config), config.vocab_size, spec, job, batch=1)}
 
 
 def page(found: Mapping[str, Any]) -> str:

@@ -1,0 +1,75 @@
+"""Claims of Colossal-AI's automatic checkpointing, beside plans; and the page that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from experiments.report import MARKS, NONE, Case, Cases, Claim, claims_table, markdown, read_claims, verdict
+
+PAGE = """<!-- made from simulated.json by run.py; edit neither -->
+
+# Automatic recomputation under a budget, published and planned
+
+{verdict}
+
+{claims}
+
+{marks}
+
+## GPT2-medium, {batch} sequences of 1024 tokens
+
+Step time by that at the largest budget.
+
+{budgets}
+
+With nothing recomputed a step takes {whole:.3f} s and {whole_gb:.1f} GB, with all blocks recomputed {blocks:.3f} s and {blocks_gb:.1f} GB.
+"""
+
+
+def claims(found: Mapping[str, Any]) -> list[Claim]:
+    """Every claim with its cases."""
+    rows = found["budgets"]
+    first, last = found["published"]
+    ours = rows[-1]["seconds"] / rows[0]["seconds"]
+    own: Cases = {
+        "budget": [Case(_where(row), row["budget"], row["GB"]) for row in rows],
+        "lowest": [Case(_where(rows[-1]), last["by_first"] / first["by_first"], ours)],
+        "monotone": [Case(_where(more), less["seconds"], more["seconds"]) for more, less in pairwise(rows)],
+        "blocks": [Case(_where(row), found["blocks"]["seconds"], row["seconds"]) for row in rows],
+        "resnet": (),
+    }
+    return read_claims(Path(__file__).parent, own, ours=ours, batch=found["batch"], blocks=found["blocks"]["GB"])
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    return f"{row['budget']:g} GB"
+
+
+def page(found: Mapping[str, Any], made: Sequence[Claim]) -> str:
+    """results/table.md."""
+    printed = {row["GB"]: row["by_first"] for row in found["published"]}
+    first = found["budgets"][0]["seconds"]
+    rows = [
+        [
+            f"{row['budget']:g}",
+            f"{row['GB']:.1f}",
+            f"{row['seconds']:.3f}",
+            f"{row['seconds'] / first:.3f}",
+            f"{printed[row['budget']]:.2f}" if row["budget"] in printed else NONE,
+        ]
+        for row in found["budgets"]
+    ]
+    return PAGE.format(
+        verdict=verdict(made),
+        claims=claims_table(made),
+        marks=MARKS,
+        batch=found["batch"],
+        budgets=markdown(["budget, GB", "planned GB", "s", "by the first", "published"], rows),
+        whole=found["whole"]["seconds"],
+        whole_gb=found["whole"]["GB"],
+        blocks=found["blocks"]["seconds"],
+        blocks_gb=found["blocks"]["GB"],
+    )

@@ -1,0 +1,117 @@
+"""One rank of ``meshfold reproduce auto-checkpointing --measure N``: GPT2-medium under budgets, trained for real."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from experiments.measuring import publish, shared_cores, sizes, surroundings
+from experiments.report import NONE, markdown
+from experiments.trained import Job, trained
+from meshfold.mesh import start
+from meshfold.models import GPT, GPTConfig
+
+BUDGETS = (53, 37, 24, 11)
+PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
+
+# Automatic recomputation that ran
+
+{ranks} ranks on {device}, {kind}; GPT with {layers} layers of {hidden}, {batch} sequences of {sequence} tokens a rank,
+`recompute="auto"` within the budget; median of {steps} steps. Published: 1.25 times as long within 11 GB as within 53. A CPU has no budget.
+
+{table}
+
+{verdict}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on this rank; rank 0 writes measured.json and measured.md."""
+    options = arguments().parse_args(argv)
+    with start() as process:
+        found = measure(options, process.world_size, torch.device(process.device))
+    if process.rank == 0:
+        publish(found, page, options.output)
+    return 0
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Sizes; on GPUs by default the chart's model with as many sequences as the plan finds for 53 GB."""
+    table = [
+        ("layers", 1, 24, None),
+        ("hidden", 32, 1024, None),
+        ("heads", 2, 16, None),
+        ("sequence", 16, 1024, "tokens"),
+        ("vocabulary", 128, 50_304, None),
+        ("batch", 1, 52, "sequences of a rank"),
+        ("steps", 1, 5, "that count"),
+    ]
+    return sizes(__doc__, Path(__file__).parent, table)
+
+
+def measure(options: argparse.Namespace, ranks: int, device: torch.device) -> dict[str, Any]:
+    """Train within each budget; on a CPU once, without any."""
+    config = GPTConfig(
+        vocab_size=options.vocabulary,
+        hidden=options.hidden,
+        layers=options.layers,
+        heads=options.heads,
+        max_positions=options.sequence,
+    )
+    cuda = device.type == "cuda"
+    rows = []
+    for budget in BUDGETS if cuda else BUDGETS[:1]:
+        zero: dict[str, object] = dict(stage=3, placement="auto")
+        if cuda:
+            zero["gpu_memory_limit"] = int(budget * 1e9)
+        job = Job(
+            sequence=options.sequence,
+            steps=options.steps,
+            recompute="auto",
+            device=device,
+        )
+        batch = ranks * options.batch
+        ran = trained(lambda: GPT(config), config.vocab_size, {"data": ranks, "zero": zero}, job, batch=batch)
+        rows.append({"budget": budget, **ran})
+    kind = torch.bfloat16 if cuda else torch.float32
+    names = ("layers", "hidden", "sequence", "batch", "steps")
+    return {
+        "ranks": ranks,
+        **surroundings(device, kind),
+        **{name: getattr(options, name) for name in names},
+        "rows": rows,
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """measured.md."""
+    first = found["rows"][0]
+    rows = [
+        [
+            str(row["budget"]),
+            *(
+                [
+                    NONE if row["GB"] is None else f"{row['GB']:.1f}",
+                    f"{row['seconds']:.3f}",
+                    f"{row['seconds'] / first['seconds']:.2f}",
+                ]
+                if row["fits"] and first["fits"]
+                else [NONE, "does not fit", NONE]
+            ),
+        ]
+        for row in found["rows"]
+    ]
+    keys = ("ranks", "device", "kind", "layers", "hidden", "batch", "sequence", "steps")
+    table = markdown(["budget, GB", "GB", "seconds", "by the first"], rows)
+    return PAGE.format(**{key: found[key] for key in keys}, table=table, verdict=" ".join(shared_cores(found)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
