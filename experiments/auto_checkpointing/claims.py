@@ -25,7 +25,8 @@ Step time by that at the largest budget.
 
 {budgets}
 
-With nothing recomputed a step takes {whole:.3f} s and {whole_gb:.1f} GB, with all blocks recomputed {blocks:.3f} s and {blocks_gb:.1f} GB.
+With nothing recomputed a step takes {whole:.3f} s and {whole_gb:.1f} GB, with all blocks
+recomputed {blocks:.3f} s and {blocks_gb:.1f} GB.
 """
 
 

@@ -24,7 +24,8 @@ PAGE = """<!-- made from measured.json by run.py --measure; edit neither -->
 # Automatic recomputation that ran
 
 {ranks} ranks on {device}, {kind}; GPT with {layers} layers of {hidden}, {batch} sequences of {sequence} tokens a rank,
-`recompute="auto"` within the budget; median of {steps} steps. Published: 1.25 times as long within 11 GB as within 53. A CPU has no budget.
+`recompute="auto"` within the budget; median of {steps} steps. Published: 1.25 times as long within 11 GB as within 53. A CPU has no
+budget.
 
 {table}
 
