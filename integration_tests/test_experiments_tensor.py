@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,12 @@ from experiments.optimus import simulated as optimus_numbers
 from experiments.report import Experiment, with_results
 from experiments.tensor_layers import Grid, Size, hold, largest_batch, link_rate, memory, seconds, trace
 from experiments.tensor_measured import Measurement, arguments, grids, page, plan
+from experiments.tensor_parity import on_rank
+from experiments.tensor_sweep import at_batch, batch_where, factors, sweep
+from experiments.tesseract import run as tesseract
+from experiments.tesseract import simulated as tesseract_numbers
+from experiments.three_d import run as three_d
+from experiments.three_d import simulated as three_d_numbers
 from meshfold.mesh.testing import ranks
 from meshfold.planner import find_machine
 
@@ -111,6 +118,24 @@ def test_what_is_measured_was_planned() -> None:
     assert found["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 4 * 8 * 32 * 4
 
 
+@ranks(4)
+def test_a_grid_has_the_gradients_of_one_process() -> None:
+    found = on_rank("2d", (2, 2))
+    assert found["gradients"] == 29 and found["loss error"] < 1e-13 and found["gradient error"] < 1e-13
+    assert found["projection"] == pytest.approx(1, abs=1e-13)
+
+
+def test_a_published_factor_tells_the_batch() -> None:
+    rows = [
+        {"batch": batch, "a": {"training": slow}, "b": {"training": 1.0}}
+        for batch, slow in ((4, 1.0), (16, 3.0), (64, 4.0))
+    ]
+    values = factors(rows, "training", "a", "b")
+    assert values == [1.0, 3.0, 4.0]
+    assert batch_where(rows, values, 2.0) == pytest.approx(8) and at_batch(rows, values, 8) == pytest.approx(2)
+    assert math.isnan(batch_where(rows, values, 5.0)) and at_batch(rows, values, math.nan) == 0.0
+
+
 # -- verdicts -------------------------------------------------------------------------------------------------------
 
 
@@ -118,8 +143,19 @@ def spoil_optimus(found: dict[str, Any]) -> None:
     found["rows"][0]["training"] *= 1.4
 
 
+def spoil_tesseract(found: dict[str, Any]) -> None:
+    found["runs"][1]["projection"] = 0.5
+
+
+def spoil_three_d(found: dict[str, Any]) -> None:
+    for row in found["sweep"]:
+        row["2d, trees"]["training"] *= 2  # then no batch has the published factor
+
+
 ALL: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
     "optimus": (optimus.EXPERIMENT, spoil_optimus, "sequences a second of 1D"),
+    "tesseract": (tesseract.EXPERIMENT, spoil_tesseract, "gradients whole"),
+    "three-d": (three_d.EXPERIMENT, spoil_three_d, "3D before 2D before 1D"),
 }
 
 
@@ -143,3 +179,19 @@ def test_optimus_is_simulated_as_committed() -> None:
     assert {key: now[key] for key in ("batch", "training", "sent")} == pytest.approx(
         {key: then[key] for key in ("batch", "training", "sent")}, rel=0.1
     )
+
+
+def test_a_batch_of_the_sweeps_is_simulated_as_committed() -> None:
+    one, other = tesseract_numbers.settings()["a100"], three_d_numbers.setting()
+    for rows, name, known, setting, machine in (
+        (
+            committed(tesseract.EXPERIMENT)["sweeps"]["a100"],
+            "2.5d, trees",
+            tesseract_numbers.GRIDS,
+            one,
+            find_machine(one.machine),
+        ),
+        (committed(three_d.EXPERIMENT)["sweep"], "3d", three_d_numbers.GRIDS, other, other.nodes()),
+    ):
+        (now,) = sweep({name: known[name]}, setting.size, (64,), machine, setting.layers)
+        assert now[name] == pytest.approx(rows[2][name], rel=0.1)
