@@ -175,10 +175,9 @@ def test_pages_are_made_from_the_committed_numbers_and_can_fail(name: str) -> No
 
 def test_optimus_is_simulated_as_committed() -> None:
     then = committed(optimus.EXPERIMENT)["rows"][1]
-    now = optimus_numbers.row_of("2d", optimus_numbers.settings()[0])
-    assert {key: now[key] for key in ("batch", "training", "sent")} == pytest.approx(
-        {key: then[key] for key in ("batch", "training", "sent")}, rel=0.1
-    )
+    now = optimus_numbers.row_of("2d", optimus_numbers.settings()[0], then["batch"])
+    assert now["training"] == pytest.approx(then["training"], rel=0.1)
+    assert now["sent"] == then["sent"] and sum(now["memory"].values()) <= RTX.memory
 
 
 def test_a_batch_of_the_sweeps_is_simulated_as_committed() -> None:

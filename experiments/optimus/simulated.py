@@ -52,14 +52,15 @@ def rows_of(one: Setting) -> list[dict[str, Any]]:
     return [row_of(scheme, one) for scheme in SCHEMES]
 
 
-def row_of(scheme: str, one: Setting) -> dict[str, Any]:
-    """A scheme on a number of GPUs, at the largest batch that fits."""
+def row_of(scheme: str, one: Setting, batch: int = 0) -> dict[str, Any]:
+    """A scheme on a number of GPUs, at a batch; 0: the largest that fits."""
     machine, grid = find_machine(MACHINE), grid_of(scheme, one)
-    size = Size(hidden=one.hidden, heads=one.heads, sequence=SEQUENCE, batch=1, precision=PRECISION)
+    size = Size(hidden=one.hidden, heads=one.heads, sequence=SEQUENCE, batch=batch or 1, precision=PRECISION)
     spread = (
         one.gpus if scheme == "1d" else 1
     )  # Megatron spreads the kept inputs of layers over the ranks, as the paper ran it
-    size = replace(size, batch=largest_batch(grid, size, LAYERS, machine.memory, spread=spread))
+    if not batch:
+        size = replace(size, batch=largest_batch(grid, size, LAYERS, machine.memory, spread=spread))
     traced = trace(grid, size)
     held = memory(hold(grid, size), LAYERS, spread=spread)
     times = seconds(traced, grid, size, machine, trees=scheme == "2d, trees")
