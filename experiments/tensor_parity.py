@@ -48,11 +48,13 @@ def on_rank(mode: str, sizes: tuple[int, ...]) -> dict[str, float]:
     gradients = {name: parameter.grad for name, parameter in serial.named_parameters()}
     errors, ratios = [], []
     for name, parameter in split.named_parameters():
-        whole = gradients[name]
+        whole, mine = gradients[name], parameter.grad
+        if whole is None or mine is None:
+            raise RuntimeError(f"{name} has no gradient")
         part = metadata_on(parameter, mesh).placement.shard(whole, mesh)
-        errors.append(float((parameter.grad - part).abs().max() / whole.abs().max()))
+        errors.append(float((mine - part).abs().max() / whole.abs().max()))
         if float(part.abs().max()) > 0:
-            ratios.append(float((parameter.grad * part).sum() / (part * part).sum()))
+            ratios.append(float((mine * part).sum() / (part * part).sum()))
     mesh.close()
     return {
         "gradients": len(gradients),
