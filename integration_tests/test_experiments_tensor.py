@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from experiments import report
+from experiments.megatron_2019 import run as megatron_2019
 from experiments.optimus import run as optimus
 from experiments.optimus import simulated as optimus_numbers
 from experiments.report import Experiment, with_results
@@ -24,6 +25,8 @@ from experiments.tesseract import run as tesseract
 from experiments.tesseract import simulated as tesseract_numbers
 from experiments.three_d import run as three_d
 from experiments.three_d import simulated as three_d_numbers
+from experiments.vit_batch import run as vit_batch
+from experiments.vit_batch import simulated as vit_numbers
 from meshfold.mesh.testing import ranks
 from meshfold.planner import find_machine
 
@@ -152,9 +155,23 @@ def spoil_three_d(found: dict[str, Any]) -> None:
         row["2d, trees"]["training"] *= 2  # then no batch has the published factor
 
 
+def spoil_vit_batch(found: dict[str, Any]) -> None:
+    found["rows"][3]["batch"] *= 2
+
+
+def spoil_megatron_2019(found: dict[str, Any]) -> None:
+    found["rows"][3]["ours, tensor"] *= 0.9
+
+
 ALL: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
     "optimus": (optimus.EXPERIMENT, spoil_optimus, "sequences a second of 1D"),
     "tesseract": (tesseract.EXPERIMENT, spoil_tesseract, "gradients whole"),
+    "vit-batch": (vit_batch.EXPERIMENT, spoil_vit_batch, "14 times 1D's batch, nothing recomputed"),
+    "megatron-2019": (
+        megatron_2019.EXPERIMENT,
+        spoil_megatron_2019,
+        "efficiency of 1 to 8 ranks of tensor parallelism",
+    ),
     "three-d": (three_d.EXPERIMENT, spoil_three_d, "3D before 2D before 1D"),
 }
 
@@ -178,6 +195,20 @@ def test_optimus_is_simulated_as_committed() -> None:
     now = optimus_numbers.row_of("2d", optimus_numbers.settings()[0], then["batch"])
     assert now["training"] == pytest.approx(then["training"], rel=0.1)
     assert now["sent"] == then["sent"] and sum(now["memory"].values()) <= RTX.memory
+
+
+def test_vit_batch_is_simulated_as_committed() -> None:
+    then = committed(vit_batch.EXPERIMENT)["rows"][1]
+    now = vit_numbers.row_of("2d", recompute=True, batch=then["batch"])
+    assert now["images"] == pytest.approx(then["images"], rel=0.1)
+    assert sum(now["memory"].values()) <= 1e9 * vit_numbers.setting().memory
+
+
+def test_verdicts_on_weak_scaling_are_those_of_the_page() -> None:
+    then, now = committed(megatron_2019.EXPERIMENT), megatron_2019.EXPERIMENT.simulate()
+    for one, other in zip(now["rows"], then["rows"], strict=True):
+        assert one == pytest.approx(other, rel=0.1)
+    assert [one.name for one in megatron_2019.EXPERIMENT.claims(now) if one.holds != one.expected] == []
 
 
 def test_a_batch_of_the_sweeps_is_simulated_as_committed() -> None:
