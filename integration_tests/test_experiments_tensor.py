@@ -1,4 +1,4 @@
-"""Experiments on tensor parallelism: one trace made anew, pages of the committed numbers, verdicts that can fail."""
+"""Experiments on tensor parallelism and collectives: a trace made anew, pages of the committed numbers, verdicts that can fail."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from experiments import report
+from experiments.collectives import measured as collectives_measured
+from experiments.collectives import run as collectives
 from experiments.megatron_2019 import run as megatron_2019
 from experiments.optimus import run as optimus
 from experiments.optimus import simulated as optimus_numbers
@@ -27,6 +29,7 @@ from experiments.three_d import run as three_d
 from experiments.three_d import simulated as three_d_numbers
 from experiments.vit_batch import run as vit_batch
 from experiments.vit_batch import simulated as vit_numbers
+from meshfold.mesh import Mesh
 from meshfold.mesh.testing import ranks
 from meshfold.planner import find_machine
 
@@ -155,6 +158,10 @@ def spoil_three_d(found: dict[str, Any]) -> None:
         row["2d, trees"]["training"] *= 2  # then no batch has the published factor
 
 
+def spoil_collectives(found: dict[str, Any]) -> None:
+    found["links"][0]["unseen"] = 0.2
+
+
 def spoil_vit_batch(found: dict[str, Any]) -> None:
     found["rows"][3]["batch"] *= 2
 
@@ -166,6 +173,11 @@ def spoil_megatron_2019(found: dict[str, Any]) -> None:
 ALL: dict[str, tuple[Experiment, Callable[[dict[str, Any]], None], str]] = {
     "optimus": (optimus.EXPERIMENT, spoil_optimus, "sequences a second of 1D"),
     "tesseract": (tesseract.EXPERIMENT, spoil_tesseract, "gradients whole"),
+    "collectives": (
+        collectives.EXPERIMENT,
+        spoil_collectives,
+        "all-reduce, reduce-scatter, broadcast, all-to-all of unseen sizes",
+    ),
     "vit-batch": (vit_batch.EXPERIMENT, spoil_vit_batch, "14 times 1D's batch, nothing recomputed"),
     "megatron-2019": (
         megatron_2019.EXPERIMENT,
@@ -202,6 +214,34 @@ def test_vit_batch_is_simulated_as_committed() -> None:
     now = vit_numbers.row_of("2d", recompute=True, batch=then["batch"])
     assert now["images"] == pytest.approx(then["images"], rel=0.1)
     assert sum(now["memory"].values()) <= 1e9 * vit_numbers.setting().memory
+
+
+def test_collectives_are_fitted_as_committed() -> None:
+    then, now = committed(collectives.EXPERIMENT), collectives.EXPERIMENT.simulate()
+    for one, other in zip(now["links"], then["links"], strict=True):
+        assert {key: one[key] for key in ("latency", "rate", "unseen")} == pytest.approx(
+            {key: other[key] for key in ("latency", "rate", "unseen")}
+        )
+    assert [one.name for one in collectives.EXPERIMENT.claims(now) if one.holds != one.expected] == []
+
+
+@ranks(2)
+def test_collectives_are_measured() -> None:
+    options = collectives_measured.arguments().parse_args(["--sizes=3", "--repeats=1"])
+    mesh = Mesh({"data": 2})
+    found = collectives_measured.measure(options, mesh, torch.device("cpu"))
+    mesh.close()
+    assert [link["kind"] for link in found["links"]] == [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "broadcast",
+        "shift",
+    ]
+    assert all(len(link["samples"]) == 3 and link["rate"] > 0 for link in found["links"])
+    text = collectives_measured.page(found)
+    assert "2 ranks on CPU; blocks of 1 KiB to 16 KiB" in text and "Of 6 kinds" in text
 
 
 def test_verdicts_on_weak_scaling_are_those_of_the_page() -> None:
