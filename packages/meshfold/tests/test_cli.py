@@ -108,6 +108,8 @@ def _not_installed(name: str) -> str:
     ("words", "message"),
     [
         (["trian"], "there is no command 'trian'. Did you mean 'train'?"),
+        (["export", "x"], "there is no command 'export'. Write 'meshfold convert CHECKPOINT FOLDER'."),
+        (["dpo"], "there is no command 'dpo'. Write 'meshfold align dpo'."),
         (["train", "--out", "x"], "the following arguments are required: --data"),
         (["train", "--data", "nowhere", "--out", "x"], "there is no file or folder 'nowhere' to train on"),
         (["train", "--data", "empty", "--out", "x"], "no text in 'empty': it has no files"),

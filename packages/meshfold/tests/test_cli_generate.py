@@ -116,3 +116,18 @@ def test_what_cannot_be_generated_is_said(folder: Path, tmp_path: Path, capsys: 
     for words, sentence in cases:
         assert main(["generate", *words]) != 0
         assert sentence in capsys.readouterr().err, words
+
+
+def test_without_a_number_a_text_ends_where_the_model_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(folder), "--prompt", "one", "--prompt", "and two", "--temperature", "0"]) == 0
+    wanted = {prompt: expected(folder, prompt, 64 + 1 - len("and two")) for prompt in ("one", "and two")}
+    assert capsys.readouterr().out == "".join(f"{prompt}{text}\n\n" for prompt, text in wanted.items())
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoint", "step-00000006/policy"])
+def test_a_checkpoint_is_told_from_a_folder(tmp_path: Path, inside: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / inside).mkdir(parents=True, exist_ok=True)
+    (tmp_path / inside / "state.json").write_text("{}")
+    assert main(["generate", str(tmp_path), "--prompt", "one"]) == 1
+    said = capsys.readouterr().err
+    assert "a checkpoint of Meshfold" in said and f"meshfold convert {tmp_path / inside} NEW" in said

@@ -81,7 +81,9 @@ def fit(
                 engine.load(step_path(out, there, name))
             first = there
         elif there is not None:
-            raise SpecError(f"{out!r} has a run of {there} steps already: resume it, or give another folder")
+            raise SpecError(
+                f"{out!r} has a run of {there} steps already: write resume=True (--resume), or give another folder"
+            )
         if rank == 0:
             Path(out).mkdir(parents=True, exist_ok=True)
             _keep_metrics(Path(out) / _METRICS, first)

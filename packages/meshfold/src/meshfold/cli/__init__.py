@@ -55,6 +55,15 @@ _ELSEWHERE = {
 }
 """Names that other programs have for options and choices"""
 
+_COMMANDS_ELSEWHERE = {
+    "export": "convert CHECKPOINT FOLDER",
+    "serve": "convert CHECKPOINT FOLDER, and serve the folder with transformers or vLLM",
+    "finetune": "train --hf FOLDER",
+    "chat": "generate FOLDER",
+    **{name: f"align {name}" for name in ("sft", "reward", "dpo", "kto", "grpo", "ppo")},
+}
+"""Names that other programs have for commands"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``meshfold ARGV...``; returns the exit code."""
@@ -71,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _fail(
             "meshfold",
-            Failure(f"there is no command {name!r}.{_nearest(name, COMMANDS)} Commands: {', '.join(COMMANDS)}"),
+            Failure(f"there is no command {name!r}.{_instead(name)} Commands: {', '.join(COMMANDS)}"),
         )
     try:
         return _run(name, arguments[1:])
@@ -145,6 +154,12 @@ def _option_for(words: str, known: Iterable[str]) -> str:
     if "--prompt" in known:
         return f'--prompt "{words}"'
     return f"--model {words}" if "--model" in known and " " not in words else ""
+
+
+def _instead(name: str) -> str:
+    """Return the command that a word may stand for, as a sentence."""
+    known = _COMMANDS_ELSEWHERE.get(name)
+    return f" Write 'meshfold {known}'." if known else _nearest(name, COMMANDS)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from meshfold.inference import Request
 
 
+_MOST = 128
+"""tokens of a text if nothing else is asked for"""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``meshfold generate``."""
     parser.usage = "meshfold generate FOLDER [options]"
@@ -38,7 +42,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     drawing = parser.add_argument_group("sampling")
     drawing.add_argument("--n", type=positive, default=1, metavar="N", help="texts for each prompt (1)")
     drawing.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="most tokens of a text (128)"
+        "--max-new-tokens",
+        type=positive,
+        metavar="N",
+        help="most tokens of a text (128, or what the model has room for)",
     )
     drawing.add_argument("--temperature", type=rate, default=1.0, help="0 takes the likeliest token (1)")
     drawing.add_argument("--top-k", type=positive, metavar="K", help="draw from the K likeliest words")
@@ -166,12 +173,21 @@ def _generate(arguments: argparse.Namespace, spec: Any, given: list[str] | None)
     return 0
 
 
-def sampling_of(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Any:
-    """Return the settings of the arguments; a text ends at the tokenizer's end too."""
+def sampling_of(arguments: argparse.Namespace, tokenizer: Tokenizer, room: int | None = None) -> Any:
+    """Return the settings of the arguments; a text ends at the tokenizer's end too.
+
+    Args:
+        arguments: of the command.
+        tokenizer: of the texts.
+        room: tokens that the model has positions for after the longest prompt; None for any number.
+    """
     from meshfold.inference import Sampling
 
+    most = arguments.max_new_tokens
+    if most is None:
+        most = _MOST if room is None else max(min(_MOST, room), 1)
     return Sampling(
-        max_new_tokens=arguments.max_new_tokens,
+        max_new_tokens=most,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -183,6 +199,10 @@ def sampling_of(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Any:
     )
 
 
+def _room(generator: Any, prompts: Sequence[Sequence[int]]) -> int | None:
+    return None if generator.longest is None else generator.longest + 1 - max(map(len, prompts))
+
+
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return [int(token) for token in tokenizer.encode(text)] or [tokenizer.end]
 
@@ -192,9 +212,9 @@ def _all(
 ) -> None:
     """Continue all prompts together; write the texts in the order of the prompts."""
     begin = time.perf_counter()
-    requests: list[Request] = generator.complete(
-        [_ids(tokenizer, text) for text in given], arguments.n, sampling_of(arguments, tokenizer)
-    )
+    prompts = [_ids(tokenizer, text) for text in given]
+    sampling = sampling_of(arguments, tokenizer, _room(generator, prompts))
+    requests: list[Request] = generator.complete(prompts, arguments.n, sampling)
     seconds = time.perf_counter() - begin
     if not write:
         return
@@ -224,7 +244,9 @@ def _converse(arguments: argparse.Namespace, tokenizer: Tokenizer, generator: An
             break
         begin, shown, ids = time.perf_counter(), 0, []
         print(text, end="", flush=True)
-        for piece in generator.stream(_ids(tokenizer, text), sampling_of(arguments, tokenizer)):
+        prompt = _ids(tokenizer, text)
+        sampling = sampling_of(arguments, tokenizer, _room(generator, [prompt]))
+        for piece in generator.stream(prompt, sampling):
             ids += piece.tokens
             now = piece.request.text if piece.request.finish else tokenizer.decode(ids)
             if len(now) > shown and not now.endswith("\ufffd") and (piece.request.finish or not arguments.stop):
