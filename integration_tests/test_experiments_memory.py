@@ -24,12 +24,14 @@ from experiments.report import Experiment, read_csv, rounded, summary, with_resu
 from experiments.ring_attention import measured as ring_measured
 from experiments.ring_attention import run as ring
 from experiments.ring_attention import simulated as lengths
+from experiments.torchtitan import run as torchtitan
+from experiments.torchtitan import simulated as titan_plans
 from experiments.trained import Job, trained
 from meshfold.mesh.testing import ranks
 from meshfold.planner import Machine, find_machine
 
 SMALL = Size(layers=3, hidden=256, heads=4)
-EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT, ring.EXPERIMENT, budgets.EXPERIMENT)
+EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT, ring.EXPERIMENT, budgets.EXPERIMENT, torchtitan.EXPERIMENT)
 
 
 def committed(experiment: Experiment) -> dict[str, Any]:
@@ -163,3 +165,14 @@ def test_a_budget_runs() -> None:
     assert [(row["budget"], row["fits"]) for row in found["rows"]] == [(53, True)]
     found["rows"].append({"budget": 11, "fits": False, "why": ""})
     assert "| 11 | – | does not fit | – |" in budgets_measured.page(found)
+
+
+def test_asynchronous_traffic_is_what_a_layer_no_longer_waits_for() -> None:
+    size = titan_plans.Size(layers=2, hidden=2048, heads=16, kv_heads=8, inner=4096)
+    row = dict(data="2", tensor="4", sequence="8192", rows="8", saved="full", technique="compile")
+    shared = titan_plans.plan(size, row)
+    assert shared["most"] > shared["TPS"] > 0
+    alone = titan_plans.plan(size, row | dict(tensor="1"))
+    assert alone["most"] == pytest.approx(alone["TPS"], rel=0.01)
+    slower = replace(titan_plans.node(), inside=1e9)
+    assert titan_plans.plan(size, row, slower)["TPS"] < shared["TPS"]

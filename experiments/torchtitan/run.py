@@ -1,0 +1,29 @@
+"""``meshfold reproduce torchtitan``: FSDP and tensor parallelism of Llama 3.1 on 8 to 256 H100s, published and planned."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this file runs on its own, too
+
+from experiments.report import Experiment
+from experiments.torchtitan.claims import claims, page
+from experiments.torchtitan.plot import draw
+from experiments.torchtitan.simulated import everything
+
+FOLDER = Path(__file__).resolve().parent
+
+EXPERIMENT = Experiment(
+    name="torchtitan",
+    about="Put torchtitan's benchmarks of Llama 3.1 beside plans.",
+    folder=FOLDER,
+    simulate=everything,
+    claims=claims,
+    page=page,
+    draw=draw,
+)
+main = EXPERIMENT.main
+
+if __name__ == "__main__":
+    sys.exit(main())
