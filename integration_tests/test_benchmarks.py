@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import reports
+from benchmarks import decode_report, reports
 from benchmarks.fp8_curve import bias, distances, rounded
 from benchmarks.power import PowerLog, parse
+from benchmarks.tensor_parallel import report as tensor_parallel_report
 from benchmarks.timed_training import train
 from benchmarks.zero_offload import verdict
 from benchmarks.zero_offload.cases import CASES, read_bars
@@ -186,6 +187,42 @@ def test_trl_takes_part_or_says_what_to_install(method: str, tmp_path: Path) -> 
         assert run == {"error": "trl is not installed: pip install trl==1.16.0"}
     else:
         assert len(run["seconds"]) == 1 and "error" not in run
+
+
+def test_bars_of_tensor_parallelism_compare_the_best_of_each() -> None:
+    """2d is judged only where there are many tokens, and no bar where the blocks are others."""
+    times = {
+        "1d+sequence": [2.0, 2.0],
+        "2d compiled": [1.0, 1.0],
+        "dtensor compiled": [1.2, 1.2],
+        "FSDP2 compiled": [1.0, 1.0],
+    }
+    settings = dict(tensor_parallel_report.JUDGED, ranks=4, batch=4, seq_len=4096)
+    found = dict(settings=settings, milliseconds=times, peak_bytes=dict.fromkeys(times, 2))
+    lines = list(tensor_parallel_report.bars(found))
+    assert [line.rpartition(": ")[2] for line in lines] == ["met", "**not met**"]
+    assert "(2d compiled)" in lines[0] and "1.200" in lines[0]
+    many = list(tensor_parallel_report.bars({**found, "settings": {**settings, "batch": 8}}))
+    assert len(many) == 4 and "2.000 (bar 1): met" in many[2] and many[3].endswith("1.000 (bar 1): met")
+    assert not list(tensor_parallel_report.bars({**found, "settings": {**settings, "hidden": 32}}))
+
+
+def test_bars_of_decoding_judge_bf16_by_itself() -> None:
+    """Packed weights are faster, and meet no bar of bf16."""
+    settings = dict(decode_report.JUDGED, batch=1, new=10)
+    times = {"ours": [50.0], "ours int8": [25.0], "ours int4": [40.0], decode_report.PEER: [100.0]}
+    verdicts = [line.rpartition(": ")[2] for line in decode_report.bars(settings, times)]
+    assert verdicts == ["**not met**", "met", "met", "**not met**"]  # 5 ms, 2.0 x transformers, 2.0 x bf16, 1.25 x bf16
+    two = list(decode_report.bars({**settings, "ranks": 2}, {"ours": [25.0]}))
+    assert len(two) == 1 and two[0].endswith("2.500 (bar 2.6): met")
+
+
+@pytest.mark.slow
+def test_decoding_on_ranks_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    assert main(["bench", "decode", "--tiny", "--ranks", "2", "--only", "ours", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["settings"]["ranks"] == 2 and list(found["milliseconds"]) == ["ours"]
 
 
 def test_a_note_quotes_the_generated_code_that_an_error_is_about(tmp_path: Path) -> None:
