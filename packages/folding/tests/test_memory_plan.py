@@ -18,11 +18,12 @@ from meshfold.folding import (
     plan_memory,
 )
 from meshfold.folding.axial.sizes import Sizes
+from meshfold.folding.planning.count import LiveTensors
 from meshfold.folding.planning.plan import candidates, count_memory, leanest
 from meshfold.folding.planning.run import FoldingRun
 from meshfold.folding.stack import Stack
-from meshfold.mesh import Mesh
-from meshfold.mesh.testing import ranks
+from meshfold.mesh import Mesh, MetaMesh, reduce_scatter
+from meshfold.mesh.testing import ranks, tensor_memory
 
 SIZES = dict(
     c_m=32,
@@ -94,6 +95,22 @@ def test_counts_are_what_one_process_measures(training: bool, place: int) -> Non
 @ranks(2)
 def test_counts_are_what_2_ranks_measure() -> None:
     check_counted({"axial": 2}, "dap", 48, training=True, place=0)
+
+
+@ranks(2)
+def test_the_copy_that_gloo_reduces_is_counted() -> None:
+    group = Mesh({"axial": 2}).group("axial")
+    x = torch.ones(2, 4096)
+    reduce_scatter(x, group, 1)  # what is made once
+    with tensor_memory() as memory:
+        y = reduce_scatter(x, group, 1)
+    given = torch.empty(2, 4096, device="meta")
+    with LiveTensors(torch.nn.Module(), gloo=True) as live:
+        planned = reduce_scatter(given, MetaMesh({"axial": 2}).group("axial"), 1)
+    assert planned.shape == y.shape
+    # What is sent in one piece, the result, and the copy.
+    assert live.take() == (x.nbytes + y.nbytes + x.nbytes, y.nbytes)
+    assert memory.peak == live.take()[1] + 2 * x.nbytes
 
 
 @pytest.mark.slow

@@ -43,12 +43,15 @@ class LiveTensors(LiveBytes):
         at_peak: these.
     """
 
-    def __init__(self, model: nn.Module, *, round_bytes: int = 1) -> None:
+    def __init__(self, model: nn.Module, *, round_bytes: int = 1, gloo: bool = False) -> None:
         """Args:
         model: whose modules give tensors their names.
         round_bytes: each storage counts in multiples of this; the CUDA allocator's is 512.
+        gloo: collectives run on a CPU.
         """
         super().__init__(round_bytes=round_bytes)
+        self._gloo = gloo
+        self._copies: dict[int, int] = {}  # bytes of gloo's own copies, by the result that is waited for
         self.at_peak: tuple[LiveTensor, ...] = ()
         self._alive: dict[int, LiveTensor] = {}
         self._names = {module: name for name, module in model.named_modules()}
@@ -96,10 +99,25 @@ class LiveTensors(LiveBytes):
             return func(*args, **(kwargs or {}))
         hidden = _hidden_bytes(func, args)
         self._now += hidden  # alive with what the operator makes
+        if self._gloo and func.namespace == "_c10d_functional":
+            return self._collective(func, types, args, kwargs)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._now -= hidden
+
+    def _collective(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+        """Call a collective; gloo reduces a copy of what is scattered, which it keeps until the result is waited for."""
+        copy = 0
+        if func.overloadpacket is torch.ops._c10d_functional.reduce_scatter_tensor:
+            copy = args[0].numel() * args[0].element_size()
+        elif func.overloadpacket is torch.ops._c10d_functional.wait_tensor:
+            self._now -= self._copies.pop(args[0].untyped_storage()._cdata, 0)
+        self._now += copy
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if copy:
+            self._copies[made.untyped_storage()._cdata] = copy
+        return made
 
     def _see(self, tensor: Tensor, *, counts: bool) -> None:
         key = tensor.untyped_storage()._cdata

@@ -275,7 +275,7 @@ def count_memory(stack: Stack, run: FoldingRun, settings: MemorySettings) -> Mem
 def _run(stack: Stack, blocks: int, run: FoldingRun, settings: MemorySettings) -> LiveTensors:
     with _disable_current_modes(), ExitStack() as context:
         model = run.skeleton(stack, blocks, settings)
-        live = LiveTensors(model, round_bytes=_LINE_OF_GPU if run.kernels else 1)
+        live = LiveTensors(model, round_bytes=_LINE_OF_GPU if run.kernels else 1, gloo=not run.kernels)
         context.enter_context(counting_some_parts())
         context.enter_context(live)
         if run.kernels:
