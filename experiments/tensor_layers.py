@@ -194,7 +194,9 @@ def hold(grid: Grid, size: Size) -> Held:
         LayoutError: if the grid does not divide the layer or the batch.
     """
     with _layer(grid, size) as (layer, x, dy):
-        with LiveBytes() as alive, saved_for_backward(list(layer.parameters())) as saved:
+        with saved_for_backward(list(layer.parameters())) as saved:  # apart: it keeps what it has seen
+            layer(x, size.sequence)
+        with LiveBytes() as alive:
             layer(x, size.sequence).backward(dy)
             peak, _ = alive.take()
         parameters = sum(parameter.nbytes for parameter in layer.parameters())

@@ -151,7 +151,7 @@ class Measurement:
         }
 
     def step(self, stack: Stack, mesh: Mesh, grid: Grid, rows: int) -> Callable[[], None]:
-        """A forward and backward of this rank's blocks, with new gradients."""
+        """A forward and backward of this rank's blocks; gradients of parameters stay where they are."""
         o = self.options
         residual = MODES[grid.mode].layout("residual")
         shape = rows * o.sequence // mesh.size(*residual["m"]), o.hidden // mesh.size(*residual["h"])
@@ -159,7 +159,7 @@ class Measurement:
         dy = torch.randn(shape, device=self.device, dtype=self.dtype)
 
         def run() -> None:
-            stack.zero_grad(set_to_none=True)
+            stack.zero_grad(set_to_none=False)
             x.grad = None
             y = x
             with set_checkpoint_early_stop(False):
@@ -170,15 +170,14 @@ class Measurement:
         return run
 
     def held(self, stack: Stack, step: Callable[[], None]) -> float:
-        """Bytes of a step: the most that is alive, parameters and the step's input included, its gradient left out."""
+        """Bytes of a step: the most that is alive, parameters and their gradients included."""
         step()
-        stack.zero_grad(set_to_none=True)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             step()
             torch.cuda.synchronize(self.device)
             return float(torch.cuda.max_memory_allocated(self.device))
-        with LiveBytes(base_bytes=sum(parameter.nbytes for parameter in stack.parameters())) as alive:
+        with LiveBytes(base_bytes=2 * sum(parameter.nbytes for parameter in stack.parameters())) as alive:
             step()
             return float(alive.take()[0])
 

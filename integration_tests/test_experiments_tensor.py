@@ -30,7 +30,7 @@ from experiments.three_d import simulated as three_d_numbers
 from experiments.vit_batch import run as vit_batch
 from experiments.vit_batch import simulated as vit_numbers
 from meshfold.mesh import Mesh
-from meshfold.mesh.testing import ranks
+from meshfold.mesh.testing import ranks, run_on_ranks
 from meshfold.planner import find_machine
 
 SMALL = Size(hidden=64, heads=8, sequence=16, batch=8)
@@ -103,7 +103,7 @@ def test_grids_of_ranks() -> None:
 
 WORDS = [
     f"--{name}={value}"
-    for name, value in dict(layers=2, hidden=32, heads=4, sequence=8, batch=4, repeats=1, half=0, cap=1).items()
+    for name, value in dict(layers=2, hidden=64, heads=4, sequence=16, batch=8, repeats=1, half=0, cap=1).items()
 ]
 
 
@@ -114,14 +114,24 @@ def test_stacks_are_measured() -> None:
     nothing = {"sent": 0.0, "held": 1.0, "largest": 1.0}
     found = Measurement(options, 2, torch.device("cpu")).everything([(grid, nothing)])
     (row,) = found["rows"]
-    assert row["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 4 * 8 * 32 * 4 and row["off"] < 1e-5
+    assert row["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 8 * 16 * 64 * 4 and row["off"] < 1e-5
     assert row["held"] > 0 and row["largest"] > 4 and row["seconds"] > 0
     assert "2 ranks on CPU" in page({**found, "title": "It"})
 
 
+def _measured() -> dict[str, Any]:
+    options = arguments("", Path()).parse_args(WORDS)
+    run = Measurement(options, 2, torch.device("cpu"))
+    found = run.one(Grid(mode="1d", sizes=(2,)))
+    run.world.close()
+    return found
+
+
 def test_what_is_measured_was_planned() -> None:
-    found = plan(Grid(mode="1d", sizes=(2,)), arguments("", Path()).parse_args(WORDS))
-    assert found["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 4 * 8 * 32 * 4
+    planned = plan(Grid(mode="1d", sizes=(2,)), arguments("", Path()).parse_args(WORDS))
+    for found in run_on_ranks(2, _measured):
+        assert found["sent"] == planned["sent"] == 2 * 6 * 2 * (2 - 1) / 2 * 8 * 16 * 64 * 4
+        assert found["held"] == pytest.approx(planned["held"], rel=0.1)
 
 
 @ranks(4)
