@@ -38,6 +38,8 @@ WHOLE = ("ring", "ulysses")  # sequences that ranks share
 ROUGH = ("llama", "qwen3", "mistral", "mixtral")  # their norms compute in float32
 PARTS = {"2d": 2, "2.5d": 4, "3d": 4, "3d with split columns": 2}
 """parts into which the rows of a batch are split"""
+# 2 · (11 pages + 1) · 2 tokens · layers · kv_heads · head_dim · 8: one of two layers, and one of two heads
+BYTES = {("llama of ours, window", "pipeline"): 48 * 1 * 2 * 8 * 8, ("qwen3", "2d"): 48 * 2 * 1 * 16 * 8}
 KINDS = ["gpt", "llama of ours", "llama of ours, window", *(kind for kind in FAMILIES if kind != "gpt2")]
 
 
@@ -86,6 +88,7 @@ def texts(cases: list[tuple[str, str]]) -> list[Any]:
                     [sum(getattr(r, what) > 0 for r in requests) for what in ("evictions", "shared", "restored")],
                     generator.reason,
                     len(scheduler.parts),
+                    generator.bytes,
                 )
             )
     return found
@@ -103,11 +106,12 @@ def check(size: int, cases: list[tuple[str, str]]) -> None:
         for (prompt, sampling), request in zip(wishes(), alone[kind], strict=True):
             assert sampling.temperature or request.tokens == greedy(model, prompt, sampling.max_new_tokens)
     for rank in run_on_ranks(size, texts, cases):
-        for (heard, counts, reason, parts), (kind, name) in zip(rank, cases, strict=True):
+        for (heard, counts, reason, parts, held), (kind, name) in zip(rank, cases, strict=True):
             case = (kind, name, reason, counts)
             assert (not reason) == (name not in WHOLE), case
             assert reason or (counts[0] and counts[1] and counts[2]), case
             assert parts == PARTS.get(name, 1), case
+            assert held == BYTES.get((kind, name), held), case
             for (tokens, logprobs), request in zip(heard, alone[kind], strict=True):
                 assert tokens == request.tokens, case
                 assert logprobs == pytest.approx(request.logprobs, abs=2e-5 if kind in ROUGH else 1e-9), case
