@@ -19,6 +19,8 @@ from experiments.auto_checkpointing import simulated as budget_plans
 from experiments.gpt2_xl import measured as xl_measured
 from experiments.gpt2_xl import run as xl
 from experiments.gpt2_xl import simulated as xl_plans
+from experiments.largest_model import run as largest
+from experiments.largest_model import simulated as largest_plans
 from experiments.planned import GB, Node, Size, planned
 from experiments.report import Experiment, read_csv, rounded, summary, with_results
 from experiments.ring_attention import measured as ring_measured
@@ -31,7 +33,14 @@ from meshfold.mesh.testing import ranks
 from meshfold.planner import Machine, find_machine
 
 SMALL = Size(layers=3, hidden=256, heads=4)
-EXPERIMENTS = (xl.EXPERIMENT, attention.EXPERIMENT, ring.EXPERIMENT, budgets.EXPERIMENT, torchtitan.EXPERIMENT)
+EXPERIMENTS = (
+    xl.EXPERIMENT,
+    attention.EXPERIMENT,
+    ring.EXPERIMENT,
+    budgets.EXPERIMENT,
+    torchtitan.EXPERIMENT,
+    largest.EXPERIMENT,
+)
 
 
 def committed(experiment: Experiment) -> dict[str, Any]:
@@ -176,3 +185,11 @@ def test_asynchronous_traffic_is_what_a_layer_no_longer_waits_for() -> None:
     assert alone["most"] == pytest.approx(alone["TPS"], rel=0.01)
     slower = replace(titan_plans.node(), inside=1e9)
     assert titan_plans.plan(size, row, slower)["TPS"] < shared["TPS"]
+
+
+def test_placement_on_the_host_leaves_more_of_a_gpu() -> None:
+    plans = {name: largest_plans.plan(SMALL, name, 1, largest_plans.node()) for name in ("cuda", "cpu")}
+    assert plans["cpu"]["GB"] < plans["cuda"]["GB"] and plans["cpu"]["host GB"] > plans["cuda"]["host GB"]
+    sizes = largest_plans.zoo()
+    assert {row["model"] for row in read_csv(largest_plans.FOLDER / "published.csv")} <= set(sizes)
+    assert {name for names in largest_plans.TRIED.values() for name in names} <= set(sizes)
