@@ -87,12 +87,13 @@ def test_dap_3_with_residues_that_do_not_divide() -> None:
 
 
 @ranks(4)
-def test_grid_2x2() -> None:
-    check_esmfold("grid", {"row": 2, "col": 2})
+def test_grid_2x2_with_dropout() -> None:
+    check_esmfold("grid", {"row": 2, "col": 2}, dropout=0.2)
 
 
+@pytest.mark.slow
 @ranks(2)
-def test_dropout_is_the_same_under_every_layout() -> None:
+def test_dropout_is_the_same_with_split_columns() -> None:
     check_esmfold("grid", {"row": 1, "col": 2}, recycles=0, dropout=0.2)
 
 

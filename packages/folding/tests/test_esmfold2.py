@@ -34,11 +34,11 @@ def predict(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.eval().infer_protein("ACDEFGH"))
 
 
-@ranks(3)
-def test_a_prediction_on_3_ranks_equals_transformers() -> None:
+@ranks(2)
+def test_a_prediction_on_2_ranks_equals_transformers() -> None:
     theirs = esmfold2()
     ours = copy.deepcopy(theirs)
-    parallelize_folding(ours, Mesh({"axial": 3}))
+    parallelize_folding(ours, Mesh({"axial": 2}))
     wanted, got = predict(theirs), predict(ours)
     assert not differences(wanted, got, 1e-4)
     assert wanted["sample_atom_coords"].abs().max() > 1
