@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from integration_tests.left_behind import Before
+
 if TYPE_CHECKING:
     from integration_tests.warm_python import WarmPython
 
@@ -107,6 +109,15 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", guarded)
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A test that leaves a process group, threads of ours or processes behind fails, and not a later one that hangs."""
+    before = Before()
+    yield
+    if left := before.left():
+        pytest.fail(left, pytrace=False)
 
 
 @pytest.fixture(scope="session")

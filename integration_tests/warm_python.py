@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 from integration_tests import stand_in
 from integration_tests.house import ROOT
+from integration_tests.left_behind import SERVERS
 
 _MOST_FILES = 64  # that a program inherits
 # What the programs import, dearest first; nothing here starts a thread. Every optimizer of torch imports its compiler, and
@@ -87,6 +88,7 @@ class WarmPython:
             stdout=subprocess.PIPE,
             env=environment,
         )
+        SERVERS.add(self._process.pid)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
             raise RuntimeError(f"the process that forks programs ended: {self._process.wait()}")
@@ -101,6 +103,7 @@ class WarmPython:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        SERVERS.discard(self._process.pid)
         self._process.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

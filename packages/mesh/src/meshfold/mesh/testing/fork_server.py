@@ -72,13 +72,13 @@ class _Copy:
         with warnings.catch_warnings():
             # Python warns of threads, such as pytest-xdist's; the copy uses nothing that they hold.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if self._pid == 0:
+            self.pid = os.fork()
+        if self.pid == 0:
             _run_and_exit(serve)
 
     def poll(self) -> int | None:
         if self._code is None:
-            found, status = os.waitpid(self._pid, os.WNOHANG)
+            found, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if found else None
         return self._code
 
@@ -90,7 +90,7 @@ class _Copy:
             time.sleep(0.002)
 
     def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
@@ -116,6 +116,7 @@ class ForkServer:
 
         with theirs:
             self._process = _Copy(serve) if copied else _from_nothing(theirs.fileno(), environment)
+        self.pid = self._process.pid
 
     def preload(self) -> float:
         """Import what this process has imported of the slow packages, once there instead of in every rank.
