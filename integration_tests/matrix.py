@@ -9,6 +9,7 @@ is a row here, and is then tried with everything else.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -183,12 +184,21 @@ def covering(candidates: Iterable[Member], wanted: Callable[[Member], Iterable[A
         candidates: the members to choose from; of equally good ones the first.
         wanted: what a member has.
     """
-    has = [(member, frozenset(wanted(member))) for member in candidates]  # what it has and no chosen one
+    has = [(member, set(wanted(member))) for member in candidates]  # what it has, and no chosen one when last looked at
+    queue = [(-len(found), place) for place, (_, found) in enumerate(has)]
+    heapq.heapify(queue)
     chosen: list[Member] = []
-    while has := [pair for pair in has if pair[1]]:
-        best, covered = max(has, key=lambda pair: len(pair[1]))
-        chosen.append(best)
-        has = [(member, found - covered) for member, found in has]
+    covered: set[Any] = set()
+    while queue:
+        count, place = heapq.heappop(queue)
+        member, found = has[place]
+        found -= covered
+        if len(found) < -count:  # others may have more that is new by now
+            if found:
+                heapq.heappush(queue, (-len(found), place))
+        elif found:
+            chosen.append(member)
+            covered |= found
     return chosen
 
 
