@@ -99,6 +99,5 @@ def _command(pid: int) -> str:
 
 def _servers() -> Iterable[int]:
     """Return the processes that fork ranks and programs for all tests."""
-    pool = sys.modules.get("meshfold.mesh.testing.pool")
-    forks_ranks = pool.POOLS.server if pool is not None else None
-    return {*SERVERS, *([forks_ranks] if forks_ranks else [])}
+    forks_ranks = sys.modules.get("meshfold.mesh.testing.fork_server")
+    return {*SERVERS, *(forks_ranks.RUNNING if forks_ranks is not None else ())}

@@ -93,6 +93,10 @@ class _Copy:
         os.kill(self.pid, signal.SIGKILL)
 
 
+#: Ids of the fork servers of this process that run.
+RUNNING: set[int] = set()
+
+
 class ForkServer:
     """The test process's end: starts the fork server and asks it for ranks.
 
@@ -116,7 +120,7 @@ class ForkServer:
 
         with theirs:
             self._process = _Copy(serve) if copied else _from_nothing(theirs.fileno(), environment)
-        self.pid = self._process.pid
+        RUNNING.add(self._process.pid)
 
     def preload(self) -> float:
         """Import what this process has imported of the slow packages, once there instead of in every rank.
@@ -156,6 +160,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        RUNNING.discard(self._process.pid)
 
     def _ask(self, request: dict[str, Any], descriptors: list[int] | None = None) -> Any:
         socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], descriptors or [])

@@ -192,11 +192,6 @@ class Pools:
         self._imported: dict[str, None] = {}  # imported on ranks so far; new ranks get these too
         self._owner = os.getpid()
 
-    @property
-    def server(self) -> int | None:
-        """The id of the process that forks ranks; None before the first."""
-        return None if self._fork_server is None else self._fork_server.pid
-
     def run(self, size: int, call: Call, what: str, timeout_s: float) -> list[Any]:
         with self._lock:
             pool = self._take(size)
