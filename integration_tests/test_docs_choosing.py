@@ -36,7 +36,7 @@ def test_every_row_of_the_page_has_a_line_to_paste_and_its_command() -> None:
         assert f"`{case.command}`" in row
         found = re.search(r"`parallel = (dict\(.*?\))`", row)
         if found is None:
-            assert "| none<br>" in row and "nothing fits" in row
+            assert "| none<br>" in row and "fits in" in row
         else:
             assert ParallelSpec.parse(read_parallel([found[1]]), case.gpus).world_size == case.gpus
 
